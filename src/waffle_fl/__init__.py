@@ -1,0 +1,2 @@
+"""waffle-fl"""
+__version__ = "0.1.0"

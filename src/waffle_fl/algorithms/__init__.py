@@ -1,0 +1,34 @@
+"""One algorithm, one file, a few pure functions over explicit state. `contract.py` says which."""
+
+from __future__ import annotations
+
+from waffle_fl.algorithms.apfl import APFL
+from waffle_fl.algorithms.contract import SGD, Algorithm, Net, Round, training_key
+from waffle_fl.algorithms.ditto import Ditto
+from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.local import Local
+from waffle_fl.algorithms.scaffold import Scaffold
+from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.weight_erosion import WeightErosion
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "local": Local,
+    "fedavg": FedAvg,
+    "scaffold": Scaffold,
+    "weight-erosion": WeightErosion,
+    "waffle": Waffle,
+    "apfl": APFL,
+    "ditto": Ditto,
+}
+
+TITLES = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "scaffold": "SCAFFOLD",
+    "weight-erosion": "WE",
+    "waffle": "WAFFLE",
+    "apfl": "APFL",
+    "ditto": "Ditto",
+}
+
+__all__ = ["ALGORITHMS", "SGD", "TITLES", "Algorithm", "Net", "Round", "training_key"]

@@ -1,0 +1,91 @@
+"""APFL (Deng et al. 2020): each agent mixes a personal model v with the global one, and learns how much.
+
+Per mini-batch: w -= lr grad f(w);  v -= lr mix grad f(v_bar), v_bar = mix v + (1 - mix) w. The mixing weight follows
+its own gradient <v - w, grad f(v_bar)>, at the first step of a round or once for the whole round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+
+
+class Agents(NamedTuple):
+    v: Rows
+    w: Rows  # the agent's own global model after its training, before the server averaged it
+    mixed_stats: Rows  # statistics of the mixed model's forward passes
+    mix: Tensor
+
+
+class Local(NamedTuple):
+    w: Rows
+    stats: Rows
+    velocity: Rows
+    v: Rows
+    mixed_stats: Rows
+    v_velocity: Rows
+    mix: Tensor
+    first: Tensor  # is this the round's first step?
+
+
+@final
+@dataclass(frozen=True)
+class APFL:
+    """A model for every agent: a mixture of its own and the global one, in adaptive proportion."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    mix: float = 0.5
+    """Share of the personal model at the start."""
+    adaptive: Literal["step", "round", "off"] = "step"
+    """When the share adapts: at the first step of each round, once for the whole round's movement, or never."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        rows, stats = everyone(net, agents)
+        mix = torch.full((agents,), self.mix, dtype=net.params.dtype, device=net.params.device)
+        return Server(*net), Agents(rows, rows, stats, mix)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down(*everyone(Net(server.x, server.stats), agents))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        first = torch.ones(len(down.x), dtype=torch.bool, device=down.x.device)
+        rest = self.sgd.rest(down.x)
+        return Local(down.x, down.stats, rest, agents.v, agents.mixed_stats, rest, agents.mix, first)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        share = local.mix[:, None]
+        g_w, stats = grad(local.w, local.stats)
+        g_mixed, mixed_stats = grad(share * local.v + (1 - share) * local.w, local.mixed_stats)
+        w, velocity = self.sgd.step(local.w, local.velocity, g_w, clip=self.clip)
+        v, v_velocity = self.sgd.step(local.v, local.v_velocity, share * g_mixed, clip=self.clip)
+        mix = local.mix
+        if self.adaptive == "step":
+            slope = ((local.v - local.w) * g_mixed).sum(dim=1)
+            mix = torch.where(local.first, self._adapted(mix, slope), mix)
+        return Local(w, stats, velocity, v, mixed_stats, v_velocity, mix, torch.zeros_like(local.first))
+
+    def _adapted(self, mix: Tensor, slope: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(slope), (mix - self.sgd.lr * slope).clamp(0, 1), mix)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        mix = local.mix
+        if self.adaptive == "round":
+            slope = ((agents.v - down.x) * (agents.v - local.v)).sum(dim=1) / self.sgd.lr
+            mix = self._adapted(mix, slope)
+        return Agents(local.v, local.w, local.mixed_stats, mix), Up(local.w - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.FedAvg().aggregate(server, up, now)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        share = agents.mix[:, None]
+        return Net(share * agents.v + (1 - share) * agents.w, agents.mixed_stats)

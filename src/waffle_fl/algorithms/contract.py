@@ -1,0 +1,142 @@
+"""The contract every algorithm keeps, and the few lines of arithmetic they share.
+
+A model is a flat vector (P,); the agents of a federation are the rows of a matrix (N, P). The state of an algorithm is
+split by who holds it, and the names of the types are the privacy story:
+
+    Server   stays at the server            Down   one row an agent: what travels to it
+    Agents   row i never leaves agent i     Up     one row an agent: what travels back
+    Local    row i while agent i trains     Info   diagnostics for the record, never read again
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from waffle_fl.models.flat import Net
+
+Vector: TypeAlias = Tensor  # (P,)
+Rows: TypeAlias = Tensor  # (N, P)
+Weights: TypeAlias = Tensor  # (N,), float64
+State: TypeAlias = Any  # a NamedTuple of tensors, private to its algorithm
+
+TINY = 1e-300
+NEARLY_EQUAL = 1e-12
+
+
+class Grad(Protocol):
+    """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass."""
+
+    def __call__(self, params: Rows, stats: Rows) -> Net: ...
+
+
+class Round(NamedTuple):
+    """What the server knows of a round besides the updates."""
+
+    r: int  # 1-based, as in the paper
+    of: int  # R
+    alice: int  # i*
+    heard: Tensor  # (N,) bool: the agents whose update arrived and was admitted
+    samples: Tensor  # (N,) registered sample counts
+    steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
+    batch_size: int
+
+
+class Algorithm(Protocol):
+    """Implementations are final, frozen dataclasses of hyperparameters; every function is pure.
+
+    `begin`, `step` and `finish` are row-local: row i reads row i alone. So an engine may loop over rows, stack them,
+    stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
+    """
+
+    sgd: SGD
+
+    def init(self, net: Net, agents: int) -> tuple[State, State]: ...
+    def broadcast(self, server: State, agents: int) -> State: ...
+    def begin(self, down: State, agents: State) -> State: ...
+    def step(self, local: State, grad: Grad) -> State: ...
+    def finish(self, down: State, agents: State, local: State) -> tuple[State, State]: ...
+    def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]: ...
+    def personal(self, server: State, agents: State, count: int) -> Net: ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Mini-batch SGD with momentum and weight decay; the velocity starts at zero every round."""
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def step(
+        self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
+    ) -> tuple[Rows, Rows]:
+        """One step. A control variate's correction is added after momentum has amplified g: docs/paper.md, section 3."""
+        if self.weight_decay:
+            g = g + self.weight_decay * y
+        if self.momentum:
+            velocity = g = self.momentum * velocity + g
+        if correction is not None:
+            g = g + correction
+        if clip:
+            g = g * (clip / g.norm(dim=1, keepdim=True).clamp(min=clip))
+        return y - self.lr * g, velocity
+
+    def rest(self, y: Rows) -> Rows:
+        """The velocity at the start of a round; without momentum it takes no memory."""
+        return torch.zeros_like(y) if self.momentum else y[:, :0]
+
+
+def server_side(default: Any) -> Any:
+    """A hyperparameter that only `aggregate` reads: federations that differ in it can still train in one stack."""
+    return dataclasses.field(default=default, metadata={"server_side": True})
+
+
+def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
+    """Two algorithms with equal keys train their rows alike, whatever their servers do."""
+    fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
+    return (type(algorithm), *(getattr(algorithm, f.name) for f in fields if not f.metadata.get("server_side")))
+
+
+def everyone(net: Net, agents: int) -> Net:
+    """The same model for every agent, as rows that share memory."""
+    return Net(net.params.expand(agents, -1), net.stats.expand(agents, -1))
+
+
+def weighted_sum(weights: Weights, rows: Rows) -> Vector:
+    """Sum of weights_i rows_i in float64; a row of weight 0 is left out, whatever it holds."""
+    held = torch.where(weights[:, None] != 0, rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    return weights @ held.double()
+
+
+def uniform(heard: Tensor) -> Weights:
+    """Equal weights for the agents that were heard."""
+    return normalised(heard.double(), heard)
+
+
+def normalised(weights: Weights, fallback: Tensor) -> Weights:
+    """Weights scaled to sum to 1; where they sum to nothing finite and positive, equal weights over `fallback`."""
+    weights = torch.where(weights > 0, weights, 0.0)
+    total = weights.sum()
+    usable = torch.isfinite(total) & (total > 0)
+    equal = fallback.double() / fallback.sum().clamp(min=1)
+    return torch.where(usable, weights / torch.where(usable, total, 1.0), equal)
+
+
+def one_hot(agent: int, agents: int, like: Tensor) -> Weights:
+    """All weight on one agent: e_i."""
+    return (torch.arange(agents, device=like.device) == agent).double()
+
+
+def moved(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
+    """x + eta_g * sum_i weights_i dy_i."""
+    return (x.double() + eta_g * weighted_sum(weights, dy)).to(x.dtype)
+
+
+def averaged(stats: Vector, weights: Weights, rows: Rows) -> Vector:
+    """Normalisation statistics follow the same weights as the updates."""
+    return weighted_sum(weights, rows).to(stats.dtype)

@@ -1,0 +1,67 @@
+"""Ditto (Li et al. 2021): a personal model for every agent, held near the global one by a proximal term.
+
+Per mini-batch: v -= lr (grad F(v) + lam (v - x));  w -= lr grad F(w). The anchor is x, the model of the round's start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+
+
+class Agents(NamedTuple):
+    v: Rows
+    v_stats: Rows
+
+
+class Local(NamedTuple):
+    w: Rows
+    stats: Rows
+    velocity: Rows
+    v: Rows
+    v_stats: Rows
+    v_velocity: Rows
+    x: Rows  # the anchor, constant through the round
+
+
+@final
+@dataclass(frozen=True)
+class Ditto:
+    """A model for every agent, regularised towards the global one."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    lam: float = 1.0
+    """Pull towards the global model: 0 is Local, large is FedAvg; lr * lam must stay below 2."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(*net), Agents(*everyone(net, agents))
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down(*everyone(Net(server.x, server.stats), agents))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        rest = self.sgd.rest(down.x)
+        return Local(down.x, down.stats, rest, agents.v, agents.v_stats, rest, down.x)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g_w, stats = grad(local.w, local.stats)
+        g_v, v_stats = grad(local.v, local.v_stats)
+        w, velocity = self.sgd.step(local.w, local.velocity, g_w, clip=self.clip)
+        pull = self.lam * (local.v - local.x)
+        v, v_velocity = self.sgd.step(local.v, local.v_velocity, g_v + pull, clip=self.clip)
+        return Local(w, stats, velocity, v, v_stats, v_velocity, local.x)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return Agents(local.v, local.v_stats), Up(local.w - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.FedAvg().aggregate(server, up, now)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.v, agents.v_stats)

@@ -1,0 +1,68 @@
+"""Local: every agent trains alone, nothing leaves it. The floor that joining a federation must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Weights, everyone, one_hot
+
+
+class Server(NamedTuple):
+    pass
+
+
+class Agents(NamedTuple):
+    y: Rows
+    stats: Rows
+
+
+class Down(NamedTuple):
+    pass
+
+
+class Training(NamedTuple):
+    y: Rows
+    stats: Rows
+    velocity: Rows
+
+
+class Up(NamedTuple):
+    pass
+
+
+class Info(NamedTuple):
+    weights: Weights
+
+
+@final
+@dataclass(frozen=True)
+class Local:
+    """Plain SGD on the agent's own data, round after round."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(), Agents(*everyone(net, agents))
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down()
+
+    def begin(self, down: Down, agents: Agents) -> Training:
+        return Training(agents.y, agents.stats, self.sgd.rest(agents.y))
+
+    def step(self, local: Training, grad: Grad) -> Training:
+        g, stats = grad(local.y, local.stats)
+        y, velocity = self.sgd.step(local.y, local.velocity, g, clip=self.clip)
+        return Training(y, stats, velocity)
+
+    def finish(self, down: Down, agents: Agents, local: Training) -> tuple[Agents, Up]:
+        return Agents(local.y, local.stats), Up()
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return server, Info(one_hot(now.alice, len(now.heard), now.heard))
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.y, agents.stats)

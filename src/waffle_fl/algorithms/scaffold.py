@@ -1,0 +1,144 @@
+"""SCAFFOLD (Karimireddy et al. 2020, option II): control variates correct each agent's drift.
+
+The paper's Algorithm 2 without its red ink. `# A2.n` cites line n of that algorithm. The agent sends no control variate:
+with line 9 as its definition the server computes the same one from dy and K, so half the upload and one attack are gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.contract import (
+    SGD,
+    Grad,
+    Net,
+    Round,
+    Rows,
+    Vector,
+    Weights,
+    averaged,
+    everyone,
+    moved,
+    server_side,
+    uniform,
+    weighted_sum,
+)
+
+
+class Server(NamedTuple):
+    x: Vector
+    stats: Vector
+    c: Vector
+    c_i: Rows  # the server's copy: it can compute them, and can restore them to an agent that lost its own
+
+
+class Agents(NamedTuple):
+    c_i: Rows
+
+
+class Down(NamedTuple):
+    x: Rows
+    stats: Rows
+    c: Rows
+
+
+class Local(NamedTuple):
+    y: Rows
+    stats: Rows
+    velocity: Rows
+    correction: Rows  # c - c_i, constant through the round
+    steps: Tensor  # K_i, counted
+
+
+class Up(NamedTuple):
+    dy: Rows
+    stats: Rows
+
+
+class Info(NamedTuple):
+    weights: Weights
+
+
+def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float) -> Rows:
+    """A2.9: c_i+ = c_i - c + (x - y_i) / (K_i lr); an agent that made no step keeps its own."""
+    moves = (steps[:, None] * lr).to(dy.dtype)
+    return torch.where(moves > 0, c_i - c - dy / moves.clamp(min=lr), c_i)
+
+
+def heard_control_variates(server: Server, up: Up, now: Round, lr: float) -> Rows:
+    """c_i+ of every agent, computed by the server; an agent that was not heard keeps its old one."""
+    c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr)
+    return torch.where(now.heard[:, None], c_i, server.c_i)
+
+
+def start(net: Net, agents: int) -> tuple[Server, Agents]:
+    """All control variates start at zero."""
+    c = torch.zeros_like(net.params)
+    return Server(net.params, net.stats, c, c.repeat(agents, 1)), Agents(c.repeat(agents, 1))
+
+
+def send(server: Server, agents: int) -> Down:
+    """A2.3: communicate (x, c) to all agents."""
+    return Down(*everyone(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
+
+
+def begin(sgd: SGD, down: Down, agents: Agents) -> Local:
+    """A2.5: y_i <- x."""
+    steps = torch.zeros(len(down.x), dtype=torch.int64, device=down.x.device)
+    return Local(down.x, down.stats, sgd.rest(down.x), down.c - agents.c_i, steps)
+
+
+def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
+    """A2.7-8: y_i <- y_i - lr (g_i(y_i) - c_i + c), the corrected gradient no longer than `clip`."""
+    g, stats = grad(local.y, local.stats)  # A2.7
+    y, velocity = sgd.step(local.y, local.velocity, g, local.correction, clip)  # A2.8
+    return local._replace(y=y, stats=stats, velocity=velocity, steps=local.steps + 1)
+
+
+def finish(sgd: SGD, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+    """A2.9-12."""
+    dy = local.y - down.x  # A2.10
+    c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr)  # A2.9, A2.11
+    return Agents(c_i), Up(dy, local.stats)  # A2.12
+
+
+@final
+@dataclass(frozen=True)
+class Scaffold:
+    """One global model, trained with control variates."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 2.0
+    """Largest norm of a corrected gradient; 0 turns clipping off."""
+    eta_g: float = server_side(1.0)
+    """Global step size."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return start(net, agents)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return begin(self.sgd, down, agents)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return finish(self.sgd, down, agents, local)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        weights = uniform(now.heard)
+        c_i = heard_control_variates(server, up, now, self.sgd.lr)
+        every = torch.full_like(weights, 1 / len(weights))
+        c = server.c + weighted_sum(every, c_i - server.c_i).to(server.c.dtype)  # so c stays the mean of all c_i
+        x = moved(server.x, weights, up.dy, self.eta_g)
+        return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return everyone(Net(server.x, server.stats), count)

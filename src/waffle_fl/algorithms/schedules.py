@@ -1,0 +1,91 @@
+"""Omega and Psi: the degree of personalisation of each round, from 1 (global training) to 0 (local training).
+
+A schedule is written as text, the same in TOML, on the command line and in the record: `sigmoid(3.2)`, `linear(1, 0)`,
+`step(0.7)`, `constant(0.5)`, `exponential(3)`, or `package.module:function` for a function of (r, R) of your own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
+from waffle_fl.errors import WaffleError, suggest
+
+Schedule: TypeAlias = Callable[[int, int], float]
+
+
+def sigmoid(slope: float = 3.2, shift: float = 0.0) -> Schedule:
+    """Eq. 3: 1 / (1 + exp(slope (r / (R/2) - 1))); `shift` is added to r and so hastens local training."""
+    if slope < 0:
+        raise WaffleError(f"a sigmoid needs a slope >= 0, got {slope}: a negative one would end in global training")
+
+    def value(r: int, rounds: int) -> float:
+        return 1 / (1 + math.exp(min(slope * ((r + shift) / (rounds / 2) - 1), 700.0)))
+
+    return value
+
+
+def linear(start: float = 1.0, end: float = 0.0) -> Schedule:
+    """From `start` at round 0 to `end` at round R on a straight line."""
+    return lambda r, rounds: start + (end - start) * min(r / rounds, 1.0)
+
+
+def step(at: float = 0.7, before: float = 1.0, after: float = 0.0) -> Schedule:
+    """`before` until the fraction `at` of the rounds, `after` from there on."""
+    return lambda r, rounds: before if r < at * rounds else after
+
+
+def constant(value: float = 0.5) -> Schedule:
+    """The same degree of personalisation in every round."""
+    return lambda r, rounds: value
+
+
+def exponential(rate: float = 3.0) -> Schedule:
+    """exp(-rate r / R): global at the start, personal early."""
+    return lambda r, rounds: math.exp(-rate * r / rounds)
+
+
+KINDS: dict[str, Callable[..., Schedule]] = {
+    f.__name__: f for f in (sigmoid, linear, step, constant, exponential)
+}
+
+
+@cache
+def parse(text: str) -> Schedule:
+    """Turn the text of a schedule into its function."""
+    if ":" in text:
+        return _imported(text)
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
+    if not match:
+        raise WaffleError(f"expected a schedule such as sigmoid(3.2) or module:function, got {text!r}")
+    kind, inside = match.groups()
+    if kind not in KINDS:
+        raise WaffleError(f"unknown schedule {kind!r}{suggest(kind, KINDS)}")
+    try:
+        numbers = [float(part) for part in (inside or "").split(",") if part.strip()]
+        return KINDS[kind](*numbers)
+    except (TypeError, ValueError):
+        raise WaffleError(f"expected numbers in {text!r}, as in sigmoid(3.2) or linear(1, 0)") from None
+
+
+def _imported(text: str) -> Schedule:
+    module, _, name = text.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise WaffleError(f"cannot import the schedule {text!r}: {error}") from None
+    if not callable(function):
+        raise WaffleError(f"expected a function of (r, R) at {text!r}, got {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def evaluate(schedule: str | Schedule, name: str, r: int, rounds: int) -> float:
+    """Omega(r) or Psi(r); a value that is no degree of personalisation is the user's to mend."""
+    value = (parse(schedule) if isinstance(schedule, str) else schedule)(min(r, rounds), rounds)
+    if not isinstance(value, int | float) or not 0 <= value <= 1:  # NaN fails this too
+        raise WaffleError(f"{name} must lie in [0, 1], but {name}({r}) of {rounds} rounds is {value}: mend the schedule")
+    return float(value)

@@ -1,0 +1,140 @@
+"""WAFFLE (Beaussart et al. 2021): SCAFFOLD, with the agents weighed by how close their updates come to Alice's.
+
+`# A1.n` and `# A2.n` cite line n of the paper's Algorithms 1 and 2. Agents run SCAFFOLD unchanged; all that is left
+here is the paper's red ink.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+import torch
+
+from waffle_fl.algorithms import scaffold
+from waffle_fl.algorithms.contract import (
+    NEARLY_EQUAL,
+    SGD,
+    TINY,
+    Grad,
+    Net,
+    Round,
+    Rows,
+    Vector,
+    Weights,
+    averaged,
+    everyone,
+    moved,
+    normalised,
+    one_hot,
+    server_side,
+    weighted_sum,
+)
+from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
+from waffle_fl.algorithms.schedules import Schedule, evaluate
+
+LOCAL_FROM = 95  # percent of the rounds, A1.7
+
+
+class Server(NamedTuple):
+    x: Vector
+    stats: Vector
+    c: Vector
+    c_i: Rows
+    past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1
+
+
+class Info(NamedTuple):
+    weights: Weights  # alpha_bar, the weights used
+    alpha: Weights  # this round's own, before smoothing
+    distances: Weights  # d_i, with Alice's assigned distance in her place
+    omega: float
+    psi: float
+
+
+def calc_weights(
+    dy: Rows, past: Rows, now: Round, omega: float, psi: float, denominator: Literal["max", "range"] = "max"
+) -> tuple[Weights, Weights, Weights]:
+    """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
+    is_alice = torch.arange(len(dy), device=dy.device) == now.alice
+    others = now.heard & ~is_alice
+    d = (dy.double() - dy[now.alice].double()).norm(dim=1)  # A1.2
+    d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
+    d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
+    d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
+    d_alice = d_alice.clamp(min=0)
+    d = torch.where(is_alice, d_alice, d)
+    span = d_max if denominator == "max" else d_max - torch.minimum(d_alice, d_min)  # A1.6, two readings
+    ratio = (d - d_alice) / span.clamp(min=TINY)
+    # Differs from the paper: with equal distances "range" is 0/0; the nearest agent's limit takes its place.
+    all_equal = span <= NEARLY_EQUAL * d_max
+    limit = 0.0 if denominator == "max" else (1 - omega) / (2 - omega) if omega < 2 else 0.0
+    ratio = torch.where(all_equal, torch.where(is_alice, 0.0, limit), ratio)
+    alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
+    alone = one_hot(now.alice, len(dy), dy)
+    if 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
+        alpha = alone  # A1.8
+    alpha = normalised(alpha, alone)  # A1.9
+    alpha_bar = (past[0] + past[1] + alpha) / 3  # A1.10
+    # Differs from the paper: an agent that was not heard has nothing to weigh, so the others share its history.
+    alpha_bar = normalised(torch.where(now.heard, alpha_bar, 0.0), alone)
+    return alpha_bar, alpha, d
+
+
+@final
+@dataclass(frozen=True)
+class Waffle:
+    """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 2.0
+    """Largest norm of a corrected gradient; 0 turns clipping off."""
+    control: Literal["anchored", "paper"] = server_side("anchored")
+    """How the server's control variate follows the weights: c = sum alpha_i c_i, or c += sum alpha_i dc_i as printed."""
+    denominator: Literal["max", "range"] = server_side("max")
+    """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
+    omega: str | Schedule = server_side("sigmoid(3.2)")
+    """Degree of personalisation that places Alice among the distances."""
+    psi: str | Schedule = server_side("sigmoid(3.2)")
+    """Degree of personalisation that sets the threshold of usefulness."""
+    eta_g: float = server_side(1.0)
+    """Global step size."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        server, rows = scaffold.start(net, agents)
+        past = torch.full((2, agents), 1 / agents, dtype=torch.float64, device=net.params.device)  # A2.1
+        return Server(*server, past), rows
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return scaffold.send(server, agents)  # A2.3
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return scaffold.begin(self.sgd, down, agents)  # A2.5
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return scaffold.step(self.sgd, self.clip, local, grad)  # A2.7-8
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return scaffold.finish(self.sgd, down, agents, local)  # A2.9-12
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        omega = evaluate(self.omega, "omega", now.r, now.of)
+        psi = evaluate(self.psi, "psi", now.r, now.of)
+        alpha_bar, alpha, d = calc_weights(up.dy, server.past, now, omega, psi, self.denominator)  # A2.13
+        past = torch.stack([server.past[1], alpha])  # A2.14
+        return self.combine(server, up, now, alpha_bar, past), Info(alpha_bar, alpha, d, omega, psi)
+
+    def combine(self, server: Server, up: Up, now: Round, alpha_bar: Weights, past: Rows) -> Server:
+        """A2.15-16: move the model and the control variate by the weighted updates."""
+        c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
+        x = moved(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
+        if self.control == "anchored":
+            c = weighted_sum(alpha_bar, c_i)  # Differs from the paper: c is the weighted mean itself, so it cannot drift.
+        else:
+            c = server.c.double() + weighted_sum(alpha_bar, c_i - server.c_i)  # A2.15-16
+        stats = averaged(server.stats, alpha_bar, up.stats)
+        return Server(x, stats, c.to(server.c.dtype), c_i, past)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return everyone(Net(server.x, server.stats), count)

@@ -1,0 +1,94 @@
+"""Weight Erosion (Grimberg et al. 2020): every agent starts with weight 1 and loses it as its updates leave Alice's.
+
+    alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |g_A|)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import (
+    SGD,
+    Grad,
+    Net,
+    Round,
+    Rows,
+    Vector,
+    Weights,
+    averaged,
+    everyone,
+    moved,
+    normalised,
+    one_hot,
+    server_side,
+)
+from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+
+
+class Server(NamedTuple):
+    x: Vector
+    stats: Vector
+    alpha: Weights  # not normalised; it only ever falls
+
+
+class Info(NamedTuple):
+    weights: Weights  # normalised
+    alpha: Weights
+    distances: Weights  # relative to Alice's update
+
+
+def relative_distances(dy: Rows, alice: int) -> Weights:
+    """|g_i - g_A| / |g_A| (the learning rate cancels); 0 where Alice did not move, so that nothing erodes."""
+    dy = dy.double()
+    scale = dy[alice].norm()
+    return torch.where(scale > 0, (dy - dy[alice]).norm(dim=1) / torch.where(scale > 0, scale, 1.0), 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class WeightErosion:
+    """A model for Alice: FedAvg whose weights erode with distance until she trains alone."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    p_d: float = server_side(0.0067)
+    """Distance penalty: weight lost a round and unit of relative distance; 0 is FedAvg."""
+    p_s: float = server_side(0.0)
+    """Size penalty: how much faster an agent erodes each time its data has been used up."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        alpha = torch.ones(agents, dtype=torch.float64, device=net.params.device)
+        return Server(net.params, net.stats, alpha), Agents()
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down(*everyone(Net(server.x, server.stats), agents))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return self._training.begin(down, agents)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return self._training.step(local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return self._training.finish(down, agents, local)
+
+    @property
+    def _training(self) -> fedavg.FedAvg:
+        return fedavg.FedAvg(self.sgd, self.clip)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        d = relative_distances(up.dy, now.alice)
+        reuses = ((now.r - 1) * now.batch_size) // now.samples.clamp(min=1)
+        eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
+        alpha = torch.where(now.heard, eroded, server.alpha)  # an absent agent returns with the weight it had
+        weights = normalised(torch.where(now.heard, alpha, 0.0), one_hot(now.alice, len(alpha), alpha))
+        x = moved(server.x, weights, up.dy)
+        return Server(x, averaged(server.stats, weights, up.stats), alpha), Info(weights, alpha, d)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return everyone(Net(server.x, server.stats), count)

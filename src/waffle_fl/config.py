@@ -1,0 +1,303 @@
+"""What a user may set, where it is checked, and how an experiment file is read. Every mistake is told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
+from waffle_fl.algorithms.schedules import parse
+from waffle_fl.errors import WaffleError, suggest
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that defines a run besides its method's own hyperparameters."""
+
+    data: str = "digits"
+    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic."""
+    split: str = "C"
+    """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
+    shares: tuple[tuple[float, ...], ...] = ()
+    """A share matrix of your own (agent x label) in place of the split's."""
+    direction: Literal["left", "right"] = "left"
+    """Which way the split's list is rolled from agent to agent."""
+    agents: int = 10
+    """Number of agents."""
+    alice: str = "0"
+    """The agent the model is for: her number or her name."""
+    samples_per_agent: int = 0
+    """Training samples an agent; 0 takes all there are."""
+    validation: float = 0.0
+    """Fraction of each agent's training samples held out to select a round."""
+    test: Literal["share", "all"] = "share"
+    """Alice's test data: her share of it, or every test sample her distribution allows."""
+    split_seed: int = 0
+    """Seed of the split; it does not change with the seed of the run."""
+    permutation_seed: int = 0
+    """Seed of the label permutations of A* and B*."""
+    shared_permutation: bool = False
+    """Give all agents but Alice one and the same permutation."""
+    model: str = "auto"
+    """Network: lenet5, lenet5-tanh, dla, mlp, linear, module:factory, or auto for the data set's own."""
+    rounds: int = 100
+    """Communication rounds R."""
+    epochs: int = 1
+    """Passes over its data that an agent makes in a round."""
+    batch_size: int = 32
+    """Samples in a mini-batch."""
+    lr: float = 0.1
+    """Local step size."""
+    momentum: float = 0.0
+    """Momentum of the local steps, fresh each round."""
+    weight_decay: float = 0.0
+    """Weight decay of the local steps."""
+    seed: int = 1
+    """Seed of the initial model and of the order of the samples."""
+    guard: Literal["off", "standard"] = "off"
+    """Server-side tests of each update besides finiteness."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Precision of training; distances, weights and aggregation are always float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A grid of runs: methods x splits x seeds, the settings they share, and each method's hyperparameters."""
+
+    methods: tuple[str, ...]
+    splits: tuple[str, ...] = ("C",)
+    seeds: tuple[int, ...] = (1,)
+    settings: Settings = field(default_factory=Settings)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    name: str = "experiment"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, whole: method, settings, and the method's hyperparameters as far as they were given."""
+
+    method: str
+    settings: Settings
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def algorithm(self) -> Algorithm:
+        s = self.settings
+        return ALGORITHMS[self.method](sgd=SGD(s.lr, s.momentum, s.weight_decay), **self.options)  # type: ignore[call-arg]
+
+    @property
+    def label(self) -> str:
+        split = self.settings.split.replace("*", "-star") if not self.settings.shares else "shares"
+        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}"
+
+    def to_json(self) -> dict[str, Any]:
+        given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
+        options = {key: value for key, value in given.items() if key != "sgd"}
+        return {"schema": SCHEMA, "method": self.method, "settings": dataclasses.asdict(self.settings), "options": options}
+
+    @classmethod
+    def from_json(cls, content: Any) -> RunConfig:
+        """Read back a run folder's config, with the same checks as a user's."""
+        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+            raise WaffleError("expected a run's config with `schema`, `method` and `settings`")
+        check_schema(content.get("schema"))
+        values = _tuples(content["settings"])
+        options = content.get("options") or {}
+        run = check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
+        return run
+
+
+def option_types(method: str) -> dict[str, Any]:
+    """The hyperparameters of a method and their types; a schedule is written as text."""
+    hints = typing.get_type_hints(ALGORITHMS[method])
+    names = [f.name for f in dataclasses.fields(ALGORITHMS[method]) if f.name != "sgd"]  # type: ignore[arg-type]
+    return {name: str if _is_schedule(hints[name]) else hints[name] for name in names}
+
+
+def _is_schedule(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and str in typing.get_args(hint)
+
+
+def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:
+    """A run from plain values, or one line with everything that is wrong with them."""
+    if method not in ALGORITHMS:
+        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    hints = typing.get_type_hints(Settings)
+    problems = _problems(settings, hints) + _problems(options, option_types(method))
+    if problems:
+        raise WaffleError("; ".join(problems))
+    return RunConfig(method=method, settings=Settings(**_floats(settings, hints)), options=dict(options))
+
+
+def check_name(name: str) -> str:
+    """A run's folder name: plain characters only, so that it is a name and nothing else."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        raise WaffleError(f"expected a run name of letters, digits, '.', '_' and '-', got {name!r}")
+    return name
+
+
+def check_schema(found: Any) -> None:
+    if found != SCHEMA:
+        raise WaffleError(f"this waffle reads files of schema {SCHEMA}, this one has {found!r}: update waffle-fl")
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WaffleError(f"{path} is not valid TOML: {error}") from None
+    check_schema(content.pop("schema", SCHEMA))
+    tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
+    grid = {key: content.pop(key) for key in ("methods", "splits", "seeds") if key in content}
+    problems = _grid_problems(grid)
+    hints = typing.get_type_hints(Settings)
+    known = [*hints, "methods", "splits", "seeds", "schema", *ALGORITHMS]
+    values = _tuples(content)
+    problems += _problems(values, hints, known, text)
+    splits = grid.get("splits", ["C"])
+    for method, table in tables.items():
+        if method not in ALGORITHMS:
+            problems.append(f"unknown key {method!r}{_line(text, method)}{suggest(method, known)}")
+        else:
+            problems += _option_problems(method, table, splits if isinstance(splits, list) else [], text)
+    if problems:
+        raise WaffleError(f"{path}: " + "; ".join(problems))
+    return Experiment(
+        name=path.stem,
+        settings=Settings(**_floats(values, hints)),
+        options=tables,
+        **{key: tuple(value) for key, value in grid.items()},
+    )
+
+
+def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if not grid.get("methods"):
+        problems.append(f'expected methods = [...], from {", ".join(ALGORITHMS)}')
+    for key, kind in (("methods", str), ("splits", str), ("seeds", int)):
+        value = grid.get(key, [])
+        if not isinstance(value, list) or not all(type(v) is kind for v in value) or (key in grid and not value):
+            problems.append(f"{key}: expected a list of {kind.__name__}, got {value!r}")
+        elif len(set(value)) < len(value):
+            problems.append(f"{key}: {value!r} names one twice")
+        elif key == "methods":
+            problems += [f"unknown method {m!r}{suggest(m, ALGORITHMS)}" for m in value if m not in ALGORITHMS]
+        elif key == "seeds":
+            problems += [f"seeds: expected integers >= 0, got {v}" for v in value if v < 0]
+    return problems
+
+
+def _option_problems(method: str, table: Mapping[str, Any], splits: Iterable[str], text: str) -> list[str]:
+    """An option is a value, or a table with one value a split."""
+    kinds, problems = option_types(method), []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            strangers = [key for key in value if key not in splits]
+            problems += [f"{method}.{name}: no split {key!r} in this experiment" for key in strangers]
+            for inner in value.values():
+                problems += _problems({name: inner}, kinds, kinds, text)
+        else:
+            problems += _problems({name: value}, kinds, kinds, text)
+    return problems
+
+
+def _problems(
+    values: Mapping[str, Any], kinds: Mapping[str, Any], known: Iterable[str] | None = None, text: str = ""
+) -> list[str]:
+    problems = []
+    for name, value in values.items():
+        if name not in kinds:
+            problems.append(f"unknown key {name!r}{_line(text, name)}{suggest(name, known or kinds)}")
+        elif not _fits(value, kinds[name]):
+            problems.append(f"{name}{_line(text, name)}: expected {_described(kinds[name])}, got {value!r}")
+        else:
+            rule = RULES.get(name)
+            if rule and not rule[1](value):
+                problems.append(f"{name}{_line(text, name)}: expected {rule[0]}, got {value!r}")
+            elif name in ("omega", "psi"):
+                problems += _schedule_problems(value)
+    return problems
+
+
+def _schedule_problems(value: str) -> list[str]:
+    try:
+        parse(value)
+    except WaffleError as error:
+        return [str(error)]
+    return []
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(v, arguments[0]) for v in value)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
+
+
+def _described(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(hint))
+    return {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}.get(hint, "a matrix of numbers")
+
+
+def _line(text: str, key: str) -> str:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if re.match(rf"\s*\[?\s*[\"']?{re.escape(key)}\b", line):
+            return f" (line {number})"
+    return ""
+
+
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    def frozen(value: Any) -> Any:
+        return tuple(frozen(v) for v in value) if isinstance(value, list | tuple) else value
+
+    return {key: frozen(value) for key, value in content.items()}
+
+
+def _floats(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: float(value) if hints[key] is float else value for key, value in values.items()}
+
+
+def at_least(bound: int) -> tuple[str, Any]:
+    return f"at least {bound}", lambda value: value >= bound
+
+
+POSITIVE = "a number above 0", lambda value: value > 0
+NOT_NEGATIVE = at_least(0)
+RULES: dict[str, tuple[str, Any]] = {
+    "agents": at_least(1),
+    "samples_per_agent": NOT_NEGATIVE,
+    "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
+    "rounds": at_least(1),
+    "epochs": at_least(1),
+    "batch_size": at_least(1),
+    "lr": POSITIVE,
+    "momentum": ("a number from 0 to below 1", lambda value: 0 <= value < 1),
+    "weight_decay": NOT_NEGATIVE,
+    "seed": NOT_NEGATIVE,
+    "split_seed": NOT_NEGATIVE,
+    "permutation_seed": NOT_NEGATIVE,
+    "clip": NOT_NEGATIVE,
+    "eta_g": POSITIVE,
+    "p_d": NOT_NEGATIVE,
+    "p_s": NOT_NEGATIVE,
+    "mix": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "lam": NOT_NEGATIVE,
+}

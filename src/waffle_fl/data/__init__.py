@@ -1,0 +1,167 @@
+"""load(name) -> Dataset: found, verified and normalised. Nothing is downloaded unless `fetch` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.data.cifar import read_binary, read_python
+from waffle_fl.data.files import Progress, data_dir, download, is_official, verify
+from waffle_fl.data.idx import read_idx
+from waffle_fl.data.sources import CIFAR_BINARY, CIFAR_PYTHON, SOURCES, File, Source
+from waffle_fl.data.synthetic import gaussian_classes
+from waffle_fl.errors import WaffleError, suggest
+
+NAMES = ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Normalised features and integer labels, split into training and test data as published."""
+
+    name: str
+    x_train: NDArray[np.float32]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.float32]
+    y_test: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    origin: str  # where it came from, in words
+    verified: bool
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+
+def load(name: str, folder: str = "", allow_unverified: bool = False) -> Dataset:
+    """The named data set, from memory or from the data folder."""
+    loaders: dict[str, Callable[[], Dataset]] = {
+        "digits": _digits,
+        "synthetic": _synthetic,
+        "cifar10": lambda: _cifar10(data_dir(folder), allow_unverified),
+    }
+    if name not in NAMES:
+        raise WaffleError(f"unknown data set {name!r}{suggest(name, NAMES)}")
+    return loaders.get(name, lambda: _idx_set(name, data_dir(folder), allow_unverified))()
+
+
+def fetch(name: str, folder: str = "", progress: Progress = lambda name, done, total: None) -> list[Path]:
+    """Download what is missing of a published data set; return the new files."""
+    if name not in SOURCES or (name == "cifar10" and _cifar_folder(data_dir(folder))):
+        return []
+    source = SOURCES[name]
+    place = data_dir(folder) / source.folder
+    missing = [file for file in source.files if not (place / file.name).exists()]
+    return [download(file, place, progress) for file in missing]
+
+
+def _digits() -> Dataset:
+    from sklearn.datasets import load_digits
+
+    bunch: Any = load_digits()
+    x = ((bunch.images / 16 - 0.3053) / 0.3761).astype(np.float32)[:, None]
+    y = bunch.target.astype(np.int64)
+    test = np.arange(len(y)) % 4 == 3
+    origin = "UCI optical digits, 1,797 images of 8x8 pixels, embedded in scikit-learn"
+    return Dataset("digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), origin, verified=True)
+
+
+def _synthetic() -> Dataset:
+    names = tuple(f"class {k}" for k in range(10))
+    return Dataset("synthetic", *gaussian_classes(seed=0), names, "ten Gaussian classes in 20 dimensions", verified=True)
+
+
+def _idx_set(name: str, root: Path, allow_unverified: bool) -> Dataset:
+    source = SOURCES[name]
+    place = root / source.folder
+    _require(name, place, source.files)
+    verified = [verify(place / f.name, f.checksum, allow_unverified) for f in source.files]
+    shapes = ((60000, 28, 28), (60000,), (10000, 28, 28), (10000,))
+    x, y, x_test, y_test = (read_idx(place / f.name, shape) for f, shape in zip(source.files, shapes, strict=True))
+    for labels, file in ((y, source.files[1]), (y_test, source.files[3])):
+        bad = np.flatnonzero(labels > 9)
+        if len(bad):
+            raise WaffleError(f"{place / file.name}: expected labels 0 to 9, got {labels[bad[0]]} at index {bad[0]}")
+    return _images(name, source, x[:, None], y, x_test[:, None], y_test, str(place), all(verified))
+
+
+def _cifar_folder(root: Path) -> Path | None:
+    """The unpacked official folder, binary or python, wherever it usually lies."""
+    names = ("cifar-10-batches-bin", "cifar-10-batches-py")
+    places = (root / "cifar10" / n for n in names), (root / n for n in names), (root / "cifar-10" / n for n in names)
+    return next((place for group in places for place in group if place.is_dir()), None)
+
+
+def _cifar10(root: Path, allow_unverified: bool) -> Dataset:
+    source = SOURCES["cifar10"]
+    place = _cifar_folder(root)
+    if place is None:
+        place = _unpacked(root / source.folder, source.files[0])
+    members, read = (
+        (CIFAR_BINARY, read_binary) if place.name.endswith("bin") else (CIFAR_PYTHON, read_python)
+    )
+    _require("cifar10", place, [File(name, "", 0, "") for name in members])
+    archive = place.parent / source.files[0].name
+    covered = archive.exists() and is_official(archive, source.files[0].checksum)
+    verified = [covered or verify(place / name, digest, allow_unverified) for name, digest in members.items()]
+    batches = [read(place / name) for name in members]
+    x = np.concatenate([images for images, _ in batches[:5]])
+    y = np.concatenate([labels for _, labels in batches[:5]])
+    return _images("cifar10", source, x, y, *batches[5], str(place), all(verified))
+
+
+def _unpacked(place: Path, file: File) -> Path:
+    """Unpack the official archive beside itself: its ten known members only, each under its own plain name."""
+    import tarfile
+
+    _require("cifar10", place, [file])
+    archive = place / file.name
+    verify(archive, file.checksum, allow_unverified=False)
+    target = place / "cifar-10-batches-bin"
+    target.mkdir(exist_ok=True)
+    with tarfile.open(archive) as tar:
+        for name in CIFAR_BINARY:
+            member = tar.extractfile(f"{target.name}/{name}")
+            if member is None:
+                raise WaffleError(f"{archive} lacks {name}; delete it and fetch it again")
+            (target / name).write_bytes(member.read())
+    return target
+
+
+def _require(name: str, place: Path, files: tuple[File, ...] | list[File]) -> None:
+    missing = [file for file in files if not (place / file.name).is_file()]
+    if missing:
+        sources = "; ".join(f"{place / f.name}" + (f" from {f.url}" if f.url else "") for f in missing)
+        raise WaffleError(f"{name} is not complete: run `waffle data {name}` where there is a network, or put {sources}")
+
+
+def _images(
+    name: str,
+    source: Source,
+    x: NDArray[np.uint8],
+    y: NDArray[Any],
+    x_test: NDArray[np.uint8],
+    y_test: NDArray[Any],
+    origin: str,
+    verified: bool,
+) -> Dataset:
+    mean, std = (np.asarray(v, np.float32).reshape(1, -1, 1, 1) for v in (source.mean, source.std))
+
+    def normalised(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        return (images.astype(np.float32) / 255 - mean) / std
+
+    return Dataset(
+        name,
+        normalised(x),
+        y.astype(np.int64),
+        normalised(x_test),
+        y_test.astype(np.int64),
+        source.class_names,
+        origin,
+        verified,
+    )

@@ -1,0 +1,283 @@
+"""The simulator: all agents of one or many federations as rows of one stack, on CPU or GPU.
+
+`begin`, `step` and `finish` are row-local, so rows of many federations train together; `aggregate` runs for each
+federation. Every row is computed by one thread, so its bits depend neither on its neighbours nor on the machine's cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import Algorithm, Net, Round, training_key
+from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.federation import Batches, Federation
+from waffle_fl.guard import OK, REASONS, Guard, screen
+from waffle_fl.models import FlatModel
+
+ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
+CHUNK_BYTES = 2 << 30
+EVALUATE_ROWS = 2000
+
+Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
+
+
+class State(NamedTuple):
+    """Everything a federation carries from round to round."""
+
+    server: Any
+    agents: Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One federation, one algorithm, one seed: a run."""
+
+    algorithm: Algorithm
+    federation: Federation
+    seed: int
+    state: State | None = None  # where to go on from; None is the start
+    tamper: Tamper | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one round brought one cell: measurements for the record, and the state after it."""
+
+    cell: int
+    round: int
+    measured: dict[str, Any]
+    state: State
+    error: Diverged | None = None
+
+
+def simulate(
+    cells: Sequence[Cell],
+    model: FlatModel,
+    *,
+    rounds: int,
+    start: int = 0,
+    batch_size: int = 32,
+    epochs: int = 1,
+    guard: Guard = "off",
+    workers: int = 0,
+) -> Iterator[list[Outcome]]:
+    """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
+    check_stack(cells, model, batch_size)
+    simulator = _Simulator(cells, model, rounds, batch_size, epochs, guard, workers)
+    with _one_thread():
+        for r in range(start + 1, rounds + 1):  # A2.2
+            if not simulator.live:
+                return
+            yield simulator.round(r)
+
+
+def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
+    """What must hold before any work."""
+    if len({training_key(cell.algorithm) for cell in cells}) > 1:
+        raise WaffleError("cells in one stack must train their rows alike: give them the same method and step settings")
+    if model.stats_size:
+        for cell in cells:
+            for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
+                if n and n % batch_size == 1:
+                    raise WaffleError(
+                        f"{name} has {n} samples, so a batch of {batch_size} leaves one alone, and BatchNorm cannot "
+                        "normalise a single sample: choose another batch size"
+                    )
+
+
+def initial_state(cell: Cell, model: FlatModel) -> State:
+    """A2.1: one random model for everyone."""
+    server, agents = cell.algorithm.init(model.init(cell.seed), cell.federation.agents)
+    return State(server, agents)
+
+
+class _Simulator:
+    """The states of the live cells, and one round of work on them."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        model: FlatModel,
+        rounds: int,
+        batch_size: int,
+        epochs: int,
+        guard: Guard,
+        workers: int,
+    ) -> None:
+        federations = _on_device([c.federation for c in cells], model)
+        self.cells = [replace(c, federation=f) for c, f in zip(cells, federations, strict=True)]
+        self.model, self.rounds, self.batch_size, self.epochs, self.guard = model, rounds, batch_size, epochs, guard
+        self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
+        self.live = list(range(len(cells)))
+        self._batches: dict[tuple[int, ...], Batches] = {}
+        count = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+        self._workers = count
+
+    def round(self, r: int) -> list[Outcome]:
+        """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
+        began = time.perf_counter()
+        done: dict[int, Outcome] = {}
+        pending = list(self.live)
+        for attempt in range(ATTEMPTS):
+            if not pending:
+                break
+            trained = self._train(pending, r, attempt)
+            outcomes = {i: self._close(i, r, agents, up) for i, (agents, up) in zip(pending, trained, strict=True)}
+            done |= outcomes
+            pending = [i for i, outcome in outcomes.items() if outcome.error]
+        seconds = (time.perf_counter() - began) / len(self.live)
+        self.live = [i for i in self.live if i not in pending]
+        for i in self.live:
+            self.states[i] = done[i].state
+            done[i].measured["seconds"] = round(seconds, 6)
+        return [done[i] for i in sorted(done)]
+
+    def _train(self, indices: Sequence[int], r: int, attempt: int) -> list[tuple[Any, Any]]:
+        """A2.3-12 for all rows of the cells, chunk by chunk."""
+        cells = [self.cells[i] for i in indices]
+        algorithm = cells[0].algorithm
+        batches = self._batches_of(tuple(indices))
+        down = _stack(
+            [c.algorithm.broadcast(self.states[i].server, c.federation.agents) for i, c in zip(indices, cells, strict=True)]
+        )  # A2.3
+        agents = _stack([self.states[i].agents for i in indices])
+
+        def train_chunk(rows: slice) -> tuple[Any, Any]:
+            chunk_down, chunk_agents = _rows(down, rows), _rows(agents, rows)
+            local = algorithm.begin(chunk_down, chunk_agents)  # A2.5
+            plan = batches.plan(r, attempt, rows)
+            for t in range(plan.index.shape[1]):  # A2.6
+                grad = partial(self.model.grad, batch=batches.batch(plan, t, rows))
+                stepped = algorithm.step(local, grad)  # A2.7-8
+                local = stepped if t < plan.all_active else _where(plan.active[:, t], stepped, local)
+            return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
+
+        results = list(self._pool.map(train_chunk, self._chunks(len(batches.steps))))
+        new_agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
+        edges = _edges([c.federation.agents for c in cells])
+        return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
+
+    def _close(self, i: int, r: int, agents: Any, up: Any) -> Outcome:
+        """A2.13-16 for one cell: screen what arrived, aggregate, and measure Alice's model."""
+        cell, old = self.cells[i], self.states[i]
+        federation = cell.federation
+        samples = federation.samples.to(self.model.device)
+        if cell.tamper:
+            up = cell.tamper(up, r)
+        up, heard, codes = screen(up, federation.alice, samples > 0, self.guard)
+        steps = self.epochs * -(-samples // self.batch_size)
+        now = Round(r, self.rounds, federation.alice, heard, samples, steps, self.batch_size)
+        server, info = cell.algorithm.aggregate(old.server, up, now)  # A2.13-16
+        state = State(server, _where(heard, agents, old.agents))
+        measured = {**evaluate(cell.algorithm, state, federation, self.model), **_plain(info._asdict())}
+        reasons = {name: REASONS[c] for name, c in zip(federation.names, codes.tolist(), strict=True) if c != OK}
+        if reasons:
+            measured["screened"] = reasons
+        if hasattr(up, "dy"):
+            measured["norms"] = up.dy.double().norm(dim=1).tolist()
+        error = None
+        name = federation.names[federation.alice]
+        if not heard[federation.alice] or measured["loss"] is None:
+            error = Diverged(
+                f"round {r}: the training of Alice ({name}) diverged (no finite update or loss in {ATTEMPTS} attempts): "
+                "lower lr, or set clip; the rounds before are kept"
+            )
+        return Outcome(i, r, {"round": r, **measured}, old if error else state, error)
+
+    def _batches_of(self, indices: tuple[int, ...]) -> Batches:
+        if indices not in self._batches:
+            cells = [self.cells[i] for i in indices]
+            federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
+            self._batches = {
+                indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype)
+            }
+        return self._batches[indices]
+
+    def _chunks(self, rows: int) -> list[slice]:
+        """Rows that train together: one at a time, or as many as memory holds, spread over the workers."""
+        if not self.model.stacked:
+            return [slice(i, i + 1) for i in range(rows)]
+        row_bytes = 16 * self.model.size * self.model.dtype.itemsize
+        size = min(max(1, CHUNK_BYTES // row_bytes), rows)
+        return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+
+
+@torch.no_grad()
+def evaluate(algorithm: Algorithm, state: State, federation: Federation, model: FlatModel) -> dict[str, Any]:
+    """Accuracy and loss of Alice's model on her own test data, and on her validation data where she has some."""
+    alice = federation.alice
+    net = algorithm.personal(state.server, state.agents, federation.agents)
+    own = Net(net.params[alice], net.stats[alice])
+    result = score(model, own, federation, federation.test[alice])
+    if len(federation.validation[alice]):
+        validation = score(model, own, federation, federation.validation[alice])
+        result |= {f"validation_{key}": value for key, value in validation.items()}
+    return result
+
+
+def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Any]:
+    """Accuracy and mean loss on these samples; None where the loss is no finite number."""
+    correct, total = torch.zeros((), device=model.device), torch.zeros((), device=model.device, dtype=torch.float64)
+    for part in rows.split(EVALUATE_ROWS):
+        output = model.predict(net.params, net.stats, federation.x[part])
+        target = federation.labels(federation.alice, part)
+        total += model.losses(output, target).double().sum()
+        if output.ndim == 2:
+            correct += (output.argmax(dim=1) == target).sum()
+    loss = float(total) / len(rows)
+    return {"accuracy": float(correct) / len(rows), "loss": loss if abs(loss) < float("inf") else None}
+
+
+def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Federation]:
+    """Each distinct pool is moved once, so federations that share it go on sharing it."""
+    pools: dict[int, Tensor] = {}
+    moved = []
+    for f in federations:
+        pool = pools.setdefault(id(f.x), f.x.to(model.device, model.dtype))
+        moved.append(replace(replace(f, x=pool[:0]).to(model.device, model.dtype), x=pool))
+    return moved
+
+
+def _stack(states: Sequence[Any]) -> Any:
+    return type(states[0])(*(torch.cat(fields) for fields in zip(*states, strict=True)))
+
+
+def _rows(state: Any, rows: slice) -> Any:
+    return type(state)(*(field[rows] for field in state))
+
+
+def _where(mask: Tensor, new: Any, old: Any) -> Any:
+    """New rows where the mask holds, old ones elsewhere."""
+    return type(new)(
+        *(torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, old, strict=True))
+    )
+
+
+def _edges(sizes: Sequence[int]) -> list[slice]:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _plain(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in info.items()}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,334 @@
+"""From settings to finished run folders: build, group the runs that can share a stack, train, record, resume."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import Net, training_key
+from waffle_fl.config import Experiment, RunConfig, Settings
+from waffle_fl.data import Dataset, load
+from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
+from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.federation import Federation, build, index_of
+from waffle_fl.models import STATS_POLICY, FlatModel, builder
+from waffle_fl.partition import split
+from waffle_fl.records import Run, provenance, read_rounds, summary
+
+STACK = 64  # runs that train together at most
+CHECKPOINT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how to run; none of it changes a result."""
+
+    out: Path
+    device: str = "auto"
+    data_dir: str = ""
+    allow_unverified: bool = False
+    workers: int = 0
+    force: bool = False
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+
+
+class Listener:
+    """What a front end may want to hear of; the default hears nothing."""
+
+    def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None: ...
+    def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None: ...
+    def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None: ...
+    def warned(self, message: str) -> None: ...
+
+
+@dataclass
+class Interrupted(Exception):
+    """The user asked to stop; every run is checkpointed."""
+
+    signal: int
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` takes the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise WaffleError(f"expected a device such as auto, cpu or cuda, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise WaffleError("device cuda was asked for, but this machine shows none: use --device auto or cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise WaffleError(f"expected the device auto, cpu or cuda, got {name!r}")
+    return device
+
+
+@lru_cache(maxsize=2)
+def _dataset(name: str, folder: str, allow_unverified: bool) -> Dataset:
+    return load(name, folder, allow_unverified)
+
+
+@lru_cache(maxsize=2)
+def _pool(name: str, folder: str, allow_unverified: bool) -> Federation:
+    """All samples of a data set as one federation: the tensors that all its partitions share."""
+    dataset = _dataset(name, folder, allow_unverified)
+    everything = split(dataset.y_train, dataset.y_test, "A", agents=1, classes=dataset.classes)
+    return build(dataset, everything)
+
+
+def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
+    """The federation that the settings describe."""
+    dataset = _dataset(s.data, data_dir, allow_unverified)
+    names = [f"agent {i}" for i in range(s.agents)]
+    alice = index_of(s.alice, names)
+    partition = split(
+        dataset.y_train,
+        dataset.y_test,
+        s.split,
+        agents=s.agents,
+        classes=dataset.classes,
+        alice=alice,
+        seed=s.split_seed,
+        samples_per_agent=s.samples_per_agent,
+        validation=s.validation,
+        test=s.test,
+        shares=s.shares or None,
+        direction=s.direction,
+        permutation_seed=s.permutation_seed,
+        shared_permutation=s.shared_permutation,
+    )
+    shared = _pool(s.data, data_dir, allow_unverified)
+    return replace(build(dataset, partition, alice), x=shared.x, y=shared.y)
+
+
+def advice(config: RunConfig, federation: Federation) -> list[str]:
+    """What a careful colleague would mention before the run."""
+    notes = []
+    empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
+    if empty:
+        notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
+    if config.method == "waffle":
+        if federation.agents == 1:
+            notes.append("a single agent: this is Local")
+        if federation.agents == 2:
+            notes.append("two agents: the paper's weights are 0/0, both weigh the same until 95 % of the rounds")
+        if config.settings.rounds < 20:
+            notes.append("fewer than 20 rounds: the last 5 %, in which Alice trains alone, are at most one round")
+    return notes
+
+
+def plan(experiment: Experiment, out: Path) -> list[tuple[RunConfig, Path]]:
+    """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
+    runs = []
+    for method in experiment.methods:
+        for kind in experiment.splits:
+            for seed in experiment.seeds:
+                table = experiment.options.get(method, {})
+                options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
+                given = {k: v for k, v in options.items() if v is not None}
+                settings = replace(experiment.settings, split=kind, seed=seed)
+                config = RunConfig(method=method, settings=settings, options=given)
+                runs.append((config, out / config.label))
+    return runs
+
+
+@dataclass
+class _Job:
+    """A run on its way: its folder, its cell, and how far it has come."""
+
+    config: RunConfig
+    run: Run
+    cell: Cell
+    start: int
+    saved: float = field(default_factory=time.monotonic)
+    latest: tuple[int, State] | None = None
+
+
+def execute(
+    runs: Sequence[tuple[RunConfig, Path]], place: Place, listener: Listener | None = None
+) -> list[dict[str, Any]]:
+    """Bring every run to its end and return the results, in order. Finished runs are not run again."""
+    listener = listener or Listener()
+    device = device_of(place.device)
+    results: dict[Path, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack, _stop_requests() as stopped:
+        jobs = []
+        for config, folder in runs:
+            job = _open(stack, config, folder, place, device, listener)
+            if isinstance(job, _Job):
+                jobs.append(job)
+            else:
+                results[folder] = job
+        listener.planned(runs, len(results))
+        for group in _groups(jobs):
+            for job, result in _train(group, place, device, listener, stopped):
+                results[job.run.folder] = result
+                listener.ended(job.config, result)
+    return [results[folder] for _, folder in runs]
+
+
+def _open(
+    stack: contextlib.ExitStack,
+    config: RunConfig,
+    folder: Path,
+    place: Place,
+    device: torch.device,
+    listener: Listener,
+) -> _Job | dict[str, Any]:
+    """Lock a run's folder and find out where it stands; a run that has ended gives its result."""
+    federation = federation_of(config.settings, place.data_dir, place.allow_unverified)
+    model = _model(config.settings, federation, device)
+    cell = Cell(config.algorithm(), federation, config.settings.seed)
+    check_stack([cell], model, config.settings.batch_size)
+    dataset = _dataset(config.settings.data, place.data_dir, place.allow_unverified)
+    notes = advice(config, federation)
+    description = provenance(
+        _device_name(device),
+        federation.digest(),
+        samples=federation.samples.tolist(),
+        test_samples=len(federation.test[federation.alice]),
+        data_verified=dataset.verified,
+        statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
+        parameters=model.size,
+        notes=notes,
+    )
+    run = stack.enter_context(Run.opened(folder, config, description, place.force))
+    result = run.result
+    if result is not None:
+        return result
+    for note in notes:
+        listener.warned(f"{folder.name}: {note}")
+    template = _tensors(initial_state(cell, model))
+    start, tensors, warnings = run.resume(template)
+    for warning in warnings:
+        listener.warned(warning)
+    state = _state(tensors, initial_state(cell, model)) if tensors else None
+    return _Job(config, run, replace(cell, state=state), start)
+
+
+def _groups(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Runs that train their rows alike, and stand at the same round, go into one stack."""
+    groups: dict[Any, list[_Job]] = {}
+    for job in jobs:
+        s = job.config.settings
+        key = (training_key(job.cell.algorithm), s.data, s.model, s.rounds, s.epochs, s.batch_size, s.guard, s.dtype)
+        groups.setdefault((*key, job.start, job.cell.federation.agents), []).append(job)
+    return [group[i : i + STACK] for group in groups.values() for i in range(0, len(group), STACK)]
+
+
+def _train(
+    jobs: Sequence[_Job], place: Place, device: torch.device, listener: Listener, stopped: Callable[[], int]
+) -> Iterator[tuple[_Job, dict[str, Any]]]:
+    """Train one stack to its end, logging every round and saving every few seconds."""
+    s = jobs[0].config.settings
+    model = _model(s, jobs[0].cell.federation, device)
+    cells = [job.cell for job in jobs]
+    stream = simulate(
+        cells,
+        model,
+        rounds=s.rounds,
+        start=jobs[0].start,
+        batch_size=s.batch_size,
+        epochs=s.epochs,
+        guard=s.guard,
+        workers=place.workers,
+    )
+    try:
+        for outcomes in stream:
+            for outcome in outcomes:
+                job = jobs[outcome.cell]
+                if outcome.error:
+                    yield job, _close(job, model, "diverged", str(outcome.error))
+                else:
+                    _log(job, outcome, s.rounds, place.checkpoint_seconds, listener)
+            if stopped():
+                raise Interrupted(stopped())
+    except torch.OutOfMemoryError:
+        raise WaffleError("the GPU ran out of memory: train fewer runs at once (--stack) or use --device cpu") from None
+    finally:
+        for job in jobs:
+            if job.latest and job.run.result is None:
+                job.run.checkpoint(job.latest[0], _tensors(job.latest[1]))
+    for job in jobs:
+        if job.run.result is None:
+            yield job, _close(job, model, "finished")
+
+
+def _log(job: _Job, outcome: Outcome, rounds: int, every: float, listener: Listener) -> None:
+    job.run.append(outcome.measured)
+    job.latest = outcome.round, outcome.state
+    if outcome.round < rounds and time.monotonic() - job.saved >= every:
+        job.run.checkpoint(outcome.round, _tensors(outcome.state))
+        job.saved = time.monotonic()
+    listener.advanced(job.config, outcome.measured)
+
+
+def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
+    result = summary(read_rounds(job.run.folder / "rounds.jsonl"), status, message)
+    state = job.latest[1] if job.latest else job.cell.state
+    if status == "finished" and state is not None:
+        federation = job.cell.federation
+        net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
+        own = Net(net.params[federation.alice], net.stats[federation.alice])
+        job.run.close(result, model.state_dict(own))
+    else:
+        job.run.close(result, None)
+    return result
+
+
+def _model(s: Settings, federation: Federation, device: torch.device) -> FlatModel:
+    build_module = builder(s.model, s.data, federation.shape, len(federation.class_names))
+    return FlatModel(build_module, dtype=getattr(torch, s.dtype), device=device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _tensors(state: State) -> dict[str, Tensor]:
+    return {
+        f"{part}.{name}": tensor
+        for part, fields in (("server", state.server), ("agents", state.agents))
+        for name, tensor in fields._asdict().items()
+    }
+
+
+def _state(tensors: Mapping[str, Tensor], like: State) -> State:
+    parts = [
+        type(fields)(*(tensors[f"{part}.{name}"].to(old.device) for name, old in fields._asdict().items()))
+        for part, fields in (("server", like.server), ("agents", like.agents))
+    ]
+    return State(*parts)
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[Callable[[], int]]:
+    """Turn Ctrl-C and SIGTERM into a wish to stop after this round; a second Ctrl-C stops at once."""
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever runs us handles the signals
+        before = {}
+    try:
+        yield lambda: received[0] if received else 0
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+__all__ = ["Diverged", "Interrupted", "Listener", "Place", "advice", "device_of", "execute", "federation_of", "plan"]

@@ -1,0 +1,302 @@
+"""build(dataset, partition) -> Federation: agents with names, their samples as indices into one shared pool of tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from waffle_fl.data import Dataset
+from waffle_fl.errors import WaffleError
+from waffle_fl.models.flat import Batch
+from waffle_fl.partition import Partition
+from waffle_fl.randomness import derive, shuffle
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who holds what. Row i of everything is agent i; `ids` keep an agent's random numbers its own in any company."""
+
+    x: Tensor  # the pool of all samples
+    y: Tensor  # the pool of all labels
+    names: tuple[str, ...]
+    train: tuple[Tensor, ...]
+    validation: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+    relabel: Tensor  # (agents, classes): agent i calls class k relabel[i, k]
+    class_names: tuple[str, ...]
+    alice: int
+    ids: tuple[int, ...]
+
+    @property
+    def agents(self) -> int:
+        return len(self.names)
+
+    @property
+    def samples(self) -> Tensor:
+        return torch.tensor([len(rows) for rows in self.train])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.x.shape[1:])
+
+    def only(self, agent: int) -> Federation:
+        """A federation of one: what a single site sees of this one."""
+        one = slice(agent, agent + 1)
+        return replace(
+            self,
+            names=self.names[one],
+            train=self.train[one],
+            validation=self.validation[one],
+            test=self.test[one],
+            relabel=self.relabel[one],
+            alice=0,
+            ids=self.ids[one],
+        )
+
+    def labels(self, agent: int, rows: Tensor) -> Tensor:
+        return self.relabel[agent][self.y[rows]]
+
+    def label_counts(self) -> Tensor:
+        """(agents, classes): how many training samples of each label, as the agent itself labels them."""
+        return torch.stack(
+            [self.labels(i, rows).bincount(minlength=len(self.class_names)) for i, rows in enumerate(self.train)]
+        )
+
+    def digest(self) -> str:
+        """A hash of who holds what: two runs that share it saw the same data."""
+        h = hashlib.sha256()
+        for rows in (*self.train, *self.validation, *self.test):
+            h.update(rows.cpu().numpy().tobytes() + b"|")
+        h.update(self.relabel.cpu().numpy().tobytes() + self.y.cpu().numpy().tobytes())
+        h.update(repr((self.names, tuple(self.x.shape), float(self.x.double().sum()))).encode())
+        return h.hexdigest()
+
+    def to(self, device: str | torch.device, dtype: torch.dtype) -> Federation:
+        moved = {
+            name: tuple(rows.to(device) for rows in getattr(self, name)) for name in ("train", "validation", "test")
+        }
+        return replace(
+            self, x=self.x.to(device, dtype), y=self.y.to(device), relabel=self.relabel.to(device), **moved
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        agents: Mapping[str, tuple[Any, Any, Any, Any]] | Sequence[tuple[str, tuple[Any, Any, Any, Any]]],
+        *,
+        alice: str | int = 0,
+        class_names: Sequence[str] = (),
+        allow_duplicates: bool = False,
+    ) -> Federation:
+        """A federation from (x_train, y_train, x_test, y_test) per named agent, checked before any work."""
+        items = list(agents.items() if isinstance(agents, Mapping) else agents)
+        names = tuple(name for name, _ in items)
+        if not names:
+            raise WaffleError("expected at least one agent, got none")
+        doubled = next((name for name in names if names.count(name) > 1), None)
+        if doubled is not None:
+            raise WaffleError(f"two agents are called {doubled!r}: give each a name of its own")
+        parts = [_checked(name, *map(np.asarray, arrays)) for name, arrays in items]
+        _same_kind(names, parts)
+        if not allow_duplicates:
+            _no_duplicates(names, parts)
+        classes = max(max(int(y.max(initial=-1)), int(y_test.max(initial=-1))) for _, y, _, y_test in parts) + 1
+        labels = tuple(class_names) or tuple(str(k) for k in range(classes))
+        if classes > len(labels):
+            raise WaffleError(f"expected labels below {len(labels)} (the class names given), got {classes - 1}")
+        x = np.concatenate([block for p in parts for block in (p[0], p[2])])
+        y = np.concatenate([block for p in parts for block in (p[1], p[3])]).astype(np.int64)
+        edges = np.cumsum([0, *(len(block) for p in parts for block in (p[1], p[3]))])
+        ranges = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        nothing = torch.empty(0, dtype=torch.int64)
+        federation = cls(
+            torch.from_numpy(x).float(),
+            torch.from_numpy(y),
+            names,
+            tuple(ranges[0::2]),
+            (nothing,) * len(names),
+            tuple(ranges[1::2]),
+            torch.arange(len(labels)).repeat(len(names), 1),
+            labels,
+            index_of(alice, names),
+            tuple(range(len(names))),
+        )
+        return check_alice(federation)
+
+
+def build(dataset: Dataset, partition: Partition, alice: int | str = 0) -> Federation:
+    """The federation that a partition makes of a data set."""
+    names = tuple(f"agent {i}" for i in range(partition.agents))
+    offset = len(dataset.y_train)
+    federation = Federation(
+        torch.from_numpy(np.concatenate([dataset.x_train, dataset.x_test])),
+        torch.from_numpy(np.concatenate([dataset.y_train, dataset.y_test])),
+        names,
+        tuple(torch.from_numpy(rows) for rows in partition.train),
+        tuple(torch.from_numpy(rows) for rows in partition.validation),
+        tuple(torch.from_numpy(rows) + offset for rows in partition.test),
+        torch.from_numpy(partition.relabel),
+        dataset.class_names,
+        index_of(alice, names),
+        tuple(range(partition.agents)),
+    )
+    used = torch.cat([*federation.train, *federation.validation])
+    if len(used.unique()) < len(used):
+        raise WaffleError("a training sample belongs to two agents: the partition must be disjoint")
+    return check_alice(federation)
+
+
+def index_of(alice: int | str, names: Sequence[str]) -> int:
+    """Alice's row, from her name or her number."""
+    if isinstance(alice, str) and alice in names:
+        return names.index(alice)
+    if isinstance(alice, str) and not alice.isdigit():
+        raise WaffleError(f"there is no agent {alice!r}; the agents are {', '.join(names)}")
+    if not 0 <= int(alice) < len(names):
+        raise WaffleError(f"expected Alice's index between 0 and {len(names) - 1}, got {alice}")
+    return int(alice)
+
+
+def check_alice(federation: Federation) -> Federation:
+    name, alice = federation.names[federation.alice], federation.alice
+    if not len(federation.train[alice]):
+        raise WaffleError(f"Alice ({name}) has no training samples: nothing can be personalised for her")
+    if not len(federation.test[alice]):
+        raise WaffleError(f"Alice ({name}) has no test samples: hold some out, or the result cannot be measured")
+    return federation
+
+
+def _checked(
+    name: str, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    for part, features, labels in (("training", x, y), ("test", x_test, y_test)):
+        if len(features) != len(labels):
+            raise WaffleError(f"{name}: {len(features)} {part} samples but {len(labels)} labels")
+        if not np.issubdtype(labels.dtype, np.integer):
+            raise WaffleError(f"{name}: expected integer labels, the {part} labels are {labels.dtype}")
+        bad = np.flatnonzero(labels < 0)
+        if len(bad):
+            raise WaffleError(f"{name}: expected labels >= 0, got {labels[bad[0]]} at {part} index {bad[0]}")
+        if not np.issubdtype(features.dtype, np.number) or np.issubdtype(features.dtype, np.complexfloating):
+            raise WaffleError(f"{name}: expected numbers as features, the {part} features are {features.dtype}")
+        wrong = np.flatnonzero(~np.isfinite(features.reshape(len(features), -1)).all(axis=1)) if len(features) else []
+        if len(wrong):
+            raise WaffleError(
+                f"{name}: {len(wrong)} {part} samples hold NaN or infinity, the first at index {wrong[0]}: "
+                "drop or repair them"
+            )
+    return x, y, x_test, y_test
+
+
+def _same_kind(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]) -> None:
+    first = parts[0][0]
+    for name, arrays in zip(names, parts, strict=True):
+        for features in (arrays[0], arrays[2]):
+            if features.shape[1:] != first.shape[1:] or features.dtype != first.dtype:
+                raise WaffleError(
+                    f"all agents need samples of one kind: {names[0]} has {first.dtype} {first.shape[1:]}, "
+                    f"{name} has {features.dtype} {features.shape[1:]}"
+                )
+
+
+def _no_duplicates(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]) -> None:
+    """Neither a test sample that was trained on, nor one agent's data under two names, by hash of the rows."""
+    owner: dict[frozenset[bytes], str] = {}
+    for name, (x, y, x_test, y_test) in zip(names, parts, strict=True):
+        train, test = (
+            [hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest() for row, label in zip(a, b)]
+            for a, b in ((x, y), (x_test, y_test))
+        )
+        shared = set(train) & set(test)
+        if shared:
+            first = next(i for i, h in enumerate(test) if h in shared)
+            raise WaffleError(
+                f"{name}: {len(shared)} samples are in both its training and its test data, the first at test index "
+                f"{first}: remove them, or the result is too good"
+            )
+        rows = frozenset(train)
+        if rows and rows in owner:
+            raise WaffleError(f"{name} and {owner[rows]} hold the same training data: it would be counted twice")
+        owner[rows] = name
+
+
+class Plan(NamedTuple):
+    """The mini-batches of one round: for each row and step the samples, and which of them are padding."""
+
+    index: Tensor  # (rows, steps, batch), into the pool
+    weight: Tensor  # (rows, steps, batch), 0 for padding
+    active: Tensor  # (rows, steps), False once a row has made its K_i steps
+    all_active: int  # the number of first steps that every row takes
+    keys: Tensor  # (rows,), the seeds of this round's dropout
+
+
+class Batches:
+    """Mini-batches for the rows of one or many federations, each row's order its own whatever is stacked beside it."""
+
+    def __init__(
+        self, federations: Sequence[Federation], seeds: Sequence[int], batch_size: int, epochs: int, dtype: torch.dtype
+    ) -> None:
+        self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
+        self.x, self.y, offsets = _pooled(federations)
+        self.device = self.x.device
+        rows = [(f, seed, offset, i) for f, seed, offset in zip(federations, seeds, offsets, strict=True)
+                for i in range(f.agents)]  # fmt: skip
+        self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
+        self._lengths = [len(f.train[i]) for f, _, _, i in rows]
+        self._samples = [f.train[i] + offset for f, _, offset, i in rows]
+        self._relabel = torch.cat([f.relabel for f in federations])
+        self.steps = [epochs * -(-n // batch_size) for n in self._lengths]
+
+    def plan(self, r: int, attempt: int, rows: slice) -> Plan:
+        """The order of the samples in round r, for these rows."""
+        lengths, steps = self._lengths[rows], self.steps[rows]
+        longest, most = max(lengths), max(steps)
+        table = torch.stack([torch.nn.functional.pad(s, (0, longest - len(s))) for s in self._samples[rows]])
+        length = torch.tensor(lengths, device=self.device)
+        orders = []
+        for epoch in range(self.epochs):
+            keys = [derive(seed, "batches", agent, r, epoch, attempt) for seed, agent in self._who[rows]]
+            order = shuffle(torch.tensor(keys, device=self.device), length, longest)
+            orders.append(table.gather(1, order))
+        per_epoch = (length + self.batch_size - 1) // self.batch_size
+        t = torch.arange(most, device=self.device)
+        divisor = per_epoch.clamp(min=1)[:, None]
+        within = (t % divisor)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
+        epoch_of = (t // divisor).clamp(max=self.epochs - 1)
+        position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
+        index = torch.cat(orders, dim=1).gather(1, position).view(within.shape)
+        active = t < torch.tensor(steps, device=self.device)[:, None]
+        weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
+        keys = [derive(seed, "dropout", agent, r, attempt) for seed, agent in self._who[rows]]
+        return Plan(index, weight, active, min(steps), torch.tensor(keys, device=self.device))
+
+    def batch(self, plan: Plan, t: int, rows: slice) -> Batch:
+        """Gather the samples of step t."""
+        index = plan.index[:, t]
+        labels = self.y[index]
+        if labels.is_floating_point():
+            y = labels
+        else:
+            y = self._relabel[rows].gather(1, labels)
+        return Batch(self.x[index], y, plan.weight[:, t], plan.keys + (t << 16))
+
+
+def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:
+    """One pool for all: federations made of the same tensors share them, others are laid one after another."""
+    pools: dict[int, tuple[Federation, int]] = {}
+    offset, offsets = 0, []
+    for f in federations:
+        if id(f.x) not in pools:
+            pools[id(f.x)] = (f, offset)
+            offset += len(f.x)
+        offsets.append(pools[id(f.x)][1])
+    distinct = [f for f, _ in pools.values()]
+    if len(distinct) == 1:
+        return distinct[0].x, distinct[0].y, offsets
+    return torch.cat([f.x for f in distinct]), torch.cat([f.y for f in distinct]), offsets

@@ -1,0 +1,50 @@
+"""What the server checks of an update before it touches the model: row W of the threat list in docs/design.md.
+
+Always: an update that is not finite, or longer than any honest one, is not heard this round. With guard "standard" also
+the three cheap tests of closeness: too short to be training, pointing away from Alice, and much longer than hers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Guard: TypeAlias = Literal["off", "standard"]
+
+MAX_NORM = 1e6
+OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED = range(6)
+REASONS = ("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped")
+ADMITTED = (OK, CLIPPED)
+
+
+def screen(up: Any, alice: int, present: Tensor, guard: Guard = "off") -> tuple[Any, Tensor, Tensor]:
+    """(up with the rejected rows blanked, who was heard, a reason code for each agent)."""
+    code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
+    for field in up:
+        finite = torch.isfinite(field).all(dim=1) if field.shape[1] else torch.ones_like(present)
+        code = torch.where(finite, code, NOT_FINITE)
+    if hasattr(up, "dy"):
+        norms = up.dy.double().norm(dim=1)
+        code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
+        if guard == "standard":
+            up, code = _closeness(up, alice, norms, code, present)
+    heard = present & ((code == OK) | (code == CLIPPED))
+    blanked = [torch.where(heard[:, None], field, torch.zeros_like(field)) for field in up]
+    return type(up)(*blanked), heard, code
+
+
+def _closeness(up: Any, alice: int, norms: Tensor, code: Tensor, present: Tensor) -> tuple[Any, Tensor]:
+    """Clip at twice Alice's norm; reject a quarter of the median norm and less; reject cos(dy_i, dy_alice) <= 0."""
+    dy = torch.where((code == OK)[:, None], up.dy, torch.zeros_like(up.dy)).double()
+    candidates = norms[present & (code == OK)]
+    median = candidates.median() if len(candidates) else norms.new_zeros(())
+    others = torch.arange(len(norms), device=norms.device) != alice
+    suspect = others & (code == OK)
+    code = torch.where(suspect & (norms < median / 4), TOO_SHORT, code)
+    code = torch.where(suspect & (code == OK) & (dy @ dy[alice] <= 0), OPPOSED, code)
+    limit = 2 * norms[alice]
+    long = others & (code == OK) & (norms > limit)
+    scale = torch.where(long, limit / norms.clamp(min=1e-300), 1.0).to(up.dy.dtype)
+    return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)

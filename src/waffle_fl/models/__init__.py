@@ -1,0 +1,60 @@
+"""Networks by name, and FlatModel, which turns any module into rows of flat parameters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.models.dla import DLA
+from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss
+from waffle_fl.models.nets import LeNet5, Quadratic, linear, mlp
+
+Build = Callable[[Sequence[int], int], nn.Module]  # (shape of a sample, classes) -> module
+
+MODELS: dict[str, Build] = {
+    "lenet5": LeNet5,
+    "lenet5-tanh": lambda shape, classes: LeNet5(shape, classes, "tanh", "average"),
+    "dla": DLA,
+    "mlp": mlp,
+    "linear": linear,
+}
+
+DEFAULTS = {"mnist": "lenet5", "fashion-mnist": "lenet5", "cifar10": "dla"}
+
+
+def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
+    """A function that builds the named network (or `module:factory`, or the data set's default) for such samples."""
+    chosen = DEFAULTS.get(data, "mlp") if name == "auto" else name
+    if ":" in chosen:
+        return lambda: _imported(chosen)(shape, classes)
+    if chosen not in MODELS:
+        raise WaffleError(f"unknown model {chosen!r}{suggest(chosen, MODELS)} (or module:factory)")
+    return lambda: MODELS[chosen](shape, classes)
+
+
+def _imported(name: str) -> Build:
+    module, _, factory = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), factory)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise WaffleError(f"cannot import the model {name!r}: {error}") from None
+
+
+__all__ = [
+    "DLA",
+    "MODELS",
+    "STATS_POLICY",
+    "Batch",
+    "FlatModel",
+    "LeNet5",
+    "Net",
+    "Quadratic",
+    "builder",
+    "cross_entropy",
+    "linear",
+    "mlp",
+    "output_is_loss",
+]

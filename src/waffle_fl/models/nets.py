@@ -1,0 +1,61 @@
+"""The built-in networks. Any other `torch.nn.Module` works the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LeNet5(nn.Module):
+    """LeNet-5 on 28x28 images padded to 32x32: 61,706 parameters for one channel and ten classes."""
+
+    def __init__(
+        self,
+        shape: Sequence[int] = (1, 28, 28),
+        classes: int = 10,
+        activation: Literal["relu", "tanh"] = "relu",
+        pooling: Literal["max", "average"] = "max",
+    ) -> None:
+        super().__init__()
+        channels, height, width = shape
+        self.activation = torch.relu if activation == "relu" else torch.tanh
+        self.pool = F.max_pool2d if pooling == "max" else F.avg_pool2d
+        self.conv1 = nn.Conv2d(channels, 6, 5, padding=2)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.fc1 = nn.Linear(16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.activation(self.conv1(x)), 2)
+        x = self.pool(self.activation(self.conv2(x)), 2)
+        x = self.activation(self.fc1(x.flatten(1)))
+        x = self.activation(self.fc2(x))
+        return self.fc3(x)  # type: ignore[no-any-return]
+
+
+def mlp(shape: Sequence[int], classes: int, hidden: int = 64) -> nn.Module:
+    """One hidden layer of rectified units."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+
+def linear(shape: Sequence[int], classes: int) -> nn.Module:
+    """Multinomial logistic regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))
+
+
+class Quadratic(nn.Module):
+    """A point theta whose loss at a sample b is 1/2 sum_j h_j (theta_j - b_j)^2: every optimum is known in closed form."""
+
+    def __init__(self, curvature: Tensor) -> None:
+        super().__init__()
+        self.curvature = curvature
+        self.theta = nn.Parameter(torch.zeros_like(curvature))
+
+    def forward(self, b: Tensor) -> Tensor:
+        return 0.5 * (self.curvature * (self.theta - b) ** 2).sum(dim=-1)

@@ -1,0 +1,153 @@
+"""split(labels, kind, agents) -> Partition: who holds which sample. Pure functions of labels and a seed.
+
+The paper's distributions are lists of ten shares that sum to one. Agent i holds the list rolled i times, so the lists of
+all agents form a share matrix (agent x label); the samples of each label are divided by its column, disjointly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.randomness import generator
+
+Indices = NDArray[np.int64]
+Shares = NDArray[np.float64]
+
+DISTRIBUTIONS: dict[str, tuple[float, ...]] = {
+    "A": (0.1,) * 10,
+    "B": (0.25,) * 4 + (0.0,) * 6,
+    "C": (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.2, 0.1, 0.0, 0.0),
+}
+SPLITS = ("A", "B", "C", "A*", "B*", "C*")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Indices into the training and the test data for each agent, and each agent's reading of the labels."""
+
+    train: tuple[Indices, ...]
+    validation: tuple[Indices, ...]
+    test: tuple[Indices, ...]
+    relabel: Indices  # (agents, classes): agent i calls class k relabel[i, k]
+    shares: Shares
+
+    @property
+    def agents(self) -> int:
+        return len(self.train)
+
+
+def share_matrix(
+    kind: str, agents: int, classes: int, direction: Literal["left", "right"] = "left"
+) -> Shares:
+    """Each row the distribution's list, rolled once more than the row above (the paper's own table rolls left)."""
+    name = kind.removesuffix("*")
+    if name not in DISTRIBUTIONS:
+        raise WaffleError(f"unknown split {kind!r}{suggest(kind, SPLITS)}")
+    row = np.full(classes, 1 / classes) if name == "A" else np.asarray(DISTRIBUTIONS[name])
+    if len(row) != classes:
+        raise WaffleError(f"split {kind} is defined for {len(row)} classes, the data has {classes}: give a share matrix")
+    sign = -1 if direction == "left" else 1
+    return np.stack([np.roll(row, sign * i) for i in range(agents)])
+
+
+def check_shares(shares: Shares, agents: int, classes: int) -> Shares:
+    """A share matrix from an experiment file: right shape, finite, not negative, nobody empty."""
+    if shares.shape != (agents, classes):
+        raise WaffleError(f"expected a share matrix of {agents} agents x {classes} labels, got {shares.shape}")
+    if not np.isfinite(shares).all() or (shares < 0).any():
+        raise WaffleError("expected shares that are finite and not negative")
+    empty = np.flatnonzero(shares.sum(axis=1) == 0)
+    if len(empty):
+        raise WaffleError(f"agent {empty[0]} has no share of any label: remove it or give it one")
+    return shares
+
+
+def divide(labels: Indices, shares: Shares, rng: np.random.Generator, per_agent: int = 0) -> list[Indices]:
+    """Divide the samples of each label by its column; then keep `per_agent` of each agent's, in its own proportions.
+
+    The column with the largest sum uses every sample of its label; so no label is used twice and rows keep their shape.
+    """
+    edges = np.vstack([np.zeros(shares.shape[1]), np.cumsum(shares, axis=0)]) / shares.sum(axis=0).max()
+    parts: list[list[Indices]] = [[] for _ in shares]
+    for label in range(shares.shape[1]):
+        samples = rng.permutation(np.flatnonzero(labels == label))
+        cuts = np.round(edges[:, label] * len(samples)).astype(int)
+        for agent, part in enumerate(parts):
+            part.append(samples[cuts[agent] : cuts[agent + 1]])
+    if per_agent:
+        parts = [_thinned(part, per_agent) for part in parts]
+    return [np.concatenate(part) for part in parts]
+
+
+def _thinned(part: list[Indices], total: int) -> list[Indices]:
+    """Keep `total` samples (or all there are) in the proportions of the part: largest remainders are rounded up."""
+    sizes = np.array([len(p) for p in part])
+    if sizes.sum() <= total:
+        return part
+    exact = sizes * total / sizes.sum()
+    kept = np.floor(exact).astype(int)
+    kept[np.argsort(kept - exact, kind="stable")[: total - kept.sum()]] += 1
+    return [p[:k] for p, k in zip(part, kept, strict=True)]
+
+
+def all_allowed(labels: Indices, shares: Shares, rng: np.random.Generator) -> list[Indices]:
+    """For each agent every sample its distribution allows: its commonest label whole, the others in proportion."""
+    return [divide(labels, row[None], rng)[0] for row in shares]
+
+
+def concept_shift(agents: int, classes: int, alice: int, seed: int, shared: bool = False) -> Indices:
+    """A fixed random permutation of the class labels for every agent but Alice (or one for all of them)."""
+    own = np.arange(classes)
+    return np.stack(
+        [
+            own if i == alice else generator(seed, "concept", 0 if shared else i).permutation(classes)
+            for i in range(agents)
+        ]
+    )
+
+
+def split(
+    train_labels: Indices,
+    test_labels: Indices,
+    kind: str,
+    *,
+    agents: int = 10,
+    classes: int = 10,
+    alice: int = 0,
+    seed: int = 0,
+    samples_per_agent: int = 0,
+    validation: float = 0.0,
+    test: Literal["share", "all"] = "share",
+    shares: Sequence[Sequence[float]] | None = None,
+    direction: Literal["left", "right"] = "left",
+    permutation_seed: int = 0,
+    shared_permutation: bool = False,
+) -> Partition:
+    """The partition called `kind`; a name that ends in * also shifts the concepts of everyone but Alice."""
+    if shares is None:
+        matrix = share_matrix(kind, agents, classes, direction)
+    else:
+        matrix = check_shares(np.asarray(shares, np.float64), agents, classes)
+    train = divide(train_labels, matrix, generator(seed, "train split"), samples_per_agent)
+    held_out, kept = [], []
+    for agent, samples in enumerate(train):
+        samples = generator(seed, "validation", agent).permutation(samples)
+        cut = round(validation * len(samples))
+        held_out.append(samples[:cut])
+        kept.append(samples[cut:])
+    share_out = divide if test == "share" else all_allowed
+    own = np.tile(np.arange(classes), (agents, 1))
+    shifted = concept_shift(agents, classes, alice, permutation_seed, shared_permutation)
+    return Partition(
+        tuple(kept),
+        tuple(held_out),
+        tuple(share_out(test_labels, matrix, generator(seed, "test split"))),
+        shifted if kind.endswith("*") else own,
+        matrix,
+    )

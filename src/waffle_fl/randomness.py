@@ -1,0 +1,46 @@
+"""Every random number is derived from (seed, purpose, agent, round, ...), so nothing depends on what runs beside it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit integer
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+_LAST = torch.iinfo(torch.int64).max
+
+
+def derive(seed: int, *words: str | int) -> int:
+    """A 63-bit integer that depends on every word and on nothing else."""
+    text = "/".join(str(word) for word in (seed, *words))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator(seed: int, *words: str | int) -> np.random.Generator:
+    """A NumPy generator for host-side draws (splits, permutations, synthetic data)."""
+    return np.random.default_rng(derive(seed, *words))
+
+
+def noise(keys: Tensor, length: int) -> Tensor:
+    """SplitMix64: row i holds `length` non-negative 63-bit integers that depend on keys[i] alone, on any device."""
+    positions = torch.arange(1, length + 1, device=keys.device)
+    z = keys[:, None] + positions * _GOLDEN
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return _shift_right(z ^ _shift_right(z, 31), 1)
+
+
+def shuffle(keys: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Row i begins with a random permutation of range(lengths[i]); what follows is padding."""
+    draws = noise(keys, longest)
+    padding = torch.arange(longest, device=keys.device) >= lengths[:, None]
+    return draws.masked_fill(padding, _LAST).argsort(dim=1, stable=True)
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's int64 is signed, so the sign bits are masked away."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
