@@ -18,6 +18,7 @@ from waffle_fl.algorithms.schedules import parse
 from waffle_fl.errors import WaffleError, suggest
 
 SCHEMA = 1
+GRID = ("methods", "splits", "seeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,12 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
         options = {key: value for key, value in given.items() if key != "sgd"}
-        return {"schema": SCHEMA, "method": self.method, "settings": dataclasses.asdict(self.settings), "options": options}
+        return {
+            "schema": SCHEMA,
+            "method": self.method,
+            "settings": dataclasses.asdict(self.settings),
+            "options": options,
+        }
 
     @classmethod
     def from_json(cls, content: Any) -> RunConfig:
@@ -112,8 +118,7 @@ class RunConfig:
         check_schema(content.get("schema"))
         values = _tuples(content["settings"])
         options = content.get("options") or {}
-        run = check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
-        return run
+        return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
 
 
 def option_types(method: str) -> dict[str, Any]:
@@ -161,10 +166,10 @@ def load_experiment(path: Path) -> Experiment:
         raise WaffleError(f"{path} is not valid TOML: {error}") from None
     check_schema(content.pop("schema", SCHEMA))
     tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
-    grid = {key: content.pop(key) for key in ("methods", "splits", "seeds") if key in content}
+    grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
-    known = [*hints, "methods", "splits", "seeds", "schema", *ALGORITHMS]
+    known = [*hints, *GRID, "schema", *ALGORITHMS]
     values = _tuples(content)
     problems += _problems(values, hints, known, text)
     splits = grid.get("splits", ["C"])
@@ -186,7 +191,7 @@ def load_experiment(path: Path) -> Experiment:
 def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
     problems = []
     if not grid.get("methods"):
-        problems.append(f'expected methods = [...], from {", ".join(ALGORITHMS)}')
+        problems.append(f"expected methods = [...], from {', '.join(ALGORITHMS)}")
     for key, kind in (("methods", str), ("splits", str), ("seeds", int)):
         value = grid.get(key, [])
         if not isinstance(value, list) or not all(type(v) is kind for v in value) or (key in grid and not value):
@@ -254,7 +259,9 @@ def _fits(value: Any, hint: Any) -> bool:
 def _described(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
-    return {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}.get(hint, "a matrix of numbers")
+    return {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}.get(
+        hint, "a matrix of numbers"
+    )
 
 
 def _line(text: str, key: str) -> str:

@@ -37,6 +37,7 @@ class Place:
     data_dir: str = ""
     allow_unverified: bool = False
     workers: int = 0
+    stack: int = STACK
     force: bool = False
     checkpoint_seconds: float = CHECKPOINT_SECONDS
 
@@ -169,7 +170,7 @@ def execute(
             else:
                 results[folder] = job
         listener.planned(runs, len(results))
-        for group in _groups(jobs):
+        for group in _groups(jobs, place.stack):
             for job, result in _train(group, place, device, listener, stopped):
                 results[job.run.folder] = result
                 listener.ended(job.config, result)
@@ -194,7 +195,9 @@ def _open(
     description = provenance(
         _device_name(device),
         federation.digest(),
-        samples=federation.samples.tolist(),
+        agents=list(federation.names),
+        alice=federation.alice,
+        label_counts=federation.label_counts().tolist(),
         test_samples=len(federation.test[federation.alice]),
         data_verified=dataset.verified,
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
@@ -215,14 +218,14 @@ def _open(
     return _Job(config, run, replace(cell, state=state), start)
 
 
-def _groups(jobs: Sequence[_Job]) -> list[list[_Job]]:
+def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
     """Runs that train their rows alike, and stand at the same round, go into one stack."""
     groups: dict[Any, list[_Job]] = {}
     for job in jobs:
         s = job.config.settings
         key = (training_key(job.cell.algorithm), s.data, s.model, s.rounds, s.epochs, s.batch_size, s.guard, s.dtype)
         groups.setdefault((*key, job.start, job.cell.federation.agents), []).append(job)
-    return [group[i : i + STACK] for group in groups.values() for i in range(0, len(group), STACK)]
+    return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
 
 
 def _train(

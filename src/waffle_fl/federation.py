@@ -1,10 +1,11 @@
-"""build(dataset, partition) -> Federation: agents with names, their samples as indices into one shared pool of tensors."""
+"""build(dataset, partition) -> Federation: named agents, their samples indices into one shared pool of tensors."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,11 +79,17 @@ class Federation:
         return h.hexdigest()
 
     def to(self, device: str | torch.device, dtype: torch.dtype) -> Federation:
-        moved = {
-            name: tuple(rows.to(device) for rows in getattr(self, name)) for name in ("train", "validation", "test")
-        }
+        def on(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(part.to(device) for part in rows)
+
         return replace(
-            self, x=self.x.to(device, dtype), y=self.y.to(device), relabel=self.relabel.to(device), **moved
+            self,
+            x=self.x.to(device, dtype),
+            y=self.y.to(device),
+            train=on(self.train),
+            validation=on(self.validation),
+            test=on(self.test),
+            relabel=self.relabel.to(device),
         )
 
     @classmethod
@@ -113,7 +120,7 @@ class Federation:
         x = np.concatenate([block for p in parts for block in (p[0], p[2])])
         y = np.concatenate([block for p in parts for block in (p[1], p[3])]).astype(np.int64)
         edges = np.cumsum([0, *(len(block) for p in parts for block in (p[1], p[3]))])
-        ranges = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        ranges = [torch.arange(a, b) for a, b in pairwise(edges)]
         nothing = torch.empty(0, dtype=torch.int64)
         federation = cls(
             torch.from_numpy(x).float(),
@@ -147,7 +154,7 @@ def build(dataset: Dataset, partition: Partition, alice: int | str = 0) -> Feder
         tuple(range(partition.agents)),
     )
     used = torch.cat([*federation.train, *federation.validation])
-    if len(used.unique()) < len(used):
+    if len(torch.unique(used)) < len(used):
         raise WaffleError("a training sample belongs to two agents: the partition must be disjoint")
     return check_alice(federation)
 
@@ -185,7 +192,8 @@ def _checked(
             raise WaffleError(f"{name}: expected labels >= 0, got {labels[bad[0]]} at {part} index {bad[0]}")
         if not np.issubdtype(features.dtype, np.number) or np.issubdtype(features.dtype, np.complexfloating):
             raise WaffleError(f"{name}: expected numbers as features, the {part} features are {features.dtype}")
-        wrong = np.flatnonzero(~np.isfinite(features.reshape(len(features), -1)).all(axis=1)) if len(features) else []
+        flat = features.reshape(len(features), -1) if len(features) else np.empty((0, 1))
+        wrong = np.flatnonzero(~np.isfinite(flat).all(axis=1))
         if len(wrong):
             raise WaffleError(
                 f"{name}: {len(wrong)} {part} samples hold NaN or infinity, the first at index {wrong[0]}: "
@@ -210,7 +218,10 @@ def _no_duplicates(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]
     owner: dict[frozenset[bytes], str] = {}
     for name, (x, y, x_test, y_test) in zip(names, parts, strict=True):
         train, test = (
-            [hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest() for row, label in zip(a, b)]
+            [
+                hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
+                for row, label in zip(a, b, strict=True)
+            ]
             for a, b in ((x, y), (x_test, y_test))
         )
         shared = set(train) & set(test)
@@ -229,7 +240,7 @@ def _no_duplicates(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]
 class Plan(NamedTuple):
     """The mini-batches of one round: for each row and step the samples, and which of them are padding."""
 
-    index: Tensor  # (rows, steps, batch), into the pool
+    samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
     active: Tensor  # (rows, steps), False once a row has made its K_i steps
     all_active: int  # the number of first steps that every row takes
@@ -278,12 +289,9 @@ class Batches:
 
     def batch(self, plan: Plan, t: int, rows: slice) -> Batch:
         """Gather the samples of step t."""
-        index = plan.index[:, t]
+        index = plan.samples[:, t]
         labels = self.y[index]
-        if labels.is_floating_point():
-            y = labels
-        else:
-            y = self._relabel[rows].gather(1, labels)
+        y = labels if labels.is_floating_point() else self._relabel[rows].gather(1, labels)
         return Batch(self.x[index], y, plan.weight[:, t], plan.keys + (t << 16))
 
 

@@ -1,7 +1,7 @@
 """split(labels, kind, agents) -> Partition: who holds which sample. Pure functions of labels and a seed.
 
-The paper's distributions are lists of ten shares that sum to one. Agent i holds the list rolled i times, so the lists of
-all agents form a share matrix (agent x label); the samples of each label are divided by its column, disjointly.
+The paper's distributions are lists of ten shares that sum to one. Agent i holds the list rolled i times, so the lists
+of all agents form a share matrix (agent x label); the samples of each label are divided by its column, disjointly.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Partition:
         return len(self.train)
 
 
-def share_matrix(
-    kind: str, agents: int, classes: int, direction: Literal["left", "right"] = "left"
-) -> Shares:
+def share_matrix(kind: str, agents: int, classes: int, direction: Literal["left", "right"] = "left") -> Shares:
     """Each row the distribution's list, rolled once more than the row above (the paper's own table rolls left)."""
     name = kind.removesuffix("*")
     if name not in DISTRIBUTIONS:
         raise WaffleError(f"unknown split {kind!r}{suggest(kind, SPLITS)}")
     row = np.full(classes, 1 / classes) if name == "A" else np.asarray(DISTRIBUTIONS[name])
     if len(row) != classes:
-        raise WaffleError(f"split {kind} is defined for {len(row)} classes, the data has {classes}: give a share matrix")
+        raise WaffleError(
+            f"split {kind} is defined for {len(row)} classes, the data has {classes}: give a share matrix"
+        )
     sign = -1 if direction == "left" else 1
     return np.stack([np.roll(row, sign * i) for i in range(agents)])
 

@@ -1,8 +1,8 @@
 """A run folder: config, provenance, one JSON line a round, atomic checkpoints, the final model. Nothing is unpickled.
 
-    config.json        what was asked           rounds.jsonl               one line a round
-    provenance.json    what it ran on           checkpoint-*.safetensors   the newest two states
-    result.json        how it ended             model.safetensors          Alice's model
+config.json        what was asked           rounds.jsonl               one line a round
+provenance.json    what it ran on           checkpoint-*.safetensors   the newest two states
+result.json        how it ended             model.safetensors          Alice's model
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from waffle_fl import __version__
 from waffle_fl.config import SCHEMA, RunConfig
 from waffle_fl.errors import WaffleError
+from waffle_fl.tensorfile import read_tensors, write_atomically, write_tensors
 
-MAX_HEADER = 1 << 20
 KEPT = 2
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64, "BOOL": torch.bool}
-WIDTHS = {"F64": 8, "F32": 4, "I64": 8, "BOOL": 1}
 
 
 class Run:
@@ -69,7 +65,7 @@ class Run:
         changes = list(_differences(before, after))
         if changes and not force:
             raise WaffleError(
-                f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on anyway"
+                f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on"
             )
         if changes:
             history = read_json(self.folder / "provenance.json") or {}
@@ -88,14 +84,17 @@ class Run:
         candidates = sorted(self.folder.glob("checkpoint-*.safetensors"), reverse=True)
         for path in candidates:
             try:
-                r, tensors = read_tensors(path, template)
-            except WaffleError as error:
+                metadata, tensors = read_tensors(path, template)
+                r = int(metadata["round"])
+            except (WaffleError, KeyError, ValueError) as error:
                 warnings.append(f"{error}; going back to the checkpoint before it")
                 continue
             self._cut_log(r)
             return r, tensors, warnings
         if candidates:
-            raise WaffleError(f"no sound checkpoint is left in {self.folder} ({warnings[0]}): delete the folder to start anew")
+            raise WaffleError(
+                f"no sound checkpoint is left in {self.folder} ({warnings[0]}): delete the folder to start anew"
+            )
         self._cut_log(0)
         return 0, None, warnings
 
@@ -107,7 +106,7 @@ class Run:
             raise WaffleError(f"{path} lacks rounds before {last}: delete the folder to start anew")
         if path.exists():
             self._log.close()
-            _write_atomically(path, b"".join(_json_line(line) for line in keep))
+            write_atomically(path, b"".join(_json_line(line) for line in keep))
             self._log = path.open("ab")
 
     def append(self, measured: Mapping[str, Any]) -> None:
@@ -120,7 +119,7 @@ class Run:
         """Save the state after round r; the state before it stays until this one is safe."""
         with _readable_errors(self.folder):
             os.fsync(self._log.fileno())
-            write_tensors(self.folder / f"checkpoint-{r:08d}.safetensors", r, tensors)
+            write_tensors(self.folder / f"checkpoint-{r:08d}.safetensors", {"round": str(r)}, tensors)
             for old in sorted(self.folder.glob("checkpoint-*.safetensors"))[:-KEPT]:
                 old.unlink()
 
@@ -128,7 +127,7 @@ class Run:
         """Write the final model and how the run ended; a finished run needs its checkpoints no more."""
         with _readable_errors(self.folder):
             if model is not None:
-                write_tensors(self.folder / "model.safetensors", int(result["rounds"]), model)
+                write_tensors(self.folder / "model.safetensors", {"round": str(result["rounds"])}, model)
             write_json(self.folder / "result.json", result)
             if result["status"] == "finished":
                 for old in self.folder.glob("checkpoint-*.safetensors"):
@@ -150,7 +149,9 @@ def code_digest() -> str:
     """A hash of the modules that decide results."""
     here = Path(__file__).parent
     names = ("algorithms", "models", "engines", "federation.py", "partition.py", "randomness.py", "guard.py")
-    files = sorted(f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py")))
+    files = sorted(
+        f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))
+    )
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())
@@ -202,88 +203,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write_atomically(path, (json.dumps(content, indent=2, sort_keys=False) + "\n").encode())
-
-
-def write_tensors(path: Path, r: int, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file that carries its round and a digest of its content, written whole or not at all."""
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    _write_atomically(path, save(held, {"schema": str(SCHEMA), "round": str(r), "digest": _digest(held)}))
-
-
-def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
-    """Round and tensors of a file that must match the template exactly; checked before anything is allocated."""
-    header = read_header(path)
-    metadata = header.pop("__metadata__", {})
-    found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-    wanted = {name: (_dtype_name(t), tuple(t.shape)) for name, t in template.items()}
-    if found != wanted:
-        odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
-        raise WaffleError(f"{path} does not fit this run: {odd} is {found.get(odd, 'missing')}, not {wanted.get(odd, 'known')}")
-    try:
-        tensors = load(path.read_bytes())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WaffleError(f"{path} is damaged ({error})") from None
-    if metadata.get("digest") != _digest(tensors):
-        raise WaffleError(f"{path} is damaged (its content has another digest)")
-    return int(metadata["round"]), tensors
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file, with every size checked against the file's own."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER, size - 8):
-                raise WaffleError(f"{path} is not a safetensors file of ours: its header would be {length} bytes")
-            header = json.loads(stream.read(length))
-        ends = [0]
-        for name, entry in header.items():
-            if name == "__metadata__":
-                if not all(isinstance(v, str) for v in entry.values()) or not entry["round"].isdigit():
-                    raise ValueError("metadata")
-                continue
-            begin, end = entry["data_offsets"]
-            count = 1
-            for dimension in entry["shape"]:
-                if type(dimension) is not int or dimension < 0:
-                    raise ValueError("shape")
-                count *= dimension
-            if end - begin != count * WIDTHS[entry["dtype"]] or end > size - 8 - length or begin < 0:
-                raise ValueError("offsets")
-            ends.append(end)
-        if max(ends) != size - 8 - length:
-            raise ValueError("length")
-    except OSError as error:
-        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise WaffleError(f"{path} is not a safetensors file of ours: its header is damaged") from None
-    return header  # type: ignore[no-any-return]
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        digest.update(name.encode() + memoryview(tensors[name].contiguous().numpy()).tobytes())
-    return digest.hexdigest()
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, (json.dumps(content, indent=2, sort_keys=False) + "\n").encode())
 
 
 def _json_line(content: Mapping[str, Any]) -> bytes:

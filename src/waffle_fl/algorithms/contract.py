@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.models.flat import Net
+from waffle_fl.models.flat import Net as Net
 
 Vector: TypeAlias = Tensor  # (P,)
 Rows: TypeAlias = Tensor  # (N, P)
@@ -53,8 +53,8 @@ class Algorithm(Protocol):
     stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
     """
 
-    sgd: SGD
-
+    @property
+    def sgd(self) -> SGD: ...
     def init(self, net: Net, agents: int) -> tuple[State, State]: ...
     def broadcast(self, server: State, agents: int) -> State: ...
     def begin(self, down: State, agents: State) -> State: ...
@@ -75,7 +75,7 @@ class SGD:
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
     ) -> tuple[Rows, Rows]:
-        """One step. A control variate's correction is added after momentum has amplified g: docs/paper.md, section 3."""
+        """One step. A control variate's correction joins after momentum has amplified g: docs/paper.md, section 3."""
         if self.weight_decay:
             g = g + self.weight_decay * y
         if self.momentum:

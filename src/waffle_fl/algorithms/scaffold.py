@@ -1,13 +1,13 @@
 """SCAFFOLD (Karimireddy et al. 2020, option II): control variates correct each agent's drift.
 
-The paper's Algorithm 2 without its red ink. `# A2.n` cites line n of that algorithm. The agent sends no control variate:
-with line 9 as its definition the server computes the same one from dy and K, so half the upload and one attack are gone.
+The paper's Algorithm 2 without its red ink; `# A2.n` cites line n of it. The agent sends no control variate: with line
+9 as its definition the server computes the same one from dy and K, so half the upload and one attack are gone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,19 @@ from waffle_fl.algorithms.contract import (
     uniform,
     weighted_sum,
 )
+
+
+class Shared(Protocol):
+    """What SCAFFOLD's functions read of a server, WAFFLE's included."""
+
+    @property
+    def x(self) -> Vector: ...
+    @property
+    def stats(self) -> Vector: ...
+    @property
+    def c(self) -> Vector: ...
+    @property
+    def c_i(self) -> Rows: ...
 
 
 class Server(NamedTuple):
@@ -69,7 +82,7 @@ def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float) -> R
     return torch.where(moves > 0, c_i - c - dy / moves.clamp(min=lr), c_i)
 
 
-def heard_control_variates(server: Server, up: Up, now: Round, lr: float) -> Rows:
+def heard_control_variates(server: Shared, up: Up, now: Round, lr: float) -> Rows:
     """c_i+ of every agent, computed by the server; an agent that was not heard keeps its old one."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr)
     return torch.where(now.heard[:, None], c_i, server.c_i)
@@ -81,7 +94,7 @@ def start(net: Net, agents: int) -> tuple[Server, Agents]:
     return Server(net.params, net.stats, c, c.repeat(agents, 1)), Agents(c.repeat(agents, 1))
 
 
-def send(server: Server, agents: int) -> Down:
+def send(server: Shared, agents: int) -> Down:
     """A2.3: communicate (x, c) to all agents."""
     return Down(*everyone(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
 

@@ -49,9 +49,7 @@ def exponential(rate: float = 3.0) -> Schedule:
     return lambda r, rounds: math.exp(-rate * r / rounds)
 
 
-KINDS: dict[str, Callable[..., Schedule]] = {
-    f.__name__: f for f in (sigmoid, linear, step, constant, exponential)
-}
+KINDS: dict[str, Callable[..., Schedule]] = {f.__name__: f for f in (sigmoid, linear, step, constant, exponential)}
 
 
 @cache
@@ -87,5 +85,7 @@ def evaluate(schedule: str | Schedule, name: str, r: int, rounds: int) -> float:
     """Omega(r) or Psi(r); a value that is no degree of personalisation is the user's to mend."""
     value = (parse(schedule) if isinstance(schedule, str) else schedule)(min(r, rounds), rounds)
     if not isinstance(value, int | float) or not 0 <= value <= 1:  # NaN fails this too
-        raise WaffleError(f"{name} must lie in [0, 1], but {name}({r}) of {rounds} rounds is {value}: mend the schedule")
+        raise WaffleError(
+            f"{name} must lie in [0, 1], but {name}({r}) of {rounds} rounds is {value}: mend the schedule"
+        )
     return float(value)

@@ -91,7 +91,7 @@ class Waffle:
     clip: float = 2.0
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     control: Literal["anchored", "paper"] = server_side("anchored")
-    """How the server's control variate follows the weights: c = sum alpha_i c_i, or c += sum alpha_i dc_i as printed."""
+    """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
     denominator: Literal["max", "range"] = server_side("max")
     """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
     omega: str | Schedule = server_side("sigmoid(3.2)")
@@ -130,7 +130,9 @@ class Waffle:
         c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
         x = moved(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
         if self.control == "anchored":
-            c = weighted_sum(alpha_bar, c_i)  # Differs from the paper: c is the weighted mean itself, so it cannot drift.
+            c = weighted_sum(
+                alpha_bar, c_i
+            )  # Differs from the paper: c is the weighted mean itself, so it cannot drift.
         else:
             c = server.c.double() + weighted_sum(alpha_bar, c_i - server.c_i)  # A2.15-16
         stats = averaged(server.stats, alpha_bar, up.stats)

@@ -1,6 +1,6 @@
 """Weight Erosion (Grimberg et al. 2020): every agent starts with weight 1 and loses it as its updates leave Alice's.
 
-    alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |g_A|)
+alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |g_A|)
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def _digits() -> Dataset:
 
 def _synthetic() -> Dataset:
     names = tuple(f"class {k}" for k in range(10))
-    return Dataset("synthetic", *gaussian_classes(seed=0), names, "ten Gaussian classes in 20 dimensions", verified=True)
+    return Dataset(
+        "synthetic", *gaussian_classes(seed=0), names, "ten Gaussian classes in 20 dimensions", verified=True
+    )
 
 
 def _idx_set(name: str, root: Path, allow_unverified: bool) -> Dataset:
@@ -102,9 +104,7 @@ def _cifar10(root: Path, allow_unverified: bool) -> Dataset:
     place = _cifar_folder(root)
     if place is None:
         place = _unpacked(root / source.folder, source.files[0])
-    members, read = (
-        (CIFAR_BINARY, read_binary) if place.name.endswith("bin") else (CIFAR_PYTHON, read_python)
-    )
+    members, read = (CIFAR_BINARY, read_binary) if place.name.endswith("bin") else (CIFAR_PYTHON, read_python)
     _require("cifar10", place, [File(name, "", 0, "") for name in members])
     archive = place.parent / source.files[0].name
     covered = archive.exists() and is_official(archive, source.files[0].checksum)
@@ -137,7 +137,9 @@ def _require(name: str, place: Path, files: tuple[File, ...] | list[File]) -> No
     missing = [file for file in files if not (place / file.name).is_file()]
     if missing:
         sources = "; ".join(f"{place / f.name}" + (f" from {f.url}" if f.url else "") for f in missing)
-        raise WaffleError(f"{name} is not complete: run `waffle data {name}` where there is a network, or put {sources}")
+        raise WaffleError(
+            f"{name} is not complete: run `waffle data {name}` where there is a network, or put {sources}"
+        )
 
 
 def _images(
@@ -153,7 +155,7 @@ def _images(
     mean, std = (np.asarray(v, np.float32).reshape(1, -1, 1, 1) for v in (source.mean, source.std))
 
     def normalised(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        return (images.astype(np.float32) / 255 - mean) / std
+        return ((images.astype(np.float32) / 255 - mean) / std).astype(np.float32)
 
     return Dataset(
         name,

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,9 @@ def read_python(path: Path) -> tuple[Images, Labels]:
     except WaffleError:
         raise
     except Exception as error:  # whatever a damaged or hostile stream raises while it is decoded
-        raise WaffleError(f"{path} is no CIFAR-10 batch ({type(error).__name__}); delete it and fetch it again") from None
+        raise WaffleError(
+            f"{path} is no CIFAR-10 batch ({type(error).__name__}); delete it and fetch it again"
+        ) from None
     return _checked(path, images, labels)
 
 
@@ -57,7 +59,7 @@ def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> NDArray[Any]:
 class _Restricted(pickle.Unpickler):
     """Builds arrays of bytes and nothing else: any other name in the stream is refused before it is looked up."""
 
-    _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    _ALLOWED: ClassVar[dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): np.dtype,
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,

@@ -49,7 +49,7 @@ def verify(path: Path, expected: str, allow_unverified: bool) -> bool:
 
 
 def download(file: File, folder: Path, progress: Progress = lambda name, done, total: None) -> Path:
-    """Fetch one official file into the folder. A broken download leaves `.part`, and the next try goes on from there."""
+    """Fetch one official file into the folder. A broken download leaves `.part`; the next try goes on from there."""
     target, part = folder / file.name, folder / f"{file.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,9 @@ def read_idx(path: Path, expected: tuple[int, ...]) -> NDArray[np.uint8]:
         raise WaffleError(f"{path} is damaged ({error}): delete it and fetch it again") from None
     if len(body) != size:
         found = f"{len(body)} bytes" if len(body) < size else "more"
-        raise WaffleError(f"{path} is damaged: expected {size} bytes of data, read {found}; delete it and fetch it again")
+        raise WaffleError(
+            f"{path} is damaged: expected {size} bytes of data, read {found}; delete it and fetch it again"
+        )
     return np.frombuffer(body, np.uint8).reshape(expected)
 
 

@@ -1,14 +1,14 @@
 """The simulator: all agents of one or many federations as rows of one stack, on CPU or GPU.
 
 `begin`, `step` and `finish` are row-local, so rows of many federations train together; `aggregate` runs for each
-federation. Every row is computed by one thread, so its bits depend neither on its neighbours nor on the machine's cores.
+federation. One thread computes a row, so its bits depend neither on its neighbours nor on the machine's cores.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,12 +23,14 @@ from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Batches, Federation
 from waffle_fl.guard import OK, REASONS, Guard, screen
 from waffle_fl.models import FlatModel
+from waffle_fl.wire import Envelope, Inbox, seal
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
 CHUNK_BYTES = 2 << 30
 EVALUATE_ROWS = 2000
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
+Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
 
 
 class State(NamedTuple):
@@ -46,7 +48,8 @@ class Cell:
     federation: Federation
     seed: int
     state: State | None = None  # where to go on from; None is the start
-    tamper: Tamper | None = None
+    tamper: Tamper | None = None  # what happens to the updates on their way, as tensors
+    post: Post | None = None  # and as bytes: then every update is packed, posted and unpacked
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,10 @@ class _Simulator:
         algorithm = cells[0].algorithm
         batches = self._batches_of(tuple(indices))
         down = _stack(
-            [c.algorithm.broadcast(self.states[i].server, c.federation.agents) for i, c in zip(indices, cells, strict=True)]
+            [
+                c.algorithm.broadcast(self.states[i].server, c.federation.agents)
+                for i, c in zip(indices, cells, strict=True)
+            ]
         )  # A2.3
         agents = _stack([self.states[i].agents for i in indices])
 
@@ -157,7 +163,7 @@ class _Simulator:
             chunk_down, chunk_agents = _rows(down, rows), _rows(agents, rows)
             local = algorithm.begin(chunk_down, chunk_agents)  # A2.5
             plan = batches.plan(r, attempt, rows)
-            for t in range(plan.index.shape[1]):  # A2.6
+            for t in range(plan.samples.shape[1]):  # A2.6
                 grad = partial(self.model.grad, batch=batches.batch(plan, t, rows))
                 stepped = algorithm.step(local, grad)  # A2.7-8
                 local = stepped if t < plan.all_active else _where(plan.active[:, t], stepped, local)
@@ -175,8 +181,12 @@ class _Simulator:
         samples = federation.samples.to(self.model.device)
         if cell.tamper:
             up = cell.tamper(up, r)
-        up, heard, codes = screen(up, federation.alice, samples > 0, self.guard)
         steps = self.epochs * -(-samples // self.batch_size)
+        present, refused = samples > 0, []
+        if cell.post:
+            up, arrived, refused = self._posted(cell, up, r, steps.tolist())
+            present = present & arrived
+        up, heard, codes = screen(up, federation.alice, present, self.guard)
         now = Round(r, self.rounds, federation.alice, heard, samples, steps, self.batch_size)
         server, info = cell.algorithm.aggregate(old.server, up, now)  # A2.13-16
         state = State(server, _where(heard, agents, old.agents))
@@ -184,24 +194,36 @@ class _Simulator:
         reasons = {name: REASONS[c] for name, c in zip(federation.names, codes.tolist(), strict=True) if c != OK}
         if reasons:
             measured["screened"] = reasons
+        if refused:
+            measured["refused"] = [[federation.names[i], reason] for i, reason in refused]
         if hasattr(up, "dy"):
             measured["norms"] = up.dy.double().norm(dim=1).tolist()
         error = None
         name = federation.names[federation.alice]
         if not heard[federation.alice] or measured["loss"] is None:
             error = Diverged(
-                f"round {r}: the training of Alice ({name}) diverged (no finite update or loss in {ATTEMPTS} attempts): "
+                f"round {r}: the training of Alice ({name}) diverged (no finite update in {ATTEMPTS} attempts): "
                 "lower lr, or set clip; the rounds before are kept"
             )
         return Outcome(i, r, {"round": r, **measured}, old if error else state, error)
+
+    def _posted(self, cell: Cell, up: Any, r: int, steps: list[int]) -> tuple[Any, Tensor, list[tuple[int, str]]]:
+        """Send every update through the cell's post, as bytes, and read what arrives."""
+        envelope = Envelope(f"simulation {cell.seed}", r, self.model.fingerprint())
+        template = {name: value[0].cpu() for name, value in up._asdict().items()}
+        inbox = Inbox(template, envelope, steps)
+        for agent in range(cell.federation.agents):
+            for reply in cell.post(agent, r, seal(up, agent, envelope, steps[agent])) if cell.post else ():
+                inbox.deliver(agent, reply)
+        received, present = inbox.updates(type(up))
+        device = self.model.device
+        return type(up)(*(value.to(device) for value in received)), present.to(device), inbox.log
 
     def _batches_of(self, indices: tuple[int, ...]) -> Batches:
         if indices not in self._batches:
             cells = [self.cells[i] for i in indices]
             federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
-            self._batches = {
-                indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype)
-            }
+            self._batches = {indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype)}
         return self._batches[indices]
 
     def _chunks(self, rows: int) -> list[slice]:
@@ -229,7 +251,7 @@ def evaluate(algorithm: Algorithm, state: State, federation: Federation, model: 
 def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Any]:
     """Accuracy and mean loss on these samples; None where the loss is no finite number."""
     correct, total = torch.zeros((), device=model.device), torch.zeros((), device=model.device, dtype=torch.float64)
-    for part in rows.split(EVALUATE_ROWS):
+    for part in torch.split(rows, EVALUATE_ROWS):
         output = model.predict(net.params, net.stats, federation.x[part])
         target = federation.labels(federation.alice, part)
         total += model.losses(output, target).double().sum()
@@ -259,9 +281,7 @@ def _rows(state: Any, rows: slice) -> Any:
 
 def _where(mask: Tensor, new: Any, old: Any) -> Any:
     """New rows where the mask holds, old ones elsewhere."""
-    return type(new)(
-        *(torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, old, strict=True))
-    )
+    return type(new)(*(torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, old, strict=True)))
 
 
 def _edges(sizes: Sequence[int]) -> list[slice]:

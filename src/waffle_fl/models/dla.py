@@ -25,9 +25,7 @@ class Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -42,9 +40,7 @@ class Tree(nn.Module):
         self.depth = depth
         if depth > 1:
             self.entry = Residual(inputs, outputs, stride)
-            self.subtrees = nn.ModuleList(
-                [Tree(inputs, outputs, d, stride) for d in range(depth - 1, 0, -1)]
-            )
+            self.subtrees = nn.ModuleList([Tree(inputs, outputs, d, stride) for d in range(depth - 1, 0, -1)])
         self.left = Residual(outputs if depth > 1 else inputs, outputs, 1 if depth > 1 else stride)
         self.right = Residual(outputs, outputs)
         self.root = conv_bn_relu((depth + 2 if depth > 1 else 2) * outputs, outputs, kernel=1)

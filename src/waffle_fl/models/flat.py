@@ -138,7 +138,8 @@ class FlatModel:
 
     def fingerprint(self) -> str:
         """Names and shapes of all tensors: two models that share it can exchange updates."""
-        return f"{derive(0, self.dtype.__repr__(), *map(str, (*self._params.shapes.items(), *self._stats.shapes.items()))):016x}"
+        layout = repr((self.dtype, self._params.shapes, self._stats.shapes))
+        return f"{derive(0, layout):016x}"
 
 
 class _Layout:
@@ -154,7 +155,7 @@ class _Layout:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split(self._sizes)
+        parts = torch.split(flat, self._sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 

@@ -50,7 +50,7 @@ def linear(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 class Quadratic(nn.Module):
-    """A point theta whose loss at a sample b is 1/2 sum_j h_j (theta_j - b_j)^2: every optimum is known in closed form."""
+    """A point theta whose loss at a sample b is 1/2 sum_j h_j (theta_j - b_j)^2, so every optimum is known."""
 
     def __init__(self, curvature: Tensor) -> None:
         super().__init__()

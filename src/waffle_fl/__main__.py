@@ -1,0 +1,5 @@
+"""python -m waffle_fl is the `waffle` command."""
+
+from waffle_fl.cli import main
+
+main()

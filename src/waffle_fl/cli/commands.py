@@ -1,0 +1,359 @@
+"""The commands: parse, do, show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from waffle_fl import data
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli.display import Live, show_result, show_tables
+from waffle_fl.cli.flags import options_class, parse
+from waffle_fl.config import Experiment, RunConfig, Settings, check_name, check_run, load_experiment
+from waffle_fl.data.files import data_dir
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
+from waffle_fl.records import read_json, read_rounds
+from waffle_fl.report import read_runs, write_report
+
+
+OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
+
+
+@dataclass(frozen=True)
+class PlaceFlags:
+    """Where to run."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    data_dir: str = ""
+    """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
+    allow_unverified: bool = False
+    """Use data files whose checksum is not the official one; the record says so."""
+    workers: int = 0
+    """Threads that train rows side by side; 0 takes one a core. It changes no result."""
+    stack: int = STACK
+    """Runs that train together at most."""
+    force: bool = False
+    """Go on with a run whose config, data or code has changed; the record says so."""
+    checkpoint_seconds: float = 10.0
+    """Seconds between checkpoints."""
+
+    def place(self, out: Path) -> Place:
+        return Place(out, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True)
+class Output:
+    """What to print."""
+
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Results as JSON on stdout."""
+
+
+def _live(output: Output) -> Any:
+    return nullcontext() if output.quiet else Live(Console(stderr=True))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train one method: waffle run METHOD [flags]."""
+    method = arguments[0] if arguments else ""
+    if method in ("", "-h", "--help"):
+        methods = "\n".join(f"  {name:<15}{(kind.__doc__ or '').splitlines()[0]}" for name, kind in ALGORITHMS.items())
+        Console().print(
+            f"usage: waffle run METHOD [flags]; waffle run METHOD --help lists its flags\n\n{methods}", highlight=False
+        )
+        return 0 if method else 2
+    if method not in ALGORITHMS:
+        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    kind = dataclasses.make_dataclass(
+        "Run",
+        [
+            ("settings", Settings, field(default_factory=Settings)),
+            ("options", options_class(method), field(default_factory=options_class(method))),
+            ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
+            ("place", PlaceFlags, field(default_factory=PlaceFlags)),
+            ("output", Output, field(default_factory=Output)),
+        ],
+    )
+    kind.__doc__ = ALGORITHMS[method].__doc__
+    args: Any = parse(kind, arguments[1:], f"run {method}")
+    settings = {f.name: getattr(args.settings, f.name) for f in dataclasses.fields(Settings)}
+    config = check_run(method, settings, dataclasses.asdict(args.options))
+    folder = Path(args.out or Path("runs") / config.label)
+    check_name(folder.name)
+    return _finish(config, folder, args.place, args.output)
+
+
+def resume(arguments: Sequence[str]) -> int:
+    """Go on with an interrupted run: waffle resume RUN."""
+
+    @dataclass(frozen=True)
+    class Resume:
+        """Go on with an interrupted run; a finished one is left as it is."""
+
+        run: tyro.conf.Positional[Path]
+        """The run's folder."""
+        place: PlaceFlags = field(default_factory=PlaceFlags)
+        output: Output = field(default_factory=Output)
+
+    args = parse(Resume, arguments, "resume")
+    content = read_json(args.run / "config.json")
+    if content is None:
+        raise WaffleError(f"{args.run} is no run folder: it has no config.json")
+    return _finish(RunConfig.from_json(content), args.run, args.place, args.output)
+
+
+def _finish(config: RunConfig, folder: Path, place: PlaceFlags, output: Output) -> int:
+    with _live(output) as listener:
+        (result,) = execute([(config, folder)], place.place(folder), listener)
+    rounds = read_rounds(folder / "rounds.jsonl")
+    if output.json:
+        print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
+    elif result["status"] == "finished":
+        console = Console()
+        show_result(config, result, rounds[-1], console)
+        console.print(f"run folder: {folder}", highlight=False)
+    if result["status"] == "diverged":
+        raise WaffleError(result["message"])
+    return 0
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run a grid: waffle bench FILE.toml."""
+
+    @dataclass(frozen=True)
+    class Bench:
+        """Run every method x split x seed of an experiment file; finished runs are skipped, broken ones resume."""
+
+        file: tyro.conf.Positional[Path]
+        """The experiment file."""
+        out: str = ""
+        """Folder of the runs; by default runs/NAME."""
+        plan: bool = False
+        """Print the plan and stop."""
+        place: PlaceFlags = field(default_factory=PlaceFlags)
+        output: Output = field(default_factory=Output)
+
+    args = parse(Bench, arguments, "bench")
+    experiment = load_experiment(args.file)
+    out = Path(args.out or Path("runs") / check_name(experiment.name))
+    if args.plan:
+        for _, folder in plan(experiment, out):
+            print(folder)
+        return 0
+    return _grid(experiment, out, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
+
+
+def _grid(experiment: Experiment, out: Path, place: PlaceFlags, output: Output, title: str) -> int:
+    runs = plan(experiment, out)
+    with _live(output) as listener:
+        results = execute(runs, place.place(out), listener)
+    finished = read_runs([folder for _, folder in runs])
+    page = write_report(finished, out / "report", title)
+    if output.json:
+        entries = [{"run": str(f), "config": c.to_json(), **r} for (c, f), r in zip(runs, results, strict=True)]
+        print(json.dumps({"report": str(page), "runs": entries}))
+    else:
+        console = Console()
+        show_tables(finished, console)
+        console.print(f"page: {page.resolve()}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Seven methods on five splits of the embedded digits: waffle demo."""
+
+    @dataclass(frozen=True)
+    class Demo:
+        """Seven methods on five splits of the embedded digits, in a minute or two."""
+
+        out: Path = Path("demo")
+        """Folder of the runs and of the report."""
+        place: PlaceFlags = field(default_factory=PlaceFlags)
+        output: Output = field(default_factory=Output)
+
+    args = parse(Demo, arguments, "demo")
+    with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
+        experiment = load_experiment(file)
+    return _grid(experiment, args.out, args.place, args.output, "WAFFLE and its companions on digits")
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Tables and page from finished runs: waffle report RUNS."""
+
+    @dataclass(frozen=True)
+    class Report:
+        """Tables, charts and one self-contained page from finished runs."""
+
+        runs: tyro.conf.Positional[tuple[Path, ...]]
+        """Run folders, or folders of runs."""
+        out: str = ""
+        """Folder of the report; by default `report` in the first folder."""
+        title: str = "Personalised federated learning"
+        """Title of the page."""
+        output: Output = field(default_factory=Output)
+
+    args = parse(Report, arguments, "report")
+    if not args.runs:
+        raise WaffleError("missing RUNS: give run folders or folders of runs")
+    finished = read_runs(args.runs)
+    page = write_report(finished, Path(args.out or args.runs[0] / "report"), args.title)
+    if args.output.json:
+        print(json.dumps({"report": str(page), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
+        return 0
+    console = Console()
+    show_tables(finished, console)
+    console.print(f"page: {page.resolve()}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def data_command(arguments: Sequence[str]) -> int:
+    """Find, verify, fetch and describe a data set: waffle data NAME."""
+
+    @dataclass(frozen=True)
+    class Data:
+        """Find, verify and describe a data set; fetch what is missing where there is a network."""
+
+        name: tyro.conf.Positional[str]
+        """digits, mnist, fashion-mnist, cifar10 or synthetic."""
+        split: str = ""
+        """Also show who would hold what under this split (A, B, C, A*, B*)."""
+        agents: int = 10
+        """Number of agents of that split."""
+        samples_per_agent: int = 0
+        """Training samples an agent; 0 takes all."""
+        direction: Literal["left", "right"] = "left"
+        """Which way the split's list is rolled."""
+        out: Path = Path("labels.png")
+        """Where the picture of the split goes (.png or .pdf)."""
+        data_dir: str = ""
+        """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
+        allow_unverified: bool = False
+        """Accept files whose checksum is not the official one."""
+        output: Output = field(default_factory=Output)
+
+    args = parse(Data, arguments, "data")
+    if args.name not in data.NAMES:
+        raise WaffleError(f"unknown data set {args.name!r}{suggest(args.name, data.NAMES)}")
+    _fetch(args.name, args.data_dir, args.output.quiet)
+    found = data.load(args.name, args.data_dir, args.allow_unverified)
+    facts: dict[str, Any] = {
+        "name": found.name,
+        "origin": found.origin,
+        "verified": found.verified,
+        "sample": list(found.x_train.shape[1:]),
+        "classes": list(found.class_names),
+        "train": len(found.y_train),
+        "test": len(found.y_test),
+    }
+    counts: list[list[int]] = []
+    if args.split:
+        settings = {"data": args.name, "split": args.split, "agents": args.agents,
+                    "samples_per_agent": args.samples_per_agent, "direction": args.direction}  # fmt: skip
+        config = check_run("fedavg", settings, {})
+        federation = federation_of(config.settings, args.data_dir, args.allow_unverified)
+        counts = federation.label_counts().tolist()
+        facts |= {"split": args.split, "label_counts": counts, "split_hash": federation.digest()}
+        _draw(args.split, counts, args.out)
+        facts["picture"] = str(args.out)
+    if args.output.json:
+        print(json.dumps(facts))
+        return 0
+    _describe(facts, counts)
+    return 0
+
+
+def _fetch(name: str, folder: str, quiet: bool) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+        tasks: dict[str, Any] = {}
+
+        def advance(file: str, done: int, total: int) -> None:
+            task = tasks.setdefault(file, None)
+            if task is None:
+                task = tasks[file] = progress.add_task(file, total=total)
+            progress.update(task, completed=done)
+
+        data.fetch(name, folder, advance)
+
+
+def _draw(split: str, counts: list[list[int]], out: Path) -> None:
+    import vl_convert
+
+    from waffle_fl.report.charts import label_chart
+
+    if out.suffix not in (".png", ".pdf"):
+        raise WaffleError(f"expected --out to end in .png or .pdf, got {out}")
+    draw = vl_convert.vegalite_to_png if out.suffix == ".png" else vl_convert.vegalite_to_pdf
+    try:
+        out.write_bytes(draw(label_chart({split: counts}).to_json()))
+    except OSError as error:
+        raise WaffleError(f"cannot write {out}: {error.strerror}") from None
+
+
+def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
+    console = Console()
+    verified = "official checksums verified" if facts["verified"] else "NOT verified"
+    shape = "x".join(map(str, facts["sample"]))
+    console.print(f"[bold]{facts['name']}[/bold]: {facts['origin']}; {verified}", highlight=False)
+    console.print(
+        f"{facts['train']:,} training and {facts['test']:,} test samples of shape {shape}, "
+        f"{len(facts['classes'])} classes: {', '.join(facts['classes'])}",
+        highlight=False,
+    )
+    if counts:
+        table = Table(title=f"Training samples under split {facts['split']}", title_justify="left")
+        table.add_column("agent", style="bold")
+        for k in range(len(counts[0])):
+            table.add_column(str(k), justify="right")
+        table.add_column("all", justify="right")
+        for i, line in enumerate(counts):
+            table.add_row(str(i), *(str(n) if n else "·" for n in line), str(sum(line)))
+        console.print(table)
+        console.print(f"picture: {facts['picture']}", highlight=False)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "bench": bench,
+    "report": report,
+    "data": data_command,
+    "demo": demo,
+    "resume": resume,
+}
+
+
+def usage() -> str:
+    lines = "\n".join(f"  {name:<8} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items())
+    return f"usage: waffle COMMAND ...\n\n{lines}\n\nwaffle COMMAND --help explains one; data sets lie in {data_dir()}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
+    return COMMANDS[name](rest)

@@ -1,0 +1,108 @@
+"""What the terminal shows: live progress on stderr, tables on stdout. The only package that prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from waffle_fl.algorithms import TITLES
+from waffle_fl.config import RunConfig
+from waffle_fl.experiment import Listener
+from waffle_fl.report.runs import PROTOCOLS, Finished, Score, best_of, methods_of, rows_of, scores
+from waffle_fl.report.tables import protocols_of
+
+
+class Live(Listener):
+    """A bar a method, with the accuracy it stands at and the time it still needs."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress = Progress(
+            TextColumn("[bold]{task.description:<9}"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}", style="cyan"),
+            TextColumn("finish in"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._accuracies: dict[str, dict[str, float]] = {}
+
+    def __enter__(self) -> Live:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None:
+        note = f", {finished} already done" if finished else ""
+        methods = dict.fromkeys(config.method for config, _ in runs)
+        self.console.print(
+            f"{len(runs)} run{'s' if len(runs) > 1 else ''}{note}: {', '.join(TITLES[m] for m in methods)}"
+        )
+        for config, folder in runs:
+            if (folder / "result.json").exists():
+                continue
+            if config.method not in self._tasks:
+                self._tasks[config.method] = self.progress.add_task(TITLES[config.method], total=0, state="")
+                self._accuracies[config.method] = {}
+            task = self._tasks[config.method]
+            self.progress.update(task, total=(self.progress.tasks[task].total or 0) + config.settings.rounds)
+
+    def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
+        known = self._accuracies[config.method]
+        known[config.label] = measured["accuracy"]
+        state = f"accuracy {100 * sum(known.values()) / len(known):5.1f} %"
+        self.progress.update(self._tasks[config.method], advance=1, state=state)
+
+    def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
+        if result["status"] == "diverged":
+            self.warned(f"{config.label}: {result['message']}")
+
+    def warned(self, message: str) -> None:
+        self.console.print(f"note: {message}", style="yellow", highlight=False)
+
+
+def show_tables(runs: Sequence[Finished], console: Console) -> None:
+    """One table a protocol, the best of each row in bold."""
+    for protocol in protocols_of(runs):
+        cells, methods = scores(runs, protocol), methods_of(runs)
+        table = Table(title=f"Accuracy in percent, {PROTOCOLS[protocol]}", title_justify="left")
+        table.add_column("split", style="bold")
+        for method in methods:
+            table.add_column(TITLES[method], justify="right", no_wrap=True)
+        for row in rows_of(runs):
+            best = best_of(cells, row)
+            table.add_row(row, *(_cell(cells.get((row, m)), m in best) for m in methods))
+        console.print(table)
+
+
+def _cell(score: Score | None, best: bool) -> str:
+    if score is None:
+        return "–"
+    text = score.text("±").replace(" (diverged)", "†")
+    return f"[bold]{text}[/bold]" if best else text
+
+
+def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:
+    """How one run ended."""
+    table = Table(
+        title=f"{TITLES[config.method]} on {config.settings.data}, split {config.settings.split}", title_justify="left"
+    )
+    for column in ("protocol", "round", "accuracy"):
+        table.add_column(column, justify="left" if column == "protocol" else "right")
+    for protocol, title in PROTOCOLS.items():
+        if protocol in result:
+            entry = result[protocol]
+            table.add_row(title, str(entry["round"]), f"{100 * entry['accuracy']:.2f} %")
+    console.print(table)
+    if last.get("weights"):
+        weights = "  ".join(f"{w:.2f}" for w in last["weights"])
+        console.print(f"weights of the last round: {weights}", highlight=False)

@@ -1,0 +1,95 @@
+"""Flags from dataclasses: tyro parses and explains, a mistake becomes one line."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
+
+import tyro
+from tyro import _errors as tyro_errors
+
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.config import option_types
+from waffle_fl.errors import WaffleError, suggest
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], arguments: Sequence[str], command: str) -> T:
+    """Parse a command's arguments into its dataclass."""
+
+    def mistake(event: tyro_errors.ParseErrorEvent) -> None:
+        raise WaffleError(_explained(event, kind) + f" (see `waffle {command} --help`)")
+
+    with tyro_errors.on_parse_error(mistake):
+        return tyro.cli(kind, args=list(arguments), prog=f"waffle {command}", config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _explained(event: tyro_errors.ParseErrorEvent, kind: type) -> str:
+    match event:
+        case tyro_errors.UnrecognizedArgs(tokens=tokens):
+            wrong = tokens[0]
+            if not wrong.startswith("--"):
+                return f"did not expect {wrong!r} here"
+            name = wrong.split("=")[0]
+            return f"unknown flag {name}{suggest(name, _flags(kind))}"
+        case tyro_errors.InvalidChoice(argument=argument, value=value, choices=choices):
+            return f"{_name(argument)}: expected {' or '.join(choices)}, got {value!r}"
+        case tyro_errors.MissingArgs(missing_arguments=missing):
+            return f"missing {', '.join(_name(m.arg) for m in missing)}"
+        case tyro_errors.BadValue(argument=argument):
+            return f"{_name(argument)} needs a value"
+        case tyro_errors.InstantiationFailure(message=message, argument=argument):
+            reason = " ".join(message.split())
+            return f"{_name(argument)}: {reason}" if argument else reason
+    return "these arguments cannot be understood"
+
+
+def _name(argument: Any) -> str:
+    return str(argument.lowered.name_or_flags[0])
+
+
+def _flags(kind: Any) -> list[str]:
+    """Every flag of a dataclass and of the dataclasses inside it."""
+    names: list[str] = []
+    for field in dataclasses.fields(kind):
+        inner = field.default_factory if field.default_factory is not dataclasses.MISSING else None
+        if inner is not None and dataclasses.is_dataclass(inner):
+            names += _flags(inner)
+        else:
+            names.append("--" + field.name.replace("_", "-"))
+    return names
+
+
+@cache
+def options_class(method: str) -> type:
+    """A dataclass of a method's own hyperparameters: those of its algorithm, without the optimiser's."""
+    algorithm: Any = ALGORITHMS[method]
+    help_of = field_help(algorithm)
+    defaults = {f.name: f.default for f in dataclasses.fields(algorithm)}
+    fields = [
+        (name, Annotated[kind, tyro.conf.arg(help=help_of.get(name, ""))], dataclasses.field(default=defaults[name]))
+        for name, kind in option_types(method).items()
+    ]
+    return dataclasses.make_dataclass(f"{algorithm.__name__}Options", fields, frozen=True)
+
+
+def field_help(kind: type) -> dict[str, str]:
+    """The docstring that follows each field in the source of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    return {
+        node.target.id: after.value.value
+        for node, after in pairwise(body)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+        and isinstance(after.value.value, str)
+    }

@@ -1,0 +1,200 @@
+"""One specification a chart, for the page, PNG and PDF alike. Every chart is made from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+import altair as alt
+
+from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms.schedules import evaluate, sigmoid
+from waffle_fl.report.runs import Finished, methods_of, rows_of
+
+COLORS = {
+    "Local": "#8c8c8c",
+    "FedAvg": "#4c78a8",
+    "SCAFFOLD": "#72b7b2",
+    "WE": "#e4a11b",
+    "WAFFLE": "#d1495b",
+    "APFL": "#6a51a3",
+    "Ditto": "#3a7d44",
+}
+WIDTH, HEIGHT = 300, 210
+
+
+def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
+    """name -> (caption, chart), for everything these runs can show."""
+    makers: dict[str, tuple[str, Callable[[Sequence[Finished]], Any]]] = {
+        "accuracy": ("Accuracy of Alice's model on her own test data, mean over seeds", accuracy),
+        "weights": ("Whose updates enter Alice's model, round by round (first seed)", weights),
+        "labels": ("Who holds which labels: training samples of each agent", labels),
+        "omega": ("Degree of personalisation Ω over the rounds: 1 is global, 0 is local training", omega),
+    }
+    made = {name: (caption, maker(runs)) for name, (caption, maker) in makers.items()}
+    return {name: (caption, chart) for name, (caption, chart) in made.items() if chart is not None}
+
+
+def _color(runs: Sequence[Finished]) -> Any:
+    titles = [TITLES[m] for m in methods_of(runs)]
+    scale = alt.Scale(domain=titles, range=[COLORS[t] for t in titles])
+    return alt.Color(
+        "method:N", scale=scale, title=None, sort=titles, legend=alt.Legend(orient="top", symbolStrokeWidth=3)
+    )
+
+
+def _styled(chart: Any) -> Any:
+    return (
+        chart.configure_view(strokeWidth=0)
+        .configure_axis(gridColor="#ececec", domainColor="#bbb", tickColor="#bbb", labelColor="#444", titleColor="#444")
+        .configure_header(labelFontSize=13, labelFontWeight="bold", title=None)
+        .configure(font="Inter, Helvetica, Arial, sans-serif")
+    )
+
+
+def accuracy(runs: Sequence[Finished]) -> Any:
+    """One panel a split, one line a method."""
+    groups: dict[tuple[str, str], list[Finished]] = {}
+    for run in runs:
+        groups.setdefault((run.row, run.title), []).append(run)
+    values = []
+    for (row, title), group in groups.items():
+        for r in range(min(len(run.rounds) for run in group)):
+            value = mean(run.rounds[r]["accuracy"] for run in group)
+            values.append({"split": row, "method": title, "round": r + 1, "accuracy": round(value, 5)})
+    if not values:
+        return None
+    hover = alt.selection_point(fields=["method"], bind="legend")
+    line = (
+        alt.Chart(alt.InlineData(values=values))
+        .mark_line(strokeWidth=1.8, clip=True)
+        .encode(
+            x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False)),
+            y=alt.Y("accuracy:Q", title="accuracy", scale=alt.Scale(zero=False), axis=alt.Axis(format="%")),
+            color=_color(runs),
+            opacity=alt.condition(hover, alt.value(1.0), alt.value(0.12)),
+            tooltip=["method:N", "split:N", "round:Q", alt.Tooltip("accuracy:Q", format=".2%")],
+        )
+        .properties(width=WIDTH, height=HEIGHT)
+        .add_params(hover)
+    )
+    panels = line.facet(facet=alt.Facet("split:N", sort=rows_of(runs), title=None), columns=3)
+    return _styled(panels.resolve_scale(y="independent"))
+
+
+def weights(runs: Sequence[Finished]) -> Any:
+    """One panel a split and weighing method; Alice stands out."""
+    weighing = [run for run in runs if run.config.method in ("waffle", "weight-erosion")]
+    first: dict[tuple[str, str], Finished] = {}
+    for run in sorted(weighing, key=lambda run: run.config.settings.seed):
+        first.setdefault((run.row, run.title), run)
+    values = []
+    for (row, title), run in first.items():
+        alice = int(run.provenance.get("alice", 0))
+        names = run.provenance.get("agents") or [f"agent {i}" for i in range(len(run.rounds[0]["weights"]))]
+        for line in run.rounds:
+            for i, weight in enumerate(line["weights"]):
+                who = f"{names[i]} (Alice)" if i == alice else names[i]
+                values.append(
+                    {"split": row, "method": title, "round": line["round"], "agent": who, "weight": round(weight, 5),
+                     "alice": i == alice}
+                )  # fmt: skip
+    if not values:
+        return None
+    others = sorted({v["agent"] for v in values if not v["alice"]})
+    alices = sorted({v["agent"] for v in values if v["alice"]})
+    palette = [
+        "#4c78a8",
+        "#72b7b2",
+        "#e4a11b",
+        "#6a51a3",
+        "#3a7d44",
+        "#b07aa1",
+        "#9c755f",
+        "#bab0ac",
+        "#59a14f",
+        "#86bcb6",
+    ]
+    colors = [palette[i % len(palette)] for i in range(len(others))]
+    scale = alt.Scale(domain=[*alices, *others], range=["#d1495b"] * len(alices) + colors)
+    chart = (
+        alt.Chart(alt.InlineData(values=values))
+        .mark_line(clip=True)
+        .encode(
+            x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False)),
+            y=alt.Y("weight:Q", title="weight", scale=alt.Scale(domain=[0, 1])),
+            color=alt.Color(
+                "agent:N",
+                scale=scale,
+                title=None,
+                sort=[*alices, *others],
+                legend=alt.Legend(orient="top", columns=10, symbolStrokeWidth=3),
+            ),
+            strokeWidth=alt.condition("datum.alice", alt.value(3), alt.value(1.3)),
+            tooltip=["agent:N", "round:Q", alt.Tooltip("weight:Q", format=".3f")],
+        )
+        .properties(width=WIDTH * 0.62, height=HEIGHT * 0.8)
+        .facet(
+            column=alt.Column("split:N", sort=rows_of(weighing), title=None),
+            row=alt.Row("method:N", sort=["WE", "WAFFLE"], title=None),
+        )
+    )
+    return _styled(chart)
+
+
+def labels(runs: Sequence[Finished]) -> Any:
+    """One panel a split: agents against labels, the size of a dot the number of samples."""
+    first: dict[str, Finished] = {}
+    for run in runs:
+        if run.provenance.get("label_counts") and run.config.method != "local":
+            first.setdefault(run.row, run)
+    counts = {row: run.provenance["label_counts"] for row, run in first.items()}
+    return label_chart(counts) if counts else None
+
+
+def label_chart(counts: dict[str, list[list[int]]]) -> Any:
+    """The paper's repartition figure, for any number of splits."""
+    values = [
+        {"split": row, "agent": i, "label": k, "samples": n}
+        for row, matrix in counts.items()
+        for i, line in enumerate(matrix)
+        for k, n in enumerate(line)
+        if n
+    ]
+    rows = sorted(counts, key=lambda row: (row.endswith("*"), row))
+    chart = (
+        alt.Chart(alt.InlineData(values=values))
+        .mark_circle(opacity=0.9, color="#4c78a8")
+        .encode(
+            x=alt.X("label:O", title="label", axis=alt.Axis(labelAngle=0, grid=True)),
+            y=alt.Y("agent:O", title="agent", axis=alt.Axis(grid=True)),
+            size=alt.Size(
+                "samples:Q", scale=alt.Scale(range=[8, 260]), title="samples", legend=alt.Legend(orient="top")
+            ),
+            tooltip=["agent:O", "label:O", "samples:Q"],
+        )
+        .properties(width=WIDTH * 0.62, height=WIDTH * 0.62)
+        .facet(facet=alt.Facet("split:N", sort=rows, title=None), columns=5)
+    )
+    return _styled(chart)
+
+
+def omega(runs: Sequence[Finished]) -> Any:
+    """Omega as it was in the first WAFFLE run, or the paper's where none ran."""
+    ran = next((run for run in runs if run.config.method == "waffle" and run.rounds), None)
+    if ran:
+        values = [{"round": line["round"], "omega": line["omega"]} for line in ran.rounds]
+    else:
+        values = [{"round": r, "omega": evaluate(sigmoid(), "omega", r, 100)} for r in range(1, 101)]
+    chart = (
+        alt.Chart(alt.InlineData(values=values))
+        .mark_line(color="#d1495b", strokeWidth=2.5)
+        .encode(
+            x=alt.X("round:Q", title="round r", axis=alt.Axis(grid=False)),
+            y=alt.Y("omega:Q", title="Ω(r)", scale=alt.Scale(domain=[0, 1])),
+            tooltip=["round:Q", alt.Tooltip("omega:Q", format=".3f")],
+        )
+        .properties(width=WIDTH * 1.4, height=HEIGHT)
+    )
+    return _styled(chart)

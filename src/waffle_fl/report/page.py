@@ -1,0 +1,93 @@
+"""One self-contained page: tables, charts and where they came from, readable without a network."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+from waffle_fl import __version__
+from waffle_fl.report.charts import charts_of
+from waffle_fl.report.runs import PROTOCOLS, Finished
+from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
+
+
+def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
+    """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
+        (out / name).write_text(text, encoding="utf-8")
+    charts = charts_of(runs)
+    for name, (_, chart) in charts.items() if images else ():
+        specification = chart.to_json()
+        (out / f"{name}.png").write_bytes(vl_convert.vegalite_to_png(specification, scale=2))
+        (out / f"{name}.pdf").write_bytes(vl_convert.vegalite_to_pdf(specification))
+    page = out / "index.html"
+    page.write_text(_page(runs, {n: (c, chart.to_dict()) for n, (c, chart) in charts.items()}, title), encoding="utf-8")
+    return page
+
+
+def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
+    style = resources.files("waffle_fl.report").joinpath("page.css").read_text(encoding="utf-8")
+    tables = "".join(
+        f'<section><h2>Accuracy, {html.escape(PROTOCOLS[p])}</h2><p class="caption">Percent, mean ± standard deviation '
+        f'over seeds; the best of each row in colour.</p><div class="scroll">{to_html(runs, p)}</div></section>'
+        for p in protocols_of(runs)
+    )
+    figures = "".join(
+        f'<section><h2>{html.escape(caption)}</h2><div class="scroll"><div id="{name}"></div></div></section>'
+        for name, (caption, _) in charts.items()
+    )
+    specifications = json.dumps({name: chart for name, (_, chart) in charts.items()}).replace("</", "<\\/")
+    bundle = str(vl_convert.javascript_bundle())  # type: ignore[call-arg]
+    bundle = bundle.replace("</script", "<\\/script")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title><style>{style}</style></head>
+<body><main><h1>{html.escape(title)}</h1><p class="lead">{html.escape(_lead(runs))}</p>
+{tables}{figures}<section><h2>Where this comes from</h2>{_origin(runs)}</section></main>
+<script type="module">{bundle}</script>
+<script type="module">
+const charts = {specifications};
+const actions = {{export: true, source: false, compiled: false, editor: false}};
+for (const [name, chart] of Object.entries(charts)) await window.vegaEmbed("#" + name, chart, {{actions}});
+document.body.dataset.charts = Object.keys(charts).length;
+</script></body></html>
+"""
+
+
+def _lead(runs: Sequence[Finished]) -> str:
+    data = sorted({run.config.settings.data for run in runs})
+    seeds = {run.config.settings.seed for run in runs}
+    methods = {run.config.method for run in runs}
+    return (
+        f"{len(runs)} runs on {', '.join(data)}: {len(methods)} methods, {len(seeds)} seeds. Alice is the agent each "
+        "model is for; every figure is measured on her own test data."
+    )
+
+
+def _origin(runs: Sequence[Finished]) -> str:
+    first = runs[0]
+    s, binding = first.config.settings, first.provenance.get("binding", {})
+    facts = {
+        "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
+        "data": f"{s.data}, {'checksums verified' if first.provenance.get('data_verified') else 'not verified'}",
+        "training": f"{s.rounds} rounds, {s.epochs} epoch(s) a round, batch {s.batch_size}, lr {s.lr}, "
+        f"momentum {s.momentum}, weight decay {s.weight_decay}",
+        "model": f"{s.model}, {first.provenance.get('parameters', 0):,} parameters",
+        "statistics": str(first.provenance.get("statistics")),
+        "Alice's test samples": str(first.provenance.get("test_samples")),
+    }
+    listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
+    rows = "".join(
+        f"<tr><th>{html.escape(run.folder.name)}</th><td>{run.result['status']}</td><td>{run.result['rounds']}</td>"
+        f"<td>{run.provenance.get('binding', {}).get('data', '')[:12]}</td></tr>"
+        for run in runs
+    )
+    head = "<thead><tr><th>run</th><th>status</th><th>rounds</th><th>split hash</th></tr></thead>"
+    return f"<dl>{listing}</dl><details><summary>All runs</summary><table>{head}<tbody>{rows}</tbody></table></details>"

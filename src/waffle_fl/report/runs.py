@@ -1,0 +1,108 @@
+"""Read run folders back: the only source of every table and chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Literal, TypeAlias
+
+from waffle_fl.algorithms import ALGORITHMS, TITLES
+from waffle_fl.config import RunConfig
+from waffle_fl.errors import WaffleError
+from waffle_fl.records import read_json, read_rounds
+
+Protocol: TypeAlias = Literal["best", "last", "selected"]
+PROTOCOLS: dict[Protocol, str] = {
+    "best": "best round on test data (the paper's protocol)",
+    "last": "last round",
+    "selected": "round selected on validation data",
+}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run folder, read."""
+
+    folder: Path
+    config: RunConfig
+    provenance: dict[str, Any]
+    result: dict[str, Any]
+    rounds: list[dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.config.method]
+
+    @property
+    def row(self) -> str:
+        return "own shares" if self.config.settings.shares else self.config.settings.split
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy over seeds."""
+
+    mean: float
+    std: float | None
+    seeds: int
+    diverged: int
+
+    def text(self, plus_minus: str = " ± ") -> str:
+        spread = f"{plus_minus}{100 * self.std:.2f}" if self.std is not None else ""
+        return f"{100 * self.mean:.2f}{spread}" + (" (diverged)" if self.diverged else "")
+
+
+def read_runs(paths: Iterable[Path]) -> list[Finished]:
+    """Every run in these folders, be they runs or folders of runs, that has come to its end."""
+    folders: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise WaffleError(f"expected a run folder or a folder of runs, there is no folder {path}")
+        folders += [path] if (path / "config.json").exists() else sorted(p.parent for p in path.glob("*/config.json"))
+    runs = [run for run in map(_read, folders) if run]
+    if not runs:
+        where = ", ".join(map(str, paths))
+        raise WaffleError(f"no finished run in {where}: give a run folder or a folder of runs, or let them finish")
+    return runs
+
+
+def _read(folder: Path) -> Finished | None:
+    result = read_json(folder / "result.json")
+    if result is None:
+        return None
+    config = RunConfig.from_json(read_json(folder / "config.json"))
+    rounds = read_rounds(folder / "rounds.jsonl")
+    return Finished(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
+
+
+def methods_of(runs: Sequence[Finished]) -> list[str]:
+    present = {run.config.method for run in runs}
+    return [method for method in ALGORITHMS if method in present]
+
+
+def rows_of(runs: Sequence[Finished]) -> list[str]:
+    """Splits in the paper's order: A, B, C, then the starred ones."""
+    return sorted({run.row for run in runs}, key=lambda row: (row.endswith("*"), row))
+
+
+def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str], Score]:
+    """(split, method) -> accuracy over its seeds."""
+    cells: dict[tuple[str, str], list[Finished]] = {}
+    for run in runs:
+        if protocol in run.result:
+            cells.setdefault((run.row, run.config.method), []).append(run)
+    return {key: _score(group, protocol) for key, group in cells.items()}
+
+
+def _score(group: Sequence[Finished], protocol: Protocol) -> Score:
+    values = [run.result[protocol]["accuracy"] for run in group]
+    diverged = sum(run.result["status"] == "diverged" for run in group)
+    return Score(mean(values), stdev(values) if len(values) > 1 else None, len(values), diverged)
+
+
+def best_of(cells: dict[tuple[str, str], Score], row: str) -> set[str]:
+    """The methods that share the highest printed mean of a row."""
+    means = {method: round(100 * score.mean, 2) for (r, method), score in cells.items() if r == row}
+    return {method for method, value in means.items() if value == max(means.values())}

@@ -1,0 +1,87 @@
+"""The table of a grid, rows the splits and columns the methods as in the paper: CSV, Markdown, LaTeX, HTML."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Callable, Sequence
+
+from waffle_fl.algorithms import TITLES
+from waffle_fl.report.runs import PROTOCOLS, Finished, Protocol, Score, best_of, methods_of, rows_of, scores
+
+
+def grid(runs: Sequence[Finished], protocol: Protocol, cell: Callable[[Score | None, bool], str]) -> list[list[str]]:
+    """Header and rows of text; `cell` writes one score and knows whether it is the row's best."""
+    methods, cells = methods_of(runs), scores(runs, protocol)
+    lines = [["", *(TITLES[m] for m in methods)]]
+    for row in rows_of(runs):
+        best = best_of(cells, row)
+        lines.append([row, *(cell(cells.get((row, m)), m in best) for m in methods)])
+    return lines
+
+
+def protocols_of(runs: Sequence[Finished]) -> list[Protocol]:
+    """The protocols that at least one run reports."""
+    return [p for p in PROTOCOLS if any(p in run.result for run in runs)]
+
+
+def to_csv(runs: Sequence[Finished]) -> str:
+    """One line a cell, the numbers unrounded."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["protocol", "split", "method", "mean", "std", "seeds", "diverged"])
+    for protocol in protocols_of(runs):
+        for (row, method), s in sorted(scores(runs, protocol).items()):
+            writer.writerow([protocol, row, method, s.mean, "" if s.std is None else s.std, s.seeds, s.diverged])
+    return out.getvalue()
+
+
+def to_markdown(runs: Sequence[Finished]) -> str:
+    """One table a protocol, the best of each row in bold."""
+    parts = []
+    for protocol in protocols_of(runs):
+        lines = grid(runs, protocol, lambda s, best: "" if s is None else f"**{s.text()}**" if best else s.text())
+        head, *body = [f"| {' | '.join(line)} |" for line in lines]
+        rule = "|" + " --- |" * len(lines[0])
+        parts.append("\n".join([f"Accuracy in percent, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
+    return "\n\n".join(parts) + "\n"
+
+
+def to_latex(runs: Sequence[Finished]) -> str:
+    """Tables for a paper, with booktabs."""
+    parts = []
+    for protocol in protocols_of(runs):
+        lines = grid(runs, protocol, _latex_cell)
+        head, *body = [" & ".join(line).replace("*", r"$^*$") + r" \\" for line in lines]
+        columns = "l" + "r" * (len(lines[0]) - 1)
+        caption = f"% accuracy in percent, {PROTOCOLS[protocol]}"
+        parts.append(
+            "\n".join(
+                [caption, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+            )
+            + "\n\\end{tabular}"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _latex_cell(s: Score | None, best: bool) -> str:
+    if s is None:
+        return "--"
+    text = s.text(r" \pm ").replace(" (diverged)", "")
+    mark = r"$^\dagger$" if s.diverged else ""
+    return (rf"$\mathbf{{{text}}}$" if best else f"${text}$") + mark
+
+
+def to_html(runs: Sequence[Finished], protocol: Protocol) -> str:
+    def cell(s: Score | None, best: bool) -> str:
+        if s is None:
+            return "<td>–</td>"
+        mean, _, spread = s.text().partition(" ± ")
+        inner = html.escape(mean) + (f" <small>± {html.escape(spread)}</small>" if spread else "")
+        return f'<td class="best">{inner}</td>' if best else f"<td>{inner}</td>"
+
+    head, *body = grid(runs, protocol, cell)
+    columns = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    rows = "".join(f"<tr><th>{html.escape(line[0])}</th>{''.join(line[1:])}</tr>" for line in body)
+    return f"<table><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table>"

@@ -1,0 +1,120 @@
+"""Safetensors, read as if an enemy had written it: every name, shape, type and size is checked before allocation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from waffle_fl.errors import WaffleError
+
+MAX_HEADER = 1 << 20
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64, "BOOL": torch.bool}
+WIDTHS = {"F64": 8, "F32": 4, "I64": 8, "BOOL": 1}
+
+
+def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The tensors and a digest of them as safetensors."""
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return save(held, {**metadata, "digest": digest(held)})
+
+
+def unpack(
+    payload: bytes, template: Mapping[str, Tensor], ignored: tuple[str, ...] = ()
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) of a payload that holds exactly the template's names, shapes and types (`ignored` aside)."""
+    header = parse_header(payload[: 8 + MAX_HEADER], len(payload))
+    metadata = header.pop("__metadata__", {})
+    found = {name: (e["dtype"], tuple(e["shape"])) for name, e in header.items() if name not in ignored}
+    wanted = {name: (_dtype_name(t), tuple(t.shape)) for name, t in template.items()}
+    if found != wanted:
+        odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
+        raise WaffleError(f"{odd} is {found.get(odd, 'missing')}, expected {wanted.get(odd, 'no such tensor')}")
+    try:
+        tensors = load(payload)
+    except (SafetensorError, ValueError) as error:
+        raise WaffleError(f"damaged ({error})") from None
+    if metadata.get("digest") != digest(tensors):
+        raise WaffleError("damaged (its content has another digest)")
+    return metadata, {name: tensors[name] for name in template}
+
+
+def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
+    """The header of a payload of `size` bytes that begins with `prefix`; each entry must fit its type, shape and place."""
+    length = int.from_bytes(prefix[:8], "little")
+    if size < 8 or length > min(MAX_HEADER, size - 8):
+        raise WaffleError("not a safetensors file: its header would be longer than it may be")
+    try:
+        header = json.loads(prefix[8 : 8 + length])
+        end = 0
+        for name, entry in header.items():
+            if name == "__metadata__":
+                if not all(isinstance(value, str) for value in entry.values()):
+                    raise ValueError("metadata")
+                continue
+            begin, stop = entry["data_offsets"]
+            count = 1
+            for dimension in entry["shape"]:
+                if type(dimension) is not int or dimension < 0:
+                    raise ValueError("shape")
+                count *= dimension
+            if type(begin) is not int or begin < 0 or stop - begin != count * WIDTHS[entry["dtype"]]:
+                raise ValueError("offsets")
+            end = max(end, stop)
+        if end != size - 8 - length:
+            raise ValueError("length")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WaffleError("not a safetensors file: its header is damaged") from None
+    return header  # type: ignore[no-any-return]
+
+
+def write_tensors(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write a file whole or not at all."""
+    write_atomically(path, pack(tensors, metadata))
+
+
+def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) of a file that must match the template exactly."""
+    expected = sum(t.numel() * t.element_size() for t in template.values())
+    try:
+        if path.stat().st_size > 8 + MAX_HEADER + expected:
+            raise WaffleError("larger than this run's state can be")
+        return unpack(path.read_bytes(), template)
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError as error:
+        raise WaffleError(f"{path}: {error}") from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Either the old content or the new one is there, whenever the process dies."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names and content."""
+    h = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        h.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+    return h.hexdigest()
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)

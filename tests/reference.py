@@ -1,0 +1,304 @@
+"""A slow twin of every method: plain loops in float64, written from the paper and its facts, never from the package.
+
+One flat vector holds a model. "Algorithm 1" is the paper's CalcWeights, "Algorithm 2" its WAFFLE; sections are those of
+shared/algorithms.md. Every agent takes part in every round with at least one mini-batch, and every update is finite:
+the twin knows no faults.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+Batch = tuple[Tensor, Tensor]
+Batches = list[list[list[Batch]]]  # batches[round][agent] = the (x, y) mini-batches of that agent in that round
+Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of globality, r from 1 to R
+
+
+@dataclass
+class Trace:
+    """What Alice sees after each round."""
+
+    models: list[Tensor] = field(default_factory=list)  # the flat parameters of the model she would use
+    weights: list[list[float]] = field(default_factory=list)  # the normalised aggregation weights
+
+
+@dataclass
+class Problem:
+    """What all methods share: the start, the data, Alice and the settings of local SGD."""
+
+    nets: list[nn.Module]  # one ordinary network per agent
+    start: Tensor
+    batches: Batches
+    alice: int
+    lr: float
+    momentum: float
+    weight_decay: float
+
+
+def gradient(net: nn.Module, at: Tensor, batch: Batch) -> Tensor:
+    """The flat gradient of the mean cross-entropy of one mini-batch at the given parameters."""
+    vector_to_parameters(at.clone(), net.parameters())
+    loss = cross_entropy(net(batch[0]), batch[1])
+    return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(net.parameters()))])
+
+
+def step(problem: Problem, y: Tensor, v: Tensor, g: Tensor, clip: float, correction: Tensor) -> tuple[Tensor, Tensor]:
+    """One SGD step: the new parameters and velocity; the correction is added outside the momentum."""
+    v = problem.momentum * v + (g + problem.weight_decay * y)
+    direction = v + correction
+    norm = float(direction.norm())
+    if clip > 0 and norm > clip:
+        direction = direction * (clip / norm)
+    return y - problem.lr * direction, v
+
+
+def train(problem: Problem, r: int, i: int, x: Tensor, clip: float, correction: Tensor | None = None) -> Tensor:
+    """Agent i's local pass of round r from x (Algorithm 2, lines 5 to 8)."""
+    if correction is None:
+        correction = torch.zeros_like(x)
+    y, v = x, torch.zeros_like(x)
+    for batch in problem.batches[r - 1][i]:
+        y, v = step(problem, y, v, gradient(problem.nets[i], y, batch), clip, correction)
+    return y
+
+
+def samples(problem: Problem, r: int, i: int) -> int:
+    """How many samples agent i has: the rows of its mini-batches of the round."""
+    return sum(len(y) for _, y in problem.batches[r - 1][i])
+
+
+def weighted_sum(weights: list[float], vectors: list[Tensor]) -> Tensor:
+    """sum_i weights_i vectors_i."""
+    total = torch.zeros_like(vectors[0])
+    for weight, vector in zip(weights, vectors, strict=True):
+        total = total + weight * vector
+    return total
+
+
+def local(problem: Problem, *, clip: float = 0.0) -> Trace:
+    """Alice alone (section 2)."""
+    trace, y, N = Trace(), problem.start, len(problem.nets)
+    for r in range(1, len(problem.batches) + 1):
+        y = train(problem, r, problem.alice, y, clip)
+        trace.models.append(y)
+        trace.weights.append([1.0 if i == problem.alice else 0.0 for i in range(N)])
+    return trace
+
+
+def fedavg(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> Trace:
+    """Federated averaging of the updates (section 2)."""
+    assert weighting in ("equal", "samples")
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    for r in range(1, len(problem.batches) + 1):
+        dy = [train(problem, r, i, x, clip) - x for i in range(N)]
+        sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(N)]
+        weights = [size / sum(sizes) for size in sizes]
+        x = x + weighted_sum(weights, dy)
+        trace.models.append(x)
+        trace.weights.append(weights)
+    return trace
+
+
+def scaffold(problem: Problem, *, clip: float = 2.0, eta_g: float = 1.0) -> Trace:
+    """SCAFFOLD with option II (section 3): Algorithm 2 with all weights 1/N and c averaged by its changes."""
+    N = len(problem.nets)
+    return controlled(problem, clip, eta_g, "paper", lambda _r, _dy: [1 / N] * N)
+
+
+def waffle(
+    problem: Problem,
+    *,
+    clip: float = 2.0,
+    control: str = "anchored",
+    denominator: str = "max",
+    omega: Schedule | None = None,
+    psi: Schedule | None = None,
+    eta_g: float = 1.0,
+) -> Trace:
+    """WAFFLE (Algorithm 2)."""
+    omega, psi = omega or sigmoid, psi or sigmoid
+    N, R = len(problem.nets), len(problem.batches)
+    past = ([1 / N] * N, [1 / N] * N)  # line 1: alpha^{r-2}, alpha^{r-1}
+
+    def weigh(r: int, dy: list[Tensor]) -> list[float]:
+        nonlocal past
+        alpha_bar, alpha = calc_weights(dy, past, problem.alice, r, R, omega(r, R), psi(r, R), denominator)  # line 13
+        past = (past[1], alpha)  # line 14: the history keeps the weights before smoothing
+        return alpha_bar
+
+    return controlled(problem, clip, eta_g, control, weigh)
+
+
+def controlled(
+    problem: Problem, clip: float, eta_g: float, control: str, weigh: Callable[[int, list[Tensor]], list[float]]
+) -> Trace:
+    """Algorithm 2 for any rule that gives the aggregation weights of round r from the updates."""
+    assert control in ("anchored", "paper")
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    c = torch.zeros_like(x)
+    c_i = [torch.zeros_like(x) for _ in range(N)]
+    for r in range(1, len(problem.batches) + 1):  # line 2
+        dy, dc = [], []
+        for i in range(N):  # line 4
+            y = train(problem, r, i, x, clip, correction=c - c_i[i])  # lines 5 to 8
+            K = len(problem.batches[r - 1][i])
+            c_plus = c_i[i] - c + (x - y) / (K * problem.lr)  # line 9
+            dy.append(y - x)  # line 10
+            dc.append(c_plus - c_i[i])
+            c_i[i] = c_plus  # line 11
+        weights = weigh(r, dy)  # lines 13 and 14
+        x = x + eta_g * weighted_sum(weights, dy)  # lines 15 and 16
+        c = c + weighted_sum(weights, dc) if control == "paper" else weighted_sum(weights, c_i)
+        trace.models.append(x)
+        trace.weights.append(weights)
+    return trace
+
+
+def sigmoid(r: int, R: int) -> float:
+    """The paper's Omega = Psi with its slope of 3.2 (Eq. 3)."""
+    return 1 / (1 + math.exp(3.2 * (r / (R / 2) - 1)))
+
+
+def calc_weights(
+    dy: list[Tensor],
+    past: tuple[list[float], list[float]],
+    alice: int,
+    r: int,
+    R: int,
+    omega: float,
+    psi: float,
+    denominator: str = "max",
+) -> tuple[list[float], list[float]]:
+    """Algorithm 1: (alpha_bar, alpha) of round r; past is (alpha^{r-2}, alpha^{r-1})."""
+    assert denominator in ("max", "range")
+    N = len(dy)
+    only_alice = [1.0 if i == alice else 0.0 for i in range(N)]
+    if N == 1 or 100 * r >= 95 * R:  # lines 7 and 8, free of rounding
+        alpha = only_alice
+    else:
+        d = [float((update - dy[alice]).norm()) for update in dy]  # lines 1 and 2
+        dM = max(d[i] for i in range(N) if i != alice)  # line 3
+        dm = min(d[i] for i in range(N) if i != alice)
+        if dM > 0:
+            d[alice] = max(dm * (1 - (dM - dm) / dM * (1 - omega)), 0.0)  # line 4; never negative, even for Omega < 0
+        alpha = []
+        for i in range(N):  # lines 5 and 6
+            if denominator == "max":  # min_i d_i taken before line 4, where Alice's is 0
+                ratio = (d[i] - d[alice]) / dM if dM > 0 else 0.0
+            elif dM - min(d) > 1e-12 * dM:
+                ratio = (d[i] - d[alice]) / (dM - min(d))
+            elif i == alice:
+                ratio = 0.0
+            else:  # all distances equal: line 6 is 0/0, take the limit of the nearest agent's ratio as dm -> dM
+                ratio = (1 - omega) / (2 - omega) if omega <= 1 else 1 - omega
+            alpha.append(max(psi - ratio, 0.0))
+        total = sum(alpha)
+        alpha = [a / total for a in alpha] if total > 0 else only_alice  # line 9
+    alpha_bar = [(a2 + a1 + a0) / 3 for a2, a1, a0 in zip(past[0], past[1], alpha, strict=True)]  # line 10
+    return alpha_bar, alpha
+
+
+def weight_erosion(
+    problem: Problem, *, clip: float = 0.0, p_d: float = 0.0067, p_s: float = 0.0, batch_size: int = 32
+) -> Trace:
+    """Weight Erosion (section 5.1), the round's gradient g_i being the update -dy_i/lr (lr cancels everywhere)."""
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    alpha = [1.0] * N
+    for r in range(1, len(problem.batches) + 1):
+        dy = [train(problem, r, i, x, clip) - x for i in range(N)]
+        norm = float(dy[problem.alice].norm())
+        for i in range(N):
+            if norm > 0:  # section 5.3: no erosion in a round in which Alice stands still
+                distance = float((dy[i] - dy[problem.alice]).norm()) / norm
+                reuse = ((r - 1) * batch_size) // samples(problem, r, i)
+                alpha[i] = max(0.0, alpha[i] - (1 + p_s * reuse) * p_d * distance)
+        weights = [a / sum(alpha) for a in alpha]
+        x = x + weighted_sum(weights, dy)
+        trace.models.append(x)
+        trace.weights.append(weights)
+    return trace
+
+
+def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str = "step") -> Trace:
+    """APFL with mixed parameters (section 6.1; "round": the rule of 6.2)."""
+    assert adaptive in ("step", "round", "off")
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    nothing = torch.zeros_like(x)
+    personal = [problem.start] * N
+    mixes = [mix] * N
+    for r in range(1, len(problem.batches) + 1):
+        trained = []
+        for i in range(N):
+            w, v, m = x, personal[i], mixes[i]
+            w_velocity, v_velocity = nothing, nothing
+            for k, batch in enumerate(problem.batches[r - 1][i]):
+                g_w = gradient(problem.nets[i], w, batch)
+                g_mixed = gradient(problem.nets[i], m * v + (1 - m) * w, batch)
+                slope = float((v - w) @ g_mixed)
+                w, w_velocity = step(problem, w, w_velocity, g_w, clip, nothing)
+                v, v_velocity = step(problem, v, v_velocity, m * g_mixed, clip, nothing)
+                if adaptive == "step" and k == 0:
+                    m = min(max(m - problem.lr * slope, 0.0), 1.0)
+            if adaptive == "round":
+                m = min(max(m + float((personal[i] - x) @ (v - personal[i])), 0.0), 1.0)
+            trained.append(w)
+            personal[i], mixes[i] = v, m
+        m = mixes[problem.alice]
+        trace.models.append(m * personal[problem.alice] + (1 - m) * trained[problem.alice])
+        trace.weights.append([1 / N] * N)
+        x = weighted_sum([1 / N] * N, trained)
+    return trace
+
+
+def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
+    """Ditto (section 7): a personal model held near the round-start global one."""
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    nothing = torch.zeros_like(x)
+    personal = [problem.start] * N
+    for r in range(1, len(problem.batches) + 1):
+        for i in range(N):
+            v, velocity = personal[i], nothing
+            for batch in problem.batches[r - 1][i]:
+                g = gradient(problem.nets[i], v, batch) + lam * (v - x)
+                v, velocity = step(problem, v, velocity, g, clip, nothing)
+            personal[i] = v
+        dy = [train(problem, r, i, x, clip) - x for i in range(N)]
+        x = x + weighted_sum([1 / N] * N, dy)
+        trace.models.append(personal[problem.alice])
+        trace.weights.append([1 / N] * N)
+    return trace
+
+
+METHODS: dict[str, Callable[..., Trace]] = {
+    "local": local,
+    "fedavg": fedavg,
+    "scaffold": scaffold,
+    "weight-erosion": weight_erosion,
+    "waffle": waffle,
+    "apfl": apfl,
+    "ditto": ditto,
+}
+
+
+def run(
+    method: str,
+    module: nn.Module,
+    batches: Batches,
+    *,
+    alice: int = 0,
+    lr: float = 0.1,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    **options: object,
+) -> Trace:
+    """Run one method from the module's parameters over all rounds; the module itself is left alone."""
+    assert all(agent for agents in batches for agent in agents), "every agent needs a mini-batch in every round"
+    nets = [copy.deepcopy(module).double() for _ in batches[0]]
+    start = parameters_to_vector(nets[0].parameters()).detach().clone()
+    return METHODS[method](Problem(nets, start, batches, alice, lr, momentum, weight_decay), **options)
