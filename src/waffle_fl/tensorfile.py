@@ -48,7 +48,7 @@ def unpack(
 
 
 def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
-    """The header of a payload of `size` bytes that begins with `prefix`; each entry must fit its type, shape and place."""
+    """The header of a payload of `size` bytes that begins with `prefix`; each entry must fit its type and shape."""
     length = int.from_bytes(prefix[:8], "little")
     if size < 8 or length > min(MAX_HEADER, size - 8):
         raise WaffleError("not a safetensors file: its header would be longer than it may be")

@@ -1,8 +1,8 @@
 """Updates as bytes: what an agent sends, and the inbox that trusts nothing of it but its sender.
 
-The transport says who sent a reply. What the reply itself claims (its agent, its sample count) is never read; its round,
-run, model and number of steps must be the planned ones; its tensors must have exactly the expected names, shapes and
-types. An agent's `dc` is ignored: the server computes it.
+The transport says who sent a reply. What the reply itself claims (its agent, its sample count) is never read; its
+round, run, model and number of steps must be the planned ones; its tensors must have exactly the expected names, shapes
+and types. An agent's `dc` is ignored: the server computes it.
 """
 
 from __future__ import annotations

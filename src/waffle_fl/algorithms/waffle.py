@@ -69,7 +69,7 @@ def calc_weights(
     ratio = (d - d_alice) / span.clamp(min=TINY)
     # Differs from the paper: with equal distances "range" is 0/0; the nearest agent's limit takes its place.
     all_equal = span <= NEARLY_EQUAL * d_max
-    limit = 0.0 if denominator == "max" else (1 - omega) / (2 - omega) if omega < 2 else 0.0
+    limit = 0.0 if denominator == "max" else (1 - omega) / (2 - min(omega, 1))
     ratio = torch.where(all_equal, torch.where(is_alice, 0.0, limit), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
     alone = one_hot(now.alice, len(dy), dy)

@@ -28,7 +28,6 @@ from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import read_runs, write_report
 
-
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
 
 

@@ -182,7 +182,8 @@ class _Simulator:
         if cell.tamper:
             up = cell.tamper(up, r)
         steps = self.epochs * -(-samples // self.batch_size)
-        present, refused = samples > 0, []
+        present = samples > 0
+        refused: list[tuple[int, str]] = []
         if cell.post:
             up, arrived, refused = self._posted(cell, up, r, steps.tolist())
             present = present & arrived
