@@ -78,7 +78,7 @@ class Info(NamedTuple):
 
 def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float) -> Rows:
     """A2.9: c_i+ = c_i - c + (x - y_i) / (K_i lr); an agent that made no step keeps its own."""
-    moves = (steps[:, None] * lr).to(dy.dtype)
+    moves = steps[:, None].to(dy.dtype) * lr
     return torch.where(moves > 0, c_i - c - dy / moves.clamp(min=lr), c_i)
 
 

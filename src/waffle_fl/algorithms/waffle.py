@@ -70,7 +70,7 @@ def calc_weights(
     # Differs from the paper: with equal distances "range" is 0/0; the nearest agent's limit takes its place.
     all_equal = span <= NEARLY_EQUAL * d_max
     limit = 0.0 if denominator == "max" else (1 - omega) / (2 - min(omega, 1))
-    ratio = torch.where(all_equal, torch.where(is_alice, 0.0, limit), ratio)
+    ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
     alone = one_hot(now.alice, len(dy), dy)
     if 100 * now.r >= LOCAL_FROM * now.of:  # A1.7

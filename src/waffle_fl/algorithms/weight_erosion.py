@@ -83,7 +83,7 @@ class WeightErosion:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         d = relative_distances(up.dy, now.alice)
-        reuses = ((now.r - 1) * now.batch_size) // now.samples.clamp(min=1)
+        reuses = (((now.r - 1) * now.batch_size) // now.samples.clamp(min=1)).double()
         eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
         alpha = torch.where(now.heard, eroded, server.alpha)  # an absent agent returns with the weight it had
         weights = normalised(torch.where(now.heard, alpha, 0.0), one_hot(now.alice, len(alpha), alpha))

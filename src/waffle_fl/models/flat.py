@@ -7,6 +7,7 @@ update, so distances do not see them. Integer buffers are constants of the modul
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -62,16 +63,14 @@ class FlatModel:
         stacked: bool | None = None,
     ) -> None:
         self._build, self._loss, self.dtype, self.device = build, loss, dtype, torch.device(device)
-        self._training = _seeded(build, 0).to(self.device, dtype).train()
-        self._inference = copy.deepcopy(self._training).eval()
-        for module in (self._training, self._inference):
-            module.requires_grad_(False)
-        self._params = _Layout(dict(self._training.named_parameters()))
-        floats = {name: b for name, b in self._training.named_buffers() if b.is_floating_point()}
+        self._template = _seeded(build, 0).to(self.device, dtype).requires_grad_(False)
+        self._own = threading.local()
+        self._params = _Layout(dict(self._template.named_parameters()))
+        floats = {name: b for name, b in self._template.named_buffers() if b.is_floating_point()}
         self._stats = _Layout(floats)
         self._check()
         self.size, self.stats_size = self._params.size, self._stats.size
-        self.dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self._training.modules())
+        self.dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self._template.modules())
         self.stacked = self._stacks_well() if stacked is None else stacked
         if self.stacked and self.stats_size:
             raise WaffleError("a model with running statistics trains row by row: leave `stacked` unset or false")
@@ -80,14 +79,20 @@ class FlatModel:
     def _check(self) -> None:
         if not self._params.size:
             raise WaffleError("expected a model with parameters to train, got one without any")
-        for name, module in self._training.named_modules():
+        for name, module in self._template.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
                 raise WaffleError(f"{name}: BatchNorm needs a momentum here; its cumulative average is not supported")
 
     def _stacks_well(self) -> bool:
         """Padding would spoil running statistics; and one CPU core convolves faster row by row (docs/design.md)."""
-        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self._training.modules())
+        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self._template.modules())
         return not self._stats.size and not (convolves and self.device.type == "cpu")
+
+    def _module(self, training: bool) -> nn.Module:
+        """This thread's own copy: functional_call puts its tensors into the module while it runs."""
+        if not hasattr(self._own, "modules"):
+            self._own.modules = {mode: copy.deepcopy(self._template).train(mode) for mode in (True, False)}
+        return self._own.modules[training]  # type: ignore[no-any-return]
 
     def init(self, seed: int) -> Net:
         """A random model that depends on the seed alone."""
@@ -118,7 +123,9 @@ class FlatModel:
     ) -> tuple[Tensor, Tensor]:
         buffers = self._stats.unflatten(stats)
         with _dropout(key, active=self.dropout):
-            output = torch.func.functional_call(self._training, {**self._params.unflatten(params), **buffers}, (x,))
+            output = torch.func.functional_call(
+                self._module(training=True), {**self._params.unflatten(params), **buffers}, (x,)
+            )
         loss = (self._loss(output, y) * weight).sum() / weight.sum().clamp(min=1)
         return loss, self._stats.flatten(buffers) if buffers else stats
 
@@ -126,7 +133,7 @@ class FlatModel:
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
         """Outputs of one model, its statistics frozen."""
         tensors = {**self._params.unflatten(params), **self._stats.unflatten(stats)}
-        return torch.func.functional_call(self._inference, tensors, (x,))  # type: ignore[no-any-return]
+        return torch.func.functional_call(self._module(training=False), tensors, (x,))  # type: ignore[no-any-return]
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         return self._loss(output, target)

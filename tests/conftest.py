@@ -1,0 +1,59 @@
+"""Small federations that every test can afford."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel, mlp
+from waffle_fl.randomness import generator
+
+SIZES = (23, 9, 32, 14)
+CLASSES, FEATURES, BATCH = 3, 5, 8
+
+
+def make_federation(sizes: tuple[int, ...] = SIZES, alice: int = 0, seed: int = 0) -> Federation:
+    """Agents of different sizes, each with a shifted view of three Gaussian classes."""
+    rng = generator(seed, "test federation")
+    centres = 1.5 * rng.standard_normal((CLASSES, FEATURES))
+    agents = []
+    for i, n in enumerate(sizes):
+        y = rng.integers(0, CLASSES, n + 12)
+        y[:CLASSES] = np.arange(CLASSES)[: len(y[:CLASSES])]
+        x = (centres[y] + 0.3 * i + rng.standard_normal((n + 12, FEATURES))).astype(np.float64)
+        agents.append((f"agent {i}", (x[:n], y[:n], x[n:], y[n:])))
+    return Federation.from_arrays(agents, alice=alice, class_names=("a", "b", "c"))
+
+
+def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) -> FlatModel:
+    return FlatModel(lambda: mlp((FEATURES,), CLASSES, hidden=6), dtype=dtype, stacked=stacked)
+
+
+def last_state(cell: Cell, model: FlatModel, rounds: int = 6, **options: object):
+    """The outcomes of a short run of one cell."""
+    return [outcomes[0] for outcomes in simulate([cell], model, rounds=rounds, batch_size=BATCH, **options)]
+
+
+@pytest.fixture
+def federation() -> Federation:
+    return make_federation()
+
+
+@pytest.fixture
+def model() -> FlatModel:
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def published() -> Path:
+    """The folder of published data sets, or a skip."""
+    folder = os.environ.get("WAFFLE_DATA")
+    if not folder:
+        pytest.skip("WAFFLE_DATA names no folder of published data sets")
+    return Path(folder)

@@ -1,0 +1,260 @@
+"""Algorithm 1: worked by hand, by property, and at its edges."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from reference import calc_weights as slow
+from waffle_fl.algorithms import SGD, Round
+from waffle_fl.algorithms.schedules import evaluate, parse, sigmoid
+from waffle_fl.algorithms.waffle import Waffle, calc_weights
+from waffle_fl.errors import WaffleError
+
+TINY_FLOATS = st.floats(-100, 100, allow_subnormal=False)
+
+
+def now(agents: int, r: int = 1, of: int = 100, alice: int = 0, heard: list[bool] | None = None) -> Round:
+    ones = torch.ones(agents, dtype=torch.int64)
+    return Round(r, of, alice, torch.tensor(heard or [True] * agents), ones, ones, 32)
+
+
+def past(agents: int) -> torch.Tensor:
+    return torch.full((2, agents), 1 / agents, dtype=torch.float64)
+
+
+def raw(distances: list[float], omega: float, denominator: str = "max", r: int = 1) -> list[float]:
+    """Alice at 0, the others on a line at these distances from her: alpha before smoothing."""
+    dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
+    return calc_weights(dy, past(len(dy)), now(len(dy), r), omega, omega, denominator)[1].tolist()
+
+
+def test_max_by_hand() -> None:
+    """Distances 1, 1.25, 2 at omega = psi = 1/2, divided by the largest.
+
+    dM = 2, dm = 1, d_A = 1 * (1 - (2-1)/2 * (1 - 1/2)) = 0.75.
+    Alice 0.5 - 0 = 1/2; then 0.5 - 0.25/2 = 3/8; 0.5 - 0.5/2 = 1/4; 0.5 - 1.25/2 < 0, so 0. Their sum is 9/8.
+    """
+    assert raw([1.0, 1.25, 2.0], 0.5) == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
+
+
+def test_range_by_hand() -> None:
+    """The same distances, divided by the range dM - d_A = 1.25 as in Eq. 2.
+
+    Alice 1/2; 0.5 - 0.25/1.25 = 0.3; 0.5 - 0.5/1.25 = 0.1; 0.5 - 1.25/1.25 < 0. Their sum is 0.9.
+    """
+    assert raw([1.0, 1.25, 2.0], 0.5, "range") == pytest.approx([5 / 9, 3 / 9, 1 / 9, 0])
+
+
+def test_omega_above_one_by_hand() -> None:
+    """At omega = psi = 1.2 Alice's distance is 1.1 and the minimum is 1, so the range is 1 (Algorithm 1, line 6).
+
+    1.2; 1.2 + 0.1 = 1.3; 1.2 - 0.15 = 1.05; 1.2 - 0.9 = 0.3. Their sum is 3.85.
+    """
+    expected = [1.2 / 3.85, 1.3 / 3.85, 1.05 / 3.85, 0.3 / 3.85]
+    assert raw([1.0, 1.25, 2.0], 1.2, "range") == pytest.approx(expected)
+
+
+def test_smoothing_by_hand() -> None:
+    """alpha_bar is the mean of alpha^(r-2), alpha^(r-1) and alpha^r: (1/4 + 1/4 + 4/9) / 3 = 17/54 for Alice."""
+    dy = torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64)
+    alpha_bar, _, d = calc_weights(dy, past(4), now(4), 0.5, 0.5)
+    assert alpha_bar.tolist() == pytest.approx([17 / 54, 15 / 54, 13 / 54, 9 / 54])
+    assert d.tolist() == pytest.approx([0.75, 1.0, 1.25, 2.0])
+
+
+def test_history_keeps_the_raw_weights() -> None:
+    """What enters the history is alpha^r, not alpha_bar (Algorithm 2, line 14)."""
+    from waffle_fl.algorithms.scaffold import Up
+    from waffle_fl.models import Net
+
+    waffle = Waffle(SGD())
+    server, _ = waffle.init(Net(torch.zeros(1, dtype=torch.float64), torch.zeros(0)), 4)
+    up = Up(torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64), torch.zeros(4, 0))
+    after, info = waffle.aggregate(server, up, now(4, r=50))
+    assert after.past[0].tolist() == [0.25] * 4
+    assert after.past[1].tolist() == info.alpha.tolist() != info.weights.tolist()
+
+
+@pytest.mark.parametrize(("rounds", "first"), [(100, 95), (20, 19), (10, 10), (7, 7), (3, 3), (1, 1)])
+def test_alice_trains_alone_from_95_percent(rounds: int, first: int) -> None:
+    """alpha is Alice's indicator from the first round r with r >= 0.95 R, and not before (integer arithmetic)."""
+    dy = torch.tensor([[0.0], [1.0], [1.1]], dtype=torch.float64)
+    alone = [
+        calc_weights(dy, past(3), now(3, r, rounds), 1.0, 1.0)[1].tolist() == [1, 0, 0] for r in range(1, rounds + 1)
+    ]
+    assert alone == [r >= first for r in range(1, rounds + 1)]
+
+
+def test_fully_local_two_rounds_later() -> None:
+    """With R = 100 the smoothed weights are exactly Alice's from round 97."""
+    dy, history = torch.tensor([[0.0], [1.0], [1.1]], dtype=torch.float64), past(3)
+    local = []
+    for r in range(90, 101):
+        alpha_bar, alpha, _ = calc_weights(dy, history, now(3, r), 1.0, 1.0)
+        history = torch.stack([history[1], alpha])
+        if alpha_bar.tolist() == [1, 0, 0]:
+            local.append(r)
+    assert local == [97, 98, 99, 100]
+
+
+updates = st.integers(1, 4).flatmap(
+    lambda width: st.lists(st.lists(TINY_FLOATS, min_size=width, max_size=width), min_size=2, max_size=6)
+)
+degrees = st.floats(0.01, 1)
+readings = st.sampled_from(["max", "range"])
+
+
+@given(updates, degrees, degrees, readings, st.integers(1, 94))
+@settings(max_examples=150, deadline=None)
+def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
+    """Weights are finite, not negative and sum to 1; nearer never weighs less; nobody outweighs Alice."""
+    rows = torch.tensor(dy, dtype=torch.float64)
+    alpha_bar, alpha, d = calc_weights(rows, past(len(rows)), now(len(rows), r), omega, psi, reading)
+    for weights in (alpha_bar, alpha):
+        assert torch.isfinite(weights).all()
+        assert (weights >= 0).all()
+        assert weights.sum().item() == pytest.approx(1)
+    assert alpha[0] >= alpha.max() - 1e-12
+    others = sorted(zip(d[1:].tolist(), alpha[1:].tolist(), strict=True))
+    assert all(b <= a + 1e-12 for (_, a), (_, b) in pairwise(others))
+
+
+@given(updates, degrees, degrees, readings)
+@settings(max_examples=100, deadline=None)
+def test_the_slow_twin_agrees(dy: list[list[float]], omega: float, psi: float, reading: str) -> None:
+    """The tensor form and the twin's plain floats give the same weights."""
+    rows = torch.tensor(dy, dtype=torch.float64)
+    n = len(rows)
+    mine = calc_weights(rows, past(n), now(n, 7), omega, psi, reading)
+    theirs = slow(list(rows), ([1 / n] * n, [1 / n] * n), 0, 7, 100, omega, psi, reading)
+    assert mine[0].tolist() == pytest.approx(theirs[0], abs=1e-9)
+    assert mine[1].tolist() == pytest.approx(theirs[1], abs=1e-9)
+
+
+@given(updates, degrees, readings, st.sampled_from([0.25, 4.0, 1024.0]))
+@settings(max_examples=100, deadline=None)
+def test_scale_does_not_matter(dy: list[list[float]], omega: float, reading: str, scale: float) -> None:
+    """Updates k times as long give the same weights."""
+    rows = torch.tensor(dy, dtype=torch.float64)
+    context = now(len(rows))
+    before = calc_weights(rows, past(len(rows)), context, omega, omega, reading)[0]
+    after = calc_weights(scale * rows, past(len(rows)), context, omega, omega, reading)[0]
+    assert after.tolist() == pytest.approx(before.tolist(), abs=1e-9)
+
+
+@given(updates, degrees, readings, st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_names_do_not_matter(dy: list[list[float]], omega: float, reading: str, random: object) -> None:
+    """Permuting the agents permutes their weights."""
+    rows = torch.tensor(dy, dtype=torch.float64)
+    n = len(rows)
+    order = list(range(n))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    before = calc_weights(rows, past(n), now(n), omega, omega, reading)[0]
+    after = calc_weights(rows[order], past(n), now(n, alice=order.index(0)), omega, omega, reading)[0]
+    assert after.tolist() == pytest.approx(before[order].tolist(), abs=1e-12)
+
+
+def test_a_shared_move_does_not_matter() -> None:
+    """Adding one vector to every update leaves the weights as they were."""
+    rows = torch.tensor([[0.0, 1.0], [2.0, 0.5], [-1.0, 3.0]], dtype=torch.float64)
+    shifted = rows + torch.tensor([5.0, -7.0], dtype=torch.float64)
+    before, after = (calc_weights(dy, past(3), now(3), 0.7, 0.7)[0].tolist() for dy in (rows, shifted))
+    assert after == pytest.approx(before)
+
+
+@pytest.mark.parametrize("reading", ["max", "range"])
+def test_one_agent(reading: str) -> None:
+    """N = 1: all weight is Alice's."""
+    assert raw([], 0.5, reading) == [1.0]
+
+
+def test_two_agents() -> None:
+    """N = 2, where the paper's formula is 0/0: equal weights under "max", the nearest agent's limit under "range".
+
+    The limit of the ratio is (1 - omega) / (2 - omega) = 1/3 at omega = 1/2: weights 1/2 and 1/2 - 1/3 = 1/6.
+    """
+    assert raw([3.0], 0.5, "max") == [0.5, 0.5]
+    assert raw([3.0], 0.5, "range") == pytest.approx([0.75, 0.25])
+
+
+@pytest.mark.parametrize("reading", ["max", "range"])
+def test_equal_distances(reading: str) -> None:
+    """All others equally far: they weigh the same, and nothing is NaN."""
+    weights = raw([2.0, 2.0, 2.0], 0.8, reading)
+    assert weights[1] == weights[2] == weights[3]
+    assert math.isfinite(sum(weights))
+
+
+@pytest.mark.parametrize("reading", ["max", "range"])
+def test_identical_updates(reading: str) -> None:
+    """All updates alike (zero ones included): the weights are defined, and any of them moves the model alike."""
+    weights = raw([0.0, 0.0], 0.6, reading)
+    assert all(math.isfinite(w) for w in weights)
+    assert sum(weights) == pytest.approx(1)
+
+
+def test_no_threshold_passed() -> None:
+    """Where psi = 0 leaves every weight at zero, Alice trains alone."""
+    dy = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
+    assert calc_weights(dy, past(3), now(3, 50), 0.0, 0.0)[1].tolist() == [1, 0, 0]
+
+
+def test_unheard_agents_weigh_nothing() -> None:
+    """An agent that was not heard has weight 0, stays out of dM and dm, and its history goes to the others."""
+    dy = torch.tensor([[0.0], [1.0], [500.0], [2.0]], dtype=torch.float64)
+    alpha_bar, alpha, _ = calc_weights(dy, past(4), now(4, heard=[True, True, False, True]), 0.5, 0.5)
+    three = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
+    assert alpha[[0, 1, 3]].tolist() == pytest.approx(calc_weights(three, past(3), now(3), 0.5, 0.5)[1].tolist())
+    assert alpha_bar[2] == 0
+    assert alpha_bar.sum().item() == pytest.approx(1)
+
+
+def test_nobody_else_is_heard() -> None:
+    """With every other agent gone the round is a local step."""
+    dy = torch.zeros(3, 2, dtype=torch.float64)
+    alpha_bar, _, _ = calc_weights(dy, past(3), now(3, heard=[True, False, False]), 0.9, 0.9)
+    assert alpha_bar.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("r", "value"), [(1, 0.958354), (25, 0.832018), (50, 0.5), (75, 0.167982), (95, 0.053151), (100, 0.039166)]
+)
+def test_the_paper_s_sigmoid(r: int, value: float) -> None:
+    """Omega(r) = 1 / (1 + exp(3.2 (r/50 - 1))) for R = 100."""
+    assert evaluate("sigmoid(3.2)", "omega", r, 100) == pytest.approx(value, abs=1e-6)
+
+
+def test_schedules_by_hand() -> None:
+    """The other schedules at a few rounds, and the shift that hastens local training."""
+    assert parse("linear")(25, 100) == 0.75
+    assert parse("linear(0.8, 0.2)")(50, 100) == pytest.approx(0.5)
+    assert [parse("step(0.7)")(r, 100) for r in (69, 70)] == [1.0, 0.0]
+    assert parse("constant(0.3)")(99, 100) == 0.3
+    assert parse("exponential(2)")(50, 100) == pytest.approx(math.exp(-1))
+    assert sigmoid(3.2, 10)(40, 100) == 0.5
+    assert evaluate("sigmoid(1e12)", "omega", 100, 100) == pytest.approx(0, abs=1e-300)
+    assert evaluate("sigmoid(0)", "omega", 1, 100) == 0.5
+    assert evaluate(lambda r, rounds: r / rounds, "psi", 200, 100) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["sigmoid(-1)", "sigmoyd(3)", "linear(a)", "step(1,2,3,4)", "3.2", "os:nothing", "math:pi"]
+)
+def test_bad_schedules(text: str) -> None:
+    """A schedule that cannot be read is refused in one line."""
+    with pytest.raises(WaffleError, match=r"^[^\n]+$"):
+        parse(text)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1.5, -0.1, math.inf, "half"])
+def test_bad_values_of_a_schedule(value: object) -> None:
+    """A schedule of the user's that leaves [0, 1] is refused with the round and the value."""
+    with pytest.raises(WaffleError, match=r"omega\(7\) of 10 rounds is"):
+        evaluate(lambda r, rounds: value, "omega", 7, 10)  # type: ignore[arg-type,return-value]

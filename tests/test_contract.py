@@ -1,0 +1,190 @@
+"""One contract test over every registered algorithm."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import BATCH, last_state, make_federation, make_model
+from waffle_fl.algorithms import ALGORITHMS, SGD, Round
+from waffle_fl.engines.simulate import Cell, State, initial_state, simulate
+from waffle_fl.experiment import _state, _tensors
+from waffle_fl.federation import Batches
+from waffle_fl.tensorfile import pack, unpack
+
+every = pytest.mark.parametrize("method", list(ALGORITHMS))
+AGENTS = 4
+
+
+def make(method: str) -> Any:
+    return ALGORITHMS[method](sgd=SGD(0.1, momentum=0.5, weight_decay=0.01))
+
+
+def copied(state: Any) -> Any:
+    return type(state)(*(tensor.clone() for tensor in state))
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def poisoned(state: Any, keep: int) -> Any:
+    """NaN in every floating row but one."""
+    fields = []
+    for tensor in state:
+        tensor = tensor.clone()
+        if tensor.is_floating_point():
+            tensor[torch.arange(len(tensor)) != keep] = torch.nan
+        fields.append(tensor)
+    return type(state)(*fields)
+
+
+class Stage:
+    """An algorithm in the middle of a run, with one mini-batch at hand."""
+
+    def __init__(self, method: str) -> None:
+        self.algorithm, self.model = make(method), make_model()
+        self.federation = make_federation().to("cpu", torch.float64)
+        outcome = last_state(Cell(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
+        self.server, self.agents = outcome.state
+        batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
+        self.batch = batches.batch(batches.plan(4, 0, slice(None)), 0, slice(None))
+        self.down = self.algorithm.broadcast(self.server, AGENTS)
+        self.local = self.algorithm.begin(self.down, self.agents)
+        self.stepped = self.algorithm.step(self.local, self.grad())
+        _, self.up = self.algorithm.finish(self.down, self.agents, self.stepped)
+        ones = torch.ones(AGENTS, dtype=torch.int64)
+        self.now = Round(4, 10, 1, torch.ones(AGENTS, dtype=torch.bool), ones * 8, ones, BATCH)
+
+    def grad(self) -> Any:
+        return partial(self.model.grad, batch=self.batch)
+
+
+@every
+def test_pure(method: str) -> None:
+    """No function changes what it was given, bit for bit, and the same inputs give the same bits."""
+    s = Stage(method)
+    calls = [
+        (s.algorithm.broadcast, (s.server, AGENTS)),
+        (s.algorithm.begin, (s.down, s.agents)),
+        (s.algorithm.step, (s.local, s.grad())),
+        (s.algorithm.finish, (s.down, s.agents, s.stepped)),
+        (s.algorithm.aggregate, (s.server, s.up, s.now)),
+        (s.algorithm.personal, (s.server, s.agents, AGENTS)),
+    ]
+    for function, arguments in calls:
+        states = [a for a in arguments if hasattr(a, "_fields") and not isinstance(a, Round)]
+        before = [copied(state) for state in states]
+        first, second = function(*arguments), function(*arguments)
+        assert all(same(a, b) for a, b in zip(states, before, strict=True))
+        pairs = zip(first, second, strict=True) if function.__name__ in ("finish", "aggregate") else [(first, second)]
+        for a, b in pairs:
+            assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+@every
+@pytest.mark.parametrize("row", [0, 2])
+def test_row_local(method: str, row: int) -> None:
+    """NaN in every other row changes nothing in this one, through begin, step and finish."""
+    s = Stage(method)
+    down, agents = poisoned(s.down, row), poisoned(s.agents, row)
+    local = s.algorithm.begin(down, agents)
+    stepped = s.algorithm.step(local, s.grad())
+    new_agents, up = s.algorithm.finish(down, agents, stepped)
+    good_agents, good_up = s.algorithm.finish(s.down, s.agents, s.stepped)
+    for mine, clean in ((new_agents, good_agents), (up, good_up)):
+        for a, b in zip(mine, clean, strict=True):
+            assert torch.equal(a[row], b[row])
+
+
+@every
+def test_rows_only(method: str) -> None:
+    """Down, Agents, Local and Up hold one row an agent, and tensors only."""
+    s = Stage(method)
+    for state in (s.down, s.agents, s.local, s.up):
+        assert all(isinstance(tensor, torch.Tensor) and len(tensor) == AGENTS for tensor in state)
+
+
+@every
+def test_federation_of_one(method: str) -> None:
+    """A single agent trains as Local does (clipped alike, and its personal model left to itself)."""
+    federation, model = make_federation().only(2), make_model()
+    unmixed = {"ditto": {"lam": 0.0}, "apfl": {"mix": 1.0, "adaptive": "off"}}
+    algorithm = ALGORITHMS[method](sgd=SGD(0.1), clip=2.0, **unmixed.get(method, {}))
+    local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)
+    nets = []
+    for a in (algorithm, local):
+        state = last_state(Cell(a, federation, 3), model)[-1].state
+        nets.append(a.personal(state.server, state.agents, 1).params[0])
+    torch.testing.assert_close(nets[0], nets[1], rtol=1e-12, atol=1e-12)
+
+
+@every
+def test_same_seed_same_bits(method: str) -> None:
+    """Two runs of one seed are equal to the last bit; another seed differs."""
+    cells = [Cell(make(method), make_federation(), seed) for seed in (3, 3, 4)]
+    a, b, c = (_tensors(last_state(cell, make_model(torch.float32))[-1].state) for cell in cells)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert any(not torch.equal(a[name], c[name]) for name in a)
+
+
+@every
+@pytest.mark.parametrize("stacked", [True, False])
+def test_neighbours_change_no_bit(method: str, stacked: bool) -> None:
+    """A federation's bits are the same alone, and stacked beside others of other sizes, seeds and Alices."""
+    model = make_model(torch.float32, stacked=stacked)
+    federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
+    cells = [Cell(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3), strict=True)]
+    together = list(simulate(cells, model, rounds=5, batch_size=BATCH))[-1]
+    for i, cell in enumerate(cells):
+        alone = last_state(cell, model, rounds=5, workers=1)[-1]
+        a, b = _tensors(alone.state), _tensors(together[i].state)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@every
+def test_state_survives_save_and_load(method: str) -> None:
+    """Going on from a saved state gives the bits of the unbroken run."""
+    model, cell = make_model(torch.float32), Cell(make(method), make_federation(), 3)
+    unbroken = [o[0] for o in simulate([cell], model, rounds=6, batch_size=BATCH)]
+    saved = _tensors(unbroken[2].state)
+    _, loaded = unpack(pack(saved, {}), saved)
+    state = _state(loaded, initial_state(cell, model))
+    resumed = Cell(cell.algorithm, cell.federation, 3, state=state)
+    last = [o[0] for o in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
+    a, b = _tensors(unbroken[-1].state), _tensors(last.state)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert last.measured["weights"] == unbroken[-1].measured["weights"]
+
+
+@every
+def test_a_nan_never_reaches_the_model(method: str) -> None:
+    """An agent whose updates turn NaN weighs nothing, is named in the record, and leaves every model finite."""
+
+    def broken(up: Any, r: int) -> Any:
+        fields = [field.clone() for field in up]
+        for field in fields:
+            if r >= 2:
+                field[3] = torch.nan
+        return type(up)(*fields)
+
+    cell = Cell(make(method), make_federation(alice=1), 3, tamper=broken)
+    outcomes = last_state(cell, make_model(), rounds=6)
+    assert all(outcome.error is None for outcome in outcomes)
+    assert all(torch.isfinite(t).all() for t in _tensors(outcomes[-1].state).values())
+    if method != "local":
+        assert outcomes[-1].measured["weights"][3] == 0
+        assert outcomes[-1].measured["screened"] == {"agent 3": "not finite"}
+
+
+@every
+def test_an_agent_without_samples_is_left_out(method: str) -> None:
+    """An agent with no training samples has weight 0, and the others train as if it were not there."""
+    with_empty = make_federation((23, 0, 14), alice=2)
+    outcomes = last_state(Cell(make(method), with_empty, 3), make_model())
+    assert outcomes[-1].measured["weights"][1] == 0
+    assert outcomes[-1].measured["loss"] is not None
+    assert isinstance(outcomes[-1].state, State)

@@ -1,0 +1,89 @@
+"""The arrow points one way: data -> partition -> federation -> algorithms x engines -> records -> report -> cli."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import waffle_fl
+
+ROOT = Path(waffle_fl.__file__).parent
+LAYERS = [
+    {"errors", "randomness"},
+    {"data", "models", "tensorfile"},
+    {"partition"},
+    {"federation", "wire"},
+    {"algorithms", "guard"},
+    {"engines", "config"},
+    {"records"},
+    {"experiment"},
+    {"report"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+BARE = ("data", "partition", "federation", "models", "algorithms", "engines.simulate", "records", "experiment")
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("waffle_fl."):
+            names.add(node.module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and node.module == "waffle_fl":
+            names |= {alias.name for alias in node.names if alias.name in LEVEL}
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    """A module imports from its own layer or from one before it."""
+    name = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if name in LEVEL:
+        assert all(LEVEL[other] <= LEVEL[name] for other in imports(path))
+    else:
+        assert name in ("__init__", "__main__")
+
+
+def test_only_the_command_line_prints() -> None:
+    """No module but those of cli calls print."""
+    for path in ROOT.rglob("*.py"):
+        if "cli" not in path.parts:
+            calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+            assert not any(isinstance(c.func, ast.Name) and c.func.id == "print" for c in calls), path
+
+
+def test_the_core_needs_torch_and_numpy_alone() -> None:
+    """The modules a bare GPU machine runs import no front end: neither tyro, altair, rich nor scikit-learn."""
+    code = f"""
+import sys
+for name in {BARE!r}:
+    __import__("waffle_fl." + name)
+heavy = [m for m in ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas") if m in sys.modules]
+sys.exit(f"imported {{heavy}}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_unpickled() -> None:
+    """pickle is imported by the reader of CIFAR's python version alone, and torch.load by nobody."""
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        assert "torch.load" not in text
+        if path.name != "cifar.py":
+            assert "pickle" not in imports_of(text), path
+
+
+def imports_of(text: str) -> set[str]:
+    tree = ast.parse(text)
+    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    return names | {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+
+
+def test_no_module_of_ours_is_a_drawer() -> None:
+    """There is no utils, common or helpers."""
+    assert not {p.stem for p in ROOT.rglob("*.py")} & {"utils", "common", "helpers", "misc"}

@@ -1,0 +1,186 @@
+"""Where one algorithm, set so, must equal another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import BATCH, last_state, make_federation, make_model
+from waffle_fl.algorithms import SGD, Round
+from waffle_fl.algorithms.apfl import APFL
+from waffle_fl.algorithms.ditto import Ditto
+from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.local import Local
+from waffle_fl.algorithms.scaffold import Scaffold, Up
+from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.weight_erosion import WeightErosion
+from waffle_fl.engines.simulate import Cell, State, simulate
+from waffle_fl.models import Batch, Net
+
+LR = SGD(0.2)
+
+
+def alice_s_model(
+    algorithm: Any, rounds: int = 6, sizes: tuple[int, ...] = (23, 9, 32, 14), **options: Any
+) -> torch.Tensor:
+    federation = make_federation(sizes)
+    state = last_state(Cell(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
+    return algorithm.personal(state.server, state.agents, federation.agents).params[0]
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+def random_up(seed: int = 0) -> tuple[Up, Round]:
+    g = torch.Generator().manual_seed(seed)
+    up = Up(torch.randn(4, 7, generator=g, dtype=torch.float64), torch.zeros(4, 0, dtype=torch.float64))
+    steps = torch.tensor([3, 2, 4, 2])
+    return up, Round(3, 20, 1, torch.ones(4, dtype=torch.bool), steps * BATCH, steps, BATCH)
+
+
+def test_waffle_with_equal_weights_is_scaffold() -> None:
+    """Forced to 1/N, WAFFLE's aggregation is SCAFFOLD's, model and control variates, under both control rules."""
+    net = Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+    scaffold = Scaffold(LR)
+    for control in ("anchored", "paper"):
+        waffle = Waffle(LR, control=control)
+        a, _ = scaffold.init(net, 4)
+        b, _ = waffle.init(net, 4)
+        for seed in range(3):
+            up, now = random_up(seed)
+            a, _ = scaffold.aggregate(a, up, now)
+            b = waffle.combine(b, up, now, torch.full((4,), 0.25, dtype=torch.float64), b.past)
+            assert all(close(x, y) for x, y in zip(a, b[:4], strict=True))
+
+
+def test_two_agents_under_max_are_scaffold() -> None:
+    """With two agents WAFFLE's default weighs both alike until 95 % of the rounds: a whole run equals SCAFFOLD's."""
+    runs = [alice_s_model(a, rounds=5, sizes=(23, 14)) for a in (Scaffold(LR),)]
+    federation = make_federation((23, 14))
+    outcomes = last_state(Cell(Waffle(LR), federation, 3), make_model(), rounds=100)
+    assert close(outcomes[4].state.server.x, runs[0])
+
+
+def test_waffle_with_all_weight_on_alice_is_local() -> None:
+    """With psi = 0 from the start, only the history of 1/N lets others in; from then on Alice's steps are plain SGD."""
+    federation, model = make_federation(), make_model()
+    outcomes = last_state(Cell(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
+    server = outcomes[3].state.server
+    assert outcomes[3].measured["weights"] == [1, 0, 0, 0]
+    torch.testing.assert_close(server.c, server.c_i[0])
+    local = Local(LR, clip=2.0)
+    state = (local.init(model.init(0), 4)[0], local.init(model.init(0), 4)[1])
+    agents = state[1]._replace(y=server.x.repeat(4, 1))
+    cell = Cell(local, federation, 3, state=State(state[0], agents))
+    alone = [o[0] for o in simulate([cell], model, rounds=8, start=4, batch_size=BATCH)]
+    assert close(outcomes[-1].state.server.x, alone[-1].state.agents.y[0])
+
+
+def test_the_printed_control_rule_drifts() -> None:
+    """Once Alice trains alone, c = c_A under "anchored"; the printed rule c += dc keeps a bias c - c_A for good."""
+    biases = {}
+    for control in ("anchored", "paper"):
+        algorithm = Waffle(LR, control=control, omega="constant(0)", psi="constant(0)")
+        outcomes = last_state(Cell(algorithm, make_federation(), 3), make_model(), rounds=12)
+        biases[control] = [float((o.state.server.c - o.state.server.c_i[0]).norm()) for o in outcomes[4:]]
+    assert max(biases["anchored"]) < 1e-12
+    assert min(biases["paper"]) > 1e-3
+    assert biases["paper"][0] == pytest.approx(biases["paper"][-1])
+
+
+def test_scaffold_s_first_step_is_fedavg_s() -> None:
+    """While all control variates are zero, SCAFFOLD's round is FedAvg's."""
+    assert close(alice_s_model(Scaffold(LR, clip=0.0), rounds=1), alice_s_model(FedAvg(LR), rounds=1))
+
+
+def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
+    """Option II without clipping: c_i+ is the mean raw gradient of the round, and c stays the mean of all c_i."""
+    federation, model = make_federation(), make_model()
+    seen: list[torch.Tensor] = []
+
+    def watched(params: torch.Tensor, stats: torch.Tensor, batch: Batch) -> Net:
+        net = grad(params, stats, batch)
+        seen.append(net.params)
+        return net
+
+    grad, model.grad = model.grad, watched  # type: ignore[method-assign]
+    outcomes = last_state(Cell(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
+    gradients = torch.stack(seen[-4:])  # the last round has four steps, and agents make 3, 2, 4 and 2 of them
+    means = torch.stack([gradients[:k, i].mean(dim=0) for i, k in enumerate((3, 2, 4, 2))])
+    after = outcomes[-1].state.server
+    torch.testing.assert_close(after.c_i, means)
+    torch.testing.assert_close(after.c, after.c_i.mean(dim=0))
+
+
+def test_server_and_agent_compute_the_same_control_variate() -> None:
+    """The server's copy of c_i equals the agent's own to the last bit: nothing needs to be sent."""
+    for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
+        state = last_state(Cell(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
+        assert torch.equal(state.server.c_i, state.agents.c_i)
+
+
+def test_fedavg_with_one_agent_is_local() -> None:
+    """A federation of one gains nothing and loses nothing."""
+    assert close(alice_s_model(FedAvg(LR), sizes=(23,)), alice_s_model(Local(LR), sizes=(23,)))
+
+
+def test_weight_erosion_without_erosion_is_fedavg() -> None:
+    """p_d = 0 keeps every weight at 1."""
+    assert close(alice_s_model(WeightErosion(LR, p_d=0.0)), alice_s_model(FedAvg(LR)))
+
+
+def test_weight_erosion_at_once_is_local() -> None:
+    """A huge p_d leaves Alice alone from the first round."""
+    assert close(alice_s_model(WeightErosion(LR, p_d=1e9)), alice_s_model(Local(LR)))
+
+
+def test_the_size_penalty_erodes_small_agents_faster() -> None:
+    """With p_s > 0 an agent loses weight faster the more often its data has been used up; the weights only fall."""
+    runs = {}
+    for p_s in (0.0, 2.0):
+        cell = Cell(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
+        runs[p_s] = torch.tensor([o.measured["alpha"] for o in last_state(cell, make_model())])
+    assert runs[2.0][-1, 1] < runs[0.0][-1, 1]
+    for alphas in runs.values():
+        assert (alphas.diff(dim=0) <= 0).all()
+        assert alphas[-1, 0] == 1
+
+
+def test_weight_erosion_when_alice_stands_still() -> None:
+    """Alice's update zero: no distance is defined, so nothing erodes."""
+    up, now = random_up()
+    up = up._replace(dy=up.dy.index_fill(0, torch.tensor([1]), 0.0))
+    erosion = WeightErosion(LR, p_d=0.5)
+    server, _ = erosion.init(Net(torch.zeros(7, dtype=torch.float64), torch.zeros(0)), 4)
+    after, _ = erosion.aggregate(server, up, now)
+    assert after.alpha.tolist() == [1.0] * 4
+
+
+def test_apfl_without_mixing() -> None:
+    """Mix 0 is the agent's own FedAvg model before averaging, mix 1 is Local."""
+    assert close(alice_s_model(APFL(LR, mix=1.0, adaptive="off")), alice_s_model(Local(LR)))
+    federation, model = make_federation(), make_model()
+    apfl = last_state(Cell(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
+    fedavg = last_state(Cell(FedAvg(LR), federation, 3), model)[-1].state
+    assert close(apfl.server.x, fedavg.server.x)
+    assert close(APFL(LR).personal(apfl.server, apfl.agents, 4).params[0], apfl.agents.w[0])
+
+
+def test_ditto_without_pull_is_local() -> None:
+    """lam = 0 leaves the personal model to itself; its global model is FedAvg's."""
+    assert close(alice_s_model(Ditto(LR, lam=0.0)), alice_s_model(Local(LR)))
+    federation, model = make_federation(), make_model()
+    ditto = last_state(Cell(Ditto(LR), federation, 3), model)[-1].state
+    assert close(ditto.server.x, last_state(Cell(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+
+
+def test_strong_pull_holds_ditto_at_the_global_model() -> None:
+    """The stronger the pull, the nearer the personal model stays to the global one."""
+    distances = []
+    for lam in (0.0, 1.0, 4.0):
+        state = last_state(Cell(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
+        distances.append(float((state.agents.v[0] - state.server.x).norm()))
+    assert distances[0] > distances[1] > distances[2]
