@@ -12,6 +12,7 @@ import torch
 from waffle_fl.engines.simulate import Cell, simulate
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, mlp
+from waffle_fl.models.flat import Precision
 from waffle_fl.randomness import generator
 
 SIZES = (23, 9, 32, 14)
@@ -32,7 +33,8 @@ def make_federation(sizes: tuple[int, ...] = SIZES, alice: int = 0, seed: int = 
 
 
 def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) -> FlatModel:
-    return FlatModel(lambda: mlp((FEATURES,), CLASSES, hidden=6), dtype=dtype, stacked=stacked)
+    precision: Precision = "float64" if dtype == torch.float64 else "float32"
+    return FlatModel(lambda: mlp((FEATURES,), CLASSES, hidden=6), precision=precision, stacked=stacked)
 
 
 def last_state(cell: Cell, model: FlatModel, rounds: int = 6, **options: object):

@@ -51,7 +51,7 @@ class Stage:
         outcome = last_state(Cell(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
         self.server, self.agents = outcome.state
         batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
-        self.batch = batches.batch(batches.plan(4, 0, slice(None)), 0, slice(None))
+        self.batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
         self.down = self.algorithm.broadcast(self.server, AGENTS)
         self.local = self.algorithm.begin(self.down, self.agents)
         self.stepped = self.algorithm.step(self.local, self.grad())

@@ -67,8 +67,8 @@ class Settings:
     """Seed of the initial model and of the order of the samples."""
     guard: Literal["off", "standard"] = "off"
     """Server-side tests of each update besides finiteness."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Precision of training; distances, weights and aggregation are always float64."""
+    precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
+    """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
 
 
 @dataclass(frozen=True, kw_only=True)

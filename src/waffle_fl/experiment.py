@@ -223,7 +223,16 @@ def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
     groups: dict[Any, list[_Job]] = {}
     for job in jobs:
         s = job.config.settings
-        key = (training_key(job.cell.algorithm), s.data, s.model, s.rounds, s.epochs, s.batch_size, s.guard, s.dtype)
+        key = (
+            training_key(job.cell.algorithm),
+            s.data,
+            s.model,
+            s.rounds,
+            s.epochs,
+            s.batch_size,
+            s.guard,
+            s.precision,
+        )
         groups.setdefault((*key, job.start, job.cell.federation.agents), []).append(job)
     return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
 
@@ -290,7 +299,7 @@ def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[
 
 def _model(s: Settings, federation: Federation, device: torch.device) -> FlatModel:
     build_module = builder(s.model, s.data, federation.shape, len(federation.class_names))
-    return FlatModel(build_module, dtype=getattr(torch, s.dtype), device=device)
+    return FlatModel(build_module, precision=s.precision, device=device)
 
 
 def _device_name(device: torch.device) -> str:

@@ -243,7 +243,7 @@ class Plan(NamedTuple):
     samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
     active: Tensor  # (rows, steps), False once a row has made its K_i steps
-    all_active: int  # the number of first steps that every row takes
+    relabel: Tensor  # (rows, classes)
     keys: Tensor  # (rows,), the seeds of this round's dropout
 
 
@@ -256,43 +256,55 @@ class Batches:
         self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
         self.x, self.y, offsets = _pooled(federations)
         self.device = self.x.device
-        rows = [(f, seed, offset, i) for f, seed, offset in zip(federations, seeds, offsets, strict=True)
-                for i in range(f.agents)]  # fmt: skip
+        rows = [
+            (f, seed, offset, i)
+            for f, seed, offset in zip(federations, seeds, offsets, strict=True)
+            for i in range(f.agents)
+        ]
         self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
         self._lengths = [len(f.train[i]) for f, _, _, i in rows]
-        self._samples = [f.train[i] + offset for f, _, offset, i in rows]
+        samples = [f.train[i] + offset for f, _, offset, i in rows]
+        self._table = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
         self._relabel = torch.cat([f.relabel for f in federations])
         self.steps = [epochs * -(-n // batch_size) for n in self._lengths]
+
+    def sizes(self, rows: slice, padded: bool) -> list[int]:
+        """The width of each step's batch: the full one where rows are padded, a single row's own where they are not."""
+        if padded:
+            return [self.batch_size] * max(self.steps[rows])
+        (length,) = self._lengths[rows]
+        whole, rest = divmod(length, self.batch_size)
+        return ([self.batch_size] * whole + ([rest] if rest else [])) * self.epochs
 
     def plan(self, r: int, attempt: int, rows: slice) -> Plan:
         """The order of the samples in round r, for these rows."""
         lengths, steps = self._lengths[rows], self.steps[rows]
         longest, most = max(lengths), max(steps)
-        table = torch.stack([torch.nn.functional.pad(s, (0, longest - len(s))) for s in self._samples[rows]])
-        length = torch.tensor(lengths, device=self.device)
+        table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
         orders = []
         for epoch in range(self.epochs):
-            keys = [derive(seed, "batches", agent, r, epoch, attempt) for seed, agent in self._who[rows]]
-            order = shuffle(torch.tensor(keys, device=self.device), length, longest)
+            order = shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest)
             orders.append(table.gather(1, order))
-        per_epoch = (length + self.batch_size - 1) // self.batch_size
         t = torch.arange(most, device=self.device)
-        divisor = per_epoch.clamp(min=1)[:, None]
-        within = (t % divisor)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
-        epoch_of = (t // divisor).clamp(max=self.epochs - 1)
+        per_epoch = ((length + self.batch_size - 1) // self.batch_size).clamp(min=1)[:, None]
+        within = (t % per_epoch)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
+        epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
-        index = torch.cat(orders, dim=1).gather(1, position).view(within.shape)
+        samples = torch.cat(orders, dim=1).gather(1, position).view(within.shape)
         active = t < torch.tensor(steps, device=self.device)[:, None]
         weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
-        keys = [derive(seed, "dropout", agent, r, attempt) for seed, agent in self._who[rows]]
-        return Plan(index, weight, active, min(steps), torch.tensor(keys, device=self.device))
+        return Plan(samples, weight, active, self._relabel[rows], self._keys("dropout", rows, r, attempt))
 
-    def batch(self, plan: Plan, t: int, rows: slice) -> Batch:
-        """Gather the samples of step t."""
-        index = plan.samples[:, t]
-        labels = self.y[index]
-        y = labels if labels.is_floating_point() else self._relabel[rows].gather(1, labels)
-        return Batch(self.x[index], y, plan.weight[:, t], plan.keys + (t << 16))
+    def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
+        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]
+        return torch.tensor(keys, device=self.device)
+
+    def batch(self, plan: Plan, t: Tensor, size: int) -> Batch:
+        """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
+        samples = plan.samples.index_select(1, t)[:, 0, :size]
+        labels = self.y[samples]
+        y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
+        return Batch(self.x[samples], y, plan.weight.index_select(1, t)[:, 0, :size], plan.keys + (t << 16))
 
 
 def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:

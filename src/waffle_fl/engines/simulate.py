@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round, training_key
+from waffle_fl.engines.steps import Graphs, one_step, products, where_rows
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Batches, Federation
 from waffle_fl.guard import OK, REASONS, Guard, screen
@@ -77,7 +77,7 @@ def simulate(
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
     check_stack(cells, model, batch_size)
     simulator = _Simulator(cells, model, rounds, batch_size, epochs, guard, workers)
-    with _one_thread():
+    with _one_thread(), products(model.precision):
         for r in range(start + 1, rounds + 1):  # A2.2
             if not simulator.live:
                 return
@@ -125,7 +125,7 @@ class _Simulator:
         self._batches: dict[tuple[int, ...], Batches] = {}
         count = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
-        self._workers = count
+        self._graphs = Graphs(model)
 
     def round(self, r: int) -> list[Outcome]:
         """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
@@ -162,17 +162,23 @@ class _Simulator:
         def train_chunk(rows: slice) -> tuple[Any, Any]:
             chunk_down, chunk_agents = _rows(down, rows), _rows(agents, rows)
             local = algorithm.begin(chunk_down, chunk_agents)  # A2.5
-            plan = batches.plan(r, attempt, rows)
-            for t in range(plan.samples.shape[1]):  # A2.6
-                grad = partial(self.model.grad, batch=batches.batch(plan, t, rows))
-                stepped = algorithm.step(local, grad)  # A2.7-8
-                local = stepped if t < plan.all_active else _where(plan.active[:, t], stepped, local)
+            local = self._steps(algorithm, local, batches, r, attempt, rows)  # A2.6-8
             return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
 
         results = list(self._pool.map(train_chunk, self._chunks(len(batches.steps))))
         new_agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
         edges = _edges([c.federation.agents for c in cells])
         return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
+
+    def _steps(self, algorithm: Algorithm, local: Any, batches: Batches, r: int, attempt: int, rows: slice) -> Any:
+        """All mini-batches of a round, for the rows of one chunk."""
+        plan, together = batches.plan(r, attempt, rows), min(batches.steps[rows])
+        sizes = batches.sizes(rows, padded=self.model.stacked)
+        if self.model.device.type == "cuda":
+            return self._graphs.run(algorithm, batches, local, plan, sizes, together)
+        for t, size in enumerate(sizes):
+            local = one_step(algorithm, self.model, batches, local, plan, torch.tensor([t]), size, t < together)
+        return local
 
     def _close(self, i: int, r: int, agents: Any, up: Any) -> Outcome:
         """A2.13-16 for one cell: screen what arrived, aggregate, and measure Alice's model."""
@@ -190,7 +196,7 @@ class _Simulator:
         up, heard, codes = screen(up, federation.alice, present, self.guard)
         now = Round(r, self.rounds, federation.alice, heard, samples, steps, self.batch_size)
         server, info = cell.algorithm.aggregate(old.server, up, now)  # A2.13-16
-        state = State(server, _where(heard, agents, old.agents))
+        state = State(server, where_rows(heard, agents, old.agents))
         measured = {**evaluate(cell.algorithm, state, federation, self.model), **_plain(info._asdict())}
         reasons = {name: REASONS[c] for name, c in zip(federation.names, codes.tolist(), strict=True) if c != OK}
         if reasons:
@@ -278,11 +284,6 @@ def _stack(states: Sequence[Any]) -> Any:
 
 def _rows(state: Any, rows: slice) -> Any:
     return type(state)(*(field[rows] for field in state))
-
-
-def _where(mask: Tensor, new: Any, old: Any) -> Any:
-    """New rows where the mask holds, old ones elsewhere."""
-    return type(new)(*(torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, old, strict=True)))
 
 
 def _edges(sizes: Sequence[int]) -> list[slice]:

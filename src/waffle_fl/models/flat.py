@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.randomness import derive, noise
+from waffle_fl.models.stacked import SeededDropout, Stacking
+from waffle_fl.randomness import derive
 
+Precision: TypeAlias = Literal["float32", "float64", "tf32", "bf16"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one loss a sample
 
+STACKED_PARAMETERS = 1_000_000
 STATS_POLICY = "running statistics: averaged with the weights of the updates, outside every distance; counters constant"
 
 
@@ -58,23 +59,22 @@ class FlatModel:
         build: Callable[[], nn.Module],
         *,
         loss: Loss = cross_entropy,
-        dtype: torch.dtype = torch.float32,
+        precision: Precision = "float32",
         device: str | torch.device = "cpu",
         stacked: bool | None = None,
     ) -> None:
-        self._build, self._loss, self.dtype, self.device = build, loss, dtype, torch.device(device)
-        self._template = _seeded(build, 0).to(self.device, dtype).requires_grad_(False)
+        self._build, self._loss, self.precision, self.device = build, loss, precision, torch.device(device)
+        self.dtype = torch.float64 if precision == "float64" else torch.float32
+        self._template = _seeded(build, 0).to(self.device, self.dtype).requires_grad_(False)
         self._own = threading.local()
         self._params = _Layout(dict(self._template.named_parameters()))
-        floats = {name: b for name, b in self._template.named_buffers() if b.is_floating_point()}
-        self._stats = _Layout(floats)
+        self._stats = _Layout({name: b for name, b in self._template.named_buffers() if b.is_floating_point()})
         self._check()
         self.size, self.stats_size = self._params.size, self._stats.size
-        self.dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self._template.modules())
         self.stacked = self._stacks_well() if stacked is None else stacked
         if self.stacked and self.stats_size:
             raise WaffleError("a model with running statistics trains row by row: leave `stacked` unset or false")
-        self._stacked_grad = torch.vmap(torch.func.grad(self._row_loss, has_aux=True), randomness="error")
+        self._folds: bool | None = None  # does the folded pass fit this module? found out at the first gradient
 
     def _check(self) -> None:
         if not self._params.size:
@@ -84,9 +84,10 @@ class FlatModel:
                 raise WaffleError(f"{name}: BatchNorm needs a momentum here; its cumulative average is not supported")
 
     def _stacks_well(self) -> bool:
-        """Padding would spoil running statistics; and one CPU core convolves faster row by row (docs/design.md)."""
+        """Padding spoils running statistics, large models fill the device alone, a CPU convolves better row by row."""
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self._template.modules())
-        return not self._stats.size and not (convolves and self.device.type == "cpu")
+        small = self._params.size <= STACKED_PARAMETERS
+        return not self._stats.size and small and not (convolves and self.device.type == "cpu")
 
     def _module(self, training: bool) -> nn.Module:
         """This thread's own copy: functional_call puts its tensors into the module while it runs."""
@@ -103,31 +104,61 @@ class FlatModel:
 
     def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
         """Gradient of each row's mean loss over its mini-batch, and its statistics afterwards."""
-        if self.stacked:
-            return Net(*self._stacked_grad(params, stats, *batch))
-        rows = [self._row_grad(p, s, Batch(*b)) for p, s, *b in zip(params, stats, *batch, strict=True)]
-        return Net(torch.stack([g for g, _ in rows]), torch.stack([s for _, s in rows]))
+        if not self.stacked:
+            rows = [self._row_grad(p, s, Batch(*b)) for p, s, *b in zip(params, stats, *batch, strict=True)]
+            return Net(torch.stack([g for g, _ in rows]), torch.stack([s for _, s in rows]))
+        if self._folds is None:
+            self._folds = self._folding_is_right(params, stats, batch)
+        gradient = self._folded_grad(params, batch) if self._folds else self._vmapped_grad(params, stats, batch)
+        return Net(gradient, stats)
 
     def _row_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        held = batch.weight > 0
-        if not held.all():
-            batch = Batch(batch.x[held], batch.y[held], batch.weight[held], batch.key)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             loss, new_stats = self._row_loss(leaf, stats.clone(), *batch)
             (gradient,) = torch.autograd.grad(loss, leaf)
         return Net(gradient, new_stats.detach())
 
+    def _folded_grad(self, params: Tensor, batch: Batch) -> Tensor:
+        rows = len(params)
+        with torch.enable_grad():
+            leaf = params.detach().requires_grad_()
+            with Stacking(batch.key, "tf32" if self.precision == "tf32" else "tf32x3"):
+                output = self._call(self._params.unflatten(leaf), batch.x.flatten(0, 1))
+            losses = self._loss(output, batch.y.flatten(0, 1)).view(rows, -1)
+            per_row = (losses * batch.weight).sum(dim=1) / batch.weight.sum(dim=1).clamp(min=1)
+            (gradient,) = torch.autograd.grad(per_row.sum(), leaf)
+        return gradient
+
+    def _vmapped_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
+        gradient = torch.func.grad(self._row_loss, has_aux=True)
+        return torch.vmap(gradient, randomness="error")(params, stats, *batch)[0]  # type: ignore[no-any-return]
+
+    def _folding_is_right(self, params: Tensor, stats: Tensor, batch: Batch) -> bool:
+        """Compare the folded pass with vmap's on a few samples, in float64."""
+        few = [part[:3].double() if part.is_floating_point() else part[:3] for part in (params, stats, *batch)]
+        small = Batch(*(part[:, :2] if part.ndim > 1 else part for part in few[2:]))
+        twin = FlatModel(self._build, loss=self._loss, precision="float64", device=self.device, stacked=True)
+        try:
+            folded = twin._folded_grad(few[0], small)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return False
+        expected = twin._vmapped_grad(few[0], few[1], small)
+        return torch.allclose(folded, expected, rtol=1e-8, atol=1e-10, equal_nan=True)
+
     def _row_loss(
         self, params: Tensor, stats: Tensor, x: Tensor, y: Tensor, weight: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor]:
         buffers = self._stats.unflatten(stats)
-        with _dropout(key, active=self.dropout):
-            output = torch.func.functional_call(
-                self._module(training=True), {**self._params.unflatten(params), **buffers}, (x,)
-            )
+        with SeededDropout(key):
+            output = self._call({**self._params.unflatten(params), **buffers}, x)
         loss = (self._loss(output, y) * weight).sum() / weight.sum().clamp(min=1)
         return loss, self._stats.flatten(buffers) if buffers else stats
+
+    def _call(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            output = torch.func.functional_call(self._module(training=True), tensors, (x,))
+        return output.to(self.dtype)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
@@ -162,42 +193,12 @@ class _Layout:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = torch.split(flat, self._sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        """Named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
+        parts, rows = torch.split(flat, self._sizes, dim=-1), flat.shape[:-1]
+        return {n: part.view(*rows, *shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
-
-
-class _SeededDropout(TorchFunctionMode):
-    """Dropout whose mask depends on the step's key and on nothing that runs beside it."""
-
-    def __init__(self, key: Tensor) -> None:
-        super().__init__()
-        self.key, self.calls = key, 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.dropout:
-            return func(*args, **kwargs)
-        named = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        x, p = named["input"], named.get("p", 0.5)
-        if not named.get("training", True) or p == 0:
-            return x
-        self.calls += 1
-        draws = noise((self.key + self.calls)[None], x.numel()).view(x.shape)
-        return torch.where(draws < int(p * 2**63), 0.0, x / (1 - p))
-
-
-@contextmanager
-def _dropout(key: Tensor, active: bool) -> Iterator[None]:
-    if not active:
-        yield
-        return
-    with _SeededDropout(key):
-        yield

@@ -1,0 +1,120 @@
+"""One mini-batch for all rows of a chunk; on a GPU captured once as a CUDA graph and replayed, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import Algorithm, training_key
+from waffle_fl.federation import Batches, Plan
+from waffle_fl.models import FlatModel
+
+WARM_UPS = 2
+
+
+def one_step(
+    algorithm: Algorithm,
+    model: FlatModel,
+    batches: Batches,
+    local: Any,
+    plan: Plan,
+    t: Tensor,
+    size: int,
+    together: bool,
+) -> Any:
+    """A2.7-8; where not all rows go `together`, those that have made their steps stand still."""
+    grad = partial(model.grad, batch=batches.batch(plan, t, size))
+    stepped = algorithm.step(local, grad)
+    return stepped if together else where_rows(plan.active.index_select(1, t)[:, 0], stepped, local)
+
+
+def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
+    """New rows where the mask holds, old ones elsewhere."""
+    return type(new)(*(torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, old, strict=True)))
+
+
+class Graphs:
+    """CUDA graphs of `one_step`, one for each shape of work; chunks of one shape share it and its static buffers."""
+
+    def __init__(self, model: FlatModel) -> None:
+        self.model = model
+        self._known: dict[Any, _Graph] = {}
+
+    def run(
+        self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], together: int
+    ) -> Any:
+        """All steps of a round, without a word from the host in between."""
+        key = (training_key(algorithm), id(batches), *(tuple(field.shape) for field in (*local, *plan)))
+        if key not in self._known:
+            self._known[key] = _Graph(algorithm, self.model, batches, local, plan)
+        return self._known[key].run(local, plan, sizes, together)
+
+
+class _Graph:
+    """Static buffers for state and plan, and the graphs that work on them."""
+
+    def __init__(self, algorithm: Algorithm, model: FlatModel, batches: Batches, local: Any, plan: Plan) -> None:
+        self.local = type(local)(*(field.clone() for field in local))
+        self.plan = Plan(*(field.clone() for field in plan))
+        self.t = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self._step = partial(one_step, algorithm, model, batches)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+
+    def run(self, local: Any, plan: Plan, sizes: Sequence[int], together: int) -> Any:
+        kinds = [(size, t < together) for t, size in enumerate(sizes)]
+        for kind in dict.fromkeys(kinds):
+            if kind not in self._graphs:
+                self._load(local, plan)
+                self._graphs[kind] = self._captured(*kind)
+        self._load(local, plan)
+        for kind in kinds:
+            self._graphs[kind].replay()
+        return type(local)(*(field.clone() for field in self.local))
+
+    def _load(self, local: Any, plan: Plan) -> None:
+        for static, field in zip((*self.local, *self.plan), (*local, *plan), strict=True):
+            static.copy_(field)
+        self.t.zero_()
+
+    def _advance(self, size: int, together: bool) -> None:
+        stepped = self._step(self.local, self.plan, self.t, size, together)
+        for static, field in zip(self.local, stepped, strict=True):
+            if field is not static:
+                static.copy_(field)
+        self.t.add_(1)
+
+    def _captured(self, size: int, together: bool) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self.t.zero_()
+                self._advance(size, together)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._advance(size, together)
+        return graph
+
+
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """Matrix products as the precision says, and the same bits every time."""
+    flags = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic)
+    fast = precision in ("tf32", "bf16")
+    _set_products(fast, fast, True)
+    try:
+        yield
+    finally:
+        _set_products(*flags)
+
+
+def _set_products(matmul: bool, cudnn: bool, deterministic: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = matmul
+    torch.backends.cudnn.allow_tf32 = cudnn
+    torch.backends.cudnn.deterministic = deterministic
