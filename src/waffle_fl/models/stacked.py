@@ -33,6 +33,8 @@ class Stacking(TorchFunctionMode):
             return linear(self.rows, *args, **kwargs)
         if func is F.conv2d and args[1].ndim == 5:
             return conv2d(self.rows, self.precision, *args, **kwargs)
+        if func is torch.max_pool2d:
+            return max_pool2d(*args, **kwargs)
         if func is F.dropout:
             self.dropouts += 1
             return dropout(self.keys + self.dropouts, *args, **kwargs)
@@ -108,6 +110,19 @@ def _patch_product(
     return y.view(rows, out, -1, height * width).transpose(1, 2).reshape(len(x), out, height, width)
 
 
+def max_pool2d(
+    x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Tensor:
+    """Square windows that do not overlap have a kernel of their own on a GPU."""
+    window, steps = _pair(kernel_size), _pair(stride or kernel_size)
+    plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode
+    if plain and x.is_cuda and x.dtype == torch.float32 and steps == window and window[0] == window[1]:
+        from waffle_fl.models import kernels
+
+        return kernels.MaxPool2d.apply(x, window[0])  # type: ignore[no-any-return,no-untyped-call]
+    return torch.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+
+
 def dropout(keys: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout whose mask depends on the row's key and on nothing that runs beside it."""
     if not training or p == 0:
@@ -117,4 +132,5 @@ def dropout(keys: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inpl
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
+    first, *rest = (value,) if isinstance(value, int) else value
+    return first, rest[0] if rest else first
