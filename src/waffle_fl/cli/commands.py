@@ -26,7 +26,7 @@ from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
-from waffle_fl.report import read_runs, write_report
+from waffle_fl.report import condense, read_runs, write_report
 
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
 
@@ -193,16 +193,18 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Tables and page from finished runs: waffle report RUNS."""
+    """Tables and page from finished runs or committed records: waffle report RUNS."""
 
     @dataclass(frozen=True)
     class Report:
         """Tables, charts and one self-contained page from finished runs."""
 
         runs: tyro.conf.Positional[tuple[Path, ...]]
-        """Run folders, or folders of runs."""
+        """Run folders, folders of runs, or .jsonl records."""
         out: str = ""
-        """Folder of the report; by default `report` in the first folder."""
+        """Folder of the report; by default `report` beside the first of the runs."""
+        record: str = ""
+        """Also write the runs as one condensed .jsonl record, small enough to commit."""
         title: str = "Personalised federated learning"
         """Title of the page."""
         output: Output = field(default_factory=Output)
@@ -211,7 +213,11 @@ def report(arguments: Sequence[str]) -> int:
     if not args.runs:
         raise WaffleError("missing RUNS: give run folders or folders of runs")
     finished = read_runs(args.runs)
-    page = write_report(finished, Path(args.out or args.runs[0] / "report"), args.title)
+    first = args.runs[0]
+    out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
+    page = write_report(finished, out, args.title)
+    if args.record:
+        Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
     if args.output.json:
         print(json.dumps({"report": str(page), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0

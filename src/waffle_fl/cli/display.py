@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -74,20 +75,26 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
     """One table a protocol, the best of each row in bold."""
     for protocol in protocols_of(runs):
         cells, methods = scores(runs, protocol), methods_of(runs)
-        table = Table(title=f"Accuracy in percent, {PROTOCOLS[protocol]}", title_justify="left")
-        table.add_column("split", style="bold")
+        decimals = 2 if console.width >= 12 * len(methods) + 8 else 1
+        table = Table(
+            title=f"\nAccuracy in percent, {PROTOCOLS[protocol]}",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        table.add_column("split", style="bold", no_wrap=True)
         for method in methods:
             table.add_column(TITLES[method], justify="right", no_wrap=True)
         for row in rows_of(runs):
             best = best_of(cells, row)
-            table.add_row(row, *(_cell(cells.get((row, m)), m in best) for m in methods))
+            table.add_row(row, *(_cell(cells.get((row, m)), m in best, decimals) for m in methods))
         console.print(table)
 
 
-def _cell(score: Score | None, best: bool) -> str:
+def _cell(score: Score | None, best: bool, decimals: int) -> str:
     if score is None:
         return "–"
-    text = score.text("±").replace(" (diverged)", "†")
+    text = score.text("±", decimals).replace(" (diverged)", "†")
     return f"[bold]{text}[/bold]" if best else text
 
 

@@ -10,7 +10,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.report.runs import Finished, methods_of, rows_of
+from waffle_fl.report.runs import WEIGHING, Finished, methods_of, rows_of
 
 COLORS = {
     "Local": "#8c8c8c",
@@ -21,7 +21,7 @@ COLORS = {
     "APFL": "#6a51a3",
     "Ditto": "#3a7d44",
 }
-WIDTH, HEIGHT = 300, 210
+WIDTH, HEIGHT = 285, 200
 
 
 def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
@@ -85,7 +85,7 @@ def accuracy(runs: Sequence[Finished]) -> Any:
 
 def weights(runs: Sequence[Finished]) -> Any:
     """One panel a split and weighing method; Alice stands out."""
-    weighing = [run for run in runs if run.config.method in ("waffle", "weight-erosion")]
+    weighing = [run for run in runs if run.config.method in WEIGHING and "weights" in run.rounds[0]]
     first: dict[tuple[str, str], Finished] = {}
     for run in sorted(weighing, key=lambda run: run.config.settings.seed):
         first.setdefault((run.row, run.title), run)

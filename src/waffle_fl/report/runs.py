@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -19,6 +20,9 @@ PROTOCOLS: dict[Protocol, str] = {
     "last": "last round",
     "selected": "round selected on validation data",
 }
+
+
+WEIGHING = ("waffle", "weight-erosion")
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,23 @@ class Score:
     seeds: int
     diverged: int
 
-    def text(self, plus_minus: str = " ± ") -> str:
-        spread = f"{plus_minus}{100 * self.std:.2f}" if self.std is not None else ""
-        return f"{100 * self.mean:.2f}{spread}" + (" (diverged)" if self.diverged else "")
+    def text(self, plus_minus: str = " ± ", decimals: int = 2) -> str:
+        spread = f"{plus_minus}{100 * self.std:.{decimals}f}" if self.std is not None else ""
+        return f"{100 * self.mean:.{decimals}f}{spread}" + (" (diverged)" if self.diverged else "")
 
 
 def read_runs(paths: Iterable[Path]) -> list[Finished]:
-    """Every run in these folders, be they runs or folders of runs, that has come to its end."""
-    folders: list[Path] = []
+    """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl)."""
+    runs: list[Finished] = []
     for path in paths:
+        if path.suffix == ".jsonl":
+            runs += read_condensed(path)
+            continue
         if not path.is_dir():
-            raise WaffleError(f"expected a run folder or a folder of runs, there is no folder {path}")
-        folders += [path] if (path / "config.json").exists() else sorted(p.parent for p in path.glob("*/config.json"))
-    runs = [run for run in map(_read, folders) if run]
+            raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, there is no {path}")
+        one = (path / "config.json").exists()
+        folders = [path] if one else sorted(p.parent for p in path.glob("*/config.json"))
+        runs += [run for run in map(_read, folders) if run]
     if not runs:
         where = ", ".join(map(str, paths))
         raise WaffleError(f"no finished run in {where}: give a run folder or a folder of runs, or let them finish")
@@ -75,6 +83,48 @@ def _read(folder: Path) -> Finished | None:
     config = RunConfig.from_json(read_json(folder / "config.json"))
     rounds = read_rounds(folder / "rounds.jsonl")
     return Finished(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
+
+
+def condense(runs: Sequence[Finished]) -> Iterator[str]:
+    """One JSON line a run: small enough to commit, enough for every table and chart."""
+    first = min(run.config.settings.seed for run in runs)
+    for run in runs:
+        kept = {"round", "accuracy", "loss", "validation_accuracy", "omega", "screened"}
+        if run.config.settings.seed == first and run.config.method in WEIGHING:
+            kept |= {"weights"}
+        rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
+        columns = {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
+        content = {"run": run.folder.name, "config": run.config.to_json(), "provenance": run.provenance}
+        yield json.dumps({**content, "result": run.result, "rounds": columns}, separators=(",", ":"))
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_short(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def read_condensed(path: Path) -> list[Finished]:
+    """The runs of a condensed record."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [
+            Finished(
+                Path(line["run"]),
+                RunConfig.from_json(line["config"]),
+                line["provenance"],
+                line["result"],
+                [
+                    dict(zip(line["rounds"], values, strict=True))
+                    for values in zip(*line["rounds"].values(), strict=True)
+                ],
+            )
+            for line in lines
+        ]
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WaffleError(f"{path} is no record of runs ({error})") from None
 
 
 def methods_of(runs: Sequence[Finished]) -> list[str]:

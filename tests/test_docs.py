@@ -1,0 +1,110 @@
+"""The documentation runs, and its figures are those of the committed records."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import waffle_fl
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli.commands import COMMANDS, PlaceFlags
+from waffle_fl.cli.flags import _flags, options_class
+from waffle_fl.config import Settings, load_experiment
+from waffle_fl.report import read_runs
+from waffle_fl.report.tables import to_markdown
+
+ROOT = Path(__file__).parent.parent
+SOURCE = Path(waffle_fl.__file__).parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TABLE = re.compile(r"<!-- table: (?P<record>\S+) -->\n(?P<table>.*?)<!-- end of table -->", re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The snippet of the README runs as it stands, and prints twenty rounds."""
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    exec(snippet, {})
+    assert len(capsys.readouterr().out.splitlines()) == 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_in_the_docs_exist(page: Path) -> None:
+    """Every `waffle` command line in the docs names a real command, and real flags of it."""
+    for block in blocks(page, "(?:sh)?"):
+        for line in block.splitlines():
+            if not line.startswith("waffle "):
+                continue
+            words = shlex.split(line, comments=True)
+            assert words[1] in COMMANDS
+            if words[1] == "run":
+                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(PlaceFlags), "--out"}
+                assert {w for w in words if w.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_in_the_docs_are_the_records(page: Path) -> None:
+    """A table between its marks is what its committed record gives, to the last digit."""
+    for match in TABLE.finditer(page.read_text()):
+        assert match["table"].strip() == to_markdown(read_runs([ROOT / match["record"]])).strip()
+
+
+def test_the_readme_has_its_table() -> None:
+    """The README shows seven methods on five splits."""
+    (match,) = TABLE.finditer((ROOT / "README.md").read_text())
+    assert all(f"| {split} |" in match["table"] for split in ("A", "B", "C", "A*", "B*"))
+    assert "| Local | FedAvg | SCAFFOLD | WE | WAFFLE | APFL | Ditto |" in match["table"]
+
+
+@pytest.mark.parametrize("mark", [f"A1.{n}" for n in range(1, 11)] + [f"A2.{n}" for n in range(1, 17)])
+def test_every_line_of_the_paper_is_mapped(mark: str) -> None:
+    """docs/paper.md has a row for each line of both algorithms."""
+    assert re.search(rf"^\| {re.escape(mark)} \|", (ROOT / "docs" / "paper.md").read_text(), re.MULTILINE)
+
+
+def test_the_map_names_what_exists() -> None:
+    """Functions, files and tests that docs/paper.md names exist."""
+    text = (ROOT / "docs" / "paper.md").read_text()
+    code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py"))
+    tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))
+    for name in re.findall(r"`(?:scaffold|waffle|schedules|contract|Waffle|_Simulator|FlatModel|SGD)\.(\w+)`", text):
+        if name != "py":
+            assert f"def {name}(" in code, name
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+    for name in re.findall(r"`(test_\w+\.py)`", text):
+        assert (ROOT / "tests" / name).exists(), name
+
+
+@pytest.mark.parametrize("method", list(ALGORITHMS))
+def test_every_method_has_a_page(method: str) -> None:
+    """docs/algorithms has a page for each method, which names its file and its command."""
+    page = (ROOT / "docs" / "algorithms" / f"{method}.md").read_text()
+    assert f"src/waffle_fl/algorithms/{method.replace('-', '_')}.py" in page
+    assert f"waffle run {method}" in page
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.name)
+def test_experiment_files_are_valid(file: Path) -> None:
+    """Every experiment file reads without a complaint."""
+    assert load_experiment(file).methods
+
+
+def test_links_lead_somewhere() -> None:
+    """Relative links in the docs point to files that exist."""
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_nothing_names_this_machine() -> None:
+    """No file of the project names an absolute path of the machine it was made on."""
+    private = re.compile(r"/(?:work|root|home/\w+)/")
+    for path in [*SOURCE.rglob("*.py"), *PAGES, *(ROOT / "tests").glob("*.py"), *(ROOT / "results").glob("*.jsonl")]:
+        if path != Path(__file__):
+            assert not private.search(path.read_text()), path

@@ -1,0 +1,619 @@
+"""Runs that are killed, stopped, starved of disk space or led astray, as real processes: rows P1-P3, P10 and P11."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from waffle_fl import cli
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.engines.simulate import Cell, Outcome, simulate
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Listener, Place, execute, federation_of
+from waffle_fl.models import FlatModel, builder
+from waffle_fl.records import read_json, read_rounds
+
+ROUNDS = 40
+SETTINGS = ["--data", "digits", "--samples-per-agent", "64", "--batch-size", "16", "--rounds", str(ROUNDS)]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "PYTEST_"))}
+
+
+def start(*arguments: str | Path, preexec: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    """The real command, in a process of its own."""
+    line = [sys.executable, "-m", "waffle_fl", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT, preexec_fn=preexec)
+
+
+def waffle(*arguments: str | Path, preexec: Callable[[], None] | None = None) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the real command."""
+    process = start(*arguments, preexec=preexec)
+    out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
+
+
+def run(method: str, folder: Path, *flags: str) -> list[str]:
+    return ["run", method, *SETTINGS, "--quiet", "--out", str(folder), *flags]
+
+
+def logged(folder: Path) -> int:
+    """Whole lines in a log that may be growing."""
+    try:
+        return (folder / "rounds.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def wait_for_rounds(process: subprocess.Popen[str], folder: Path, rounds: int) -> None:
+    while logged(folder) < rounds:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.002)
+
+
+def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any] | None]:
+    """The final model, every round but for its wall-clock time, and the result."""
+    text = (folder / "rounds.jsonl").read_text()
+    assert text.endswith("\n")
+    lines = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
+    return (folder / "model.safetensors").read_bytes(), lines, read_json(folder / "result.json")
+
+
+def one_line(err: str) -> bool:
+    return err.startswith("waffle: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+def small(method: str, **settings: Any) -> RunConfig:
+    given = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 8, **settings}
+    return check_run(method, given, {})
+
+
+def finish(config: RunConfig, folder: Path, **place: Any) -> dict[str, Any]:
+    (result,) = execute([(config, folder)], Place(folder, **place))
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unbroken WAFFLE run by the real command."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    code, _, err = waffle(*run("waffle", folder, "--checkpoint-seconds", "0"))
+    assert (code, err) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
+    """(exit code, stderr, folder) of a WAFFLE run that SIGTERM stopped before its first regular checkpoint."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    process = start(*run("waffle", folder, "--checkpoint-seconds", "1000"))
+    wait_for_rounds(process, folder, 3)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err, folder
+
+
+@pytest.fixture
+def half(stopped: tuple[int, str, Path], tmp_path: Path) -> Path:
+    """A copy of the stopped run, to go on with."""
+    shutil.copytree(stopped[2], tmp_path / "run")
+    return tmp_path / "run"
+
+
+# --- P1: SIGKILL
+
+FORKS = '''
+"""Import once, then fork a child for every command line; nothing is computed before a fork."""
+import gc, json, os, random, signal, sys, time, traceback
+from pathlib import Path
+
+import torch._dynamo  # the first round would import it
+from waffle_fl import cli, experiment, records, tensorfile
+from waffle_fl.cli import commands
+
+experiment._dataset("digits", "", False)
+gc.freeze()
+
+
+def logged(folder):
+    try:
+        return (folder / "rounds.jsonl").read_bytes().count(b"\\n")
+    except FileNotFoundError:
+        return 0
+
+
+def fork(work, prepare=lambda: None):
+    """The pid of a child that does this work."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        prepare()
+        work()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def start(arguments):
+    """The pid of a child that runs this command line as `waffle` would."""
+    sys.argv = ["waffle", *arguments]
+    return fork(cli.main)
+
+
+def ended(pid, block=False):
+    """Its exit code, or None while it runs."""
+    found, status = os.waitpid(pid, 0 if block else os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def kill_at(pid, moment):
+    """Kill the child when the moment has come, unless it has ended before; say whether it was killed."""
+    while not moment():
+        if ended(pid) is not None:
+            return False
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    return ended(pid, block=True) == -signal.SIGKILL
+
+
+def after(seconds):
+    due = time.monotonic() + seconds
+    return lambda: time.monotonic() >= due
+
+
+def in_round(folder, r, seconds):
+    """So many seconds after round r was logged."""
+    due = []
+
+    def moment():
+        if not due and logged(folder) >= r:
+            due.append(time.monotonic() + seconds)
+        return bool(due) and time.monotonic() >= due[0]
+
+    return moment
+'''
+
+KILLS = (
+    FORKS
+    + """
+command, rounds, out, numbers = json.loads(sys.argv[1])
+began = time.monotonic()
+assert ended(start([*command, "--out", f"{out}/unbroken-{numbers[0]}"]), block=True) == 0
+duration = time.monotonic() - began
+for number in numbers:
+    rng = random.Random(number)
+    folder = Path(out) / f"run-{number}"
+    every = rng.choice(["0", "0", "0.05", "1000"])
+    arguments = [*command, "--out", str(folder), "--checkpoint-seconds", every]
+    pid = start(arguments)
+    if number % 5:  # anywhere between the first and the last round
+        moment = in_round(folder, rng.randrange(1, rounds - 2), rng.uniform(0, duration / rounds))
+    else:  # any time at all, start-up and end included
+        moment = after(rng.uniform(0, duration))
+    report = {"number": number, "every": every, "killed": kill_at(pid, moment), "logged": logged(folder)}
+    report["partial"] = report["logged"] >= 1 and not (folder / "result.json").exists()
+    if rng.random() < 0.25:  # once more, while it resumes
+        kill_at(start(arguments), after(rng.uniform(0, duration / 4)))
+    report["code"] = ended(start(arguments), block=True)
+    print(json.dumps(report), flush=True)
+"""
+)
+
+
+def kill_and_resume(tmp_path: Path, method: str, count: int, lanes: int = 2) -> list[dict[str, Any]]:
+    """Let each lane kill its share of the runs, and return what they report."""
+    script = tmp_path / "kills.py"
+    script.write_text(KILLS)
+    command = ["run", method, *SETTINGS, "--quiet"]
+    processes = []
+    for lane in range(lanes):
+        order = json.dumps([command, ROUNDS, str(tmp_path), list(range(lane, count, lanes))])
+        line = [sys.executable, str(script), order]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT))
+    reports = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert (process.returncode, err) == (0, "")
+        reports += [json.loads(text) for text in out.splitlines()]
+    return sorted(reports, key=lambda report: report["number"])
+
+
+def test_fifty_runs_killed_at_random_moments_resume_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    """Of 50 WAFFLE runs killed by SIGKILL and resumed by the same command, 50 end as the unbroken run does."""
+    reports = kill_and_resume(tmp_path, "waffle", 50)
+    assert len(reports) == 50
+    assert sum(report["partial"] for report in reports) >= 25
+    assert [report for report in reports if report["code"] != 0] == []
+    expected = bits(whole)
+    assert [r for r in reports if bits(tmp_path / f"run-{r['number']}")[1:] != expected[1:]] == []
+    assert [r for r in reports if bits(tmp_path / f"run-{r['number']}")[0] != expected[0]] == []
+    assert list(tmp_path.glob("run-*/checkpoint-*")) == []
+
+
+def test_runs_with_state_at_the_agents_resume_to_the_same_bits(tmp_path: Path) -> None:
+    """APFL, whose agents keep models of their own, survives SIGKILL as WAFFLE does."""
+    reports = kill_and_resume(tmp_path, "apfl", 4, lanes=1)
+    assert sum(report["partial"] for report in reports) >= 2
+    assert [report["code"] for report in reports] == [0] * 4
+    expected = bits(tmp_path / "unbroken-0")
+    assert [r for r in reports if bits(tmp_path / f"run-{r['number']}") != expected] == []
+
+
+STEPS = (
+    FORKS
+    + '''
+from waffle_fl.config import check_run
+
+settings = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 3}
+config, out = check_run("scaffold", settings, {}), Path(sys.argv[1])
+whole = tensorfile.write_atomically
+whole_append = records.Run.append
+
+
+def dying(point, phase):
+    """Let the process die at its point-th write: in its middle, or just after it."""
+    calls = iter(range(1, 10**6))
+
+    def write(path, content):
+        if next(calls) != point:
+            return whole(path, content)
+        if phase == "half":
+            path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
+        else:
+            whole(path, content)
+        os._exit(9)
+
+    def append(run, measured):
+        if next(calls) != point:
+            return whole_append(run, measured)
+        line = records._json_line(measured)
+        run._log.write(line[: len(line) // 2] if phase == "half" else line)
+        run._log.flush()
+        os._exit(9)
+
+    def prepare():
+        records.write_atomically = tensorfile.write_atomically = write
+        records.Run.append = append
+
+    return prepare
+
+
+def attempt(prepare):
+    place = experiment.Place(folder, checkpoint_seconds=every)
+    return ended(fork(lambda: experiment.execute([(config, folder)], place), prepare), block=True)
+
+
+for every in (0, 1000):
+    died, point = 9, 1
+    while died == 9:
+        for phase in ("half", "after"):
+            folder = out / f"{every}-{point}-{phase}"
+            died = attempt(dying(point, phase))
+            print(json.dumps([folder.name, died, attempt(lambda: None)]), flush=True)
+        point += 1
+'''
+)
+
+
+def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
+    """A run that dies in the middle of, or after, each file it writes and each line it logs resumes exactly."""
+    script, out = tmp_path / "steps.py", tmp_path / "runs"
+    script.write_text(STEPS)
+    out.mkdir()
+    line = [sys.executable, str(script), str(out)]
+    done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    reports = [json.loads(text) for text in done.stdout.splitlines()]
+    assert {died for _, died, _ in reports} == {0, 9}
+    writes = {name.rpartition("-")[0] for name, died, _ in reports if died == 9}
+    assert len(writes) == (5 + 3 + 3) + (5 + 3 + 1)  # provenance, config, log, model, result; rounds; checkpoints
+    assert [name for name, _, finished in reports if finished != 0] == []
+    expected = bits(out / reports[-1][0])
+    assert [name for name, _, _ in reports if bits(out / name) != expected] == []
+
+
+# --- P2: SIGINT and SIGTERM
+
+
+def test_sigterm_saves_and_exits_with_143(stopped: tuple[int, str, Path]) -> None:
+    """SIGTERM ends a run after its round, with a checkpoint of that round, one line and exit code 143."""
+    code, err, folder = stopped
+    assert code == 143
+    assert one_line(err)
+    assert "saved" in err
+    rounds = len(read_rounds(folder / "rounds.jsonl"))
+    assert 3 <= rounds < ROUNDS
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{rounds:08d}.safetensors"]
+    assert not (folder / "result.json").exists()
+
+
+def test_a_run_that_sigterm_stopped_is_resumed_exactly(whole: Path, half: Path) -> None:
+    """`waffle resume` takes a stopped run to the bits of the unbroken one."""
+    code, _, err = waffle("resume", half, "--quiet")
+    assert (code, err) == (0, "")
+    assert bits(half) == bits(whole)
+
+
+def test_sigint_saves_and_the_same_command_goes_on_even_if_it_is_killed(whole: Path, tmp_path: Path) -> None:
+    """Ctrl-C exits with 130; the same command goes on; killed in its turn it is resumed to the unbroken bits."""
+    folder = tmp_path / "run"
+    command = run("waffle", folder, "--checkpoint-seconds", "1000")
+    process = start(*command)
+    wait_for_rounds(process, folder, 3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert one_line(err)
+    saved = logged(folder)
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{saved:08d}.safetensors"]
+    process = start(*command)
+    wait_for_rounds(process, folder, saved + 3)
+    process.kill()
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGKILL
+    assert not (folder / "result.json").exists()
+    code, _, err = waffle("resume", folder, "--quiet")
+    assert (code, err) == (0, "")
+    assert bits(folder) == bits(whole)
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["waffle", "run", "local", "--out", sys.argv[1]]
+from waffle_fl.cli import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_program_loads_is_no_traceback(tmp_path: Path) -> None:
+    """Ctrl-C in the seconds in which torch is imported ends the command with 130 and one line."""
+    line = [sys.executable, "-c", INTERRUPTED_IMPORT, str(tmp_path / "run")]
+    done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (130, -signal.SIGINT)
+
+
+# --- P3: disk full
+
+
+def file_limit(size: int) -> Callable[[], None]:
+    """No file may grow beyond this, as if the disk were full."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_checkpoint_that_finds_no_space_leaves_the_one_before(whole: Path, half: Path) -> None:
+    """When a checkpoint cannot be written the run stops with one line and 2; the one before is intact and resumes."""
+    (before,) = half.glob("checkpoint-*")
+    content, rounds = before.read_bytes(), logged(half)
+    size = len(content) // 2
+    assert size > 2 * (half / "rounds.jsonl").stat().st_size
+    command = run("waffle", half, "--checkpoint-seconds", "0")
+    code, _, err = waffle(*command, preexec=file_limit(size))
+    assert code == 2
+    assert one_line(err)
+    assert str(half) in err
+    assert "File too large" in err
+    assert [path.name for path in half.glob("*checkpoint-*")] == [before.name]
+    assert before.read_bytes() == content
+    assert logged(half) >= rounds
+    assert not (half / "result.json").exists()
+    assert waffle(*command)[0] == 0
+    assert bits(half) == bits(whole)
+
+
+@contextlib.contextmanager
+def disk_full(size: int) -> Iterator[None]:
+    """For a while no file of this process may grow beyond this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_log_that_finds_no_space_stops_the_run(tmp_path: Path) -> None:
+    """When a round cannot be logged the run stops with an error of ours, and goes on once there is space."""
+    config = small("waffle")
+    finish(config, tmp_path / "whole")
+    with disk_full(4000), pytest.raises(WaffleError, match=r"cannot write to .*: File too large"):
+        finish(config, tmp_path / "run")
+    assert 0 < len(read_rounds(tmp_path / "run" / "rounds.jsonl")) < 8
+    finish(config, tmp_path / "run")
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+class Halt(Exception):
+    """Ends a run in its middle."""
+
+
+class HaltAfterRound3(Listener):
+    def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
+        if measured["round"] == 3:
+            raise Halt
+
+
+def test_a_log_that_cannot_be_cut_back_is_left_whole(tmp_path: Path) -> None:
+    """When there is no space to cut the log back on resuming, that is an error of ours and nothing is lost."""
+    config = small("waffle")
+    finish(config, tmp_path / "whole")
+    with pytest.raises(Halt):
+        execute([(config, tmp_path / "run")], Place(tmp_path / "run"), HaltAfterRound3())
+    before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    assert before.count(b"\n") == 3
+    with disk_full(100), pytest.raises(WaffleError, match=r"cannot write to .*: File too large"):
+        finish(config, tmp_path / "run")
+    assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
+    finish(config, tmp_path / "run")
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+# --- P10: the clock
+
+
+@pytest.fixture
+def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another time zone, for a while."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wall clock that runs backwards by a day a call, a run gives the same bits and logs sane times."""
+    config = small("waffle")
+    finish(config, tmp_path / "steady")
+    clock = iter(range(2_000_000_000, 0, -86_400))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: float(next(clock)))
+        patch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
+        finish(config, tmp_path / "jumping", checkpoint_seconds=0)
+    assert bits(tmp_path / "jumping") == bits(tmp_path / "steady")
+    assert all(0 <= line["seconds"] < 60 for line in read_rounds(tmp_path / "jumping" / "rounds.jsonl"))
+
+
+def test_a_time_zone_changes_nothing(tmp_path: Path, tokyo: None) -> None:
+    """A run in another time zone gives the same bits, and a run may be halted in one zone and resumed in another."""
+    assert time.tzname[0] == "JST"
+    config = small("apfl")
+    finish(config, tmp_path / "tokyo")
+    os.environ["TZ"] = "America/Anchorage"
+    time.tzset()
+    finish(config, tmp_path / "anchorage")
+    assert bits(tmp_path / "anchorage") == bits(tmp_path / "tokyo")
+    assert finish(config, tmp_path / "tokyo")["status"] == "finished"
+
+
+# --- P11: divergence
+
+OVERFLOW = small("local", lr=1.0, weight_decay=3.0, rounds=400)  # each step doubles the model
+
+
+def test_a_step_size_that_diverges_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`waffle run local --lr 1e38` stops with exit code 2 and one line that names the round and the agent."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["waffle", *run("local", folder, "--model", "linear", "--lr", "1e38")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert one_line(err)
+    result = read_json(folder / "result.json") or {}
+    assert result["status"] == "diverged"
+    assert f"round {result['rounds'] + 1}: the training of Alice (agent 0) diverged" in err
+    assert len(read_rounds(folder / "rounds.jsonl")) == result["rounds"]
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_the_rounds_before_a_divergence_are_kept(tmp_path: Path) -> None:
+    """A run that grows until it overflows keeps every finite round and a result that names the first that was not."""
+    result = finish(OVERFLOW, tmp_path / "run")
+    rounds = read_rounds(tmp_path / "run" / "rounds.jsonl")
+    last = len(rounds)
+    assert 10 < last < 400
+    assert all(line["loss"] is not None for line in rounds)
+    assert (result["status"], result["rounds"], result["last"]["round"]) == ("diverged", last, last)
+    assert f"round {last + 1}: the training of Alice (agent 0) diverged" in result["message"]
+    assert "\n" not in result["message"]
+    assert read_json(tmp_path / "run" / "result.json") == result
+
+
+@pytest.mark.parametrize("seconds", [0, 1000], ids=["often", "never due"])
+def test_the_last_good_checkpoint_of_a_diverged_run_is_kept(tmp_path: Path, seconds: float) -> None:
+    """After a divergence the state of the round before it is there, whenever the last regular checkpoint was due."""
+    result = finish(OVERFLOW, tmp_path / "run", checkpoint_seconds=seconds)
+    checkpoints = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert checkpoints[-1:] == [f"checkpoint-{result['rounds']:08d}.safetensors"]
+
+
+def test_a_diverged_run_stays_diverged(tmp_path: Path) -> None:
+    """Asking again for a diverged run trains nothing and gives the same result."""
+    first = finish(OVERFLOW, tmp_path / "run")
+    before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    assert finish(OVERFLOW, tmp_path / "run") == first
+    assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
+
+
+def simulated(*cells: Cell, rounds: int = 6) -> list[list[Outcome]]:
+    federation = cells[0].federation
+    model = FlatModel(builder("linear", "synthetic", federation.shape, len(federation.class_names)))
+    return list(simulate(cells, model, rounds=rounds))
+
+
+def poison(row: int, since: int) -> Callable[[Any, int], Any]:
+    """Make an agent's update NaN from a round on."""
+
+    def tamper(up: Any, r: int) -> Any:
+        if r < since:
+            return up
+        dy = up.dy.clone()
+        dy[row] = torch.nan
+        return up._replace(dy=dy)
+
+    return tamper
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "weight-erosion", "waffle", "apfl", "ditto"])
+def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> None:
+    """Agent 3's updates, NaN from round 2 on, are rejected and recorded, and every round of the run is finite."""
+    config = small(method)
+    cell = Cell(config.algorithm(), federation_of(config.settings), 1, tamper=poison(3, since=2))
+    outcomes = [outcome for (outcome,) in simulated(cell)]
+    assert len(outcomes) == 6
+    assert [outcome.error for outcome in outcomes] == [None] * 6
+    assert "screened" not in outcomes[0].measured
+    for outcome in outcomes[1:]:
+        assert outcome.measured["screened"] == {"agent 3": "not finite"}
+        assert outcome.measured["weights"][3] == 0
+        assert sum(outcome.measured["weights"]) == pytest.approx(1, abs=1e-12)
+        assert outcome.measured["loss"] is not None
+    final = outcomes[-1].state
+    assert all(torch.isfinite(field).all() for part in final for field in part if field.is_floating_point())
+
+
+def test_the_divergence_of_one_run_does_not_stop_its_neighbour() -> None:
+    """Of two runs in one stack the one whose Alice diverges in round 3 drops out; the other's bits are as if alone."""
+    config = small("waffle")
+    federation = federation_of(config.settings)
+    sound = Cell(config.algorithm(), federation, 1)
+    sick = Cell(config.algorithm(), federation, 2, tamper=poison(0, since=3))
+    alone = [outcome for (outcome,) in simulated(sound)]
+    together = simulated(sick, sound)
+    assert [len(outcomes) for outcomes in together] == [2, 2, 2, 1, 1, 1]
+    error = together[2][0].error
+    assert error is not None
+    assert "round 3: the training of Alice (agent 0) diverged" in str(error)
+    beside = [outcomes[-1] for outcomes in together]
+    assert all(outcome.cell == 1 and outcome.error is None for outcome in beside)
+    for a, b in zip(alone, beside, strict=True):
+        assert {**a.measured, "seconds": 0} == {**b.measured, "seconds": 0}
+        assert torch.equal(a.state.server.x, b.state.server.x)

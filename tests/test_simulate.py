@@ -1,0 +1,141 @@
+"""The simulator: what it refuses, what it leaves alone, and what it can do at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import BATCH, last_state, make_federation, make_model
+from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle, WaffleError, simulate
+from waffle_fl.data.synthetic import quadratics
+from waffle_fl.federation import Batches
+from waffle_fl.models import Quadratic, output_is_loss
+from waffle_fl.randomness import derive, noise, shuffle
+
+
+def quadratic_federation(seed: int = 0) -> tuple[Federation, FlatModel, torch.Tensor]:
+    """Three agents with known optima, the model that walks between them, and the mean of the optima."""
+    problem = quadratics(seed, agents=3, samples=8, noise=0.0)
+    agents = [
+        (f"agent {i}", (b.numpy(), torch.zeros(len(b), dtype=torch.int64).numpy(), b.numpy() + i + 1.0,
+                        torch.zeros(len(b), dtype=torch.int64).numpy()))
+        for i, b in enumerate(problem.samples)
+    ]  # fmt: skip
+    federation = Federation.from_arrays(agents, allow_duplicates=True)
+    federation = Federation(**{**federation.__dict__, "x": torch.cat([t for b in problem.samples for t in (b, b)])})
+    model = FlatModel(lambda: Quadratic(problem.curvature), loss=output_is_loss, precision="float64")
+    return federation, model, problem.optimum(torch.ones(3, dtype=torch.float64))
+
+
+def test_fedavg_and_scaffold_find_the_known_optimum() -> None:
+    """On quadratics of one curvature both end in the minimiser of the mean objective, known in closed form."""
+    federation, model, optimum = quadratic_federation()
+    for algorithm in (FedAvg(SGD(0.3)), Scaffold(SGD(0.3), clip=0.0)):
+        state = last_state(Cell(algorithm, federation, 1), model, rounds=80)[-1].state
+        torch.testing.assert_close(state.server.x, optimum, rtol=1e-6, atol=1e-6)
+
+
+def test_waffle_finds_alice_s_optimum() -> None:
+    """WAFFLE ends in Alice's own optimum once it has become local."""
+    algorithm = Waffle(SGD(0.3), clip=0.0, omega="step(0.5)", psi="step(0.5)")
+    federation, model, _ = quadratic_federation()
+    state = last_state(Cell(algorithm, federation, 1), model, rounds=200)[-1].state
+    torch.testing.assert_close(state.server.x, federation.x[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_of_one_cannot_be_normalised() -> None:
+    """BatchNorm and a last batch of a single sample are refused before any work, naming the agent."""
+    model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    cell = Cell(FedAvg(), make_federation((16, 9)), 1)
+    with pytest.raises(WaffleError, match="agent 1 has 9 samples"):
+        next(simulate([cell], model, rounds=1, batch_size=BATCH))
+    assert next(simulate([cell], model, rounds=1, batch_size=7))
+
+
+def test_normalised_models_train() -> None:
+    """A model with BatchNorm trains under every batch size that leaves no single sample, and its statistics move."""
+    model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    outcomes = last_state(Cell(Waffle(SGD(0.1, 0.9)), make_federation((16, 10, 3)), 1), model, rounds=4)
+    stats = [o.state.server.stats for o in outcomes]
+    assert all(torch.isfinite(s).all() for s in stats)
+    assert not torch.equal(stats[0], stats[3])
+
+
+def test_tiny_agents_take_part() -> None:
+    """An agent with one sample makes one step of a batch of one, and its K_i is counted so."""
+    federation = make_federation((23, 1, 5))
+    batches = Batches([federation], [1], BATCH, 1, torch.float32)
+    assert batches.steps == [3, 1, 1]
+    outcome = last_state(Cell(Waffle(SGD(0.1)), federation, 1), make_model(), rounds=3)[-1]
+    assert outcome.measured["weights"][1] > 0
+
+
+def test_a_stack_must_train_alike() -> None:
+    """Cells with other step settings are refused in one stack; other server settings are welcome."""
+    federation, model = make_federation(), make_model()
+    with pytest.raises(WaffleError, match="train their rows alike"):
+        next(simulate([Cell(FedAvg(SGD(0.1)), federation, 1), Cell(FedAvg(SGD(0.2)), federation, 1)], model, rounds=1))
+    cells = [Cell(Waffle(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
+    assert len(next(simulate(cells, model, rounds=5, batch_size=BATCH))) == 2
+
+
+def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows trained all at once, in chunks of three, or by four workers: the same bits."""
+    from waffle_fl.engines import simulate as module
+
+    def run(workers: int) -> torch.Tensor:
+        cell = Cell(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
+        return last_state(cell, make_model(torch.float32), rounds=4, workers=workers)[-1].state.server.x
+
+    together = run(1)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 3 * 16 * 57 * 4)
+    assert torch.equal(together, run(1))
+    assert torch.equal(together, run(4))
+
+
+def test_every_sample_is_seen_once_an_epoch() -> None:
+    """Each epoch visits every sample of every agent exactly once, whatever the batch size."""
+    federation = make_federation()
+    batches = Batches([federation], [7], BATCH, 2, torch.float32)
+    plan = batches.plan(3, 0, slice(None))
+    for i, rows in enumerate(federation.train):
+        seen = plan.samples[i][plan.weight[i] > 0]
+        assert sorted(seen.tolist()) == sorted([*rows.tolist(), *rows.tolist()])
+        half = batches.steps[i] // 2
+        first = plan.samples[i, :half][plan.weight[i, :half] > 0]
+        assert sorted(first.tolist()) == rows.tolist()
+
+
+def test_orders_differ_by_round_agent_seed_and_attempt() -> None:
+    """Another round, agent, seed or attempt shuffles anew; the same four give the same order."""
+    federation = make_federation((20, 20))
+    batches = [Batches([federation], [seed], 20, 1, torch.float32) for seed in (1, 1, 2)]
+    orders = [b.plan(1, 0, slice(None)).samples for b in batches]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    assert not torch.equal(orders[0], batches[0].plan(2, 0, slice(None)).samples)
+    assert not torch.equal(orders[0], batches[0].plan(1, 1, slice(None)).samples)
+    assert not torch.equal(orders[0][0], orders[0][1] - 32)
+
+
+def test_shuffles_are_fair() -> None:
+    """Each position is equally likely for each element, within five standard deviations."""
+    keys = torch.tensor([derive(0, "fair", i) for i in range(6000)])
+    orders = shuffle(keys, torch.full((6000,), 6), 6)
+    counts = torch.stack([(orders[:, place, None] == torch.arange(6)).sum(dim=0) for place in range(6)])
+    assert (counts - 1000).abs().max() < 5 * (6000 * 5 / 36) ** 0.5
+    assert len(torch.unique(noise(keys, 50))) == 300000
+    assert (noise(keys, 50) >= 0).all()
+
+
+def test_accuracy_counts_what_is_right() -> None:
+    """A model that puts every sample into class 0 is right as often as class 0 is there."""
+    federation = make_federation()
+    model = FlatModel(lambda: nn.Linear(5, 3), precision="float64")
+    algorithm = FedAvg(SGD(1e-300))
+    outcome = last_state(Cell(algorithm, federation, 1), model, rounds=1)[0]
+    net = model.init(1)
+    output = model.predict(net.params, net.stats, federation.x[federation.test[0]].double())
+    right = (output.argmax(dim=1) == federation.labels(0, federation.test[0])).float().mean()
+    assert outcome.measured["accuracy"] == pytest.approx(float(right))
