@@ -91,7 +91,7 @@ def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> Non
     if model.stats_size:
         for cell in cells:
             for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
-                if n and n % batch_size == 1:
+                if n and (batch_size == 1 or n % batch_size == 1):
                     raise WaffleError(
                         f"{name} has {n} samples, so a batch of {batch_size} leaves one alone, and BatchNorm cannot "
                         "normalise a single sample: choose another batch size"

@@ -1,0 +1,136 @@
+"""Tables and the page, from run folders and from committed records; the page in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from waffle_fl.config import Experiment, RunConfig, Settings
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Place, execute, plan
+from waffle_fl.report import Finished, condense, read_runs, scores, write_report
+from waffle_fl.report.tables import to_csv, to_latex, to_markdown
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
+    "--disable-sync --disable-quic --virtual-time-budget=15000"
+)
+
+
+def finished(method: str, split: str, seed: int, best: float, status: str = "finished") -> Finished:
+    config = RunConfig(method=method, settings=Settings(split=split, seed=seed))
+    rounds = [{"round": r, "accuracy": best - 0.1 + 0.05 * r, "loss": 1.0, "weights": [0.5, 0.5]} for r in (1, 2)]
+    result = {
+        "status": status,
+        "rounds": 2,
+        "best": {"round": 2, "accuracy": best},
+        "last": {"round": 2, "accuracy": best},
+    }
+    return Finished(Path(f"{method}-{split}-{seed}"), config, {"agents": ["a", "b"], "alice": 0}, result, rounds)
+
+
+RUNS = [
+    finished("fedavg", "A", 1, 0.90),
+    finished("fedavg", "A", 2, 0.94),
+    finished("waffle", "A", 1, 0.92),
+    finished("waffle", "A", 2, 0.92),
+    finished("waffle", "B*", 1, 0.5, status="diverged"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real grid."""
+    out = tmp_path_factory.mktemp("grid")
+    settings = Settings(rounds=4, batch_size=16, test="all", validation=0.2, agents=4)
+    experiment = Experiment(
+        methods=("local", "weight-erosion", "waffle"), splits=("C", "A*"), seeds=(1, 2), settings=settings
+    )
+    execute(plan(experiment, out), Place(out))
+    return out
+
+
+def test_means_and_deviations_by_hand() -> None:
+    """90 and 94 percent have the mean 92 and the sample standard deviation sqrt(8) = 2.83."""
+    cell = scores(RUNS, "best")["A", "fedavg"]
+    assert cell.mean == pytest.approx(0.92)
+    assert cell.std == pytest.approx(0.0282843, abs=1e-6)
+    assert scores(RUNS, "best")["B*", "waffle"].std is None
+
+
+def test_the_best_of_a_row_is_bold() -> None:
+    """Methods that share the highest printed mean are both bold; a diverged run says so."""
+    text = to_markdown(RUNS)
+    assert "| A | **92.00 ± 2.83** | **92.00 ± 0.00** |" in text
+    assert "| B* |  | **50.00 (diverged)** |" in text
+
+
+def test_csv_is_unrounded() -> None:
+    """The CSV holds one line a cell and protocol, with all digits."""
+    rows = list(csv.DictReader(io.StringIO(to_csv(RUNS))))
+    assert len(rows) == 6
+    row = next(r for r in rows if r["protocol"] == "best" and r["method"] == "fedavg")
+    assert float(row["std"]) == pytest.approx(0.02828427)
+    assert row["seeds"] == "2"
+
+
+def test_latex_compiles_by_eye() -> None:
+    """The LaTeX table has one row a split, bold bests, and as many columns as methods."""
+    text = to_latex(RUNS)
+    assert r"\begin{tabular}{lrr}" in text
+    assert r"A & $\mathbf{92.00 \pm 2.83}$ & $\mathbf{92.00 \pm 0.00}$ \\" in text
+    assert r"B$^*$ & -- & $\mathbf{50.00}$$^\dagger$ \\" in text
+
+
+def test_a_condensed_record_gives_the_same_tables(runs: Path, tmp_path: Path) -> None:
+    """Runs written as one JSON line each give the tables of their folders, and weights of the first seed."""
+    whole = read_runs([runs])
+    record = tmp_path / "record.jsonl"
+    record.write_text("\n".join(condense(whole)) + "\n")
+    again = read_runs([record])
+    assert to_csv(again) == to_csv(whole)
+    assert {(r.config.method, r.config.settings.seed) for r in again if "weights" in r.rounds[0]} == {
+        ("weight-erosion", 1),
+        ("waffle", 1),
+    }
+    assert "selected" in again[0].result
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "rubbish\n", '{"run": 1}\n', "[]\n"])
+def test_a_bad_record_is_refused(content: str, tmp_path: Path) -> None:
+    """A record that is none is refused in one line."""
+    path = tmp_path / "record.jsonl"
+    path.write_text(content)
+    with pytest.raises(WaffleError, match=r"^[^\n]+$"):
+        read_runs([path])
+
+
+def test_the_page_is_self_contained(runs: Path, tmp_path: Path) -> None:
+    """The page loads nothing from anywhere, and beside it lie the tables and each chart as PNG and PDF."""
+    page = write_report(read_runs([runs]), tmp_path, "A title & more")
+    text = page.read_text()
+    assert "A title &amp; more" in text
+    assert 'src="http' not in text
+    assert 'href="http' not in text
+    for name in ("accuracy", "weights", "labels", "omega"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
+    """In a real browser without a network every chart renders, and nothing complains on the console."""
+    page = write_report(read_runs([runs]), tmp_path / "report", "Page", images=False)
+    command = [str(CHROMIUM), *FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+    done = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 'data-charts="4"' in done.stdout
+    assert done.stdout.count('class="marks"') == 4
+    assert "CONSOLE" not in done.stderr, done.stderr
