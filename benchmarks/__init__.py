@@ -1,0 +1,1 @@
+"""Speed: ours beside peers, one command each, records committed in results/."""

@@ -1,0 +1,233 @@
+"""On a GPU: the paper's whole MNIST table, the time of a step beside its floor, the plain loop, and DLA.
+
+    python -m benchmarks.gpu table steps loop dla agents repeat --out results/speed-gpu.jsonl
+
+Each part appends one JSON line to the record, so that parts can run in separate calls. MNIST is read from $WAFFLE_DATA;
+where it is absent the same shapes are filled with noise, which costs the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.plain import PlainLoop
+from waffle_fl import SGD, Cell, FlatModel, Scaffold, simulate
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.config import Experiment, Settings
+from waffle_fl.data import Dataset
+from waffle_fl.engines.steps import products
+from waffle_fl.experiment import Place, execute, federation_of, plan
+from waffle_fl.federation import Batches, Federation, build
+from waffle_fl.models import DLA, LeNet5
+from waffle_fl.partition import split
+
+METHODS = ("local", "fedavg", "scaffold", "weight-erosion", "waffle", "apfl")
+SPLITS, SEEDS, ROUNDS = ("A", "B", "C", "A*", "B*"), (1, 2, 3, 4, 5), 100
+MNIST = Settings(data="mnist", batch_size=32, lr=0.1, precision="tf32")
+
+
+def mnist_federations() -> list[Federation]:
+    """The five splits; real digits where they are, noise of the same shape where they are not."""
+    if os.environ.get("WAFFLE_DATA"):
+        return [federation_of(replace(MNIST, split=kind)) for kind in SPLITS]
+    rng = np.random.default_rng(0)
+    y, y_test = np.arange(60000) % 10, np.arange(10000) % 10
+    x, x_test = (rng.standard_normal((n, 1, 28, 28), np.float32) for n in (60000, 10000))
+    noise = Dataset("noise", x, y, x_test, y_test, tuple("0123456789"), "noise", verified=False)
+    federations = [build(noise, split(y, y_test, kind)) for kind in SPLITS]
+    return [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
+
+
+def table() -> dict[str, Any]:
+    """All 150 runs of the paper's MNIST table, end to end: run folders, records and evaluation included."""
+    seconds, best = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for method in METHODS:
+            experiment = Experiment(
+                methods=(method,), splits=SPLITS, seeds=SEEDS, settings=replace(MNIST, rounds=ROUNDS)
+            )
+            began = time.perf_counter()
+            results = execute(plan(experiment, Path(folder)), Place(Path(folder), device="cuda"))
+            seconds[method] = round(time.perf_counter() - began, 2)
+            best[method] = [round(r["best"]["accuracy"], 4) for r in results]
+            print(method, seconds[method], flush=True)
+    return {"seconds": seconds, "total_seconds": round(sum(seconds.values()), 2), "best_accuracy": best}
+
+
+def graph_ms(work: Callable[[], Any], repeats: int = 30) -> float:
+    """Milliseconds of one replay of a captured piece of work, median of five."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / repeats)
+    return median(times)
+
+
+def steps() -> dict[str, Any]:
+    """One step of 250 stacked LeNet-5, batch 32 each, for every method; and how exact its gradient is."""
+    federations = [f.to("cuda", torch.float32) for f in mnist_federations()]
+    federations = [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
+    result: dict[str, Any] = {"rows": 250, "batch_size": 32, "floor_ms": 0.15}
+    batches = Batches(federations * 5, [s for s in SEEDS for _ in SPLITS], 32, 1, torch.float32)
+    for precision in ("tf32", "float32"):
+        model = FlatModel(LeNet5, precision=precision, device="cuda")
+        with products(precision):
+            for method in METHODS[1:] if precision == "tf32" else ("scaffold",):
+                algorithm = ALGORITHMS[method](sgd=SGD(0.1))
+                state = algorithm.init(model.init(1), 250)
+                local = algorithm.begin(algorithm.broadcast(state[0], 250), state[1])
+                plan_, t = batches.plan(1, 0, slice(None)), torch.zeros(1, dtype=torch.int64, device="cuda")
+                work = partial(one_step_work, algorithm, model, batches, local, plan_, t)
+                result[f"{method}_{precision}_ms"] = round(graph_ms(work), 4)
+    few = batches.batch(batches.plan(1, 0, slice(0, 20)), torch.zeros(1, dtype=torch.int64, device="cuda"), 32)
+    exact = FlatModel(LeNet5, precision="float64", device="cuda", stacked=True)
+    params = torch.stack([exact.init(s).params for s in range(20)])
+    stats = params[:, :0]
+    truth = exact._vmapped_grad(params, stats, few._replace(x=few.x.double(), weight=few.weight.double()))
+    for precision in ("tf32", "float32"):
+        model = FlatModel(LeNet5, precision=precision, device="cuda")
+        with products(precision):
+            found = model.grad(params.float(), stats.float(), few).params
+        result[f"gradient_error_{precision}"] = float((found - truth).norm() / truth.norm())
+    return result
+
+
+def one_step_work(algorithm: Any, model: FlatModel, batches: Batches, local: Any, plan_: Any, t: Any) -> Any:
+    return algorithm.step(local, partial(model.grad, batch=batches.batch(plan_, t, 32)))
+
+
+def loop() -> dict[str, Any]:
+    """SCAFFOLD, 10 agents x 6,000 samples: the plain loop against ours, a federation and round, in one run."""
+    federations = [f.to("cuda", torch.float32) for f in mnist_federations()]
+    federations = [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
+    model = FlatModel(LeNet5, precision="tf32", device="cuda")
+    ours, plain = [], []
+    cells = [Cell(Scaffold(SGD(0.1), clip=0.0), f, seed) for seed in SEEDS for f in federations]
+    stream = simulate(cells, model, rounds=7, batch_size=32)
+    outcomes = next(stream)
+    with products("tf32"):
+        peer = PlainLoop(LeNet5(), model, federations[0], 1, batch_size=32, lr=0.1)
+        first = peer.prepared(1)
+        peer.round(first, scaffold=True)
+        agreement = float((peer.x - outcomes[0].state.server.x).norm() / peer.x.norm())
+        for r in (2, 3, 4):
+            prepared = peer.prepared(r)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            peer.round(prepared, scaffold=True)
+            torch.cuda.synchronize()
+            plain.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            next(stream)
+            next(stream)
+            torch.cuda.synchronize()
+            ours.append((time.perf_counter() - began) / 2 / len(cells))
+    return {
+        "plain_seconds": round(median(plain), 4),
+        "ours_seconds": round(median(ours), 6),
+        "ratio": round(median(plain) / median(ours), 1),
+        "difference_after_one_round": agreement,
+    }
+
+
+def dla() -> dict[str, Any]:
+    """One step of DLA on 128 images of CIFAR-10's shape, as the engine runs it."""
+    model = FlatModel(DLA, precision="bf16", device="cuda")
+    rng = np.random.default_rng(0)
+    y = np.arange(5120) % 10
+    x = rng.standard_normal((5120, 3, 32, 32), np.float32)
+    noise = Dataset("noise", x, y, x[:1000], y[:1000], tuple("0123456789"), "noise", verified=False)
+    federation = build(noise, split(y, y[:1000], "A", agents=2))
+    algorithm = ALGORITHMS["scaffold"](sgd=SGD(0.01, 0.9, 5e-4))
+    times = []
+    for outcomes in simulate([Cell(algorithm, federation, 1)], model, rounds=5, batch_size=128):
+        times.append(outcomes[0].measured["seconds"])
+    return {"batch_size": 128, "ms_a_step": round(1000 * median(times[2:]) / 40, 3), "round_seconds": times}
+
+
+def agents() -> dict[str, Any]:
+    """FedAvg on 10, 100 and 1,000 agents of 60 samples: cost an agent and round, and peak memory."""
+    result: dict[str, Any] = {}
+    rng = np.random.default_rng(0)
+    y = np.arange(60000) % 10
+    x = rng.standard_normal((60000, 1, 28, 28), np.float32)
+    noise = Dataset("noise", x, y, x[:1000], y[:1000], tuple("0123456789"), "noise", verified=False)
+    for count in (10, 100, 1000):
+        federation = build(noise, split(y, y[:1000], "A", agents=count, samples_per_agent=60, test="all"))
+        model = FlatModel(LeNet5, precision="tf32", device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        cell = Cell(ALGORITHMS["fedavg"](sgd=SGD(0.1)), federation, 1)
+        times = [o[0].measured["seconds"] for o in simulate([cell], model, rounds=6, batch_size=32)]
+        result[str(count)] = {
+            "ms_an_agent_and_round": round(1000 * median(times[2:]) / count, 5),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+        }
+    return result
+
+
+def repeat() -> dict[str, Any]:
+    """Two GPU runs of one config, and one stacked beside others: the same bits or not."""
+    federations = mnist_federations()[:2]
+    federations = [replace(f, train=tuple(t[:300] for t in f.train)) for f in federations]
+    model = FlatModel(LeNet5, precision="tf32", device="cuda")
+
+    def last(cells: list[Cell]) -> torch.Tensor:
+        return list(simulate(cells, model, rounds=4, batch_size=32))[-1][0].state.server.x
+
+    algorithm = ALGORITHMS["waffle"](sgd=SGD(0.1))
+    cells = [Cell(algorithm, federations[0], 1), Cell(algorithm, federations[1], 2), Cell(algorithm, federations[0], 3)]
+    alone, again, stacked = last(cells[:1]), last(cells[:1]), last(cells)
+    return {
+        "repeats_bit_for_bit": torch.equal(alone, again),
+        "same_bits_in_company": torch.equal(alone, stacked),
+        "difference_in_company": float((alone - stacked).norm() / alone.norm()),
+    }
+
+
+PARTS = {f.__name__: f for f in (table, steps, loop, dla, agents, repeat)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--out", type=Path, default=Path("results/speed-gpu.jsonl"))
+    arguments = parser.parse_args()
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
+    for part in arguments.parts or PARTS:
+        began = time.perf_counter()
+        line = {"part": part, **machine, **PARTS[part](), "wall_seconds": round(time.perf_counter() - began, 1)}
+        print(json.dumps(line), flush=True)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.out.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
