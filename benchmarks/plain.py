@@ -48,7 +48,7 @@ class PlainLoop:
         sizes = [p.numel() for p in parameters]
         updates, variates = [], []
         for i, batches in enumerate(prepared):
-            load(self.module, self.x)
+            load(self.module, self.x.clone())
             correction = [
                 part.view_as(p) for part, p in zip(torch.split(self.c - self.c_i[i], sizes), parameters, strict=True)
             ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -162,7 +162,7 @@ def load_experiment(path: Path) -> Experiment:
         content = tomllib.loads(text)
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise WaffleError(f"{path} is not valid TOML: {error}") from None
     check_schema(content.pop("schema", SCHEMA))
     tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
@@ -195,7 +195,7 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
     for key, kind in (("methods", str), ("splits", str), ("seeds", int)):
         value = grid.get(key, [])
         if not isinstance(value, list) or not all(type(v) is kind for v in value) or (key in grid and not value):
-            problems.append(f"{key}: expected a list of {kind.__name__}, got {value!r}")
+            problems.append(f"{key}: expected a list of {kind.__name__}, got {_shown(value)}")
         elif len(set(value)) < len(value):
             problems.append(f"{key}: {value!r} names one twice")
         elif key == "methods":
@@ -227,11 +227,11 @@ def _problems(
         if name not in kinds:
             problems.append(f"unknown key {name!r}{_line(text, name)}{suggest(name, known or kinds)}")
         elif not _fits(value, kinds[name]):
-            problems.append(f"{name}{_line(text, name)}: expected {_described(kinds[name])}, got {value!r}")
+            problems.append(f"{name}{_line(text, name)}: expected {_described(kinds[name])}, got {_shown(value)}")
         else:
             rule = RULES.get(name)
             if rule and not rule[1](value):
-                problems.append(f"{name}{_line(text, name)}: expected {rule[0]}, got {value!r}")
+                problems.append(f"{name}{_line(text, name)}: expected {rule[0]}, got {_shown(value)}")
             elif name in ("omega", "psi"):
                 problems += _schedule_problems(value)
     return problems
@@ -252,7 +252,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(v, arguments[0]) for v in value)
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
     return type(value) is hint
 
 
@@ -262,6 +262,13 @@ def _described(hint: Any) -> str:
     return {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}.get(
         hint, "a matrix of numbers"
     )
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except (RecursionError, ValueError):
+        return "something too deep to print"
 
 
 def _line(text: str, key: str) -> str:

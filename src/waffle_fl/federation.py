@@ -109,14 +109,17 @@ class Federation:
         doubled = next((name for name in names if names.count(name) > 1), None)
         if doubled is not None:
             raise WaffleError(f"two agents are called {doubled!r}: give each a name of its own")
-        parts = [_checked(name, *map(np.asarray, arrays)) for name, arrays in items]
+        parts = [_checked(name, *_arrays(name, arrays)) for name, arrays in items]
         _same_kind(names, parts)
         if not allow_duplicates:
             _no_duplicates(names, parts)
-        classes = max(max(int(y.max(initial=-1)), int(y_test.max(initial=-1))) for _, y, _, y_test in parts) + 1
+        classes = max(int(y.max(initial=0)) for p in parts for y in (p[1], p[3])) + 1
         labels = tuple(class_names) or tuple(str(k) for k in range(classes))
-        if classes > len(labels):
-            raise WaffleError(f"expected labels below {len(labels)} (the class names given), got {classes - 1}")
+        for name, part in zip(names, parts, strict=True):
+            for y in (part[1], part[3]):
+                bad = np.flatnonzero(y >= len(labels))
+                if len(bad):
+                    raise WaffleError(f"{name}: expected labels below {len(labels)}, got {y[bad[0]]} at index {bad[0]}")
         x = np.concatenate([block for p in parts for block in (p[0], p[2])])
         y = np.concatenate([block for p in parts for block in (p[1], p[3])]).astype(np.int64)
         edges = np.cumsum([0, *(len(block) for p in parts for block in (p[1], p[3]))])
@@ -163,7 +166,7 @@ def index_of(alice: int | str, names: Sequence[str]) -> int:
     """Alice's row, from her name or her number."""
     if isinstance(alice, str) and alice in names:
         return names.index(alice)
-    if isinstance(alice, str) and not alice.isdigit():
+    if isinstance(alice, str) and not (alice.isascii() and alice.isdigit() and len(alice) < 10):
         raise WaffleError(f"there is no agent {alice!r}; the agents are {', '.join(names)}")
     if not 0 <= int(alice) < len(names):
         raise WaffleError(f"expected Alice's index between 0 and {len(names) - 1}, got {alice}")
@@ -177,6 +180,18 @@ def check_alice(federation: Federation) -> Federation:
     if not len(federation.test[alice]):
         raise WaffleError(f"Alice ({name}) has no test samples: hold some out, or the result cannot be measured")
     return federation
+
+
+def _arrays(name: str, given: Any) -> list[np.ndarray]:
+    try:
+        arrays = [np.asarray(array) for array in given]
+    except (ValueError, TypeError):
+        raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
+    if len(arrays) != 4 or any(array.ndim == 0 for array in arrays):
+        raise WaffleError(f"{name}: expected the four arrays x_train, y_train, x_test, y_test, got {len(arrays)}")
+    if arrays[1].ndim != 1 or arrays[3].ndim != 1:
+        raise WaffleError(f"{name}: expected labels with one axis, one integer a sample")
+    return arrays
 
 
 def _checked(
@@ -193,7 +208,8 @@ def _checked(
         if not np.issubdtype(features.dtype, np.number) or np.issubdtype(features.dtype, np.complexfloating):
             raise WaffleError(f"{name}: expected numbers as features, the {part} features are {features.dtype}")
         flat = features.reshape(len(features), -1) if len(features) else np.empty((0, 1))
-        wrong = np.flatnonzero(~np.isfinite(flat).all(axis=1))
+        with np.errstate(over="ignore"):
+            wrong = np.flatnonzero(~np.isfinite(flat.astype(np.float32)).all(axis=1))
         if len(wrong):
             raise WaffleError(
                 f"{name}: {len(wrong)} {part} samples hold NaN or infinity, the first at index {wrong[0]}: "
@@ -214,27 +230,31 @@ def _same_kind(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]) ->
 
 
 def _no_duplicates(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]) -> None:
-    """Neither a test sample that was trained on, nor one agent's data under two names, by hash of the rows."""
+    """Neither a test sample that anyone trains on, nor one agent's data under two names, by hash of the rows."""
+    trained: dict[bytes, str] = {}
     owner: dict[frozenset[bytes], str] = {}
-    for name, (x, y, x_test, y_test) in zip(names, parts, strict=True):
-        train, test = (
-            [
-                hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
-                for row, label in zip(a, b, strict=True)
-            ]
-            for a, b in ((x, y), (x_test, y_test))
-        )
-        shared = set(train) & set(test)
+    for name, (x, y, _, _) in zip(names, parts, strict=True):
+        rows = _hashes(x, y)
+        trained |= dict.fromkeys(rows, name)
+        whole = frozenset(rows)
+        if whole and whole in owner:
+            raise WaffleError(f"{name} and {owner[whole]} hold the same training data: it would be counted twice")
+        owner[whole] = name
+    for name, (_, _, x_test, y_test) in zip(names, parts, strict=True):
+        shared = [(i, trained[h]) for i, h in enumerate(_hashes(x_test, y_test)) if h in trained]
         if shared:
-            first = next(i for i, h in enumerate(test) if h in shared)
+            first, trainer = shared[0]
             raise WaffleError(
-                f"{name}: {len(shared)} samples are in both its training and its test data, the first at test index "
-                f"{first}: remove them, or the result is too good"
+                f"{name}: {len(shared)} test samples are training data too (the first, at index {first}, of {trainer}): "
+                "remove them, or the result is too good"
             )
-        rows = frozenset(train)
-        if rows and rows in owner:
-            raise WaffleError(f"{name} and {owner[rows]} hold the same training data: it would be counted twice")
-        owner[rows] = name
+
+
+def _hashes(x: np.ndarray, y: np.ndarray) -> list[bytes]:
+    return [
+        hashlib.blake2b(row.tobytes() + int(label).to_bytes(8, "little"), digest_size=16).digest()
+        for row, label in zip(x, y, strict=True)
+    ]
 
 
 class Plan(NamedTuple):

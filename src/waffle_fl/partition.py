@@ -62,6 +62,8 @@ def check_shares(shares: Shares, agents: int, classes: int) -> Shares:
         raise WaffleError(f"expected a share matrix of {agents} agents x {classes} labels, got {shares.shape}")
     if not np.isfinite(shares).all() or (shares < 0).any():
         raise WaffleError("expected shares that are finite and not negative")
+    if shares.max(initial=0) > 1e100:
+        raise WaffleError("expected shares below 1e100")
     empty = np.flatnonzero(shares.sum(axis=1) == 0)
     if len(empty):
         raise WaffleError(f"agent {empty[0]} has no share of any label: remove it or give it one")
@@ -133,7 +135,11 @@ def split(
     if shares is None:
         matrix = share_matrix(kind, agents, classes, direction)
     else:
-        matrix = check_shares(np.asarray(shares, np.float64), agents, classes)
+        try:
+            given = np.asarray(shares, np.float64)
+        except ValueError:
+            raise WaffleError("expected a share matrix of numbers with rows of one length") from None
+        matrix = check_shares(given, agents, classes)
     train = divide(train_labels, matrix, generator(seed, "train split"), samples_per_agent)
     held_out, kept = [], []
     for agent, samples in enumerate(train):

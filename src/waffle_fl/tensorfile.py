@@ -37,12 +37,13 @@ def unpack(
     wanted = {name: (_dtype_name(t), tuple(t.shape)) for name, t in template.items()}
     if found != wanted:
         odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
-        raise WaffleError(f"{odd} is {found.get(odd, 'missing')}, expected {wanted.get(odd, 'no such tensor')}")
+        raise WaffleError(f"{odd!r} is {found.get(odd, 'missing')}, expected {wanted.get(odd, 'no such tensor')}")
     try:
         tensors = load(payload)
-    except (SafetensorError, ValueError) as error:
+        found_digest = digest(tensors)
+    except (SafetensorError, ValueError, RuntimeError) as error:
         raise WaffleError(f"damaged ({error})") from None
-    if metadata.get("digest") != digest(tensors):
+    if metadata.get("digest") != found_digest:
         raise WaffleError("damaged (its content has another digest)")
     return metadata, {name: tensors[name] for name in template}
 

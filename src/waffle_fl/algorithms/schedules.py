@@ -74,7 +74,7 @@ def _imported(text: str) -> Schedule:
     module, _, name = text.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the user's module raises while it is imported
         raise WaffleError(f"cannot import the schedule {text!r}: {error}") from None
     if not callable(function):
         raise WaffleError(f"expected a function of (r, R) at {text!r}, got {type(function).__name__}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +51,15 @@ def load(name: str, folder: str = "", allow_unverified: bool = False) -> Dataset
     }
     if name not in NAMES:
         raise WaffleError(f"unknown data set {name!r}{suggest(name, NAMES)}")
-    return loaders.get(name, lambda: _idx_set(name, data_dir(folder), allow_unverified))()
+    try:
+        return loaders.get(name, lambda: _idx_set(name, data_dir(folder), allow_unverified))()
+    except OSError as error:
+        raise WaffleError(f"cannot use {error.filename or data_dir(folder)}: {error.strerror}") from None
 
 
 def fetch(name: str, folder: str = "", progress: Progress = lambda name, done, total: None) -> list[Path]:
     """Download what is missing of a published data set; return the new files."""
-    if name not in SOURCES or (name == "cifar10" and _cifar_folder(data_dir(folder))):
+    if name not in SOURCES or (name == "cifar10" and _is_whole(_cifar_folder(data_dir(folder)))):
         return []
     source = SOURCES[name]
     place = data_dir(folder) / source.folder
@@ -101,36 +108,66 @@ def _cifar_folder(root: Path) -> Path | None:
 
 def _cifar10(root: Path, allow_unverified: bool) -> Dataset:
     source = SOURCES["cifar10"]
+    (packed,) = source.files
     place = _cifar_folder(root)
-    if place is None:
-        place = _unpacked(root / source.folder, source.files[0])
-    members, read = (CIFAR_BINARY, read_binary) if place.name.endswith("bin") else (CIFAR_PYTHON, read_python)
+    if place is None or (not _is_whole(place) and (place.parent / packed.name).is_file()):
+        place = _unpacked(root / source.folder, packed, allow_unverified)
+    members, read = _cifar_members(place), read_binary if place.name.endswith("bin") else read_python
     _require("cifar10", place, [File(name, "", 0, "") for name in members])
-    archive = place.parent / source.files[0].name
-    covered = archive.exists() and is_official(archive, source.files[0].checksum)
-    verified = [covered or verify(place / name, digest, allow_unverified) for name, digest in members.items()]
+    verified = [verify(place / name, digest, allow_unverified) for name, digest in members.items()]
     batches = [read(place / name) for name in members]
     x = np.concatenate([images for images, _ in batches[:5]])
     y = np.concatenate([labels for _, labels in batches[:5]])
     return _images("cifar10", source, x, y, *batches[5], str(place), all(verified))
 
 
-def _unpacked(place: Path, file: File) -> Path:
-    """Unpack the official archive beside itself: its ten known members only, each under its own plain name."""
-    import tarfile
+def _cifar_members(place: Path) -> dict[str, str]:
+    """The batches of an unpacked folder and their checksums; an official archive beside it vouches for the rest."""
+    if not place.name.endswith("bin"):
+        return CIFAR_PYTHON
+    (packed,) = SOURCES["cifar10"].files
+    archive = place.parent / packed.name
+    if not archive.is_file() or not is_official(archive, packed.checksum):
+        return CIFAR_BINARY
+    with _archive(archive) as members:
+        return {name: f"sha256:{hashlib.sha256(members(name)).hexdigest()}" for name in CIFAR_BINARY}
 
-    _require("cifar10", place, [file])
-    archive = place / file.name
-    verify(archive, file.checksum, allow_unverified=False)
+
+def _is_whole(place: Path | None) -> bool:
+    members = CIFAR_BINARY if place and place.name.endswith("bin") else CIFAR_PYTHON
+    return place is not None and all((place / name).is_file() for name in members)
+
+
+def _unpacked(place: Path, packed: File, allow_unverified: bool) -> Path:
+    """Unpack the official archive beside itself: its six known batches only, each under its own plain name."""
+    _require("cifar10", place, [packed])
+    verify(place / packed.name, packed.checksum, allow_unverified)
     target = place / "cifar-10-batches-bin"
     target.mkdir(exist_ok=True)
-    with tarfile.open(archive) as tar:
+    with _archive(place / packed.name) as members:
         for name in CIFAR_BINARY:
-            member = tar.extractfile(f"{target.name}/{name}")
-            if member is None:
-                raise WaffleError(f"{archive} lacks {name}; delete it and fetch it again")
-            (target / name).write_bytes(member.read())
+            (target / name).write_bytes(members(name))
     return target
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[Callable[[str], bytes]]:
+    """A function that reads one batch out of the archive."""
+
+    def read(name: str) -> bytes:
+        try:
+            member = tar.extractfile(f"cifar-10-batches-bin/{name}")
+        except KeyError:
+            member = None
+        if member is None:
+            raise WaffleError(f"{path} lacks {name}; delete it and fetch it again")
+        return member.read()
+
+    try:
+        with tarfile.open(path) as tar:
+            yield read
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise WaffleError(f"{path} is damaged ({error}); delete it and fetch it again") from None
 
 
 def _require(name: str, place: Path, files: tuple[File, ...] | list[File]) -> None:

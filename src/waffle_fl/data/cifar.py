@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ Labels = NDArray[np.int64]
 def read_binary(path: Path) -> tuple[Images, Labels]:
     """One batch of 10,000 records: a label byte and 3,072 pixels."""
     expected = IMAGES * RECORD
-    size = path.stat().st_size
+    size = _size(path)
     if size != expected:
         raise WaffleError(f"{path} is damaged: expected {expected} bytes, it has {size}; delete it and fetch it again")
     records = np.fromfile(path, np.uint8).reshape(IMAGES, RECORD)
@@ -30,19 +29,28 @@ def read_binary(path: Path) -> tuple[Images, Labels]:
 
 def read_python(path: Path) -> tuple[Images, Labels]:
     """One batch of the python version."""
-    if path.stat().st_size > 2 * IMAGES * RECORD:
+    if _size(path) > 2 * IMAGES * RECORD:
         raise WaffleError(f"{path} is larger than any CIFAR-10 batch; delete it and fetch it again")
     try:
         content = _Restricted(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-        images = np.asarray(content["data"], np.uint8).reshape(IMAGES, *SHAPE)
+        if not all(type(label) is int for label in content["labels"]):
+            raise ValueError("labels")
+        images = content["data"].values.reshape(IMAGES, *SHAPE)
         labels = np.asarray(content["labels"], np.int64).reshape(IMAGES)
-    except WaffleError:
-        raise
+    except WaffleError as error:
+        raise WaffleError(f"{path}: {error}") from None
     except Exception as error:  # whatever a damaged or hostile stream raises while it is decoded
         raise WaffleError(
             f"{path} is no CIFAR-10 batch ({type(error).__name__}); delete it and fetch it again"
         ) from None
     return _checked(path, images, labels)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _checked(path: Path, images: Images, labels: Labels) -> tuple[Images, Labels]:
@@ -52,23 +60,56 @@ def _checked(path: Path, images: Images, labels: Labels) -> tuple[Images, Labels
     return images, labels
 
 
-def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> NDArray[Any]:
-    return np.ndarray.__new__(np.ndarray, (0,), "u1")
+class _Type:
+    """Stands for numpy.dtype: unsigned bytes, or nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        if not arguments or arguments[0] not in ("u1", "|u1"):
+            raise ValueError("dtype")
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and the like: nothing that bytes could have."""
 
 
-class _Restricted(pickle.Unpickler):
-    """Builds arrays of bytes and nothing else: any other name in the stream is refused before it is looked up."""
+class _Array:
+    """Stands for numpy.ndarray: a shape and its bytes, checked before an array is made of them."""
 
-    _ALLOWED: ClassVar[dict[tuple[str, str], Callable[..., Any]]] = {
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-        ("_codecs", "encode"): lambda text, encoding="latin1": text.encode("latin1"),
+    values: NDArray[np.uint8] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, raw = state
+        if type(kind) is not _Type or fortran:
+            raise ValueError("array")
+        content = raw.encode("latin1") if isinstance(raw, str) else bytes(raw) if type(raw) is bytes else b""
+        self.values = np.frombuffer(content, np.uint8).reshape([int(n) for n in shape])
+
+
+def _array(*arguments: Any) -> _Array:
+    return _Array()
+
+
+def _bytes(text: str, encoding: str = "latin1") -> bytes:
+    return text.encode("latin1")
+
+
+class _Restricted(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    """Builds arrays of bytes and nothing else: any other name in the stream is refused before it is looked up.
+
+    It is the reader written in Python: the one written in C reserves memory for whatever index a stream names.
+    """
+
+    _ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy", "ndarray"): None,  # an argument of _reconstruct that nobody reads
+        ("numpy", "dtype"): _Type,
+        ("numpy.core.multiarray", "_reconstruct"): _array,
+        ("numpy._core.multiarray", "_reconstruct"): _array,
+        ("_codecs", "encode"): _bytes,
     }
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return self._ALLOWED[module, name]
         except KeyError:
-            raise WaffleError(f"refused to load {module}.{name} from a data file: this is no CIFAR-10 batch") from None
+            raise WaffleError(f"refused to load {f'{module}.{name}'!r} from it: this is no CIFAR-10 batch") from None
+
+    dispatch: ClassVar = {c: read for c, read in pickle._Unpickler.dispatch.items() if c != pickle.BYTEARRAY8[0]}  # type: ignore[attr-defined]

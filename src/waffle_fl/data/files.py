@@ -19,7 +19,11 @@ Progress = Callable[[str, int, int], None]  # (file, bytes so far, bytes in all)
 def data_dir(given: str = "") -> Path:
     """`--data-dir`, else $WAFFLE_DATA, else the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl").expanduser()
+    chosen = Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl")
+    try:
+        return chosen.expanduser()
+    except RuntimeError as error:
+        raise WaffleError(f"no data folder {chosen}: {error}") from None
 
 
 def checksum(path: Path, algorithm: str) -> str:
@@ -55,7 +59,9 @@ def download(file: File, folder: Path, progress: Progress = lambda name, done, t
         folder.mkdir(parents=True, exist_ok=True)
         _fetch(file, part, progress)
     except (OSError, HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
+        reason = " ".join(str(getattr(error, "reason", None) or error).split())
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise WaffleError(
             f"cannot download {file.url} ({reason}); on a machine with a network fetch it and put it at {target}"
         ) from None

@@ -25,7 +25,9 @@ def read_idx(path: Path, expected: tuple[int, ...]) -> NDArray[np.uint8]:
             size = prod(expected)
             body = stream.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise WaffleError(f"{path} is damaged ({error}): delete it and fetch it again") from None
+        raise WaffleError(
+            f"{path} is damaged ({error}; expected {prod(expected)} bytes of data): delete it and fetch it again"
+        ) from None
     if len(body) != size:
         found = f"{len(body)} bytes" if len(body) < size else "more"
         raise WaffleError(

@@ -123,8 +123,8 @@ class FlatModel:
         rows = len(params)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
-            with Stacking(batch.key, "tf32" if self.precision == "tf32" else "tf32x3"):
-                output = self._call(self._params.unflatten(leaf), batch.x.flatten(0, 1))
+            with Stacking(batch.key, "tf32" if self.precision == "tf32" else "tf32x3") as stack:
+                output = stack.settled(self._call(self._params.unflatten(leaf), batch.x.flatten(0, 1)))
             losses = self._loss(output, batch.y.flatten(0, 1)).view(rows, -1)
             per_row = (losses * batch.weight).sum(dim=1) / batch.weight.sum(dim=1).clamp(min=1)
             (gradient,) = torch.autograd.grad(per_row.sum(), leaf)

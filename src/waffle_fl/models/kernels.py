@@ -38,8 +38,8 @@ def _forward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     K: tl.constexpr = C * KH * KW
     pixels: tl.constexpr = (H - KH + 1) * (W - KW + 1)
-    row = tl.program_id(1).to(tl.int64)
-    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    row = tl.program_id(2).to(tl.int64)
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     x += row * (IMAGES * C * H * W)
     weight += row * (OUT * K)
     total = tl.zeros((BM, BN), tl.float32)
@@ -62,8 +62,10 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     K: tl.constexpr = C * KH * KW
     pixels: tl.constexpr = (H - KH + 1) * (W - KW + 1)
+    K_BLOCKS: tl.constexpr = (K + BK) // BK
     part, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    k, n = tl.program_id(1) * BK + tl.arange(0, BK), tl.arange(0, BN)
+    k = (tl.program_id(1) % K_BLOCKS) * BK + tl.arange(0, BK)
+    n = (tl.program_id(1) // K_BLOCKS) * BN + tl.arange(0, BN)
     x += row * (IMAGES * C * H * W)
     dy += row * (IMAGES * OUT * pixels)
     total = tl.zeros((BN, BK), tl.float32)
@@ -80,7 +82,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pool(x, y, chosen, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pool(  # type: ignore[no-untyped-def]
+    x, y, chosen, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr, RECTIFIED: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     HO: tl.constexpr = H // S
     WO: tl.constexpr = W // S
@@ -92,6 +96,9 @@ def _pool(x, y, chosen, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
         where = tl.where(better, place, where).to(tl.uint8)
+    if RECTIFIED:
+        where = tl.where(best <= 0, S * S, where).to(tl.uint8)  # nobody is chosen: no slope flows back
+        best = tl.where(best <= 0, 0.0, best)
     tl.store(y + m, best, mask=m < TOTAL)
     tl.store(chosen + m, where, mask=m < TOTAL)
 
@@ -109,7 +116,7 @@ def _pool_gradient(dy, chosen, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, S: t
 
 
 def _width(channels: int) -> int:
-    return max(16, int(triton.next_power_of_2(channels)))
+    return min(64, max(16, int(triton.next_power_of_2(channels))))
 
 
 def valid_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
@@ -119,13 +126,21 @@ def valid_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str)
     images, (height, width) = len(x) // rows, x.shape[2:]
     ho, wo = height - kh + 1, width - kw + 1
     y = x.new_empty(len(x), out, ho, wo)
-    small = channels * kh * kw <= 32
-    block, depth, warps = (256, 32, 4) if small else (128, 32, 4)
-    _forward[(triton.cdiv(images * ho * wo, block), rows)](
+    block, depth, wide = 256 if channels * kh * kw <= 32 else 128, min(32, _width(channels * kh * kw)), _width(out)
+    _forward[(triton.cdiv(images * ho * wo, block), triton.cdiv(out, wide), rows)](
         x, weight, x if bias is None else bias.contiguous(), y, images, channels, height, width, out, kh, kw,
-        BM=block, BN=_width(out), BK=depth, BIAS=bias is not None, PRECISION=precision, num_warps=warps, num_stages=1,
+        BM=block, BN=wide, BK=depth, BIAS=bias is not None, PRECISION=precision, num_warps=4, num_stages=1,
     )  # fmt: skip
     return y
+
+
+def conv2d_input_gradient(
+    dy: Tensor, weight: Tensor, size: tuple[int, int], padding: tuple[int, int], precision: str
+) -> Tensor:
+    """Each output pixel's slope times its kernel gives a patch; the patches are laid back over the image and added."""
+    by_patch = weight.flatten(2).transpose(1, 2)[..., None, None]  # (R, K, O, 1, 1): a convolution of size 1
+    patches = valid_conv2d(dy, by_patch, None, precision)
+    return F.fold(patches.flatten(2), size, weight.shape[3:], padding=padding)
 
 
 def valid_conv2d_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
@@ -133,14 +148,14 @@ def valid_conv2d_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, precisio
     rows, out, channels, kh, kw = weight.shape
     x, dy = x.contiguous(), dy.contiguous()
     images, (height, width), pixels = len(x) // rows, x.shape[2:], dy.shape[2] * dy.shape[3]
-    size, total, block, depth = channels * kh * kw, images * pixels, 64, 32
-    blocks = triton.cdiv(size + 1, depth)
+    size, total, block, depth, wide = channels * kh * kw, images * pixels, 64, 32, _width(out)
+    blocks = triton.cdiv(size + 1, depth) * triton.cdiv(out, wide)
     parts = max(1, min(triton.cdiv(PROGRAMS, rows * blocks), triton.cdiv(total, 4 * block)))
     chunk = triton.cdiv(triton.cdiv(total, parts), block) * block
     partial = x.new_empty(parts, rows, out, size + 1)
     _weight_gradient[(parts, blocks, rows)](
         x, dy, partial, chunk, images, channels, height, width, out, kh, kw,
-        BM=block, BN=_width(out), BK=depth, PRECISION=precision, num_warps=4, num_stages=1,
+        BM=block, BN=wide, BK=depth, PRECISION=precision, num_warps=2, num_stages=1,
     )  # fmt: skip
     both = partial.sum(dim=0) if parts > 1 else partial[0]
     return both[..., :size].reshape(weight.shape), both[..., size]
@@ -151,9 +166,9 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, precision):  # type: ignore[no-untyped-def]
+        ctx.size, ctx.padding, ctx.precision = x.shape[2:], padding, precision
         x = _padded(x, padding)
         ctx.save_for_backward(x, weight)
-        ctx.padding, ctx.precision = padding, precision
         return valid_conv2d(x, weight, bias, precision)
 
     @staticmethod
@@ -161,23 +176,21 @@ class Conv2d(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dw, db = valid_conv2d_weight_gradient(x, dy, weight, ctx.precision)
         dx = None
-        if ctx.needs_input_grad[0]:  # the same convolution backwards: kernels flipped, channels exchanged
-            (ph, pw), (kh, kw) = ctx.padding, weight.shape[3:]
-            widened = _padded(dy, (kh - 1 - ph, kw - 1 - pw))
-            dx = valid_conv2d(widened, weight.flip(3, 4).transpose(1, 2), None, ctx.precision)
+        if ctx.needs_input_grad[0]:
+            dx = conv2d_input_gradient(dy, weight, ctx.size, ctx.padding, ctx.precision)
         return dx, dw, db if ctx.needs_input_grad[2] else None, None, None
 
 
 class MaxPool2d(torch.autograd.Function):
-    """Maximum over windows that do not overlap."""
+    """Maximum over windows that do not overlap, of the input or of its rectification."""
 
     @staticmethod
-    def forward(ctx, x, size):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, size, rectified):  # type: ignore[no-untyped-def]
         x = x.contiguous()
         height, width = x.shape[2:]
         y = x.new_empty(*x.shape[:2], height // size, width // size)
         chosen = torch.empty_like(y, dtype=torch.uint8)
-        _pool[(triton.cdiv(y.numel(), 1024),)](x, y, chosen, y.numel(), height, width, size, BM=1024)
+        _pool[(triton.cdiv(y.numel(), 1024),)](x, y, chosen, y.numel(), height, width, size, rectified, BM=1024)
         ctx.save_for_backward(chosen)
         ctx.shape, ctx.size = x.shape, size
         ctx.mark_non_differentiable(chosen)
@@ -190,7 +203,7 @@ class MaxPool2d(torch.autograd.Function):
         height, width = ctx.shape[2:]
         blocks = (triton.cdiv(dx.numel(), 1024),)
         _pool_gradient[blocks](dy.contiguous(), chosen, dx, dx.numel(), height, width, ctx.size, BM=1024)
-        return dx, None
+        return dx, None, None
 
 
 def _padded(x: Tensor, padding: tuple[int, int]) -> Tensor:

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from waffle_fl.randomness import noise
 
+RELU = (torch.relu, F.relu)
+
 
 class Stacking(TorchFunctionMode):
     """While active, weights with one dimension too many are read as one weight a row."""
@@ -24,21 +26,32 @@ class Stacking(TorchFunctionMode):
     def __init__(self, keys: Tensor, precision: str) -> None:
         super().__init__()
         self.keys, self.rows, self.precision, self.dropouts = keys, len(keys), precision, 0
+        self._to_rectify: dict[int, Tensor] = {}  # by identity: a ReLU whose turn comes with what reads it
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.max_pool2d:
+            return max_pool2d(*args, rectified=id(args[0]) in self._to_rectify, **kwargs)
+        args = tuple(self.settled(a) for a in args)
+        if func in RELU and args[0].is_cuda and args[0].ndim == 4 and not kwargs:
+            later = args[0].view_as(args[0])
+            self._to_rectify[id(later)] = later
+            return later
         if func is F.linear and args[1].ndim == 3:
             return linear(self.rows, *args, **kwargs)
         if func is F.conv2d and args[1].ndim == 5:
             return conv2d(self.rows, self.precision, *args, **kwargs)
-        if func is torch.max_pool2d:
-            return max_pool2d(*args, **kwargs)
         if func is F.dropout:
             self.dropouts += 1
             return dropout(self.keys + self.dropouts, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def settled(self, value: Any) -> Any:
+        """The value, its ReLU done if that was put off so that pooling could do both in one pass."""
+        pending = isinstance(value, Tensor) and id(value) in self._to_rectify
+        return torch.relu(value) if pending else value
 
 
 class SeededDropout(TorchFunctionMode):
@@ -111,15 +124,23 @@ def _patch_product(
 
 
 def max_pool2d(
-    x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    *,
+    rectified: bool = False,
 ) -> Tensor:
-    """Square windows that do not overlap have a kernel of their own on a GPU."""
+    """Square windows that do not overlap have a kernel of their own on a GPU, which does a ReLU before them too."""
     window, steps = _pair(kernel_size), _pair(stride or kernel_size)
     plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode
     if plain and x.is_cuda and x.dtype == torch.float32 and steps == window and window[0] == window[1]:
         from waffle_fl.models import kernels
 
-        return kernels.MaxPool2d.apply(x, window[0])  # type: ignore[no-any-return,no-untyped-call]
+        return kernels.MaxPool2d.apply(x, window[0], rectified)  # type: ignore[no-any-return,no-untyped-call]
+    x = torch.relu(x) if rectified else x
     return torch.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
