@@ -852,6 +852,7 @@ def memory_bombs() -> dict[str, bytes]:
         "memo index": b"\x80\x02Nr" + struct.pack("<I", 1 << 23) + b".",
         "array of labels": pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": huge}, protocol=2),
         "bytes never sent": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 28) + b".",
+        "bytearray never sent": b"\x80\x05\x96" + struct.pack("<Q", 1 << 28) + b".",
     }
 
 
@@ -1232,14 +1233,14 @@ def test_overlap_of_training_and_test_is_refused() -> None:
     x_test[5], y_test[5] = x[0], y[0]
     agents = {"alice": agent(1), "bob": (x, y, x_test, y_test)}
     text = refusal(Federation.from_arrays, agents)
-    assert text.startswith("bob: 2 samples are in both its training and its test data, the first at test index 3")
+    assert text.startswith("bob: 2 test samples are training data of bob too, the first at index 3")
     assert Federation.from_arrays(agents, allow_duplicates=True).agents == 2
 
 
 def test_overlap_is_found_whatever_the_type_of_the_labels() -> None:
     """D11: the overlap is found although training and test labels are of different integer types."""
     x, y, _, _ = agent(2)
-    assert "in both" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
+    assert "training data of bob too" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
 
 
 def test_test_sample_that_another_agent_trains_on_is_refused() -> None:

@@ -245,7 +245,7 @@ def _no_duplicates(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]
         if shared:
             first, trainer = shared[0]
             raise WaffleError(
-                f"{name}: {len(shared)} test samples are training data too (the first, at index {first}, of {trainer}): "
+                f"{name}: {len(shared)} test samples are training data of {trainer} too, the first at index {first}: "
                 "remove them, or the result is too good"
             )
 

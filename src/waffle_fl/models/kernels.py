@@ -115,6 +115,21 @@ def _pool_gradient(dy, chosen, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, S: t
     tl.store(dx + m, tl.load(dy + source, mask=covered & mine, other=0.0), mask=m < TOTAL)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _lay_back(  # type: ignore[no-untyped-def]
+    patches, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, PH: tl.constexpr,
+    PW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    plane, h, w = m // (H * W), (m // W) % H + PH, m % W + PW
+    total = tl.zeros((BM,), tl.float32)
+    for tap in tl.static_range(KH * KW):
+        ho, wo = h - tap // KW, w - tap % KW
+        covered = (m < TOTAL) & (ho >= 0) & (ho < HO) & (wo >= 0) & (wo < WO)
+        total += tl.load(patches + (plane * (KH * KW) + tap) * (HO * WO) + ho * WO + wo, mask=covered, other=0.0)
+    tl.store(dx + m, total, mask=m < TOTAL)
+
+
 def _width(channels: int) -> int:
     return min(64, max(16, int(triton.next_power_of_2(channels))))
 
@@ -140,7 +155,10 @@ def conv2d_input_gradient(
     """Each output pixel's slope times its kernel gives a patch; the patches are laid back over the image and added."""
     by_patch = weight.flatten(2).transpose(1, 2)[..., None, None]  # (R, K, O, 1, 1): a convolution of size 1
     patches = valid_conv2d(dy, by_patch, None, precision)
-    return F.fold(patches.flatten(2), size, weight.shape[3:], padding=padding)
+    dx = dy.new_empty(len(dy), weight.shape[2], *size)
+    blocks = (triton.cdiv(dx.numel(), 512),)
+    _lay_back[blocks](patches, dx, dx.numel(), *size, *dy.shape[2:], *padding, *weight.shape[3:], BM=512)
+    return dx
 
 
 def valid_conv2d_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:

@@ -32,10 +32,10 @@ class Stacking(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.max_pool2d:
+        if func is F.max_pool2d and not kwargs.pop("return_indices", False):
             return max_pool2d(*args, rectified=id(args[0]) in self._to_rectify, **kwargs)
         args = tuple(self.settled(a) for a in args)
-        if func in RELU and args[0].is_cuda and args[0].ndim == 4 and not kwargs:
+        if func in RELU and args[0].is_cuda and args[0].ndim == 4 and not kwargs.get("inplace"):
             later = args[0].view_as(args[0])
             self._to_rectify[id(later)] = later
             return later
@@ -126,7 +126,7 @@ def _patch_product(
 def max_pool2d(
     x: Tensor,
     kernel_size: Any,
-    stride: Any = (),
+    stride: Any = None,
     padding: Any = 0,
     dilation: Any = 1,
     ceil_mode: bool = False,
@@ -141,7 +141,7 @@ def max_pool2d(
 
         return kernels.MaxPool2d.apply(x, window[0], rectified)  # type: ignore[no-any-return,no-untyped-call]
     x = torch.relu(x) if rectified else x
-    return torch.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+    return torch.max_pool2d(x, kernel_size, steps, padding, dilation, ceil_mode)
 
 
 def dropout(keys: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
