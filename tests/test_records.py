@@ -402,6 +402,19 @@ def test_no_single_bit_flip_in_a_header_goes_unnoticed(tmp_path: Path) -> None:
     assert believed == []
 
 
+def test_a_damaged_checkpoint_does_not_take_the_place_of_a_sound_one(tmp_path: Path) -> None:
+    """After the retreat from a damaged checkpoint, the newest two sound ones are kept as before."""
+    folder = recorded(tmp_path / "run", (4, 9), rounds=9)
+    os.truncate(checkpoint(folder, 9), 50)
+    with Run.opened(folder, config(), BINDING) as run:
+        assert run.resume(TEMPLATE)[0] == 4
+        for r in (5, 6, 7):
+            run.append(line(r))
+            run.checkpoint(r, state(r))
+    flipped(checkpoint(folder, 7), -1)
+    assert resumed(folder)[0] == 6
+
+
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
     """A real run whose newest checkpoint is damaged ends with the bits of the unbroken run, and says so."""
     chosen = config()

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from waffle_fl.records import Run, provenance, read_rounds, summary
 
 STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
+CHECKPOINT_SHARE = 500  # a run trains at least this many times as long as it saves
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class _Job:
     run: Run
     cell: Cell
     start: int
-    saved: float = field(default_factory=time.monotonic)
+    next_save: float
     latest: tuple[int, State] | None = None
 
 
@@ -215,7 +216,7 @@ def _open(
     for warning in warnings:
         listener.warned(warning)
     state = _state(tensors, initial_state(cell, model)) if tensors else None
-    return _Job(config, run, replace(cell, state=state), start)
+    return _Job(config, run, replace(cell, state=state), start, time.monotonic() + place.checkpoint_seconds)
 
 
 def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
@@ -278,9 +279,11 @@ def _train(
 def _log(job: _Job, outcome: Outcome, rounds: int, every: float, listener: Listener) -> None:
     job.run.append(outcome.measured)
     job.latest = outcome.round, outcome.state
-    if outcome.round < rounds and time.monotonic() - job.saved >= every:
+    began = time.monotonic()
+    if outcome.round < rounds and began >= job.next_save:
         job.run.checkpoint(outcome.round, _tensors(outcome.state))
-        job.saved = time.monotonic()
+        now = time.monotonic()
+        job.next_save = now + max(every, CHECKPOINT_SHARE * (now - began))
     listener.advanced(job.config, outcome.measured)
 
 

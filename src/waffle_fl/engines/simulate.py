@@ -6,6 +6,7 @@ federation. One thread computes a row, so its bits depend neither on its neighbo
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from waffle_fl.models import FlatModel
 from waffle_fl.wire import Envelope, Inbox, seal
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
-CHUNK_BYTES = 2 << 30
+CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 EVALUATE_ROWS = 2000
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
@@ -104,6 +105,15 @@ def initial_state(cell: Cell, model: FlatModel) -> State:
     return State(server, agents)
 
 
+class _Closed(NamedTuple):
+    """A round after aggregation, its measurements still on the device."""
+
+    cell: int
+    state: State
+    measured: dict[str, Any]
+    refused: list[tuple[int, str]]
+
+
 class _Simulator:
     """The states of the live cells, and one round of work on them."""
 
@@ -126,6 +136,8 @@ class _Simulator:
         count = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
         self._graphs = Graphs(model)
+        self._samples = [f.samples.to(model.device) for f in federations]
+        self._planned = [epochs * -(-n // batch_size) for n in self._samples]
 
     def round(self, r: int) -> list[Outcome]:
         """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
@@ -136,9 +148,11 @@ class _Simulator:
             if not pending:
                 break
             trained = self._train(pending, r, attempt)
-            outcomes = {i: self._close(i, r, agents, up) for i, (agents, up) in zip(pending, trained, strict=True)}
-            done |= outcomes
-            pending = [i for i, outcome in outcomes.items() if outcome.error]
+            closed = [self._close(i, r, agents, up) for i, (agents, up) in zip(pending, trained, strict=True)]
+            measured = to_numbers([c.measured for c in closed])
+            outcomes = [self._outcome(c, m, r) for c, m in zip(closed, measured, strict=True)]
+            done |= {outcome.cell: outcome for outcome in outcomes}
+            pending = [outcome.cell for outcome in outcomes if outcome.error]
         seconds = (time.perf_counter() - began) / len(self.live)
         self.live = [i for i in self.live if i not in pending]
         for i in self.live:
@@ -180,14 +194,12 @@ class _Simulator:
             local = one_step(algorithm, self.model, batches, local, plan, torch.tensor([t]), size, t < together)
         return local
 
-    def _close(self, i: int, r: int, agents: Any, up: Any) -> Outcome:
-        """A2.13-16 for one cell: screen what arrived, aggregate, and measure Alice's model."""
+    def _close(self, i: int, r: int, agents: Any, up: Any) -> _Closed:
+        """A2.13-16 for one cell: screen what arrived, aggregate, and measure Alice's model. Nothing waits for a GPU."""
         cell, old = self.cells[i], self.states[i]
-        federation = cell.federation
-        samples = federation.samples.to(self.model.device)
+        federation, samples, steps = cell.federation, self._samples[i], self._planned[i]
         if cell.tamper:
             up = cell.tamper(up, r)
-        steps = self.epochs * -(-samples // self.batch_size)
         present = samples > 0
         refused: list[tuple[int, str]] = []
         if cell.post:
@@ -197,22 +209,30 @@ class _Simulator:
         now = Round(r, self.rounds, federation.alice, heard, samples, steps, self.batch_size)
         server, info = cell.algorithm.aggregate(old.server, up, now)  # A2.13-16
         state = State(server, where_rows(heard, agents, old.agents))
-        measured = {**evaluate(cell.algorithm, state, federation, self.model), **_plain(info._asdict())}
-        reasons = {name: REASONS[c] for name, c in zip(federation.names, codes.tolist(), strict=True) if c != OK}
-        if reasons:
-            measured["screened"] = reasons
-        if refused:
-            measured["refused"] = [[federation.names[i], reason] for i, reason in refused]
+        measured = {**evaluate(cell.algorithm, state, federation, self.model), **info._asdict()}
         if hasattr(up, "dy"):
-            measured["norms"] = up.dy.double().norm(dim=1).tolist()
-        error = None
-        name = federation.names[federation.alice]
-        if not heard[federation.alice] or measured["loss"] is None:
-            error = Diverged(
-                f"round {r}: the training of Alice ({name}) diverged (no finite update in {ATTEMPTS} attempts): "
-                "lower lr, or set clip; the rounds before are kept"
-            )
-        return Outcome(i, r, {"round": r, **measured}, old if error else state, error)
+            measured["norms"] = up.dy.double().norm(dim=1)
+        return _Closed(i, state, {**measured, "heard": heard, "codes": codes}, refused)
+
+    def _outcome(self, closed: _Closed, measured: dict[str, Any], r: int) -> Outcome:
+        """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
+        names, alice = self.cells[closed.cell].federation.names, self.cells[closed.cell].federation.alice
+        heard, codes = measured.pop("heard"), measured.pop("codes")
+        for key in ("loss", "validation_loss"):
+            if key in measured and not math.isfinite(measured[key]):
+                measured[key] = None
+        screened = {name: REASONS[int(code)] for name, code in zip(names, codes, strict=True) if code != OK}
+        if screened:
+            measured["screened"] = screened
+        if closed.refused:
+            measured["refused"] = [[names[agent], reason] for agent, reason in closed.refused]
+        if heard[alice] and measured["loss"] is not None:
+            return Outcome(closed.cell, r, {"round": r, **measured}, closed.state)
+        error = Diverged(
+            f"round {r}: the training of Alice ({names[alice]}) diverged (no finite update in {ATTEMPTS} attempts): "
+            "lower lr, or set clip; the rounds before are kept"
+        )
+        return Outcome(closed.cell, r, {"round": r, **measured}, self.states[closed.cell], error)
 
     def _posted(self, cell: Cell, up: Any, r: int, steps: list[int]) -> tuple[Any, Tensor, list[tuple[int, str]]]:
         """Send every update through the cell's post, as bytes, and read what arrives."""
@@ -238,7 +258,7 @@ class _Simulator:
         if not self.model.stacked:
             return [slice(i, i + 1) for i in range(rows)]
         row_bytes = 16 * self.model.size * self.model.dtype.itemsize
-        size = min(max(1, CHUNK_BYTES // row_bytes), rows)
+        size = min(max(1, CHUNK_BYTES[self.model.device.type] // row_bytes), rows)
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
@@ -255,17 +275,29 @@ def evaluate(algorithm: Algorithm, state: State, federation: Federation, model: 
     return result
 
 
-def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Any]:
-    """Accuracy and mean loss on these samples; None where the loss is no finite number."""
-    correct, total = torch.zeros((), device=model.device), torch.zeros((), device=model.device, dtype=torch.float64)
+def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Tensor]:
+    """Accuracy and mean loss on these samples."""
+    correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
     for part in torch.split(rows, EVALUATE_ROWS):
         output = model.predict(net.params, net.stats, federation.x[part])
         target = federation.labels(federation.alice, part)
         total += model.losses(output, target).double().sum()
         if output.ndim == 2:
             correct += (output.argmax(dim=1) == target).sum()
-    loss = float(total) / len(rows)
-    return {"accuracy": float(correct) / len(rows), "loss": loss if abs(loss) < float("inf") else None}
+    return {"accuracy": correct / len(rows), "loss": total / len(rows)}
+
+
+def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All tensors of all cells as plain numbers, fetched from the device in one go."""
+    tensors = [value for entry in measured for value in entry.values() if isinstance(value, Tensor)]
+    numbers = iter(torch.cat([t.double().flatten() for t in tensors]).tolist())
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
+
+    return [{key: plain(value) for key, value in entry.items()} for entry in measured]
 
 
 def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Federation]:
@@ -289,10 +321,6 @@ def _rows(state: Any, rows: slice) -> Any:
 def _edges(sizes: Sequence[int]) -> list[slice]:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-
-def _plain(info: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in info.items()}
 
 
 @contextmanager
