@@ -12,22 +12,46 @@ simulate([Cell(...)])    one process, stacked rows, CPU or GPU
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from waffle_fl.algorithms import SGD
-from waffle_fl.algorithms.apfl import APFL
-from waffle_fl.algorithms.ditto import Ditto
-from waffle_fl.algorithms.fedavg import FedAvg
-from waffle_fl.algorithms.local import Local
-from waffle_fl.algorithms.scaffold import Scaffold
-from waffle_fl.algorithms.waffle import Waffle
-from waffle_fl.algorithms.weight_erosion import WeightErosion
-from waffle_fl.data import load
-from waffle_fl.engines.simulate import Cell, simulate
-from waffle_fl.errors import WaffleError
-from waffle_fl.federation import Federation, build
-from waffle_fl.models import FlatModel
-from waffle_fl.partition import split
+if TYPE_CHECKING:
+    from waffle_fl.algorithms.apfl import APFL
+    from waffle_fl.algorithms.contract import SGD
+    from waffle_fl.algorithms.ditto import Ditto
+    from waffle_fl.algorithms.fedavg import FedAvg
+    from waffle_fl.algorithms.local import Local
+    from waffle_fl.algorithms.scaffold import Scaffold
+    from waffle_fl.algorithms.waffle import Waffle
+    from waffle_fl.algorithms.weight_erosion import WeightErosion
+    from waffle_fl.data import load
+    from waffle_fl.engines.simulate import Cell, simulate
+    from waffle_fl.errors import WaffleError
+    from waffle_fl.federation import Federation, build
+    from waffle_fl.models.flat import FlatModel
+    from waffle_fl.partition import split
+
+# Torch takes seconds to import, so each name is fetched when it is first used.
+_HOMES = {
+    "APFL": "algorithms.apfl",
+    "SGD": "algorithms.contract",
+    "Cell": "engines.simulate",
+    "Ditto": "algorithms.ditto",
+    "FedAvg": "algorithms.fedavg",
+    "Federation": "federation",
+    "FlatModel": "models.flat",
+    "Local": "algorithms.local",
+    "Scaffold": "algorithms.scaffold",
+    "Waffle": "algorithms.waffle",
+    "WaffleError": "errors",
+    "WeightErosion": "algorithms.weight_erosion",
+    "build": "federation",
+    "load": "data",
+    "simulate": "engines.simulate",
+    "split": "partition",
+}
 
 __all__ = [
     "APFL",
@@ -47,3 +71,9 @@ __all__ = [
     "simulate",
     "split",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

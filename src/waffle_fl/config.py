@@ -170,6 +170,7 @@ def load_experiment(path: Path) -> Experiment:
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
     known = [*hints, *GRID, "schema", *ALGORITHMS]
+    problems += [f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "seed") if key in content]
     values = _tuples(content)
     problems += _problems(values, hints, known, text)
     splits = grid.get("splits", ["C"])
@@ -177,7 +178,8 @@ def load_experiment(path: Path) -> Experiment:
         if method not in ALGORITHMS:
             problems.append(f"unknown key {method!r}{_line(text, method)}{suggest(method, known)}")
         else:
-            problems += _option_problems(method, table, splits if isinstance(splits, list) else [], text)
+            own = splits if isinstance(splits, list) else []
+            problems += _option_problems(method, table, own, _from_table(text, method))
     if problems:
         raise WaffleError(f"{path}: " + "; ".join(problems))
     return Experiment(
@@ -276,6 +278,13 @@ def _line(text: str, key: str) -> str:
         if re.match(rf"\s*\[?\s*[\"']?{re.escape(key)}\b", line):
             return f" (line {number})"
     return ""
+
+
+def _from_table(text: str, method: str) -> str:
+    """The text from a method's table on, its line numbers kept."""
+    start = re.search(rf"^\s*\[\s*[\"']?{re.escape(method)}[\"']?\s*\]", text, re.MULTILINE)
+    at = start.start() if start else 0
+    return "\n" * text[:at].count("\n") + text[at:]
 
 
 def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SPELLED_OUT = {"learning_rate": "lr", "lambda": "lam"}
 
 
 class WaffleError(Exception):
@@ -14,8 +18,19 @@ class Diverged(WaffleError):
     """Alice's own training left the finite numbers; the last good checkpoint is kept."""
 
 
+@contextlib.contextmanager
+def writable(place: Path) -> Iterator[None]:
+    """Turn a refusal of the file system into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise WaffleError(f"cannot write {place}: {error.strerror}") from None
+
+
 def suggest(wrong: str, right: Iterable[str]) -> str:
     """Return ', did you mean X?' for the nearest right name, or the list of the choices."""
     choices = list(right)
-    near = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
-    return f", did you mean {near[0]}?" if near else f"; choose one of {', '.join(choices)}"
+    spelled_out = {full: short for full, short in SPELLED_OUT.items() if short in choices}
+    near = difflib.get_close_matches(wrong.replace("-", "_"), [*choices, *spelled_out], n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
+    return f", did you mean {spelled_out.get(near[0], near[0])}?" if near else f"; choose one of {', '.join(choices)}"

@@ -26,7 +26,7 @@ from waffle_fl.records import Run, provenance, read_rounds, summary
 
 STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
-CHECKPOINT_SHARE = 500  # a run trains at least this many times as long as it saves
+CHECKPOINT_SHARE = 500  # and a run trains at least this many times as long as it saves
 
 
 @dataclass(frozen=True)
@@ -260,6 +260,7 @@ def _train(
             for outcome in outcomes:
                 job = jobs[outcome.cell]
                 if outcome.error:
+                    _save(job)
                     yield job, _close(job, model, "diverged", str(outcome.error))
                 else:
                     _log(job, outcome, s.rounds, place.checkpoint_seconds, listener)
@@ -269,11 +270,16 @@ def _train(
         raise WaffleError("the GPU ran out of memory: train fewer runs at once (--stack) or use --device cpu") from None
     finally:
         for job in jobs:
-            if job.latest and job.run.result is None:
-                job.run.checkpoint(job.latest[0], _tensors(job.latest[1]))
+            if job.run.result is None:
+                _save(job)
     for job in jobs:
         if job.run.result is None:
             yield job, _close(job, model, "finished")
+
+
+def _save(job: _Job) -> None:
+    if job.latest:
+        job.run.checkpoint(job.latest[0], _tensors(job.latest[1]))
 
 
 def _log(job: _Job, outcome: Outcome, rounds: int, every: float, listener: Listener) -> None:
@@ -281,9 +287,9 @@ def _log(job: _Job, outcome: Outcome, rounds: int, every: float, listener: Liste
     job.latest = outcome.round, outcome.state
     began = time.monotonic()
     if outcome.round < rounds and began >= job.next_save:
-        job.run.checkpoint(outcome.round, _tensors(outcome.state))
+        _save(job)
         now = time.monotonic()
-        job.next_save = now + max(every, CHECKPOINT_SHARE * (now - began))
+        job.next_save = now + (max(every, CHECKPOINT_SHARE * (now - began)) if every else 0)
     listener.advanced(job.config, outcome.measured)
 
 

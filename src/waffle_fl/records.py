@@ -52,7 +52,8 @@ class Run:
             try:
                 yield run
             finally:
-                run._log.close()
+                with contextlib.suppress(OSError):  # a full disk has been told of already
+                    run._log.close()
 
     def _settle(self, config: dict[str, Any], provenance: dict[str, Any], force: bool) -> None:
         known = read_json(self.folder / "config.json")
@@ -67,6 +68,8 @@ class Run:
             raise WaffleError(
                 f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on"
             )
+        if changes and self.result is not None:
+            raise WaffleError(f"{self.folder} holds a finished run with {changes[0]}: choose another --out")
         if changes:
             history = read_json(self.folder / "provenance.json") or {}
             forced = [*history.get("forced", []), changes]
@@ -90,6 +93,9 @@ class Run:
                 warnings.append(f"{error}; going back to the checkpoint before it")
                 continue
             self._cut_log(r)
+            for damaged in candidates[: candidates.index(path)]:
+                with contextlib.suppress(OSError):
+                    damaged.unlink()  # or it would keep the place of a sound one
             return r, tensors, warnings
         if candidates:
             raise WaffleError(
@@ -104,7 +110,7 @@ class Run:
         keep = [line for line in lines if line["round"] <= last]
         if len(keep) < last:
             raise WaffleError(f"{path} lacks rounds before {last}: delete the folder to start anew")
-        if path.exists():
+        with _readable_errors(self.folder):
             self._log.close()
             write_atomically(path, b"".join(_json_line(line) for line in keep))
             self._log = path.open("ab")
@@ -178,11 +184,11 @@ def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dic
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a log, in order; a half line at its end, left by a crash, is passed over."""
     rounds: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError):
+    with _readable_errors(path.parent), contextlib.suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines(keepends=True):
             try:
                 content = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 content = None
             if not isinstance(content, dict) or content.get("round") != len(rounds) + 1:
                 break

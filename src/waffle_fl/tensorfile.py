@@ -22,9 +22,15 @@ WIDTHS = {"F64": 8, "F32": 4, "I64": 8, "BOOL": 1}
 
 
 def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The tensors and a digest of them as safetensors."""
+    """Tensors, metadata and a digest of both as safetensors, always in the same bytes."""
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    return save(held, {**metadata, "digest": digest(held)})
+    payload = save(held)
+    length = int.from_bytes(payload[:8], "little")
+    labels = dict(sorted({**metadata, "digest": digest(held, metadata)}.items()))
+    header = {"__metadata__": labels, **json.loads(payload[8 : 8 + length])}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + payload[8 + length :]
 
 
 def unpack(
@@ -40,7 +46,7 @@ def unpack(
         raise WaffleError(f"{odd!r} is {found.get(odd, 'missing')}, expected {wanted.get(odd, 'no such tensor')}")
     try:
         tensors = load(payload)
-        found_digest = digest(tensors)
+        found_digest = digest(tensors, metadata)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise WaffleError(f"damaged ({error})") from None
     if metadata.get("digest") != found_digest:
@@ -109,9 +115,10 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names and content."""
+def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """A hash of names and content, and of all metadata but the digest itself."""
     h = hashlib.blake2b(digest_size=16)
+    h.update(repr(sorted((key, value) for key, value in metadata.items() if key != "digest")).encode())
     for name in sorted(tensors):
         h.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
     return h.hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import numbers
 import re
 from collections.abc import Callable
 from functools import cache
@@ -46,7 +47,7 @@ def constant(value: float = 0.5) -> Schedule:
 
 def exponential(rate: float = 3.0) -> Schedule:
     """exp(-rate r / R): global at the start, personal early."""
-    return lambda r, rounds: math.exp(-rate * r / rounds)
+    return lambda r, rounds: math.exp(min(-rate * r / rounds, 700.0))
 
 
 KINDS: dict[str, Callable[..., Schedule]] = {f.__name__: f for f in (sigmoid, linear, step, constant, exponential)}
@@ -84,7 +85,7 @@ def _imported(text: str) -> Schedule:
 def evaluate(schedule: str | Schedule, name: str, r: int, rounds: int) -> float:
     """Omega(r) or Psi(r); a value that is no degree of personalisation is the user's to mend."""
     value = (parse(schedule) if isinstance(schedule, str) else schedule)(min(r, rounds), rounds)
-    if not isinstance(value, int | float) or not 0 <= value <= 1:  # NaN fails this too
+    if not isinstance(value, numbers.Real) or not 0 <= value <= 1:  # NaN fails this too
         raise WaffleError(
             f"{name} must lie in [0, 1], but {name}({r}) of {rounds} rounds is {value}: mend the schedule"
         )

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import sys
 
-from waffle_fl import __version__
-from waffle_fl.errors import WaffleError
-
 
 def main() -> None:
     """Entry point."""
-    arguments = sys.argv[1:]
+    try:
+        code = _run(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("waffle: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """Torch takes a while to import, and Ctrl-C may come even then: so nothing is imported before."""
+    from waffle_fl import __version__
+    from waffle_fl.errors import WaffleError
+
     if arguments == ["--version"]:
         print(f"waffle-fl {__version__}")
-        return
+        return 0
     from waffle_fl.cli import commands
     from waffle_fl.experiment import Interrupted
 
     try:
-        code = commands.main(arguments)
+        return commands.main(arguments)
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
-        code = 2
+        return 2
     except Interrupted as stop:
         print("waffle: stopped; every run is saved, and the same command goes on from here", file=sys.stderr)
-        code = 128 + stop.signal
-    except KeyboardInterrupt:
-        print("waffle: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
-        code = 130
+        return 128 + stop.signal
     except BrokenPipeError:
         sys.stderr.close()
-        code = 1
-    sys.exit(code)
+        return 1

@@ -23,7 +23,7 @@ from waffle_fl.cli.display import Live, show_result, show_tables
 from waffle_fl.cli.flags import options_class, parse
 from waffle_fl.config import Experiment, RunConfig, Settings, check_name, check_run, load_experiment
 from waffle_fl.data.files import data_dir
-from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import condense, read_runs, write_report
@@ -48,9 +48,11 @@ class PlaceFlags:
     force: bool = False
     """Go on with a run whose config, data or code has changed; the record says so."""
     checkpoint_seconds: float = 10.0
-    """Seconds between checkpoints."""
+    """Seconds between checkpoints at least; 0 saves after every round."""
 
     def place(self, out: Path) -> Place:
+        if self.workers < 0 or self.stack < 1:
+            raise WaffleError(f"expected workers >= 0 and stack >= 1, got {self.workers} and {self.stack}")
         return Place(out, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
 
@@ -125,8 +127,8 @@ def _finish(config: RunConfig, folder: Path, place: PlaceFlags, output: Output) 
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
     elif result["status"] == "finished":
         console = Console()
-        show_result(config, result, rounds[-1], console)
-        console.print(f"run folder: {folder}", highlight=False)
+        show_result(config, result, rounds[-1] if rounds else {}, console)
+        console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     if result["status"] == "diverged":
         raise WaffleError(result["message"])
     return 0
@@ -150,7 +152,8 @@ def bench(arguments: Sequence[str]) -> int:
 
     args = parse(Bench, arguments, "bench")
     experiment = load_experiment(args.file)
-    out = Path(args.out or Path("runs") / check_name(experiment.name))
+    out = Path(args.out or Path("runs") / experiment.name)
+    check_name(out.name)
     if args.plan:
         for _, folder in plan(experiment, out):
             print(folder)
@@ -170,7 +173,7 @@ def _grid(experiment: Experiment, out: Path, place: PlaceFlags, output: Output, 
     else:
         console = Console()
         show_tables(finished, console)
-        console.print(f"page: {page.resolve()}", highlight=False, soft_wrap=True)
+        console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -217,13 +220,14 @@ def report(arguments: Sequence[str]) -> int:
     out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
     page = write_report(finished, out, args.title)
     if args.record:
-        Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
+        with writable(Path(args.record)):
+            Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
     if args.output.json:
         print(json.dumps({"report": str(page), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
     console = Console()
     show_tables(finished, console)
-    console.print(f"page: {page.resolve()}", highlight=False, soft_wrap=True)
+    console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -311,10 +315,8 @@ def _draw(split: str, counts: list[list[int]], out: Path) -> None:
     if out.suffix not in (".png", ".pdf"):
         raise WaffleError(f"expected --out to end in .png or .pdf, got {out}")
     draw = vl_convert.vegalite_to_png if out.suffix == ".png" else vl_convert.vegalite_to_pdf
-    try:
+    with writable(out):
         out.write_bytes(draw(label_chart({split: counts}).to_json()))
-    except OSError as error:
-        raise WaffleError(f"cannot write {out}: {error.strerror}") from None
 
 
 def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:

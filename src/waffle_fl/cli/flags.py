@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -27,6 +28,8 @@ def parse(kind: type[T], arguments: Sequence[str], command: str) -> T:
     def mistake(event: tyro_errors.ParseErrorEvent) -> None:
         raise WaffleError(_explained(event, kind) + f" (see `waffle {command} --help`)")
 
+    if os.environ.get("NO_COLOR"):
+        os.environ["TERM"] = "dumb"  # the only way to tell tyro's help
     with tyro_errors.on_parse_error(mistake):
         return tyro.cli(kind, args=list(arguments), prog=f"waffle {command}", config=(tyro.conf.OmitArgPrefixes,))
 

@@ -85,7 +85,7 @@ def accuracy(runs: Sequence[Finished]) -> Any:
 
 def weights(runs: Sequence[Finished]) -> Any:
     """One panel a split and weighing method; Alice stands out."""
-    weighing = [run for run in runs if run.config.method in WEIGHING and "weights" in run.rounds[0]]
+    weighing = [run for run in runs if run.config.method in WEIGHING and run.rounds and "weights" in run.rounds[0]]
     first: dict[tuple[str, str], Finished] = {}
     for run in sorted(weighing, key=lambda run: run.config.settings.seed):
         first.setdefault((run.row, run.title), run)

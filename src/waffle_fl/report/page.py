@@ -12,6 +12,7 @@ from typing import Any
 import vl_convert
 
 from waffle_fl import __version__
+from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.runs import PROTOCOLS, Finished
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
@@ -19,7 +20,8 @@ from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
     """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
-    out.mkdir(parents=True, exist_ok=True)
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
         (out / name).write_text(text, encoding="utf-8")
     charts = charts_of(runs)
