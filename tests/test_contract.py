@@ -10,6 +10,7 @@ import torch
 
 from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
+from waffle_fl.engines.closing import close, close_together, desk_of
 from waffle_fl.engines.simulate import Cell, State, initial_state, simulate
 from waffle_fl.experiment import _state, _tensors
 from waffle_fl.federation import Batches
@@ -57,7 +58,7 @@ class Stage:
         self.stepped = self.algorithm.step(self.local, self.grad())
         _, self.up = self.algorithm.finish(self.down, self.agents, self.stepped)
         ones = torch.ones(AGENTS, dtype=torch.int64)
-        self.now = Round(4, 10, 1, torch.ones(AGENTS, dtype=torch.bool), ones * 8, ones, BATCH)
+        self.now = Round(4, 10, torch.tensor(1), torch.ones(AGENTS, dtype=torch.bool), ones * 8, ones, BATCH)
 
     def grad(self) -> Any:
         return partial(self.model.grad, batch=self.batch)
@@ -158,6 +159,40 @@ def test_state_survives_save_and_load(method: str) -> None:
     a, b = _tensors(unbroken[-1].state), _tensors(last.state)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert last.measured["weights"] == unbroken[-1].measured["weights"]
+
+
+@every
+@pytest.mark.parametrize("guard", ["off", "standard"])
+def test_cells_close_alike_together_and_alone(method: str, guard: str) -> None:
+    """Aggregating several federations as one batched computation gives each what it gets alone, to rounding."""
+    algorithm, model, work = make(method), make_model(), []
+    for seed, alice in ((3, 0), (4, 2), (5, 1)):
+        federation = make_federation(alice=alice, seed=seed)
+        state = last_state(Cell(algorithm, federation, seed), model, rounds=3)[-1].state
+        down = algorithm.broadcast(state.server, AGENTS)
+        batches = Batches([federation.to("cpu", torch.float64)], [seed], BATCH, 1, torch.float64)
+        batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
+        local = algorithm.step(algorithm.begin(down, state.agents), partial(model.grad, batch=batch))
+        agents, up = algorithm.finish(down, state.agents, local)
+        present = torch.tensor([True, True, True, seed != 4])
+        work.append(
+            (state.server, state.agents, agents, up, present, desk_of(federation, BATCH, 1, torch.device("cpu")))
+        )
+    settings = (4, 10, BATCH, guard)
+    for one, together in zip(
+        [close(algorithm, *settings, *arguments) for arguments in work],
+        close_together(algorithm, work, *settings),
+        strict=True,
+    ):
+        assert one.measured.keys() == together.measured.keys()
+        for a, b in zip(flat(one), flat(together), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def flat(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [t for part in (state.values() if isinstance(state, dict) else state) for t in flat(part)]
 
 
 @every

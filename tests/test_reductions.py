@@ -38,7 +38,7 @@ def random_up(seed: int = 0) -> tuple[Up, Round]:
     g = torch.Generator().manual_seed(seed)
     up = Up(torch.randn(4, 7, generator=g, dtype=torch.float64), torch.zeros(4, 0, dtype=torch.float64))
     steps = torch.tensor([3, 2, 4, 2])
-    return up, Round(3, 20, 1, torch.ones(4, dtype=torch.bool), steps * BATCH, steps, BATCH)
+    return up, Round(3, 20, torch.tensor(1), torch.ones(4, dtype=torch.bool), steps * BATCH, steps, BATCH)
 
 
 def test_waffle_with_equal_weights_is_scaffold() -> None:

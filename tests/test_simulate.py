@@ -9,6 +9,7 @@ from torch import nn
 from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle, WaffleError, simulate
 from waffle_fl.data.synthetic import quadratics
+from waffle_fl.engines.closing import Examination, score
 from waffle_fl.federation import Batches
 from waffle_fl.models import Quadratic, output_is_loss
 from waffle_fl.randomness import derive, noise, shuffle
@@ -139,3 +140,21 @@ def test_accuracy_counts_what_is_right() -> None:
     output = model.predict(net.params, net.stats, federation.x[federation.test[0]].double())
     right = (output.argmax(dim=1) == federation.labels(0, federation.test[0])).float().mean()
     assert outcome.measured["accuracy"] == pytest.approx(float(right))
+
+
+def test_many_alices_are_examined_as_each_alone() -> None:
+    """Scoring several models in one padded pass gives each the accuracy and loss it has alone."""
+    pool = make_federation()
+    federations = [pool, Federation(**{**pool.__dict__, "alice": 2, "test": tuple(t[:7] for t in pool.test)})]
+    federations = [Federation(**{**f.__dict__, "x": pool.x.double()}) for f in federations]
+    shared = federations[0].x
+    federations = [Federation(**{**f.__dict__, "x": shared}) for f in federations]
+    model = make_model()
+    nets = [model.init(seed) for seed in (1, 2)]
+    next(simulate([Cell(FedAvg(), pool, 1)], model, rounds=1, batch_size=BATCH))  # so that it knows it folds
+    parts = [f.test[f.alice] for f in federations]
+    together = Examination(federations, parts).score(model, nets)
+    for f, part, net, found in zip(federations, parts, nets, together, strict=True):
+        alone = score(model, net, f, part)
+        assert float(found["accuracy"]) == float(alone["accuracy"])
+        torch.testing.assert_close(found["loss"], alone["loss"], rtol=1e-12, atol=1e-12)

@@ -22,6 +22,7 @@ from waffle_fl.tensorfile import pack
 from waffle_fl.wire import Envelope, Inbox, seal
 
 ALICE, BAD = 0, 2
+ALICE_ROW = torch.tensor(ALICE)
 SIZE = 57
 ENVELOPE = Envelope("run", 4, "model")
 
@@ -176,7 +177,7 @@ def test_w6_too_large() -> None:
 def guarded(dy: list[list[float]]) -> list[int]:
     rows = torch.tensor(dy)
     up = Up(rows, torch.zeros(len(rows), 0))
-    return screen(up, ALICE, torch.ones(len(rows), dtype=torch.bool), "standard")[2].tolist()
+    return screen(up, ALICE_ROW, torch.ones(len(rows), dtype=torch.bool), "standard")[2].tolist()
 
 
 def test_w7_guard_by_hand() -> None:
@@ -187,7 +188,7 @@ def test_w7_guard_by_hand() -> None:
     dy = [[1.0, 0.0], [0.0, 0.0], [0.2, 0.0], [-1.0, 0.1], [0.0, 1.0], [10.0, 0.0], [1.0, 0.5], [0.3, 0.0], [1.0, 0.1]]
     assert guarded(dy) == [OK, TOO_SHORT, TOO_SHORT, OPPOSED, OPPOSED, CLIPPED, OK, OK, OK]
     rows = torch.tensor(dy)
-    up, _, _ = screen(Up(rows, torch.zeros(9, 0)), ALICE, torch.ones(9, dtype=torch.bool), "standard")
+    up, _, _ = screen(Up(rows, torch.zeros(9, 0)), ALICE_ROW, torch.ones(9, dtype=torch.bool), "standard")
     assert up.dy[5].tolist() == [2.0, 0.0]
     assert up.dy[6].tolist() == [1.0, 0.5]
 
@@ -195,7 +196,7 @@ def test_w7_guard_by_hand() -> None:
 def test_w7_guard_off_is_the_paper() -> None:
     """W7: with the guard off, zeros and far updates are weighed as the paper weighs them."""
     rows = torch.tensor([[1.0], [0.0], [-5.0], [100.0]])
-    up, heard, codes = screen(Up(rows, torch.zeros(4, 0)), ALICE, torch.ones(4, dtype=torch.bool), "off")
+    up, heard, codes = screen(Up(rows, torch.zeros(4, 0)), ALICE_ROW, torch.ones(4, dtype=torch.bool), "off")
     assert torch.equal(up.dy, rows)
     assert heard.all()
     assert codes.tolist() == [OK] * 4

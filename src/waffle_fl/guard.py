@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from waffle_fl.algorithms.contract import row_of
+
 Guard: TypeAlias = Literal["off", "standard"]
 
 MAX_NORM = 1e6
@@ -19,7 +21,7 @@ REASONS = ("ok", "not finite", "too long", "too short", "opposed to Alice", "cli
 ADMITTED = (OK, CLIPPED)
 
 
-def screen(up: Any, alice: int, present: Tensor, guard: Guard = "off") -> tuple[Any, Tensor, Tensor]:
+def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tuple[Any, Tensor, Tensor]:
     """(up with the rejected rows blanked, who was heard, a reason code for each agent)."""
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
@@ -35,16 +37,16 @@ def screen(up: Any, alice: int, present: Tensor, guard: Guard = "off") -> tuple[
     return type(up)(*blanked), heard, code
 
 
-def _closeness(up: Any, alice: int, norms: Tensor, code: Tensor, present: Tensor) -> tuple[Any, Tensor]:
+def _closeness(up: Any, alice: Tensor, norms: Tensor, code: Tensor, present: Tensor) -> tuple[Any, Tensor]:
     """Clip at twice Alice's norm; reject a quarter of the median norm and less; reject cos(dy_i, dy_alice) <= 0."""
     dy = torch.where((code == OK)[:, None], up.dy, torch.zeros_like(up.dy)).double()
-    candidates = norms[present & (code == OK)]
-    median = candidates.median() if len(candidates) else norms.new_zeros(())
+    median = torch.where(present & (code == OK), norms, torch.nan).nanmedian()
+    alice_s, alice_norm = row_of(dy, alice), row_of(norms, alice)
     others = torch.arange(len(norms), device=norms.device) != alice
     suspect = others & (code == OK)
     code = torch.where(suspect & (norms < median / 4), TOO_SHORT, code)
-    code = torch.where(suspect & (code == OK) & (dy @ dy[alice] <= 0), OPPOSED, code)
-    limit = 2 * norms[alice]
+    code = torch.where(suspect & (code == OK) & (dy @ alice_s <= 0), OPPOSED, code)
+    limit = 2 * alice_norm
     long = others & (code == OK) & (norms > limit)
     scale = torch.where(long, limit / norms.clamp(min=1e-300), 1.0).to(up.dy.dtype)
     return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)

@@ -39,7 +39,7 @@ class Round(NamedTuple):
 
     r: int  # 1-based, as in the paper
     of: int  # R
-    alice: int  # i*
+    alice: Tensor  # i*, a number
     heard: Tensor  # (N,) bool: the agents whose update arrived and was admitted
     samples: Tensor  # (N,) registered sample counts
     steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
@@ -127,9 +127,14 @@ def normalised(weights: Weights, fallback: Tensor) -> Weights:
     return torch.where(usable, weights / torch.where(usable, total, 1.0), equal)
 
 
-def one_hot(agent: int, agents: int, like: Tensor) -> Weights:
+def one_hot(agent: Tensor, agents: int) -> Weights:
     """All weight on one agent: e_i."""
-    return (torch.arange(agents, device=like.device) == agent).double()
+    return (torch.arange(agents, device=agent.device) == agent).double()
+
+
+def row_of(rows: Rows, agent: Tensor) -> Vector:
+    """One agent's row, found without asking the device for its number."""
+    return rows.index_select(0, agent.view(1)).squeeze(0)
 
 
 def moved(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:

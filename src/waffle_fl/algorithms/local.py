@@ -62,7 +62,7 @@ class Local:
         return Agents(local.y, local.stats), Up()
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return server, Info(one_hot(now.alice, len(now.heard), now.heard))
+        return server, Info(one_hot(now.alice, len(now.heard)))
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return Net(agents.y, agents.stats)

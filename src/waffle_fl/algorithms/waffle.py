@@ -28,6 +28,7 @@ from waffle_fl.algorithms.contract import (
     moved,
     normalised,
     one_hot,
+    row_of,
     server_side,
     weighted_sum,
 )
@@ -59,7 +60,7 @@ def calc_weights(
     """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
     others = now.heard & ~is_alice
-    d = (dy.double() - dy[now.alice].double()).norm(dim=1)  # A1.2
+    d = (dy.double() - row_of(dy, now.alice).double()).norm(dim=1)  # A1.2
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
     d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
@@ -72,7 +73,7 @@ def calc_weights(
     limit = 0.0 if denominator == "max" else (1 - omega) / (2 - min(omega, 1))
     ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
-    alone = one_hot(now.alice, len(dy), dy)
+    alone = one_hot(now.alice, len(dy))
     if 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
         alpha = alone  # A1.8
     alpha = normalised(alpha, alone)  # A1.9

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
@@ -24,6 +25,7 @@ from waffle_fl.algorithms.contract import (
     moved,
     normalised,
     one_hot,
+    row_of,
     server_side,
 )
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
@@ -41,11 +43,11 @@ class Info(NamedTuple):
     distances: Weights  # relative to Alice's update
 
 
-def relative_distances(dy: Rows, alice: int) -> Weights:
+def relative_distances(dy: Rows, alice: Tensor) -> Weights:
     """|g_i - g_A| / |g_A| (the learning rate cancels); 0 where Alice did not move, so that nothing erodes."""
-    dy = dy.double()
-    scale = dy[alice].norm()
-    return torch.where(scale > 0, (dy - dy[alice]).norm(dim=1) / torch.where(scale > 0, scale, 1.0), 0.0)
+    dy, alice_s = dy.double(), row_of(dy, alice).double()
+    scale = alice_s.norm()
+    return torch.where(scale > 0, (dy - alice_s).norm(dim=1) / torch.where(scale > 0, scale, 1.0), 0.0)
 
 
 @final
@@ -86,7 +88,7 @@ class WeightErosion:
         reuses = (((now.r - 1) * now.batch_size) // now.samples.clamp(min=1)).double()
         eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
         alpha = torch.where(now.heard, eroded, server.alpha)  # an absent agent returns with the weight it had
-        weights = normalised(torch.where(now.heard, alpha, 0.0), one_hot(now.alice, len(alpha), alpha))
+        weights = normalised(torch.where(now.heard, alpha, 0.0), one_hot(now.alice, len(alpha)))
         x = moved(server.x, weights, up.dy)
         return Server(x, averaged(server.stats, weights, up.stats), alpha), Info(weights, alpha, d)
 

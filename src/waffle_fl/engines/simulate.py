@@ -18,17 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Algorithm, Net, Round, training_key
-from waffle_fl.engines.steps import Graphs, one_step, products, where_rows
+from waffle_fl.algorithms import Algorithm, Net, training_key
+from waffle_fl.engines.closing import Closed, Examination, close, close_together, desk_of, score, to_numbers
+from waffle_fl.engines.steps import Graphs, one_step, products
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Batches, Federation
-from waffle_fl.guard import OK, REASONS, Guard, screen
+from waffle_fl.guard import OK, REASONS, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.wire import Envelope, Inbox, seal
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
 CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
-EVALUATE_ROWS = 2000
+
+GPU_STREAMS = 2
+STREAM_ROWS = 50  # with fewer rows a stream is bound by launches, not by work
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
 Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
@@ -105,15 +108,6 @@ def initial_state(cell: Cell, model: FlatModel) -> State:
     return State(server, agents)
 
 
-class _Closed(NamedTuple):
-    """A round after aggregation, its measurements still on the device."""
-
-    cell: int
-    state: State
-    measured: dict[str, Any]
-    refused: list[tuple[int, str]]
-
-
 class _Simulator:
     """The states of the live cells, and one round of work on them."""
 
@@ -133,11 +127,14 @@ class _Simulator:
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
         self.live = list(range(len(cells)))
         self._batches: dict[tuple[int, ...], Batches] = {}
-        count = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+        on_gpu = model.device.type == "cuda"
+        self._workers = workers or (GPU_STREAMS if on_gpu else os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,))
+        self._streams = [torch.cuda.Stream() for _ in range(self._workers)] if on_gpu else []  # type: ignore[no-untyped-call]
         self._graphs = Graphs(model)
-        self._samples = [f.samples.to(model.device) for f in federations]
-        self._planned = [epochs * -(-n // batch_size) for n in self._samples]
+        self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
+        self._examinations: dict[Any, Examination] = {}
+        self._refused: dict[int, list[tuple[int, str]]] = {}
 
     def round(self, r: int) -> list[Outcome]:
         """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
@@ -148,9 +145,9 @@ class _Simulator:
             if not pending:
                 break
             trained = self._train(pending, r, attempt)
-            closed = [self._close(i, r, agents, up) for i, (agents, up) in zip(pending, trained, strict=True)]
+            closed = self._close(pending, r, trained)
             measured = to_numbers([c.measured for c in closed])
-            outcomes = [self._outcome(c, m, r) for c, m in zip(closed, measured, strict=True)]
+            outcomes = [self._outcome(i, c, m, r) for i, c, m in zip(pending, closed, measured, strict=True)]
             done |= {outcome.cell: outcome for outcome in outcomes}
             pending = [outcome.cell for outcome in outcomes if outcome.error]
         seconds = (time.perf_counter() - began) / len(self.live)
@@ -179,10 +176,27 @@ class _Simulator:
             local = self._steps(algorithm, local, batches, r, attempt, rows)  # A2.6-8
             return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
 
-        results = list(self._pool.map(train_chunk, self._chunks(len(batches.steps))))
+        results = self._spread(train_chunk, self._chunks(len(batches.steps)))
         new_agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
         edges = _edges([c.federation.agents for c in cells])
         return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
+
+    def _spread(self, train: Callable[[slice], Any], chunks: Sequence[slice]) -> list[Any]:
+        """Chunks side by side: one thread each at a time, and on a GPU one stream each, so that kernels overlap."""
+        if self.model.device.type != "cuda":
+            return list(self._pool.map(train, chunks))
+        here = torch.cuda.current_stream()
+
+        def on_stream(chunk: slice, stream: torch.cuda.Stream) -> Any:
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream), products(self.model.precision):
+                return train(chunk)
+
+        streams = [self._streams[k % len(self._streams)] for k in range(len(chunks))]
+        results = list(self._pool.map(on_stream, chunks, streams))
+        for stream in self._streams:
+            here.wait_stream(stream)
+        return results
 
     def _steps(self, algorithm: Algorithm, local: Any, batches: Batches, r: int, attempt: int, rows: slice) -> Any:
         """All mini-batches of a round, for the rows of one chunk."""
@@ -194,29 +208,66 @@ class _Simulator:
             local = one_step(algorithm, self.model, batches, local, plan, torch.tensor([t]), size, t < together)
         return local
 
-    def _close(self, i: int, r: int, agents: Any, up: Any) -> _Closed:
-        """A2.13-16 for one cell: screen what arrived, aggregate, and measure Alice's model. Nothing waits for a GPU."""
-        cell, old = self.cells[i], self.states[i]
-        federation, samples, steps = cell.federation, self._samples[i], self._planned[i]
+    def _close(self, indices: Sequence[int], r: int, trained: Sequence[tuple[Any, Any]]) -> list[Closed]:
+        """A2.13-16 for every cell. Nothing here waits for a GPU, and there cells of one kind are closed together."""
+        settings = (r, self.rounds, self.batch_size, self.guard)
+        work = {i: self._arrived(i, r, agents, up) for i, (agents, up) in zip(indices, trained, strict=True)}
+        closed: dict[int, Closed] = {}
+        for group in self._alike(indices):
+            algorithm = self.cells[group[0]].algorithm
+            if self.model.device.type == "cuda":
+                done = close_together(algorithm, [work[i] for i in group], *settings)
+            else:
+                done = [close(algorithm, *settings, *work[i]) for i in group]
+            closed |= dict(zip(group, done, strict=True))
+        scores = self._scores(indices, [closed[i].own for i in indices])
+        return [
+            closed[i]._replace(measured={**scored, **closed[i].measured})
+            for i, scored in zip(indices, scores, strict=True)
+        ]
+
+    def _arrived(self, i: int, r: int, agents: Any, up: Any) -> tuple[Any, ...]:
+        """What the server has at hand when it closes the round of one cell."""
+        cell, state, desk = self.cells[i], self.states[i], self._desks[i]
+        present = desk.samples > 0
+        self._refused[i] = []
         if cell.tamper:
             up = cell.tamper(up, r)
-        present = samples > 0
-        refused: list[tuple[int, str]] = []
         if cell.post:
-            up, arrived, refused = self._posted(cell, up, r, steps.tolist())
+            up, arrived, self._refused[i] = self._posted(cell, up, r, desk.steps.tolist())
             present = present & arrived
-        up, heard, codes = screen(up, federation.alice, present, self.guard)
-        now = Round(r, self.rounds, federation.alice, heard, samples, steps, self.batch_size)
-        server, info = cell.algorithm.aggregate(old.server, up, now)  # A2.13-16
-        state = State(server, where_rows(heard, agents, old.agents))
-        measured = {**evaluate(cell.algorithm, state, federation, self.model), **info._asdict()}
-        if hasattr(up, "dy"):
-            measured["norms"] = up.dy.double().norm(dim=1)
-        return _Closed(i, state, {**measured, "heard": heard, "codes": codes}, refused)
+        return state.server, state.agents, agents, up, present, desk
 
-    def _outcome(self, closed: _Closed, measured: dict[str, Any], r: int) -> Outcome:
+    def _alike(self, indices: Sequence[int]) -> list[list[int]]:
+        groups: dict[Any, list[int]] = {}
+        for i in indices:
+            groups.setdefault((self.cells[i].algorithm, self.cells[i].federation.agents), []).append(i)
+        return list(groups.values())
+
+    def _scores(self, indices: Sequence[int], nets: Sequence[Net]) -> list[dict[str, Tensor]]:
+        """Accuracy and loss of each Alice's model on her own test data, and on validation data where she has some."""
+        federations = [self.cells[i].federation for i in indices]
+        scores = self._score("test", federations, [f.test[f.alice] for f in federations], nets)
+        held_out = [f.validation[f.alice] for f in federations]
+        if all(len(rows) for rows in held_out):
+            for entry, more in zip(scores, self._score("validation", federations, held_out, nets), strict=True):
+                entry |= {f"validation_{key}": value for key, value in more.items()}
+        return scores
+
+    def _score(
+        self, kind: str, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
+    ) -> list[dict[str, Tensor]]:
+        together = self.model.device.type == "cuda" and self.model.stacked and len({id(f.x) for f in federations}) == 1
+        if not together:
+            return [score(self.model, n, f, p) for n, f, p in zip(nets, federations, parts, strict=True)]
+        key = (kind, *map(id, federations))
+        if key not in self._examinations:
+            self._examinations[key] = Examination(federations, parts)
+        return self._examinations[key].score(self.model, nets)
+
+    def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int) -> Outcome:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
-        names, alice = self.cells[closed.cell].federation.names, self.cells[closed.cell].federation.alice
+        names, alice = self.cells[i].federation.names, self.cells[i].federation.alice
         heard, codes = measured.pop("heard"), measured.pop("codes")
         for key in ("loss", "validation_loss"):
             if key in measured and not math.isfinite(measured[key]):
@@ -224,15 +275,15 @@ class _Simulator:
         screened = {name: REASONS[int(code)] for name, code in zip(names, codes, strict=True) if code != OK}
         if screened:
             measured["screened"] = screened
-        if closed.refused:
-            measured["refused"] = [[names[agent], reason] for agent, reason in closed.refused]
+        if self._refused[i]:
+            measured["refused"] = [[names[agent], reason] for agent, reason in self._refused[i]]
         if heard[alice] and measured["loss"] is not None:
-            return Outcome(closed.cell, r, {"round": r, **measured}, closed.state)
+            return Outcome(i, r, {"round": r, **measured}, State(closed.server, closed.agents))
         error = Diverged(
             f"round {r}: the training of Alice ({names[alice]}) diverged (no finite update in {ATTEMPTS} attempts): "
             "lower lr, or set clip; the rounds before are kept"
         )
-        return Outcome(closed.cell, r, {"round": r, **measured}, self.states[closed.cell], error)
+        return Outcome(i, r, {"round": r, **measured}, self.states[i], error)
 
     def _posted(self, cell: Cell, up: Any, r: int, steps: list[int]) -> tuple[Any, Tensor, list[tuple[int, str]]]:
         """Send every update through the cell's post, as bytes, and read what arrives."""
@@ -259,45 +310,9 @@ class _Simulator:
             return [slice(i, i + 1) for i in range(rows)]
         row_bytes = 16 * self.model.size * self.model.dtype.itemsize
         size = min(max(1, CHUNK_BYTES[self.model.device.type] // row_bytes), rows)
+        if self.model.device.type == "cuda" and rows >= 2 * STREAM_ROWS:
+            size = min(size, -(-rows // self._workers))
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-
-
-@torch.no_grad()
-def evaluate(algorithm: Algorithm, state: State, federation: Federation, model: FlatModel) -> dict[str, Any]:
-    """Accuracy and loss of Alice's model on her own test data, and on her validation data where she has some."""
-    alice = federation.alice
-    net = algorithm.personal(state.server, state.agents, federation.agents)
-    own = Net(net.params[alice], net.stats[alice])
-    result = score(model, own, federation, federation.test[alice])
-    if len(federation.validation[alice]):
-        validation = score(model, own, federation, federation.validation[alice])
-        result |= {f"validation_{key}": value for key, value in validation.items()}
-    return result
-
-
-def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Tensor]:
-    """Accuracy and mean loss on these samples."""
-    correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
-    for part in torch.split(rows, EVALUATE_ROWS):
-        output = model.predict(net.params, net.stats, federation.x[part])
-        target = federation.labels(federation.alice, part)
-        total += model.losses(output, target).double().sum()
-        if output.ndim == 2:
-            correct += (output.argmax(dim=1) == target).sum()
-    return {"accuracy": correct / len(rows), "loss": total / len(rows)}
-
-
-def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All tensors of all cells as plain numbers, fetched from the device in one go."""
-    tensors = [value for entry in measured for value in entry.values() if isinstance(value, Tensor)]
-    numbers = iter(torch.cat([t.double().flatten() for t in tensors]).tolist())
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
-
-    return [{key: plain(value) for key, value in entry.items()} for entry in measured]
 
 
 def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Federation]:

@@ -123,7 +123,7 @@ class FlatModel:
         rows = len(params)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
-            with Stacking(batch.key, "tf32" if self.precision == "tf32" else "tf32x3") as stack:
+            with Stacking(batch.key, self.products) as stack:
                 output = stack.settled(self._call(self._params.unflatten(leaf), batch.x.flatten(0, 1)))
             losses = self._loss(output, batch.y.flatten(0, 1)).view(rows, -1)
             per_row = (losses * batch.weight).sum(dim=1) / batch.weight.sum(dim=1).clamp(min=1)
@@ -165,6 +165,23 @@ class FlatModel:
         """Outputs of one model, its statistics frozen."""
         tensors = {**self._params.unflatten(params), **self._stats.unflatten(stats)}
         return torch.func.functional_call(self._module(training=False), tensors, (x,))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:
+        """Outputs of many models without running statistics, each on samples of its own: (N, B, ...)."""
+        if not self._folds:
+            return torch.stack([self.predict(p, p[:0], samples) for p, samples in zip(params, x, strict=True)])
+        keys = torch.zeros(len(params), dtype=torch.int64, device=self.device)
+        with Stacking(keys, self.products) as stack:
+            tensors = self._params.unflatten(params)
+            output = torch.func.functional_call(self._module(training=False), tensors, (x.flatten(0, 1),))
+            output = stack.settled(output)
+        return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
+
+    @property
+    def products(self) -> str:
+        """How kernels of our own multiply: in TF32, or in three TF32 products that together are exact float32."""
+        return "tf32" if self.precision == "tf32" else "tf32x3"
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         return self._loss(output, target)

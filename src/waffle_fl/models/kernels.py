@@ -83,9 +83,10 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pool(  # type: ignore[no-untyped-def]
-    x, y, chosen, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr, RECTIFIED: tl.constexpr, BM: tl.constexpr
+    x, y, chosen, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr, RECTIFIED: tl.constexpr, BM: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    m = tl.program_id(0).to(INDEX) * BM + tl.arange(0, BM)
     HO: tl.constexpr = H // S
     WO: tl.constexpr = W // S
     corner = (m // (HO * WO)) * (H * W) + ((m // WO) % HO) * (S * W) + (m % WO) * S
@@ -104,8 +105,10 @@ def _pool(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pool_gradient(dy, chosen, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+def _pool_gradient(  # type: ignore[no-untyped-def]
+    dy, chosen, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    m = tl.program_id(0).to(INDEX) * BM + tl.arange(0, BM)
     HO: tl.constexpr = H // S
     WO: tl.constexpr = W // S
     h, w = (m // W) % H, m % W
@@ -118,9 +121,9 @@ def _pool_gradient(dy, chosen, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, S: t
 @triton.jit  # type: ignore[untyped-decorator]
 def _lay_back(  # type: ignore[no-untyped-def]
     patches, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, PH: tl.constexpr,
-    PW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr,
+    PW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    m = tl.program_id(0).to(INDEX) * BM + tl.arange(0, BM)
     plane, h, w = m // (H * W), (m // W) % H + PH, m % W + PW
     total = tl.zeros((BM,), tl.float32)
     for tap in tl.static_range(KH * KW):
@@ -128,6 +131,11 @@ def _lay_back(  # type: ignore[no-untyped-def]
         covered = (m < TOTAL) & (ho >= 0) & (ho < HO) & (wo >= 0) & (wo < WO)
         total += tl.load(patches + (plane * (KH * KW) + tap) * (HO * WO) + ho * WO + wo, mask=covered, other=0.0)
     tl.store(dx + m, total, mask=m < TOTAL)
+
+
+def _index(largest: Tensor) -> tl.dtype:
+    """Narrow indices are several times faster to divide."""
+    return tl.int32 if largest.numel() < 2**31 else tl.int64
 
 
 def _width(channels: int) -> int:
@@ -157,7 +165,9 @@ def conv2d_input_gradient(
     patches = valid_conv2d(dy, by_patch, None, precision)
     dx = dy.new_empty(len(dy), weight.shape[2], *size)
     blocks = (triton.cdiv(dx.numel(), 512),)
-    _lay_back[blocks](patches, dx, dx.numel(), *size, *dy.shape[2:], *padding, *weight.shape[3:], BM=512)
+    _lay_back[blocks](
+        patches, dx, dx.numel(), *size, *dy.shape[2:], *padding, *weight.shape[3:], BM=512, INDEX=_index(patches)
+    )
     return dx
 
 
@@ -208,7 +218,9 @@ class MaxPool2d(torch.autograd.Function):
         height, width = x.shape[2:]
         y = x.new_empty(*x.shape[:2], height // size, width // size)
         chosen = torch.empty_like(y, dtype=torch.uint8)
-        _pool[(triton.cdiv(y.numel(), 1024),)](x, y, chosen, y.numel(), height, width, size, rectified, BM=1024)
+        _pool[(triton.cdiv(y.numel(), 1024),)](
+            x, y, chosen, y.numel(), height, width, size, rectified, BM=1024, INDEX=_index(x)
+        )
         ctx.save_for_backward(chosen)
         ctx.shape, ctx.size = x.shape, size
         ctx.mark_non_differentiable(chosen)
@@ -220,7 +232,9 @@ class MaxPool2d(torch.autograd.Function):
         dx = dy.new_empty(ctx.shape)
         height, width = ctx.shape[2:]
         blocks = (triton.cdiv(dx.numel(), 1024),)
-        _pool_gradient[blocks](dy.contiguous(), chosen, dx, dx.numel(), height, width, ctx.size, BM=1024)
+        _pool_gradient[blocks](
+            dy.contiguous(), chosen, dx, dx.numel(), height, width, ctx.size, BM=1024, INDEX=_index(dx)
+        )
         return dx, None, None
 
 

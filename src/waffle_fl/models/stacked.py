@@ -72,10 +72,9 @@ class SeededDropout(TorchFunctionMode):
 
 def linear(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (R*B, ..., in), weight (R, out, in), bias (R, out) -> (R*B, ..., out)."""
-    flat = x.reshape(rows, -1, x.shape[-1])
-    across = weight.transpose(1, 2)
-    y = torch.bmm(flat, across) if bias is None else torch.baddbmm(bias[:, None], flat, across)
-    return y.view(*x.shape[:-1], weight.shape[1])
+    flat = x.reshape(rows, -1, x.shape[-1]).transpose(1, 2)
+    y = torch.bmm(weight, flat) if bias is None else torch.baddbmm(bias[:, :, None], weight, flat)
+    return y.transpose(1, 2).reshape(*x.shape[:-1], weight.shape[1])  # so the weight's gradient comes as it lies
 
 
 def conv2d(
