@@ -13,8 +13,8 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.commands import COMMANDS, PlaceFlags
 from waffle_fl.cli.flags import _flags, options_class
 from waffle_fl.config import Settings, load_experiment
-from waffle_fl.report import read_runs
 from waffle_fl.report.tables import to_markdown
+from waffle_fl.results import read_runs
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(waffle_fl.__file__).parent

@@ -20,12 +20,22 @@ LAYERS = [
     {"algorithms", "guard"},
     {"engines", "config"},
     {"records"},
-    {"experiment"},
+    {"experiment", "results"},
     {"report"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-BARE = ("data", "partition", "federation", "models", "algorithms", "engines.simulate", "records", "experiment")
+BARE = (
+    "data",
+    "partition",
+    "federation",
+    "models",
+    "algorithms",
+    "engines.simulate",
+    "records",
+    "experiment",
+    "results",
+)
 
 
 def imports(path: Path) -> set[str]:

@@ -13,8 +13,9 @@ import pytest
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, execute, plan
-from waffle_fl.report import Finished, condense, read_runs, scores, write_report
+from waffle_fl.report import write_report
 from waffle_fl.report.tables import to_csv, to_latex, to_markdown
+from waffle_fl.results import Finished, condense, read_runs, scores
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

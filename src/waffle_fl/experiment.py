@@ -188,6 +188,8 @@ def _open(
 ) -> _Job | dict[str, Any]:
     """Lock a run's folder and find out where it stands; a run that has ended gives its result."""
     federation = federation_of(config.settings, place.data_dir, place.allow_unverified)
+    if config.method == "local":
+        federation = federation.only(federation.alice)  # nobody else's training could matter
     model = _model(config.settings, federation, device)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)

@@ -336,7 +336,8 @@ class Batches:
         samples = plan.samples.index_select(1, t)[:, 0, :size]
         labels = self.y[samples]
         y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
-        return Batch(self.x[samples], y, plan.weight.index_select(1, t)[:, 0, :size], plan.keys + (t << 16))
+        x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
+        return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], plan.keys + (t << 16))
 
 
 def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:

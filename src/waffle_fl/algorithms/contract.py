@@ -83,8 +83,9 @@ class SGD:
         if correction is not None:
             g = g + correction
         if clip:
-            g = g * (clip / g.norm(dim=1, keepdim=True).clamp(min=clip))
-        return y - self.lr * g, velocity
+            shorter = clip / g.norm(dim=1, keepdim=True).clamp(min=clip)
+            return torch.addcmul(y, g, shorter, value=-self.lr), velocity
+        return torch.add(y, g, alpha=-self.lr), velocity
 
     def rest(self, y: Rows) -> Rows:
         """The velocity at the start of a round; without momentum it takes no memory."""

@@ -26,7 +26,8 @@ from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
-from waffle_fl.report import condense, read_runs, write_report
+from waffle_fl.report import write_report
+from waffle_fl.results import condense, read_runs
 
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from waffle_fl.algorithms import TITLES
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener
-from waffle_fl.report.runs import PROTOCOLS, Finished, Score, best_of, methods_of, rows_of, scores
 from waffle_fl.report.tables import protocols_of
+from waffle_fl.results import PROTOCOLS, Finished, Score, best_of, methods_of, rows_of, scores
 
 
 class Live(Listener):

@@ -30,9 +30,6 @@ from waffle_fl.wire import Envelope, Inbox, seal
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
 CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 
-GPU_STREAMS = 2
-STREAM_ROWS = 50  # with fewer rows a stream is bound by launches, not by work
-
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
 Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
 
@@ -127,10 +124,8 @@ class _Simulator:
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
         self.live = list(range(len(cells)))
         self._batches: dict[tuple[int, ...], Batches] = {}
-        on_gpu = model.device.type == "cuda"
-        self._workers = workers or (GPU_STREAMS if on_gpu else os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,))
-        self._streams = [torch.cuda.Stream() for _ in range(self._workers)] if on_gpu else []  # type: ignore[no-untyped-call]
+        count = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
         self._graphs = Graphs(model)
         self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
         self._examinations: dict[Any, Examination] = {}
@@ -176,27 +171,10 @@ class _Simulator:
             local = self._steps(algorithm, local, batches, r, attempt, rows)  # A2.6-8
             return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
 
-        results = self._spread(train_chunk, self._chunks(len(batches.steps)))
+        results = list(self._pool.map(train_chunk, self._chunks(len(batches.steps))))
         new_agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
         edges = _edges([c.federation.agents for c in cells])
         return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
-
-    def _spread(self, train: Callable[[slice], Any], chunks: Sequence[slice]) -> list[Any]:
-        """Chunks side by side: one thread each at a time, and on a GPU one stream each, so that kernels overlap."""
-        if self.model.device.type != "cuda":
-            return list(self._pool.map(train, chunks))
-        here = torch.cuda.current_stream()
-
-        def on_stream(chunk: slice, stream: torch.cuda.Stream) -> Any:
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream), products(self.model.precision):
-                return train(chunk)
-
-        streams = [self._streams[k % len(self._streams)] for k in range(len(chunks))]
-        results = list(self._pool.map(on_stream, chunks, streams))
-        for stream in self._streams:
-            here.wait_stream(stream)
-        return results
 
     def _steps(self, algorithm: Algorithm, local: Any, batches: Batches, r: int, attempt: int, rows: slice) -> Any:
         """All mini-batches of a round, for the rows of one chunk."""
@@ -310,8 +288,6 @@ class _Simulator:
             return [slice(i, i + 1) for i in range(rows)]
         row_bytes = 16 * self.model.size * self.model.dtype.itemsize
         size = min(max(1, CHUNK_BYTES[self.model.device.type] // row_bytes), rows)
-        if self.model.device.type == "cuda" and rows >= 2 * STREAM_ROWS:
-            size = min(size, -(-rows // self._workers))
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,37 +43,22 @@ class Graphs:
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
-        self._capturing = threading.Lock()
         self._known: dict[Any, _Graph] = {}
 
     def run(
         self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], together: int
     ) -> Any:
         """All steps of a round, without a word from the host in between."""
-        key = (
-            threading.get_ident(),
-            training_key(algorithm),
-            id(batches),
-            *(tuple(field.shape) for field in (*local, *plan)),
-        )
+        key = (training_key(algorithm), id(batches), *(tuple(field.shape) for field in (*local, *plan)))
         if key not in self._known:
-            self._known[key] = _Graph(algorithm, self.model, batches, local, plan, self._capturing)
+            self._known[key] = _Graph(algorithm, self.model, batches, local, plan)
         return self._known[key].run(local, plan, sizes, together)
 
 
 class _Graph:
     """Static buffers for state and plan, and the graphs that work on them."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        model: FlatModel,
-        batches: Batches,
-        local: Any,
-        plan: Plan,
-        capturing: threading.Lock,
-    ) -> None:
-        self._capturing = capturing
+    def __init__(self, algorithm: Algorithm, model: FlatModel, batches: Batches, local: Any, plan: Plan) -> None:
         self.local = type(local)(*(field.clone() for field in local))
         self.plan = Plan(*(field.clone() for field in plan))
         self.t = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -86,8 +70,7 @@ class _Graph:
         for kind in dict.fromkeys(kinds):
             if kind not in self._graphs:
                 self._load(local, plan)
-                with self._capturing:
-                    self._graphs[kind] = self._captured(*kind)
+                self._graphs[kind] = self._captured(*kind)
         self._load(local, plan)
         for kind in kinds:
             self._graphs[kind].replay()
@@ -114,7 +97,7 @@ class _Graph:
                 self._advance(size, together)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             self._advance(size, together)
         return graph
 

@@ -10,7 +10,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.report.runs import WEIGHING, Finished, methods_of, rows_of
+from waffle_fl.results import WEIGHING, Finished, methods_of, rows_of
 
 COLORS = {
     "Local": "#8c8c8c",

@@ -14,8 +14,8 @@ import vl_convert
 from waffle_fl import __version__
 from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
-from waffle_fl.report.runs import PROTOCOLS, Finished
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
+from waffle_fl.results import PROTOCOLS, Finished
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:

@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Sequence
 
 from waffle_fl.algorithms import TITLES
-from waffle_fl.report.runs import PROTOCOLS, Finished, Protocol, Score, best_of, methods_of, rows_of, scores
+from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, methods_of, rows_of, scores
 
 
 def grid(runs: Sequence[Finished], protocol: Protocol, cell: Callable[[Score | None, bool], str]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Read run folders back: the only source of every table and chart."""
+"""Read runs back, from their folders or from condensed records: the only source of every table and chart."""
 
 from __future__ import annotations
 
