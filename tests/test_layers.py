@@ -25,7 +25,7 @@ LAYERS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-BARE = (
+BARE = ("data", "partition", "federation", "models", "algorithms", "engines.simulate", "experiment", "results")
     "data",
     "partition",
     "federation",

@@ -139,7 +139,7 @@ def _index(largest: Tensor) -> tl.dtype:
 
 
 def _width(channels: int) -> int:
-    return min(64, max(16, int(triton.next_power_of_2(channels))))
+    return min(32, max(16, int(triton.next_power_of_2(channels))))
 
 
 def valid_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
