@@ -26,16 +26,6 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BARE = ("data", "partition", "federation", "models", "algorithms", "engines.simulate", "experiment", "results")
-    "data",
-    "partition",
-    "federation",
-    "models",
-    "algorithms",
-    "engines.simulate",
-    "records",
-    "experiment",
-    "results",
-)
 
 
 def imports(path: Path) -> set[str]:

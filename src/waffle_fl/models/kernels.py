@@ -164,10 +164,8 @@ def conv2d_input_gradient(
     by_patch = weight.flatten(2).transpose(1, 2)[..., None, None]  # (R, K, O, 1, 1): a convolution of size 1
     patches = valid_conv2d(dy, by_patch, None, precision)
     dx = dy.new_empty(len(dy), weight.shape[2], *size)
-    blocks = (triton.cdiv(dx.numel(), 512),)
-    _lay_back[blocks](
-        patches, dx, dx.numel(), *size, *dy.shape[2:], *padding, *weight.shape[3:], BM=512, INDEX=_index(patches)
-    )
+    blocks, geometry = (triton.cdiv(dx.numel(), 256),), (*size, *dy.shape[2:], *padding, *weight.shape[3:])
+    _lay_back[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=8)
     return dx
 
 
