@@ -26,7 +26,8 @@ from waffle_fl.records import Run, provenance, read_rounds, summary
 
 STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
-CHECKPOINT_SHARE = 500  # and a run trains at least this many times as long as it saves
+CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
+LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def _log(job: _Job, outcome: Outcome, rounds: int, every: float, listener: Liste
     if outcome.round < rounds and began >= job.next_save:
         _save(job)
         now = time.monotonic()
-        job.next_save = now + (max(every, CHECKPOINT_SHARE * (now - began)) if every else 0)
+        job.next_save = now + min(max(every, CHECKPOINT_SHARE * (now - began)), LONGEST_UNSAVED) if every else now
     listener.advanced(job.config, outcome.measured)
 
 

@@ -35,6 +35,11 @@ class Local(NamedTuple):
     first: Tensor  # is this the round's first step?
 
 
+def _inner(a: Rows, b: Rows) -> Tensor:
+    """<a_i, b_i> of each row."""
+    return torch.bmm(a[:, None], b[:, :, None]).flatten()
+
+
 @final
 @dataclass(frozen=True)
 class APFL:
@@ -64,12 +69,12 @@ class APFL:
     def step(self, local: Local, grad: Grad) -> Local:
         share = local.mix[:, None]
         g_w, stats = grad(local.w, local.stats)
-        g_mixed, mixed_stats = grad(share * local.v + (1 - share) * local.w, local.mixed_stats)
+        g_mixed, mixed_stats = grad(torch.lerp(local.w, local.v, share), local.mixed_stats)  # v_bar
         w, velocity = self.sgd.step(local.w, local.velocity, g_w, clip=self.clip)
         v, v_velocity = self.sgd.step(local.v, local.v_velocity, share * g_mixed, clip=self.clip)
         mix = local.mix
         if self.adaptive == "step":
-            slope = ((local.v - local.w) * g_mixed).sum(dim=1)
+            slope = _inner(local.v - local.w, g_mixed)
             mix = torch.where(local.first, self._adapted(mix, slope), mix)
         return Local(w, stats, velocity, v, mixed_stats, v_velocity, mix, torch.zeros_like(local.first))
 
@@ -88,4 +93,4 @@ class APFL:
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         share = agents.mix[:, None]
-        return Net(share * agents.v + (1 - share) * agents.w, agents.mixed_stats)
+        return Net(torch.lerp(agents.w, agents.v, share), agents.mixed_stats)

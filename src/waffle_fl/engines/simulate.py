@@ -78,11 +78,12 @@ def simulate(
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
     check_stack(cells, model, batch_size)
     simulator = _Simulator(cells, model, rounds, batch_size, epochs, guard, workers)
-    with _one_thread(), products(model.precision):
-        for r in range(start + 1, rounds + 1):  # A2.2
-            if not simulator.live:
-                return
-            yield simulator.round(r)
+    for r in range(start + 1, rounds + 1):  # A2.2
+        if not simulator.live:
+            return
+        with _one_thread(), products(model.precision):
+            outcomes = simulator.round(r)
+        yield outcomes
 
 
 def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
@@ -130,27 +131,34 @@ class _Simulator:
         self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
         self._examinations: dict[Any, Examination] = {}
         self._refused: dict[int, list[tuple[int, str]]] = {}
+        self._ahead: dict[tuple[int, ...], list[Closed]] = {}
+        self._clock = time.perf_counter()
 
     def round(self, r: int) -> list[Outcome]:
         """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
-        began = time.perf_counter()
         done: dict[int, Outcome] = {}
         pending = list(self.live)
         for attempt in range(ATTEMPTS):
             if not pending:
                 break
-            trained = self._train(pending, r, attempt)
-            closed = self._close(pending, r, trained)
+            closed = self._ahead.pop((r, attempt, *pending), None) or self._begun(pending, r, attempt)
             measured = to_numbers([c.measured for c in closed])
             outcomes = [self._outcome(i, c, m, r) for i, c, m in zip(pending, closed, measured, strict=True)]
             done |= {outcome.cell: outcome for outcome in outcomes}
             pending = [outcome.cell for outcome in outcomes if outcome.error]
-        seconds = (time.perf_counter() - began) / len(self.live)
+        began, self._clock = self._clock, time.perf_counter()
+        seconds = (self._clock - began) / len(self.live)
         self.live = [i for i in self.live if i not in pending]
         for i in self.live:
             self.states[i] = done[i].state
             done[i].measured["seconds"] = round(seconds, 6)
+        if self.model.device.type == "cuda" and self.live and r < self.rounds:
+            self._ahead = {(r + 1, 0, *self.live): self._begun(self.live, r + 1, 0)}
         return [done[i] for i in sorted(done)]
+
+    def _begun(self, indices: Sequence[int], r: int, attempt: int) -> list[Closed]:
+        """A round, begun: on a GPU the work is only queued, so that it goes on while the round before is recorded."""
+        return self._close(indices, r, self._train(indices, r, attempt))
 
     def _train(self, indices: Sequence[int], r: int, attempt: int) -> list[tuple[Any, Any]]:
         """A2.3-12 for all rows of the cells, chunk by chunk."""

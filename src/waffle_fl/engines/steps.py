@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from waffle_fl.federation import Batches, Plan
 from waffle_fl.models import FlatModel
 
 WARM_UPS = 2
+UNROLLED = 8  # steps in one graph: the state is copied back once for all of them
 
 
 def one_step(
@@ -63,17 +65,20 @@ class _Graph:
         self.plan = Plan(*(field.clone() for field in plan))
         self.t = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._step = partial(one_step, algorithm, model, batches)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
 
     def run(self, local: Any, plan: Plan, sizes: Sequence[int], together: int) -> Any:
-        kinds = [(size, t < together) for t, size in enumerate(sizes)]
-        for kind in dict.fromkeys(kinds):
-            if kind not in self._graphs:
+        work = []
+        for kind, steps in groupby((size, t < together) for t, size in enumerate(sizes)):
+            blocks, rest = divmod(len(list(steps)), UNROLLED)
+            work += [(*kind, UNROLLED)] * blocks + [(*kind, 1)] * rest
+        for block in dict.fromkeys(work):
+            if block not in self._graphs:
                 self._load(local, plan)
-                self._graphs[kind] = self._captured(*kind)
+                self._graphs[block] = self._captured(*block)
         self._load(local, plan)
-        for kind in kinds:
-            self._graphs[kind].replay()
+        for block in work:
+            self._graphs[block].replay()
         return type(local)(*(field.clone() for field in self.local))
 
     def _load(self, local: Any, plan: Plan) -> None:
@@ -81,24 +86,26 @@ class _Graph:
             static.copy_(field)
         self.t.zero_()
 
-    def _advance(self, size: int, together: bool) -> None:
-        stepped = self._step(self.local, self.plan, self.t, size, together)
-        for static, field in zip(self.local, stepped, strict=True):
+    def _advance(self, size: int, together: bool, steps: int) -> None:
+        local = self.local
+        for k in range(steps):
+            local = self._step(local, self.plan, self.t + k, size, together)
+        for static, field in zip(self.local, local, strict=True):
             if field is not static:
                 static.copy_(field)
-        self.t.add_(1)
+        self.t.add_(steps)
 
-    def _captured(self, size: int, together: bool) -> torch.cuda.CUDAGraph:
+    def _captured(self, size: int, together: bool, steps: int) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 self.t.zero_()
-                self._advance(size, together)
+                self._advance(size, together, 1)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._advance(size, together)
+            self._advance(size, together, steps)
         return graph
 
 
