@@ -188,9 +188,9 @@ def _open(
     listener: Listener,
 ) -> _Job | dict[str, Any]:
     """Lock a run's folder and find out where it stands; a run that has ended gives its result."""
-    federation = federation_of(config.settings, place.data_dir, place.allow_unverified)
-    if config.method == "local":
-        federation = federation.only(federation.alice)  # nobody else's training could matter
+    whole = federation_of(config.settings, place.data_dir, place.allow_unverified)
+    alone = config.method == "local"  # nobody else's training could matter
+    federation = whole.only(whole.alice) if alone else whole
     model = _model(config.settings, federation, device)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
@@ -198,10 +198,10 @@ def _open(
     notes = advice(config, federation)
     description = provenance(
         _device_name(device),
-        federation.digest(),
-        agents=list(federation.names),
-        alice=federation.alice,
-        label_counts=federation.label_counts().tolist(),
+        whole.digest(),
+        agents=list(whole.names),
+        alice=whole.alice,
+        label_counts=whole.label_counts().tolist(),
         test_samples=len(federation.test[federation.alice]),
         data_verified=dataset.verified,
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
