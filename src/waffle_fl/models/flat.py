@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -114,25 +115,37 @@ class FlatModel:
         return Net(gradient, stats)
 
     def _row_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """One row on its own: plain autograd, with images laid out channels last, which a CPU convolves faster."""
+        """One row on its own, in this thread's vessel; images lie channels last, which a CPU convolves faster."""
+        vessel = self._vessel()
+        vessel.params.copy_(params)
+        vessel.stats.copy_(stats)
         x = _channels_last(batch.x) if batch.x.ndim == 4 else batch.x
-        buffers = self._stats.unflatten(stats.clone())
         with torch.enable_grad():
-            leaves = {name: part.detach().requires_grad_() for name, part in self._params.unflatten(params).items()}
-            output = self._dropping({**leaves, **buffers}, x, batch.key)
+            output = self._dropping(vessel.module, x, batch.key)
             loss = (self._loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
-            gradients = torch.autograd.grad(loss, list(leaves.values()))
-        new_stats = self._stats.flatten(buffers) if buffers else stats
-        return Net(torch.cat([g.reshape(-1) for g in gradients]), new_stats)
+            gradients = torch.autograd.grad(loss, vessel.leaves)
+        return Net(torch.cat([g.reshape(-1) for g in gradients]), vessel.stats.clone())
 
-    def _dropping(self, tensors: dict[str, Tensor], x: Tensor, key: Tensor) -> Tensor:
+    def _vessel(self) -> _Vessel:
+        if not hasattr(self._own, "vessel"):
+            self._own.vessel = _Vessel(self._template, self._params, self._stats)
+        return self._own.vessel  # type: ignore[no-any-return]
+
+    def _dropping(self, module: nn.Module, x: Tensor, key: Tensor) -> Tensor:
         """A call with seeded dropout; a module that was seen not to drop anything is called plainly from then on."""
+        call = partial(self._in_precision, module, x)
         if self._drops is False:
-            return self._call(tensors, x)
+            return call()
         with SeededDropout(key) as seeded:
-            output = self._call(tensors, x)
+            output = call()
         self._drops = bool(seeded.dropouts)
         return output
+
+    def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        if self.precision != "bf16":
+            return call(*arguments)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return call(*arguments).to(self.dtype)
 
     def _folded_grad(self, params: Tensor, batch: Batch) -> Tensor:
         rows = len(params)
@@ -171,9 +184,7 @@ class FlatModel:
         return loss, self._stats.flatten(buffers) if buffers else stats
 
     def _call(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            output = torch.func.functional_call(self._module(training=True), tensors, (x,))
-        return output.to(self.dtype)  # type: ignore[no-any-return]
+        return self._in_precision(torch.func.functional_call, self._module(training=True), tensors, (x,))
 
     @torch.no_grad()
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
@@ -210,6 +221,22 @@ class FlatModel:
         """Names and shapes of all tensors: two models that share it can exchange updates."""
         layout = repr((self.dtype, self._params.shapes, self._stats.shapes))
         return f"{derive(0, layout):016x}"
+
+
+class _Vessel:
+    """A module whose parameters and statistics are views of two flat vectors: to fill it is one copy each."""
+
+    def __init__(self, template: nn.Module, params: _Layout, stats: _Layout) -> None:
+        self.module = copy.deepcopy(template).train()
+        first = next(self.module.parameters())
+        self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
+        named = dict(self.module.named_parameters())
+        for name, part in params.unflatten(self.params).items():
+            named[name].data = part
+        for name, part in stats.unflatten(self.stats).items():
+            owner, _, last = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[last] = part
+        self.leaves = [leaf.requires_grad_() for leaf in named.values()]
 
 
 class _Layout:
