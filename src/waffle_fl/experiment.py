@@ -19,7 +19,7 @@ from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
 from waffle_fl.errors import Diverged, WaffleError
-from waffle_fl.federation import Federation, build, index_of
+from waffle_fl.federation import Federation, build, index_of, pool_of
 from waffle_fl.models import STATS_POLICY, FlatModel, builder
 from waffle_fl.partition import split
 from waffle_fl.records import Run, provenance, read_rounds, summary
@@ -81,11 +81,8 @@ def _dataset(name: str, folder: str, allow_unverified: bool) -> Dataset:
 
 
 @lru_cache(maxsize=2)
-def _pool(name: str, folder: str, allow_unverified: bool) -> Federation:
-    """All samples of a data set as one federation: the tensors that all its partitions share."""
-    dataset = _dataset(name, folder, allow_unverified)
-    everything = split(dataset.y_train, dataset.y_test, "A", agents=1, classes=dataset.classes)
-    return build(dataset, everything)
+def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tensor]:
+    return pool_of(_dataset(name, folder, allow_unverified))
 
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
@@ -109,8 +106,7 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
         permutation_seed=s.permutation_seed,
         shared_permutation=s.shared_permutation,
     )
-    shared = _pool(s.data, data_dir, allow_unverified)
-    return replace(build(dataset, partition, alice), x=shared.x, y=shared.y)
+    return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
 
 
 def advice(config: RunConfig, federation: Federation) -> list[str]:

@@ -141,13 +141,22 @@ class Federation:
         return check_alice(federation)
 
 
-def build(dataset: Dataset, partition: Partition, alice: int | str = 0) -> Federation:
-    """The federation that a partition makes of a data set."""
+def pool_of(dataset: Dataset) -> tuple[Tensor, Tensor]:
+    """All samples and labels of a data set, training data first."""
+    x = torch.from_numpy(np.concatenate([dataset.x_train, dataset.x_test]))
+    return x, torch.from_numpy(np.concatenate([dataset.y_train, dataset.y_test]))
+
+
+def build(
+    dataset: Dataset, partition: Partition, alice: int | str = 0, pool: tuple[Tensor, Tensor] | None = None
+) -> Federation:
+    """The federation that a partition makes of a data set; federations built on one `pool` share its memory."""
     names = tuple(f"agent {i}" for i in range(partition.agents))
     offset = len(dataset.y_train)
+    x, y = pool or pool_of(dataset)
     federation = Federation(
-        torch.from_numpy(np.concatenate([dataset.x_train, dataset.x_test])),
-        torch.from_numpy(np.concatenate([dataset.y_train, dataset.y_test])),
+        x,
+        y,
         names,
         tuple(torch.from_numpy(rows) for rows in partition.train),
         tuple(torch.from_numpy(rows) for rows in partition.validation),
