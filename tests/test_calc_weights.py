@@ -20,8 +20,8 @@ TINY_FLOATS = st.floats(-100, 100, allow_subnormal=False)
 
 
 def now(agents: int, r: int = 1, of: int = 100, alice: int = 0, heard: list[bool] | None = None) -> Round:
-    ones = torch.ones(agents, dtype=torch.int64)
-    return Round(r, of, torch.tensor(alice), torch.tensor(heard or [True] * agents), ones, ones, 32)
+    ones, present = torch.ones(agents, dtype=torch.int64), torch.tensor(heard or [True] * agents)
+    return Round(r, of, torch.tensor(alice), present, present, ones, ones, 32)
 
 
 def past(agents: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.engines.closing import close, close_together, desk_of
-from waffle_fl.engines.simulate import Cell, State, initial_state, simulate
+from waffle_fl.engines.simulate import Cell, initial_state, simulate
 from waffle_fl.experiment import _state, _tensors
 from waffle_fl.federation import Batches
 from waffle_fl.tensorfile import pack, unpack
@@ -58,7 +59,7 @@ class Stage:
         self.stepped = self.algorithm.step(self.local, self.grad())
         _, self.up = self.algorithm.finish(self.down, self.agents, self.stepped)
         ones = torch.ones(AGENTS, dtype=torch.int64)
-        self.now = Round(4, 10, torch.tensor(1), torch.ones(AGENTS, dtype=torch.bool), ones * 8, ones, BATCH)
+        self.now = Round(4, 10, torch.tensor(1), ones > 0, ones > 0, ones * 8, ones, BATCH)
 
     def grad(self) -> Any:
         return partial(self.model.grad, batch=self.batch)
@@ -138,7 +139,8 @@ def test_neighbours_change_no_bit(method: str, stacked: bool) -> None:
     """A federation's bits are the same alone, and stacked beside others of other sizes, seeds and Alices."""
     model = make_model(torch.float32, stacked=stacked)
     federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
-    cells = [Cell(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3), strict=True)]
+    federations.append(make_federation().only(2))
+    cells = [Cell(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
     together = list(simulate(cells, model, rounds=5, batch_size=BATCH))[-1]
     for i, cell in enumerate(cells):
         alone = last_state(cell, model, rounds=5, workers=1)[-1]
@@ -218,8 +220,20 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
 @every
 def test_an_agent_without_samples_is_left_out(method: str) -> None:
     """An agent with no training samples has weight 0, and the others train as if it were not there."""
-    with_empty = make_federation((23, 0, 14), alice=2)
-    outcomes = last_state(Cell(make(method), with_empty, 3), make_model())
-    assert outcomes[-1].measured["weights"][1] == 0
-    assert outcomes[-1].measured["loss"] is not None
-    assert isinstance(outcomes[-1].state, State)
+    ghostly = make_federation((23, 0, 14), alice=2)
+    without = replace(
+        ghostly,
+        names=("agent 0", "agent 2"),
+        train=ghostly.train[::2],
+        validation=ghostly.validation[::2],
+        test=ghostly.test[::2],
+        relabel=ghostly.relabel[::2],
+        alice=1,
+        ids=(0, 2),
+    )
+    algorithm, model = make(method), make_model()
+    ends = [last_state(Cell(algorithm, f, 3), model)[-1] for f in (ghostly, without)]
+    assert ends[0].measured["weights"][1] == 0
+    assert "screened" not in ends[0].measured
+    nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (ghostly, without), strict=True)]
+    torch.testing.assert_close(nets[0].params[2], nets[1].params[1], rtol=1e-12, atol=1e-12)

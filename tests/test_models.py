@@ -164,3 +164,51 @@ def test_models_that_cannot_train() -> None:
         FlatModel(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)))
     with pytest.raises(WaffleError, match="row by row"):
         FlatModel(DLA, stacked=True)
+
+
+class Assigning(nn.Module):
+    """Keeps a running mean by assignment, has a scalar, an unused and a frozen parameter, and views its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(12))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(12), requires_grad=False)
+        self.conv, self.linear = nn.Conv2d(1, 3, 3), nn.Linear(12, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.conv(x).view(len(x), -1) * self.frozen
+        self.mean = 0.9 * self.mean + 0.1 * flat.detach().mean(dim=0)
+        return self.linear(flat - self.mean) * self.scale  # type: ignore[no-any-return]
+
+
+def test_unusual_modules_train() -> None:
+    """A replaced buffer is recorded, a frozen parameter stays, an unused one has gradient 0, a view is no obstacle."""
+    model = FlatModel(Assigning, precision="float64")
+    assert model.size == 1 + 3 + 3 * 9 + 3 + 120 + 10
+    assert model.stats_size == 12 + 12
+    params, stats = rows_of(model, 2)
+    batch = batch_of(2, 4, (1, 4, 4))
+    first = model.grad(params, stats, batch)
+    again = model.grad(params, stats, batch)
+    assert torch.equal(first.params, again.params)
+    assert torch.equal(first.stats, again.stats)
+    assert (first.params[:, 1:4] == 0).all()
+    assert (first.stats[:, :12] == 1).all()
+    module = Assigning().double()
+    module.load_state_dict(model.state_dict(model.init(1)), strict=False)
+    module(batch.x[1])
+    torch.testing.assert_close(first.stats[1, 12:], module.mean)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout2d(), nn.AlphaDropout(), nn.RReLU()])
+def test_layers_without_a_seed_are_refused(layer: nn.Module) -> None:
+    """A layer whose random numbers our seed does not govern is refused by name."""
+    with pytest.raises(WaffleError, match=type(layer).__name__):
+        FlatModel(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), layer))
+
+
+def test_batch_statistics_are_never_padded() -> None:
+    """BatchNorm trains row by row even when it keeps no running statistics."""
+    assert not FlatModel(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))).stacked

@@ -38,7 +38,7 @@ def random_up(seed: int = 0) -> tuple[Up, Round]:
     g = torch.Generator().manual_seed(seed)
     up = Up(torch.randn(4, 7, generator=g, dtype=torch.float64), torch.zeros(4, 0, dtype=torch.float64))
     steps = torch.tensor([3, 2, 4, 2])
-    return up, Round(3, 20, torch.tensor(1), torch.ones(4, dtype=torch.bool), steps * BATCH, steps, BATCH)
+    return up, Round(3, 20, torch.tensor(1), steps > 0, steps > 0, steps * BATCH, steps, BATCH)
 
 
 def test_waffle_with_equal_weights_is_scaffold() -> None:
@@ -120,6 +120,19 @@ def test_server_and_agent_compute_the_same_control_variate() -> None:
     for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
         state = last_state(Cell(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
+
+
+def test_a_clipped_agent_keeps_its_control_variate() -> None:
+    """Where the guard shortened an update, server and agent both keep the old c_i, so they never part."""
+
+    def longer(up: Any, r: int) -> Any:
+        return up._replace(dy=torch.cat([up.dy[:3], 20 * up.dy[3:]])) if r > 1 else up
+
+    for algorithm in (Scaffold(LR), Waffle(LR)):
+        cell = Cell(algorithm, make_federation(), 3, tamper=longer)
+        outcomes = last_state(cell, make_model(), rounds=5, guard="standard")
+        assert any(o.measured.get("screened", {}).get("agent 3") == "clipped" for o in outcomes)
+        assert torch.equal(outcomes[-1].state.server.c_i, outcomes[-1].state.agents.c_i)
 
 
 def test_fedavg_with_one_agent_is_local() -> None:

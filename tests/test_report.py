@@ -6,6 +6,7 @@ import csv
 import io
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,21 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
     assert 'data-charts="4"' in done.stdout
     assert done.stdout.count('class="marks"') == 4
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:
+    """Runs that differ in more than method, split and seed are refused with what differs."""
+    other = RunConfig(method="waffle", settings=Settings(split="A", seed=3, lr=0.5))
+    odd = Finished(Path("odd"), other, {}, RUNS[0].result, RUNS[0].rounds)
+    with pytest.raises(WaffleError, match="odd and fedavg-A-1 differ in lr"):
+        write_report([*RUNS, odd], tmp_path, "odd")
+
+
+def test_a_seed_that_never_finished_a_round_counts_as_diverged() -> None:
+    """A run that diverged in its first round stays in the count and marks its cell."""
+    lost = replace(finished("fedavg", "A", 3, 0.0, "diverged"), result={"status": "diverged", "rounds": 0}, rounds=[])
+    cell = scores([*RUNS, lost], "best")["A", "fedavg"]
+    assert (cell.seeds, cell.diverged) == (3, 1)
+    assert cell.mean == pytest.approx(0.92)
+    assert scores([lost], "best")["A", "fedavg"].text() == "diverged"
+    assert "diverged" in to_markdown([lost, RUNS[2]])

@@ -97,7 +97,8 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        split = self.settings.split.replace("*", "-star") if not self.settings.shares else "shares"
+        split = self.settings.split.replace("*", "-star")
+        split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
         return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}"
 
     def to_json(self) -> dict[str, Any]:
@@ -175,6 +176,8 @@ def load_experiment(path: Path) -> Experiment:
     problems += _problems(values, hints, known, text)
     splits = grid.get("splits", ["C"])
     for method, table in tables.items():
+        if method in ALGORITHMS and method not in grid.get("methods", []):
+            problems.append(f"[{method}]{_line(text, method)}: this method is not among the experiment's methods")
         if method not in ALGORITHMS:
             problems.append(f"unknown key {method!r}{_line(text, method)}{suggest(method, known)}")
         else:
@@ -214,6 +217,7 @@ def _option_problems(method: str, table: Mapping[str, Any], splits: Iterable[str
         if isinstance(value, dict):
             strangers = [key for key in value if key not in splits]
             problems += [f"{method}.{name}: no split {key!r} in this experiment" for key in strangers]
+            problems += [f"{method}.{name}: no value for split {split}" for split in splits if split not in value]
             for inner in value.values():
                 problems += _problems({name: inner}, kinds, kinds, text)
         else:
@@ -291,7 +295,8 @@ def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
     def frozen(value: Any) -> Any:
         return tuple(frozen(v) for v in value) if isinstance(value, list | tuple) else value
 
-    return {key: frozen(value) for key, value in content.items()}
+    given = {key: frozen(value) for key, value in content.items()}
+    return {**given, "alice": str(given["alice"])} if type(given.get("alice")) is int else given
 
 
 def _floats(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:

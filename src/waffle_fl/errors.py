@@ -30,7 +30,8 @@ def writable(place: Path) -> Iterator[None]:
 def suggest(wrong: str, right: Iterable[str]) -> str:
     """Return ', did you mean X?' for the nearest right name, or the list of the choices."""
     choices = list(right)
-    spelled_out = {full: short for full, short in SPELLED_OUT.items() if short in choices}
-    near = difflib.get_close_matches(wrong.replace("-", "_"), [*choices, *spelled_out], n=1, cutoff=0.5)
-    near = near or difflib.get_close_matches(wrong, choices, n=1, cutoff=0.5)
-    return f", did you mean {spelled_out.get(near[0], near[0])}?" if near else f"; choose one of {', '.join(choices)}"
+    plain = {name.lstrip("-").replace("-", "_"): name for name in choices}
+    spelled_out = {full: plain[short] for full, short in SPELLED_OUT.items() if short in plain}
+    known = {**plain, **spelled_out}
+    near = difflib.get_close_matches(wrong.lstrip("-").replace("-", "_"), known, n=1, cutoff=0.5)
+    return f", did you mean {known[near[0]]}?" if near else f"; choose one of {', '.join(choices)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Net, training_key
+from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
@@ -24,6 +26,7 @@ from waffle_fl.models import STATS_POLICY, FlatModel, builder
 from waffle_fl.partition import split
 from waffle_fl.records import Run, provenance, read_rounds, summary
 
+FILES_A_RUN, SPARE_FILES = 2, 200
 STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
@@ -158,6 +161,7 @@ def execute(
     """Bring every run to its end and return the results, in order. Finished runs are not run again."""
     listener = listener or Listener()
     device = device_of(place.device)
+    _allow_files(FILES_A_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack, _stop_requests() as stopped:
         jobs = []
@@ -175,6 +179,15 @@ def execute(
     return [results[folder] for _, folder in runs]
 
 
+def _allow_files(count: int) -> None:
+    """Every run keeps its lock and its log open: ask the system for as many files as that takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 def _open(
     stack: contextlib.ExitStack,
     config: RunConfig,
@@ -190,6 +203,7 @@ def _open(
     model = _model(config.settings, federation, device)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
+    _check_schedules(config)
     dataset = _dataset(config.settings.data, place.data_dir, place.allow_unverified)
     notes = advice(config, federation)
     description = provenance(
@@ -207,15 +221,28 @@ def _open(
     run = stack.enter_context(Run.opened(folder, config, description, place.force))
     result = run.result
     if result is not None:
+        for note in run.notes:
+            listener.warned(note)
         return result
     for note in notes:
         listener.warned(f"{folder.name}: {note}")
     template = _tensors(initial_state(cell, model))
     start, tensors, warnings = run.resume(template)
+    if start > config.settings.rounds:
+        raise WaffleError(f"{folder} has come to round {start} already, {config.settings.rounds} are asked for")
     for warning in warnings:
         listener.warned(warning)
     state = _state(tensors, initial_state(cell, model)) if tensors else None
     return _Job(config, run, replace(cell, state=state), start, time.monotonic() + place.checkpoint_seconds)
+
+
+def _check_schedules(config: RunConfig) -> None:
+    """A schedule that leaves [0, 1] in any round is told before the first."""
+    for name in ("omega", "psi"):
+        schedule = getattr(config.algorithm(), name, None)
+        if schedule is not None:
+            for r in range(1, config.settings.rounds + 1):
+                evaluate(schedule, name, r, config.settings.rounds)
 
 
 def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:

@@ -62,7 +62,8 @@ class Federation:
         )
 
     def labels(self, agent: int, rows: Tensor) -> Tensor:
-        return self.relabel[agent][self.y[rows]]
+        """What the agent calls these samples; numbers to predict have no names to change."""
+        return self.y[rows] if self.y.is_floating_point() else self.relabel[agent][self.y[rows]]
 
     def label_counts(self) -> Tensor:
         """(agents, classes): how many training samples of each label, as the agent itself labels them."""
@@ -148,7 +149,7 @@ def pool_of(dataset: Dataset) -> tuple[Tensor, Tensor]:
 
 
 def build(
-    dataset: Dataset, partition: Partition, alice: int | str = 0, pool: tuple[Tensor, Tensor] | None = None
+    dataset: Dataset, partition: Partition, alice: int | str | None = None, pool: tuple[Tensor, Tensor] | None = None
 ) -> Federation:
     """The federation that a partition makes of a data set; federations built on one `pool` share its memory."""
     names = tuple(f"agent {i}" for i in range(partition.agents))
@@ -163,7 +164,7 @@ def build(
         tuple(torch.from_numpy(rows) + offset for rows in partition.test),
         torch.from_numpy(partition.relabel),
         dataset.class_names,
-        index_of(alice, names),
+        index_of(partition.alice if alice is None else alice, names),
         tuple(range(partition.agents)),
     )
     used = torch.cat([*federation.train, *federation.validation])

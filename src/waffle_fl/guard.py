@@ -16,9 +16,8 @@ from waffle_fl.algorithms.contract import row_of
 Guard: TypeAlias = Literal["off", "standard"]
 
 MAX_NORM = 1e6
-OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED = range(6)
-REASONS = ("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped")
-ADMITTED = (OK, CLIPPED)
+OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT = range(7)
+REASONS = ("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent")
 
 
 def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tuple[Any, Tensor, Tensor]:
@@ -32,7 +31,8 @@ def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tup
         code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
         if guard == "standard":
             up, code = _closeness(up, alice, norms, code, present)
-    heard = present & ((code == OK) | (code == CLIPPED))
+    code = torch.where(present, code, ABSENT)
+    heard = (code == OK) | (code == CLIPPED)
     blanked = [torch.where(heard[:, None], field, torch.zeros_like(field)) for field in up]
     return type(up)(*blanked), heard, code
 
@@ -43,10 +43,10 @@ def _closeness(up: Any, alice: Tensor, norms: Tensor, code: Tensor, present: Ten
     median = torch.where(present & (code == OK), norms, torch.nan).nanmedian()
     alice_s, alice_norm = row_of(dy, alice), row_of(norms, alice)
     others = torch.arange(len(norms), device=norms.device) != alice
-    suspect = others & (code == OK)
+    suspect = others & present & (code == OK)
     code = torch.where(suspect & (norms < median / 4), TOO_SHORT, code)
     code = torch.where(suspect & (code == OK) & (dy @ alice_s <= 0), OPPOSED, code)
     limit = 2 * alice_norm
-    long = others & (code == OK) & (norms > limit)
+    long = others & present & (code == OK) & (norms > limit)
     scale = torch.where(long, limit / norms.clamp(min=1e-300), 1.0).to(up.dy.dtype)
     return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)

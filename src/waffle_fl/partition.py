@@ -36,6 +36,7 @@ class Partition:
     test: tuple[Indices, ...]
     relabel: Indices  # (agents, classes): agent i calls class k relabel[i, k]
     shares: Shares
+    alice: int
 
     @property
     def agents(self) -> int:
@@ -156,4 +157,5 @@ def split(
         tuple(share_out(test_labels, matrix, generator(seed, "test split"))),
         shifted if kind.endswith("*") else own,
         matrix,
+        alice,
     )

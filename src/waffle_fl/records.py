@@ -34,6 +34,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.notes: list[str] = []
         self._log: Any = None
 
     @classmethod
@@ -61,15 +62,19 @@ class Run:
             write_json(self.folder / "provenance.json", provenance)
             write_json(self.folder / "config.json", config)
             return
-        before = {**known, "provenance": _binding(read_json(self.folder / "provenance.json") or {})}
-        after = {**json.loads(json.dumps(config)), "provenance": _binding(provenance)}
-        changes = list(_differences(before, after))
+        asked = list(_differences(known, json.loads(json.dumps(config))))
+        ran_on = _binding(read_json(self.folder / "provenance.json") or {})
+        changes = [*asked, *_differences(ran_on, _binding(provenance), "provenance")]
+        if self.result is not None:
+            if asked:
+                raise WaffleError(f"{self.folder} holds a finished run: {'; '.join(asked)}; choose another --out")
+            if changes:
+                self.notes.append(f"finished runs were made otherwise ({changes[0]}): delete them to run them anew")
+            return
         if changes and not force:
             raise WaffleError(
                 f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on"
             )
-        if changes and self.result is not None:
-            raise WaffleError(f"{self.folder} holds a finished run with {changes[0]}: choose another --out")
         if changes:
             history = read_json(self.folder / "provenance.json") or {}
             forced = [*history.get("forced", []), changes]

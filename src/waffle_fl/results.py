@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal, TypeAlias
@@ -41,19 +42,22 @@ class Finished:
 
     @property
     def row(self) -> str:
-        return "own shares" if self.config.settings.shares else self.config.settings.split
+        star = "*" if self.config.settings.split.endswith("*") else ""
+        return f"own shares{star}" if self.config.settings.shares else self.config.settings.split
 
 
 @dataclass(frozen=True)
 class Score:
     """Accuracy over seeds."""
 
-    mean: float
+    mean: float  # NaN where every seed diverged before its first round ended
     std: float | None
     seeds: int
     diverged: int
 
     def text(self, plus_minus: str = " ± ", decimals: int = 2) -> str:
+        if isnan(self.mean):
+            return "diverged"
         spread = f"{plus_minus}{100 * self.std:.{decimals}f}" if self.std is not None else ""
         return f"{100 * self.mean:.{decimals}f}{spread}" + (" (diverged)" if self.diverged else "")
 
@@ -69,7 +73,8 @@ def read_runs(paths: Iterable[Path]) -> list[Finished]:
             raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, there is no {path}")
         one = (path / "config.json").exists()
         folders = [path] if one else sorted(p.parent for p in path.glob("*/config.json"))
-        runs += [run for run in map(_read, folders) if run]
+        known = {run.folder.resolve() for run in runs}
+        runs += [run for run in map(_read, (f for f in folders if f.resolve() not in known)) if run]
     if not runs:
         where = ", ".join(map(str, paths))
         raise WaffleError(f"no finished run in {where}: give a run folder or a folder of runs, or let them finish")
@@ -87,10 +92,13 @@ def _read(folder: Path) -> Finished | None:
 
 def condense(runs: Sequence[Finished]) -> Iterator[str]:
     """One JSON line a run: small enough to commit, enough for every table and chart."""
-    first = min(run.config.settings.seed for run in runs)
+    first: dict[tuple[str, str], int] = {}
+    for run in runs:
+        key, seed = (run.row, run.config.method), run.config.settings.seed
+        first[key] = min(first.get(key, seed), seed)
     for run in runs:
         kept = {"round", "accuracy", "loss", "validation_accuracy", "omega", "screened"}
-        if run.config.settings.seed == first and run.config.method in WEIGHING:
+        if run.config.settings.seed == first[run.row, run.config.method] and run.config.method in WEIGHING:
             kept |= {"weights"}
         rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
         columns = {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
@@ -141,18 +149,35 @@ def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str]
     """(split, method) -> accuracy over its seeds."""
     cells: dict[tuple[str, str], list[Finished]] = {}
     for run in runs:
-        if protocol in run.result:
-            cells.setdefault((run.row, run.config.method), []).append(run)
+        cells.setdefault((run.row, run.config.method), []).append(run)
     return {key: _score(group, protocol) for key, group in cells.items()}
 
 
 def _score(group: Sequence[Finished], protocol: Protocol) -> Score:
-    values = [run.result[protocol]["accuracy"] for run in group]
+    values = [run.result[protocol]["accuracy"] for run in group if protocol in run.result]
     diverged = sum(run.result["status"] == "diverged" for run in group)
-    return Score(mean(values), stdev(values) if len(values) > 1 else None, len(values), diverged)
+    return Score(mean(values) if values else nan, stdev(values) if len(values) > 1 else None, len(group), diverged)
+
+
+def check_alike(runs: Sequence[Finished]) -> list[Finished]:
+    """Runs that one table can hold: of one data set and, but for method, split and seed, of one config each."""
+    known: dict[Any, tuple[dict[str, Any], Finished]] = {}
+    for run in runs:
+        config = run.config.to_json()
+        shared = {k: v for k, v in config["settings"].items() if k not in ("split", "seed", "shares")}
+        for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
+            first, other = known.setdefault(key, (content, run))
+            odd = next((name for name in content if content[name] != first.get(name)), None)
+            if odd:
+                raise WaffleError(
+                    f"{run.folder.name} and {other.folder.name} differ in {odd} ({content[odd]!r}, {first[odd]!r}): "
+                    "a mean over both would mean nothing; report them apart"
+                )
+    return list(runs)
 
 
 def best_of(cells: dict[tuple[str, str], Score], row: str) -> set[str]:
     """The methods that share the highest printed mean of a row."""
-    means = {method: round(100 * score.mean, 2) for (r, method), score in cells.items() if r == row}
+    found = {method: score.mean for (r, method), score in cells.items() if r == row and not isnan(score.mean)}
+    means = {method: round(100 * value, 2) for method, value in found.items()}
     return {method for method, value in means.items() if value == max(means.values())}

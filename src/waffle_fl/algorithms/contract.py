@@ -41,6 +41,7 @@ class Round(NamedTuple):
     of: int  # R
     alice: Tensor  # i*, a number
     heard: Tensor  # (N,) bool: the agents whose update arrived and was admitted
+    intact: Tensor  # (N,) bool: those of them whose update was taken as it was sent, not clipped
     samples: Tensor  # (N,) registered sample counts
     steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
     batch_size: int

@@ -83,9 +83,9 @@ def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float) -> R
 
 
 def heard_control_variates(server: Shared, up: Up, now: Round, lr: float) -> Rows:
-    """c_i+ of every agent, computed by the server; an agent that was not heard keeps its old one."""
+    """c_i+ of every agent, computed by the server; one whose update was not taken as sent keeps its old one."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr)
-    return torch.where(now.heard[:, None], c_i, server.c_i)
+    return torch.where(now.intact[:, None], c_i, server.c_i)
 
 
 def start(net: Net, agents: int) -> tuple[Server, Agents]:
@@ -148,7 +148,7 @@ class Scaffold:
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         weights = uniform(now.heard)
         c_i = heard_control_variates(server, up, now, self.sgd.lr)
-        every = torch.full_like(weights, 1 / len(weights))
+        every = uniform(now.samples > 0)
         c = server.c + weighted_sum(every, c_i - server.c_i).to(server.c.dtype)  # so c stays the mean of all c_i
         x = moved(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)

@@ -77,6 +77,7 @@ def calc_weights(
     if 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
         alpha = alone  # A1.8
     alpha = normalised(alpha, alone)  # A1.9
+    past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alone) for earlier in past])
     alpha_bar = (past[0] + past[1] + alpha) / 3  # A1.10
     # Differs from the paper: an agent that was not heard has nothing to weigh, so the others share its history.
     alpha_bar = normalised(torch.where(now.heard, alpha_bar, 0.0), alone)

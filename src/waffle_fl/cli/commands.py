@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -20,8 +21,8 @@ from rich.table import Table
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.display import Live, show_result, show_tables
-from waffle_fl.cli.flags import options_class, parse
-from waffle_fl.config import Experiment, RunConfig, Settings, check_name, check_run, load_experiment
+from waffle_fl.cli.flags import options_class, parse, settings_class
+from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
@@ -43,7 +44,7 @@ class PlaceFlags:
     allow_unverified: bool = False
     """Use data files whose checksum is not the official one; the record says so."""
     workers: int = 0
-    """Threads that train rows side by side; 0 takes one a core. It changes no result."""
+    """Processes that train rows side by side; 0 takes one a core. It changes no result."""
     stack: int = STACK
     """Runs that train together at most."""
     force: bool = False
@@ -85,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     kind = dataclasses.make_dataclass(
         "Run",
         [
-            ("settings", Settings, field(default_factory=Settings)),
+            ("settings", settings_class(), field(default_factory=settings_class())),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("place", PlaceFlags, field(default_factory=PlaceFlags)),
@@ -94,8 +95,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     kind.__doc__ = ALGORITHMS[method].__doc__
     args: Any = parse(kind, arguments[1:], f"run {method}")
-    settings = {f.name: getattr(args.settings, f.name) for f in dataclasses.fields(Settings)}
-    config = check_run(method, settings, dataclasses.asdict(args.options))
+    config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
     return _finish(config, folder, args.place, args.output)
@@ -331,11 +331,10 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
         highlight=False,
     )
     if counts:
-        table = Table(title=f"Training samples under split {facts['split']}", title_justify="left")
-        table.add_column("agent", style="bold")
-        for k in range(len(counts[0])):
-            table.add_column(str(k), justify="right")
-        table.add_column("all", justify="right")
+        title = f"Training samples under split {facts['split']}"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in ("agent", *map(str, range(len(counts[0]))), "all"):
+            table.add_column(name, justify="left" if name == "agent" else "right", no_wrap=True)
         for i, line in enumerate(counts):
             table.add_row(str(i), *(str(n) if n else "·" for n in line), str(sum(line)))
         console.print(table)

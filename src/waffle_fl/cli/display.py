@@ -33,6 +33,7 @@ class Live(Listener):
             console=console,
         )
         self._tasks: dict[str, Any] = {}
+        self._said: set[str] = set()
         self._accuracies: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Live:
@@ -68,6 +69,9 @@ class Live(Listener):
             self.warned(f"{config.label}: {result['message']}")
 
     def warned(self, message: str) -> None:
+        if message in self._said:
+            return
+        self._said.add(message)
         self.console.print(f"note: {message}", style="yellow", highlight=False)
 
 

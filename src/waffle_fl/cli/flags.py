@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import textwrap
+import typing
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -16,7 +17,7 @@ import tyro
 from tyro import _errors as tyro_errors
 
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.config import option_types
+from waffle_fl.config import Settings, option_types
 from waffle_fl.errors import WaffleError, suggest
 
 T = TypeVar("T")
@@ -73,14 +74,26 @@ def _flags(kind: Any) -> list[str]:
 @cache
 def options_class(method: str) -> type:
     """A dataclass of a method's own hyperparameters: those of its algorithm, without the optimiser's."""
-    algorithm: Any = ALGORITHMS[method]
-    help_of = field_help(algorithm)
-    defaults = {f.name: f.default for f in dataclasses.fields(algorithm)}
+    return _flags_of(ALGORITHMS[method], option_types(method), "the method's own")
+
+
+@cache
+def settings_class() -> type:
+    """The settings that a flag can express; a share matrix belongs into an experiment file."""
+    hints = typing.get_type_hints(Settings)
+    return _flags_of(Settings, {name: kind for name, kind in hints.items() if name != "shares"}, "settings")
+
+
+def _flags_of(kind: Any, types: dict[str, Any], title: str) -> type:
+    help_of = field_help(kind)
+    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
     fields = [
-        (name, Annotated[kind, tyro.conf.arg(help=help_of.get(name, ""))], dataclasses.field(default=defaults[name]))
-        for name, kind in option_types(method).items()
+        (name, Annotated[hint, tyro.conf.arg(help=help_of.get(name, ""))], dataclasses.field(default=defaults[name]))
+        for name, hint in types.items()
     ]
-    return dataclasses.make_dataclass(f"{algorithm.__name__}Options", fields, frozen=True)
+    made = dataclasses.make_dataclass(f"{kind.__name__}Flags", fields, frozen=True)
+    made.__doc__ = title
+    return made
 
 
 def field_help(kind: type) -> dict[str, str]:

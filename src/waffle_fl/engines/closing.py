@@ -13,7 +13,7 @@ from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import row_of
 from waffle_fl.engines.steps import where_rows
 from waffle_fl.federation import Federation
-from waffle_fl.guard import Guard, screen
+from waffle_fl.guard import OK, Guard, screen
 from waffle_fl.models import FlatModel
 
 SCORE_ROWS = 2000
@@ -54,13 +54,15 @@ def close(
     present: Tensor,
     desk: Desk,
 ) -> Closed:
-    """A2.13-16 for one federation; an agent that was not heard keeps the state it had before."""
+    """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had."""
     up, heard, codes = screen(up, desk.alice, present, guard)
-    now = Round(r, rounds, desk.alice, heard, desk.samples, desk.steps, batch_size)
+    intact = heard & (codes == OK)
+    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size)
     server, info = algorithm.aggregate(server, up, now)
-    agents = where_rows(heard, agents, before)
+    agents = where_rows(intact, agents, before)
     net = algorithm.personal(server, agents, len(heard))
-    measured = {key: torch.as_tensor(value, device=heard.device) for key, value in info._asdict().items()}
+    device = heard.device
+    measured = {k: torch.as_tensor(v, dtype=torch.float64, device=device) for k, v in info._asdict().items()}
     if hasattr(up, "dy"):
         measured["norms"] = up.dy.double().norm(dim=1)
     own = Net(row_of(net.params, desk.alice), row_of(net.stats, desk.alice))

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, training_key
 from waffle_fl.engines.closing import Closed, Examination, close, close_together, desk_of, score, to_numbers
+from waffle_fl.engines.forks import can_fork, in_processes, shared_like
 from waffle_fl.engines.steps import Graphs, one_step, products
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Batches, Federation
@@ -29,6 +29,8 @@ from waffle_fl.wire import Envelope, Inbox, seal
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
 CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
+
+FORK_PAYS = 0.03  # seconds of training a round from which processes gain more than they cost
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
 Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
@@ -90,7 +92,7 @@ def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> Non
     """What must hold before any work."""
     if len({training_key(cell.algorithm) for cell in cells}) > 1:
         raise WaffleError("cells in one stack must train their rows alike: give them the same method and step settings")
-    if model.stats_size:
+    if model.normalises:
         for cell in cells:
             for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
                 if n and (batch_size == 1 or n % batch_size == 1):
@@ -125,8 +127,9 @@ class _Simulator:
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
         self.live = list(range(len(cells)))
         self._batches: dict[tuple[int, ...], Batches] = {}
-        count = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+        self._workers = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
+        self._like: tuple[Any, Any] | None = None  # what a round's rows look like, known after the first
+        self._round_seconds = 0.0  # how long training takes in this process
         self._graphs = Graphs(model)
         self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
         self._examinations: dict[Any, Examination] = {}
@@ -179,10 +182,30 @@ class _Simulator:
             local = self._steps(algorithm, local, batches, r, attempt, rows)  # A2.6-8
             return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
 
-        results = list(self._pool.map(train_chunk, self._chunks(len(batches.steps))))
-        new_agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
+        new_agents, up = self._spread(train_chunk, len(batches.steps))
         edges = _edges([c.federation.agents for c in cells])
         return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
+
+    def _spread(self, train: Callable[[slice], tuple[Any, Any]], rows: int) -> tuple[Any, Any]:
+        """Train all rows: stacked here, or one by one among processes if a round is long enough to pay for them."""
+        began = time.perf_counter()
+        pays = not self.model.stacked and self._round_seconds > FORK_PAYS and can_fork()
+        processes = min(self._workers, rows) if pays else 1
+        chunks = self._chunks(rows)
+        if processes == 1 or self._like is None:
+            results = [train(chunk) for chunk in chunks]
+            agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
+            self._round_seconds = time.perf_counter() - began
+            self._like = agents, up
+            return agents, up
+        agents, up = (type(like)(*(shared_like(field, rows) for field in like)) for like in self._like)
+
+        def both(chunk: slice) -> list[Tensor]:
+            new_agents, new_up = train(chunk)
+            return [*new_agents, *new_up]
+
+        in_processes(both, chunks, [*agents, *up], processes)
+        return agents, up
 
     def _steps(self, algorithm: Algorithm, local: Any, batches: Batches, r: int, attempt: int, rows: slice) -> Any:
         """All mini-batches of a round, for the rows of one chunk."""
@@ -234,10 +257,14 @@ class _Simulator:
         """Accuracy and loss of each Alice's model on her own test data, and on validation data where she has some."""
         federations = [self.cells[i].federation for i in indices]
         scores = self._score("test", federations, [f.test[f.alice] for f in federations], nets)
-        held_out = [f.validation[f.alice] for f in federations]
-        if all(len(rows) for rows in held_out):
-            for entry, more in zip(scores, self._score("validation", federations, held_out, nets), strict=True):
-                entry |= {f"validation_{key}": value for key, value in more.items()}
+        judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
+        if judged:
+            theirs = [federations[k] for k in judged]
+            held_out = [f.validation[f.alice] for f in theirs]
+            for k, more in zip(
+                judged, self._score("validation", theirs, held_out, [nets[k] for k in judged]), strict=True
+            ):
+                scores[k] |= {f"validation_{key}": value for key, value in more.items()}
         return scores
 
     def _score(
@@ -258,7 +285,9 @@ class _Simulator:
         for key in ("loss", "validation_loss"):
             if key in measured and not math.isfinite(measured[key]):
                 measured[key] = None
-        screened = {name: REASONS[int(code)] for name, code in zip(names, codes, strict=True) if code != OK}
+        expected = self.cells[i].federation.samples.tolist()
+        found = zip(names, codes, expected, strict=True)
+        screened = {name: REASONS[int(code)] for name, code, samples in found if code != OK and samples}
         if screened:
             measured["screened"] = screened
         if self._refused[i]:
@@ -291,7 +320,7 @@ class _Simulator:
         return self._batches[indices]
 
     def _chunks(self, rows: int) -> list[slice]:
-        """Rows that train together: one at a time, or as many as memory holds, spread over the workers."""
+        """Rows that train together: one at a time, or as many as memory holds."""
         if not self.model.stacked:
             return [slice(i, i + 1) for i in range(rows)]
         row_bytes = 16 * self.model.size * self.model.dtype.itemsize

@@ -1,14 +1,15 @@
 """FlatModel: any `torch.nn.Module` as rows of flat parameters.
 
-Running statistics (the float buffers of BatchNorm) are rows of their own, beside the parameters and never inside an
-update, so distances do not see them. Integer buffers are constants of the module and are neither sent nor averaged.
+Running statistics (the float buffers of BatchNorm), and parameters that the module froze, are rows of their own, beside
+the trained ones and never inside an update, so distances do not see them. Integer buffers are constants of the module
+and are neither sent nor averaged.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,6 +25,7 @@ Precision: TypeAlias = Literal["float32", "float64", "tf32", "bf16"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one loss a sample
 
 STACKED_PARAMETERS = 1_000_000
+UNSEEDED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 STATS_POLICY = "running statistics: averaged with the weights of the updates, outside every distance; counters constant"
 
 
@@ -66,15 +68,22 @@ class FlatModel:
     ) -> None:
         self._build, self._loss, self.precision, self.device = build, loss, precision, torch.device(device)
         self.dtype = torch.float64 if precision == "float64" else torch.float32
-        self._template = _seeded(build, 0).to(self.device, self.dtype).requires_grad_(False)
+        module = _seeded(build, 0).to(self.device, self.dtype)
+        self._template = copy.deepcopy(module).requires_grad_(False)
         self._own = threading.local()
-        self._params = _Layout(dict(self._template.named_parameters()))
-        self._stats = _Layout({name: b for name, b in self._template.named_buffers() if b.is_floating_point()})
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        moving = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self._params, self._stats = _Layout(trained), _Layout({**frozen, **moving})
+        self.normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._check()
         self.size, self.stats_size = self._params.size, self._stats.size
         self.stacked = self._stacks_well() if stacked is None else stacked
-        if self.stacked and self.stats_size:
-            raise WaffleError("a model with running statistics trains row by row: leave `stacked` unset or false")
+        if self.stacked and (self.stats_size or self.normalises):
+            raise WaffleError(
+                "a model with statistics of its batches trains row by row: leave `stacked` unset or false"
+            )
+        self._last: bool | None = None  # can it take images channels last? found out at the first gradient
         self._drops: bool | None = None  # does the module drop units out? found out at the first gradient
         self._folds: bool | None = None  # does the folded pass fit this module? found out at the first gradient
 
@@ -84,12 +93,15 @@ class FlatModel:
         for name, module in self._template.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
                 raise WaffleError(f"{name}: BatchNorm needs a momentum here; its cumulative average is not supported")
+            if isinstance(module, UNSEEDED):
+                raise WaffleError(f"{name}: {type(module).__name__} draws numbers that no seed governs; use nn.Dropout")
 
     def _stacks_well(self) -> bool:
         """Padding spoils running statistics, large models fill the device alone, a CPU convolves better row by row."""
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self._template.modules())
         small = self._params.size <= STACKED_PARAMETERS
-        return not self._stats.size and small and not (convolves and self.device.type == "cpu")
+        plain = not self._stats.size and not self.normalises
+        return plain and small and not (convolves and self.device.type == "cpu")
 
     def _module(self, training: bool) -> nn.Module:
         """This thread's own copy: functional_call puts its tensors into the module while it runs."""
@@ -100,8 +112,8 @@ class FlatModel:
     def init(self, seed: int) -> Net:
         """A random model that depends on the seed alone."""
         module = _seeded(self._build, derive(seed, "init")).to(dtype=self.dtype)
-        params = self._params.flatten(dict(module.named_parameters()))
-        stats = self._stats.flatten(dict(module.named_buffers()))
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        params, stats = self._params.flatten(tensors), self._stats.flatten(tensors)
         return Net(params.to(self.device), stats.to(self.device, self.dtype))
 
     def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
@@ -119,12 +131,26 @@ class FlatModel:
         vessel = self._vessel()
         vessel.params.copy_(params)
         vessel.stats.copy_(stats)
-        x = _channels_last(batch.x) if batch.x.ndim == 4 else batch.x
         with torch.enable_grad():
-            output = self._dropping(vessel.module, x, batch.key)
+            output = self._dropping(vessel.module, self._laid_out(vessel.module, batch.x), batch.key)
             loss = (self._loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
-            gradients = torch.autograd.grad(loss, vessel.leaves)
-        return Net(torch.cat([g.reshape(-1) for g in gradients]), vessel.stats.clone())
+            gradients = torch.autograd.grad(loss, vessel.leaves, allow_unused=True, materialize_grads=True)
+        return Net(torch.cat([g.reshape(-1) for g in gradients]), vessel.settled().clone())
+
+    def _laid_out(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Images channels last, unless the module minds."""
+        if x.ndim != 4 or self._last is False:
+            return x
+        laid = _channels_last(x)
+        if self._last is None:
+            try:
+                with torch.no_grad():
+                    copy.deepcopy(module)(laid[:2])
+                self._last = True
+            except RuntimeError:
+                self._last = False
+                return x
+        return laid
 
     def _vessel(self) -> _Vessel:
         if not hasattr(self._own, "vessel"):
@@ -148,6 +174,10 @@ class FlatModel:
             return call(*arguments).to(self.dtype)
 
     def _folded_grad(self, params: Tensor, batch: Batch) -> Tensor:
+        if len(params) == 1:  # a stack of one would add up in another order: its bits must not depend on company
+            return self._folded_grad(params.expand(2, -1), Batch(*(part.expand(2, *part.shape[1:]) for part in batch)))[
+                :1
+            ]
         rows = len(params)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
@@ -164,7 +194,8 @@ class FlatModel:
 
     def _folding_is_right(self, params: Tensor, stats: Tensor, batch: Batch) -> bool:
         """Compare the folded pass with vmap's on a few samples, in float64."""
-        few = [part[:3].double() if part.is_floating_point() else part[:3] for part in (params, stats, *batch)]
+        pick = torch.arange(3, device=params.device) % len(params)
+        few = [part[pick].double() if part.is_floating_point() else part[pick] for part in (params, stats, *batch)]
         small = Batch(*(part[:, :2] if part.ndim > 1 else part for part in few[2:]))
         twin = FlatModel(self._build, loss=self._loss, precision="float64", device=self.device, stacked=True)
         try:
@@ -231,18 +262,32 @@ class _Vessel:
         first = next(self.module.parameters())
         self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
         named = dict(self.module.named_parameters())
-        for name, part in params.unflatten(self.params).items():
-            named[name].data = part
-        for name, part in stats.unflatten(self.stats).items():
+        trained, carried = params.unflatten(self.params), stats.unflatten(self.stats)
+        for name, part in {**trained, **carried}.items():
+            if name in named:
+                named[name].data = part
+        self._buffers = {name: part for name, part in carried.items() if name not in named}
+        self._place()
+        self.leaves = [named[name].requires_grad_() for name in trained]
+
+    def _place(self) -> None:
+        for name, part in self._buffers.items():
             owner, _, last = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[last] = part
-        self.leaves = [leaf.requires_grad_() for leaf in named.values()]
+
+    def settled(self) -> Tensor:
+        """The statistics after a pass, also those that a module replaced instead of changing."""
+        for name, now in self.module.named_buffers():
+            if name in self._buffers and now is not self._buffers[name]:
+                self._buffers[name].copy_(now)
+        self._place()
+        return self.stats
 
 
 class _Layout:
     """Where each named tensor lies in a flat vector."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         self._sizes = [t.numel() for t in tensors.values()]
         self.size = sum(self._sizes)
@@ -254,7 +299,7 @@ class _Layout:
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
         parts, rows = torch.split(flat, self._sizes, dim=-1), flat.shape[:-1]
-        return {n: part.view(*rows, *shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return {n: part.view((*rows, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 def _channels_last(images: Tensor) -> Tensor:

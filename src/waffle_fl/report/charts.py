@@ -57,7 +57,8 @@ def accuracy(runs: Sequence[Finished]) -> Any:
     """One panel a split, one line a method."""
     groups: dict[tuple[str, str], list[Finished]] = {}
     for run in runs:
-        groups.setdefault((run.row, run.title), []).append(run)
+        if run.rounds:
+            groups.setdefault((run.row, run.title), []).append(run)
     values = []
     for (row, title), group in groups.items():
         for r in range(min(len(run.rounds) for run in group)):

@@ -15,11 +15,12 @@ from waffle_fl import __version__
 from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, Finished
+from waffle_fl.results import PROTOCOLS, Finished, check_alike
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
     """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
+    check_alike(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):

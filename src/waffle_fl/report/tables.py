@@ -6,6 +6,7 @@ import csv
 import html
 import io
 from collections.abc import Callable, Sequence
+from math import isnan
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, methods_of, rows_of, scores
@@ -33,7 +34,8 @@ def to_csv(runs: Sequence[Finished]) -> str:
     writer.writerow(["protocol", "split", "method", "mean", "std", "seeds", "diverged"])
     for protocol in protocols_of(runs):
         for (row, method), s in sorted(scores(runs, protocol).items()):
-            writer.writerow([protocol, row, method, s.mean, "" if s.std is None else s.std, s.seeds, s.diverged])
+            numbers = ["" if value is None or isnan(value) else value for value in (s.mean, s.std)]
+            writer.writerow([protocol, row, method, *numbers, s.seeds, s.diverged])
     return out.getvalue()
 
 
@@ -66,8 +68,8 @@ def to_latex(runs: Sequence[Finished]) -> str:
 
 
 def _latex_cell(s: Score | None, best: bool) -> str:
-    if s is None:
-        return "--"
+    if s is None or isnan(s.mean):
+        return "--" if s is None else r"$^\dagger$"
     text = s.text(r" \pm ").replace(" (diverged)", "")
     mark = r"$^\dagger$" if s.diverged else ""
     return (rf"$\mathbf{{{text}}}$" if best else f"${text}$") + mark

@@ -1,0 +1,157 @@
+"""On CPU cores: ours beside the loop everybody writes, the same work on both sides, in one run.
+
+    python -m benchmarks.cpu --out results/speed-cpu.jsonl
+
+Two workloads: LeNet-5 with 10 agents of 600 MNIST images (noise of that shape where $WAFFLE_DATA is not set), and a
+grid of 25 federations of 10 agents with the embedded digits. FedAvg, batch 32, one epoch. The sides alternate, and
+the median of several rounds counts; start-up is left out. The last line is the smallest of the ratios over its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.plain import PlainLoop
+from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, build, load, simulate, split
+from waffle_fl.config import Settings
+from waffle_fl.data import Dataset
+from waffle_fl.experiment import federation_of
+from waffle_fl.models import LeNet5, mlp
+
+ROUNDS = 7
+BARS = {"lenet5": {"plain loop, one thread": 2.5, "plain loop, two processes": 1.0}, "digits": {"plain loop": 5.0}}
+
+
+def lenet_federation() -> Federation:
+    if os.environ.get("WAFFLE_DATA"):
+        return federation_of(Settings(data="mnist", split="A", samples_per_agent=600))
+    rng = np.random.default_rng(0)
+    y, y_test = np.arange(6000) % 10, np.arange(1000) % 10
+    x, x_test = (rng.standard_normal((n, 1, 28, 28), np.float32) for n in (6000, 1000))
+    return build(
+        Dataset("noise", x, y, x_test, y_test, tuple("0123456789"), "noise", verified=False), split(y, y_test, "A")
+    )
+
+
+def digits_federations() -> list[Federation]:
+    digits = load("digits")
+    federations = [build(digits, split(digits.y_train, digits.y_test, kind)) for kind in ("A", "B", "C", "A*", "B*")]
+    return [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
+
+
+def seconds(work: Any) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+_half: dict[str, Any] = {}
+
+
+def _prepare(agents: tuple[int, ...]) -> None:
+    """In a worker process: a plain loop over half of the agents."""
+    torch.set_num_threads(1)
+    whole = lenet_federation()
+    half = replace(
+        whole,
+        names=tuple(whole.names[i] for i in agents),
+        train=tuple(whole.train[i] for i in agents),
+        validation=tuple(whole.validation[i] for i in agents),
+        test=tuple(whole.test[i] for i in agents),
+        relabel=whole.relabel[list(agents)],
+        ids=tuple(whole.ids[i] for i in agents),
+    )
+    _half["loop"] = PlainLoop(LeNet5(), FlatModel(LeNet5), half, 1, batch_size=32, lr=0.1)
+    _half["batches"] = _half["loop"].prepared(1)
+
+
+def _half_round(x: torch.Tensor) -> torch.Tensor:
+    loop = _half["loop"]
+    loop.x = x
+    loop.round(_half["batches"], scaffold=False)
+    return loop.x
+
+
+def lenet5() -> dict[str, Any]:
+    """LeNet-5, 10 agents x 600 images: 190 steps a round."""
+    torch.set_num_threads(1)
+    federation, model = lenet_federation(), FlatModel(LeNet5)
+    plain = PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1)
+    ours = simulate([Cell(FedAvg(SGD(0.1)), federation, 1)], model, rounds=ROUNDS + 1, batch_size=32)
+    plain.round(plain.prepared(1), scaffold=False)
+    outcome = next(ours)[0]
+    difference = float((plain.x - outcome.state.server.x).norm() / plain.x.norm())
+    times: dict[str, list[float]] = {"ours": [], "plain loop, one thread": [], "plain loop, two processes": []}
+    context = get_context("spawn")
+    halves = [ProcessPoolExecutor(1, context, _prepare, (tuple(half),)) for half in (range(5), range(5, 10))]
+    start = model.init(1).params
+    [pool.submit(_half_round, start).result() for pool in halves]
+    for r in range(2, ROUNDS + 2):
+        batches = plain.prepared(r)
+        times["plain loop, one thread"].append(seconds(lambda b=batches: plain.round(b, scaffold=False)))
+        times["ours"].append(seconds(lambda: next(ours)))
+        times["plain loop, two processes"].append(
+            seconds(lambda: [f.result() for f in [pool.submit(_half_round, start) for pool in halves]])
+        )
+    for pool in halves:
+        pool.shutdown()
+    return _compared("lenet5", times, difference)
+
+
+def digits() -> dict[str, Any]:
+    """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round."""
+    torch.set_num_threads(1)
+    federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
+    cells = [Cell(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
+    ours = simulate(cells, model, rounds=ROUNDS + 1, batch_size=32)
+    plain = PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1)
+    plain.round(plain.prepared(1), scaffold=False)
+    outcome = next(ours)[0]
+    difference = float((plain.x - outcome.state.server.x).norm() / plain.x.norm())
+    times: dict[str, list[float]] = {"ours": [], "plain loop": []}
+    for r in range(2, ROUNDS + 2):
+        batches = plain.prepared(r)
+        times["plain loop"].append(seconds(lambda b=batches: plain.round(b, scaffold=False)))
+        times["ours"].append(seconds(lambda: next(ours)) / len(cells))
+    return _compared("digits", times, difference)
+
+
+def _compared(part: str, times: dict[str, list[float]], difference: float) -> dict[str, Any]:
+    middle = {name: median(values) for name, values in times.items()}
+    ratios = {name: round(middle[name] / middle["ours"], 2) for name in middle if name != "ours"}
+    return {
+        "ms_a_round": {name: round(1000 * value, 3) for name, value in middle.items()},
+        "times_faster_than": ratios,
+        "smallest_ratio_over_its_bar": round(min(ratios[name] / bar for name, bar in BARS[part].items()), 3),
+        "difference_after_one_round": difference,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/speed-cpu.jsonl"))
+    arguments = parser.parse_args()
+    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    lines = [{"part": part.__name__, **machine, **part()} for part in (lenet5, digits)]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for line in lines:
+        print(json.dumps(line, indent=2))
+    print("smallest ratio over its bar:", min(line["smallest_ratio_over_its_bar"] for line in lines))
+
+
+if __name__ == "__main__":
+    main()
