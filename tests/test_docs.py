@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,11 @@ def test_nothing_names_this_machine() -> None:
     for path in [*SOURCE.rglob("*.py"), *PAGES, *(ROOT / "tests").glob("*.py"), *(ROOT / "results").glob("*.jsonl")]:
         if path != Path(__file__):
             assert not private.search(path.read_text()), path
+
+
+def test_the_page_on_speed_is_its_records() -> None:
+    """docs/speed.md is what benchmarks/page.py writes from the committed records."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.page import page
+
+    assert (ROOT / "docs" / "speed.md").read_text() == page()

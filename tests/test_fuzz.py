@@ -261,6 +261,7 @@ denominator = "max"
 
 [waffle.eta_g]
 A = 1.0
+B = 1.0
 "C*" = 0.5
 """
 KEYS = (
