@@ -51,8 +51,8 @@ DLA on 128 images of CIFAR-10's shape, bf16: {gpu["dla"]["ms_a_step"]} ms a step
 {sizes}
 Two runs of one config in one stack {"repeat bit for bit" if repeat["repeats_bit_for_bit"] else "DIFFER"}. In other
 company {"the bits are the same too" if repeat["same_bits_in_company"] else "the bits differ"}: the GPU's matrix
-products choose other kernels for other stacks, a relative difference of {repeat["difference_in_company"]:.1e} in the model after
-four rounds in TF32. On a CPU the bits are the same in any company.
+products choose other kernels for other stacks, a relative difference of {repeat["difference_in_company"]:.1e} in the
+model after four rounds in TF32. On a CPU the bits are the same in any company.
 
 ## On {cpu["lenet5"]["cores"]} CPU cores (torch {cpu["lenet5"]["torch"]})
 

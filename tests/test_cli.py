@@ -675,7 +675,7 @@ def flags_of(kind: type) -> list[str]:
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
-    """`waffle run METHOD --help` exits with 0 and lists every setting but the share matrix, its options, and where to run."""
+    """`waffle run METHOD --help` exits with 0 and lists every setting but the share matrix, and every option."""
     shown = waffle("run", method, "--help")
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")

@@ -306,7 +306,7 @@ def test_toml(tmp_path: Path) -> None:
     path.write_text(EXPERIMENT)
     sound = load_experiment(path)
     assert sound.methods == ("local", "fedavg", "waffle")
-    assert sound.options["waffle"]["eta_g"] == {"A": 1.0, "C*": 0.5}
+    assert sound.options["waffle"]["eta_g"] == {"A": 1.0, "B": 1.0, "C*": 0.5}
     tally = Tally()
     for content in toml_inputs(random.Random(4)):
         path.write_bytes(content)
