@@ -1,10 +1,14 @@
-"""Write docs/speed.md from the committed records: python -m benchmarks.page"""
+"""Write docs/speed.md, and the tables of the README, from the committed records: python -m benchmarks.page"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+from waffle_fl.report.tables import to_markdown
+from waffle_fl.results import read_runs
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,5 +71,16 @@ FedAvg, 10 agents, milliseconds a federation and round; the sides alternate, med
 """
 
 
+def with_tables(text: str) -> str:
+    """A page whose marked tables are those of their records."""
+
+    def fresh(match: re.Match[str]) -> str:
+        return f"{match[1]}{to_markdown(read_runs([ROOT / match[2]]))}{match[3]}"
+
+    return re.sub(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", fresh, text, flags=re.DOTALL)
+
+
 if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
     (ROOT / "docs" / "speed.md").write_text(page(), encoding="utf-8")

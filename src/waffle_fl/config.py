@@ -174,15 +174,14 @@ def load_experiment(path: Path) -> Experiment:
     problems += [f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "seed") if key in content]
     values = _tuples(content)
     problems += _problems(values, hints, known, text)
-    splits = grid.get("splits", ["C"])
+    methods, splits = _texts(grid.get("methods")), _texts(grid.get("splits", ["C"]))
     for method, table in tables.items():
-        if method in ALGORITHMS and method not in grid.get("methods", []):
+        if method in ALGORITHMS and method not in methods:
             problems.append(f"[{method}]{_line(text, method)}: this method is not among the experiment's methods")
         if method not in ALGORITHMS:
             problems.append(f"unknown key {method!r}{_line(text, method)}{suggest(method, known)}")
         else:
-            own = splits if isinstance(splits, list) else []
-            problems += _option_problems(method, table, own, _from_table(text, method))
+            problems += _option_problems(method, table, splits, _from_table(text, method))
     if problems:
         raise WaffleError(f"{path}: " + "; ".join(problems))
     return Experiment(
@@ -191,6 +190,11 @@ def load_experiment(path: Path) -> Experiment:
         options=tables,
         **{key: tuple(value) for key, value in grid.items()},
     )
+
+
+def _texts(value: Any) -> list[str]:
+    """The names in a list; what is none has been complained of already."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
 def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
