@@ -27,11 +27,12 @@ import torch
 from benchmarks.plain import PlainLoop
 from waffle_fl import SGD, Cell, FlatModel, Scaffold, simulate
 from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.batches import Batches
 from waffle_fl.config import Experiment, Settings
 from waffle_fl.data import Dataset
 from waffle_fl.engines.steps import products
 from waffle_fl.experiment import Place, execute, federation_of, plan
-from waffle_fl.federation import Batches, Federation, build
+from waffle_fl.federation import Federation, build
 from waffle_fl.models import DLA, LeNet5
 from waffle_fl.partition import split
 from waffle_fl.results import condense, read_runs, scores

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from waffle_fl.federation import Batches, Federation
+from waffle_fl.batches import Batches
+from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
 

@@ -11,10 +11,10 @@ import torch
 
 from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
+from waffle_fl.batches import Batches
 from waffle_fl.engines.closing import close, close_together, desk_of
 from waffle_fl.engines.simulate import Cell, initial_state, simulate
 from waffle_fl.experiment import _state, _tensors
-from waffle_fl.federation import Batches
 from waffle_fl.tensorfile import pack, unpack
 
 every = pytest.mark.parametrize("method", list(ALGORITHMS))

@@ -17,6 +17,7 @@ LAYERS = [
     {"data", "models", "tensorfile"},
     {"partition"},
     {"federation", "wire"},
+    {"batches"},
     {"algorithms", "guard"},
     {"engines", "config"},
     {"records"},

@@ -8,9 +8,9 @@ from torch import nn
 
 from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle, WaffleError, simulate
+from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
 from waffle_fl.engines.closing import Examination, score
-from waffle_fl.federation import Batches
 from waffle_fl.models import Quadratic, output_is_loss
 from waffle_fl.randomness import derive, noise, shuffle
 

@@ -11,8 +11,9 @@ from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from reference import run as twin
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
+from waffle_fl.batches import Batches
 from waffle_fl.engines.simulate import Cell, simulate
-from waffle_fl.federation import Batches, Federation
+from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, mlp
 
 ROUNDS, SEED = 8, 5

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from waffle_fl.data import Dataset
 from waffle_fl.errors import WaffleError
-from waffle_fl.models.flat import Batch
 from waffle_fl.partition import Partition
-from waffle_fl.randomness import derive, shuffle
 
 
 @dataclass(frozen=True)
@@ -277,89 +275,3 @@ def _hashes(x: np.ndarray, y: np.ndarray) -> list[bytes]:
         hashlib.blake2b(row.tobytes() + int(label).to_bytes(8, "little"), digest_size=16).digest()
         for row, label in zip(x, y, strict=True)
     ]
-
-
-class Plan(NamedTuple):
-    """The mini-batches of one round: for each row and step the samples, and which of them are padding."""
-
-    samples: Tensor  # (rows, steps, batch), into the pool
-    weight: Tensor  # (rows, steps, batch), 0 for padding
-    active: Tensor  # (rows, steps), False once a row has made its K_i steps
-    relabel: Tensor  # (rows, classes)
-    keys: Tensor  # (rows,), the seeds of this round's dropout
-
-
-class Batches:
-    """Mini-batches for the rows of one or many federations, each row's order its own whatever is stacked beside it."""
-
-    def __init__(
-        self, federations: Sequence[Federation], seeds: Sequence[int], batch_size: int, epochs: int, dtype: torch.dtype
-    ) -> None:
-        self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
-        self.x, self.y, offsets = _pooled(federations)
-        self.device = self.x.device
-        rows = [
-            (f, seed, offset, i)
-            for f, seed, offset in zip(federations, seeds, offsets, strict=True)
-            for i in range(f.agents)
-        ]
-        self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
-        self._lengths = [len(f.train[i]) for f, _, _, i in rows]
-        samples = [f.train[i] + offset for f, _, offset, i in rows]
-        self._table = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-        self._relabel = torch.cat([f.relabel for f in federations])
-        self.steps = [epochs * -(-n // batch_size) for n in self._lengths]
-
-    def sizes(self, rows: slice, padded: bool) -> list[int]:
-        """The width of each step's batch: the full one where rows are padded, a single row's own where they are not."""
-        if padded:
-            return [self.batch_size] * max(self.steps[rows])
-        (length,) = self._lengths[rows]
-        whole, rest = divmod(length, self.batch_size)
-        return ([self.batch_size] * whole + ([rest] if rest else [])) * self.epochs
-
-    def plan(self, r: int, attempt: int, rows: slice) -> Plan:
-        """The order of the samples in round r, for these rows."""
-        lengths, steps = self._lengths[rows], self.steps[rows]
-        longest, most = max(lengths), max(steps)
-        table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
-        orders = []
-        for epoch in range(self.epochs):
-            order = shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest)
-            orders.append(table.gather(1, order))
-        t = torch.arange(most, device=self.device)
-        per_epoch = ((length + self.batch_size - 1) // self.batch_size).clamp(min=1)[:, None]
-        within = (t % per_epoch)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
-        epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
-        position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
-        samples = torch.cat(orders, dim=1).gather(1, position).view(within.shape)
-        active = t < torch.tensor(steps, device=self.device)[:, None]
-        weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
-        return Plan(samples, weight, active, self._relabel[rows], self._keys("dropout", rows, r, attempt))
-
-    def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
-        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]
-        return torch.tensor(keys, device=self.device)
-
-    def batch(self, plan: Plan, t: Tensor, size: int) -> Batch:
-        """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
-        samples = plan.samples.index_select(1, t)[:, 0, :size]
-        labels = self.y[samples]
-        y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
-        x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
-        return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], plan.keys + (t << 16))
-
-
-def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:
-    """One pool for all: federations made of the same tensors share them, others are laid one after another."""
-    pools: dict[int, tuple[Federation, int]] = {}
-    offset, offsets = 0, []
-    for f in federations:
-        if id(f.x) not in pools:
-            pools[id(f.x)] = (f, offset)
-            offset += len(f.x)
-        offsets.append(pools[id(f.x)][1])
-    distinct = [f for f, _ in pools.values()]
-    if len(distinct) == 1:
-        return distinct[0].x, distinct[0].y, offsets
-    return torch.cat([f.x for f in distinct]), torch.cat([f.y for f in distinct]), offsets

@@ -159,7 +159,16 @@ def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
 def code_digest() -> str:
     """A hash of the modules that decide results."""
     here = Path(__file__).parent
-    names = ("algorithms", "models", "engines", "federation.py", "partition.py", "randomness.py", "guard.py")
+    names = (
+        "algorithms",
+        "models",
+        "engines",
+        "batches.py",
+        "federation.py",
+        "partition.py",
+        "randomness.py",
+        "guard.py",
+    )
     files = sorted(
         f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))
     )

@@ -64,7 +64,11 @@ def fetch(name: str, folder: str = "", progress: Progress = lambda name, done, t
     source = SOURCES[name]
     place = data_dir(folder) / source.folder
     missing = [file for file in source.files if not (place / file.name).exists()]
-    return [download(file, place, progress) for file in missing]
+    try:
+        return [download(file, place, progress) for file in missing]
+    except WaffleError as error:
+        others = [f"{f.url} at {place / f.name}" for f in missing if not (place / f.name).exists()][1:]
+        raise WaffleError(f"{error}" + (f"; likewise {', '.join(others)}" if others else "")) from None
 
 
 def _digits() -> Dataset:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, training_key
+from waffle_fl.batches import Batches
 from waffle_fl.engines.closing import Closed, Examination, close, close_together, desk_of, score, to_numbers
 from waffle_fl.engines.forks import can_fork, in_processes, shared_like
 from waffle_fl.engines.steps import Graphs, one_step, products
 from waffle_fl.errors import Diverged, WaffleError
-from waffle_fl.federation import Batches, Federation
+from waffle_fl.federation import Federation
 from waffle_fl.guard import OK, REASONS, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.wire import Envelope, Inbox, seal

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, training_key
-from waffle_fl.federation import Batches, Plan
+from waffle_fl.batches import Batches, Plan
 from waffle_fl.models import FlatModel
 
 WARM_UPS = 2
