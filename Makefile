@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint bench setup clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -16,6 +16,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.cpu
 
 setup: $(READY)
 

@@ -54,7 +54,7 @@ def mnist_federations() -> list[Federation]:
     return [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
 
 
-def table() -> dict[str, Any]:
+def table(keep: Path | None = None) -> dict[str, Any]:
     """All 150 runs of the paper's MNIST table, end to end: run folders, records and evaluation included."""
     settings = replace(MNIST, rounds=ROUNDS)
     options = {"weight-erosion": {"p_d": {"A": 0.006, "B": 0.0067, "C": 0.006, "A*": 0.0088, "B*": 0.0088}}}
@@ -67,8 +67,8 @@ def table() -> dict[str, Any]:
             seconds[method] = round(time.perf_counter() - began, 2)
             print(method, seconds[method], flush=True)
         runs = read_runs([Path(folder)])
-    if os.environ.get("KEEP"):
-        Path(os.environ["KEEP"]).write_text("\n".join(condense(runs)) + "\n")
+    if keep:
+        keep.write_text("\n".join(condense(runs)) + "\n")
     accuracy = {f"{row} {method}": round(cell.mean, 4) for (row, method), cell in scores(runs, "best").items()}
     return {"seconds": seconds, "total_seconds": round(sum(seconds.values()), 2), "best_accuracy": accuracy}
 
@@ -234,11 +234,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--out", type=Path, default=Path("results/speed-gpu.jsonl"))
+    parser.add_argument("--keep", type=Path, help="also write the table's runs as a condensed record")
     arguments = parser.parse_args()
+    parts = {**PARTS, "table": partial(table, arguments.keep)}
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
     for part in arguments.parts or PARTS:
         began = time.perf_counter()
-        line = {"part": part, **machine, **PARTS[part](), "wall_seconds": round(time.perf_counter() - began, 1)}
+        line = {"part": part, **machine, **parts[part](), "wall_seconds": round(time.perf_counter() - began, 1)}
         print(json.dumps(line), flush=True)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         with arguments.out.open("a") as stream:
