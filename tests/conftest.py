@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, mlp
 from waffle_fl.models.flat import Precision
@@ -40,6 +43,16 @@ def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) 
 def last_state(cell: Cell, model: FlatModel, rounds: int = 6, **options: object):
     """The outcomes of a short run of one cell."""
     return [outcomes[0] for outcomes in simulate([cell], model, rounds=rounds, batch_size=BATCH, **options)]
+
+
+def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The one line with which the call is refused."""
+    with pytest.raises(WaffleError) as caught:
+        call(*args, **options)
+    text = str(caught.value)
+    assert text
+    assert "\n" not in text
+    return text
 
 
 @pytest.fixture

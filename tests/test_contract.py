@@ -218,7 +218,8 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
 
 
 @every
-def test_an_agent_without_samples_is_left_out(method: str) -> None:
+@pytest.mark.parametrize("stacked", [True, False])
+def test_an_agent_without_samples_is_left_out(method: str, stacked: bool) -> None:
     """An agent with no training samples has weight 0, and the others train as if it were not there."""
     ghostly = make_federation((23, 0, 14), alice=2)
     without = replace(
@@ -231,7 +232,7 @@ def test_an_agent_without_samples_is_left_out(method: str) -> None:
         alice=1,
         ids=(0, 2),
     )
-    algorithm, model = make(method), make_model()
+    algorithm, model = make(method), make_model(stacked=stacked)
     ends = [last_state(Cell(algorithm, f, 3), model)[-1] for f in (ghostly, without)]
     assert ends[0].measured["weights"][1] == 0
     assert "screened" not in ends[0].measured

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import refusal
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.config import RunConfig, Settings
@@ -40,16 +41,6 @@ from waffle_fl.partition import split
 
 MEGABYTE = 1 << 20
 AGAIN = "delete it and fetch it again"
-
-
-def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The one line with which the call is refused."""
-    with pytest.raises(WaffleError) as caught:
-        call(*args, **options)
-    text = str(caught.value)
-    assert text
-    assert "\n" not in text
-    return text
 
 
 def answer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:

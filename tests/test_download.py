@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest import refusal
 from waffle_fl import data
 from waffle_fl.data.files import download
 from waffle_fl.data.sources import SOURCES, File
@@ -144,16 +145,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             gc.collect()  # what a failed request left open is not told of in another test
-
-
-def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The one line with which the call is refused."""
-    with pytest.raises(WaffleError) as caught:
-        call(*args, **options)
-    text = str(caught.value)
-    assert text
-    assert "\n" not in text
-    return text
 
 
 def digest(content: bytes) -> str:

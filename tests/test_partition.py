@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import refusal
 from waffle_fl import data
 from waffle_fl.config import Settings
 from waffle_fl.errors import WaffleError
@@ -50,16 +50,6 @@ def balanced(per_class: int, classes: int = 10, seed: int = 0) -> np.ndarray:
 
 def together(parts: Any) -> np.ndarray:
     return np.concatenate([np.asarray(part, np.int64) for part in parts])
-
-
-def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The one line with which the call is refused."""
-    with pytest.raises(WaffleError) as caught:
-        call(*args, **options)
-    text = str(caught.value)
-    assert text
-    assert "\n" not in text
-    return text
 
 
 def same(a: Partition, b: Partition) -> bool:
