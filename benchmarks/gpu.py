@@ -63,7 +63,7 @@ def table(keep: Path | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for method in METHODS:
             began = time.perf_counter()
-            execute(plan(replace(experiment, methods=(method,)), Path(folder)), Place(Path(folder), device="cuda"))
+            execute(plan(replace(experiment, methods=(method,)), Path(folder)), Place(device="cuda"))
             seconds[method] = round(time.perf_counter() - began, 2)
             print(method, seconds[method], flush=True)
         runs = read_runs([Path(folder)])

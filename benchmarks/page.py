@@ -31,7 +31,8 @@ Written by `python -m benchmarks.page` from the records that the commands below 
 
 ## On one {table["gpu"]} (torch {table["torch"]})
 
-`python -m benchmarks.gpu --out results/speed-gpu.jsonl`
+`python -m benchmarks.gpu --out results/speed-gpu.jsonl`, part by part: `table steps loop dla` in one call, `agents
+repeat` in an earlier one.
 
 The paper's whole MNIST table, 5 distributions x 5 seeds x 10 agents x 6,000 samples, batch 32, 100 rounds, end to end
 with run folders, records and evaluation: **{table["total_seconds"]} s** for six methods.
@@ -41,7 +42,8 @@ with run folders, records and evaluation: **{table["total_seconds"]} s** for six
 {methods}
 One step of {steps["rows"]} stacked LeNet-5, batch {steps["batch_size"]} each: {steps["fedavg_tf32_ms"]} ms for FedAvg
 and {steps["scaffold_tf32_ms"]} ms for SCAFFOLD in TF32, {steps["scaffold_float32_ms"]} ms in float32; the memory
-floor is about {steps["floor_ms"]} ms. Against a gradient in float64 the relative error is
+floor, as counted from the bytes that must move, is about {steps["floor_ms"]} ms. Against a gradient in float64 the
+relative error is
 {steps["gradient_error_float32"]:.1e} in float32 and {steps["gradient_error_tf32"]:.1e} in TF32.
 
 SCAFFOLD, a federation and round: {loop["ours_seconds"]} s, against {loop["plain_seconds"]} s of a plain loop over the

@@ -60,6 +60,13 @@ def test_omega_above_one_by_hand() -> None:
     assert raw([1.0, 1.25, 2.0], 1.2, "range") == pytest.approx(expected)
 
 
+def test_only_max_starts_with_everyone() -> None:
+    """In round 1 of 100 the farthest agent has weight under "max" and none under "range", for its ratio there is 1."""
+    omega = evaluate("sigmoid(3.2)", "omega", 1, 100)
+    assert raw([1.0, 1.25, 2.0], omega, "max")[3] == pytest.approx(0.140987, abs=1e-6)
+    assert raw([1.0, 1.25, 2.0], omega, "range")[3] == 0
+
+
 def test_smoothing_by_hand() -> None:
     """alpha_bar is the mean of alpha^(r-2), alpha^(r-1) and alpha^r: (1/4 + 1/4 + 4/9) / 3 = 17/54 for Alice."""
     dy = torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64)

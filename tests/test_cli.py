@@ -21,9 +21,10 @@ import torch
 
 from waffle_fl import __version__, cli, experiment
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.commands import COMMANDS, Output, PlaceFlags
+from waffle_fl.cli.commands import COMMANDS, Output
 from waffle_fl.config import Settings, load_experiment, option_types
 from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Place
 from waffle_fl.federation import Federation
 from waffle_fl.records import read_rounds
 
@@ -680,18 +681,18 @@ def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")
     settings = [flag for flag in flags_of(Settings) if flag != "--shares"]
-    expected = [*settings, *options, *flags_of(PlaceFlags), *flags_of(Output), "--out"]
+    expected = [*settings, *options, *flags_of(Place), *flags_of(Output), "--out"]
     assert [flag for flag in expected if not re.search(rf"{flag}\b", shown.out)] == []
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("bench", ["--out", "--plan", *flags_of(PlaceFlags), *flags_of(Output)]),
+        ("bench", ["--out", "--plan", *flags_of(Place), *flags_of(Output)]),
         ("report", ["--out", "--title", *flags_of(Output)]),
         ("data", ["--split", "--agents", "--direction", "--out", "--data-dir", "--allow-unverified"]),
-        ("demo", ["--out", *flags_of(PlaceFlags), *flags_of(Output)]),
-        ("resume", [*flags_of(PlaceFlags), *flags_of(Output)]),
+        ("demo", ["--out", *flags_of(Place), *flags_of(Output)]),
+        ("resume", [*flags_of(Place), *flags_of(Output)]),
     ],
 )
 def test_the_help_of_a_command_lists_its_flags(command: str, flags: list[str]) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 import waffle_fl
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.commands import COMMANDS, PlaceFlags
+from waffle_fl.cli.commands import COMMANDS
 from waffle_fl.cli.flags import _flags, options_class
 from waffle_fl.config import Settings, load_experiment
+from waffle_fl.experiment import Place
 from waffle_fl.report.tables import to_markdown
 from waffle_fl.results import read_runs
 
@@ -44,7 +45,7 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
             words = shlex.split(line, comments=True)
             assert words[1] in COMMANDS
             if words[1] == "run":
-                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(PlaceFlags), "--out"}
+                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), "--out"}
                 assert {w for w in words if w.startswith("--")} <= known
 
 

@@ -79,7 +79,7 @@ def small(method: str, **settings: Any) -> RunConfig:
 
 
 def finish(config: RunConfig, folder: Path, **place: Any) -> dict[str, Any]:
-    (result,) = execute([(config, folder)], Place(folder, **place))
+    (result,) = execute([(config, folder)], Place(**place))
     return result
 
 
@@ -297,7 +297,7 @@ def dying(point, phase):
 
 
 def attempt(prepare):
-    place = experiment.Place(folder, checkpoint_seconds=every)
+    place = experiment.Place(checkpoint_seconds=every)
     return ended(fork(lambda: experiment.execute([(config, folder)], place), prepare), block=True)
 
 
@@ -463,7 +463,7 @@ def test_a_log_that_cannot_be_cut_back_is_left_whole(tmp_path: Path) -> None:
     config = small("waffle")
     finish(config, tmp_path / "whole")
     with pytest.raises(Halt):
-        execute([(config, tmp_path / "run")], Place(tmp_path / "run"), HaltAfterRound3())
+        execute([(config, tmp_path / "run")], Place(), HaltAfterRound3())
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
     assert before.count(b"\n") == 3
     with disk_full(100), pytest.raises(WaffleError, match=r"cannot write to .*: File too large"):

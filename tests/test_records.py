@@ -96,7 +96,7 @@ class Watcher(Listener):
 
 
 def finish(folder: Path, chosen: RunConfig, listener: Listener | None = None, **place: Any) -> dict[str, Any]:
-    (result,) = execute([(chosen, folder)], Place(folder, **place), listener)
+    (result,) = execute([(chosen, folder)], Place(**place), listener)
     return result
 
 

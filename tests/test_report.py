@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experiment = Experiment(
         methods=("local", "weight-erosion", "waffle"), splits=("C", "A*"), seeds=(1, 2), settings=settings
     )
-    execute(plan(experiment, out), Place(out))
+    execute(plan(experiment, out), Place())
     return out
 
 

@@ -35,16 +35,22 @@ LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how to run; none of it changes a result."""
+    """Where and how to run."""
 
-    out: Path
     device: str = "auto"
+    """auto, cpu or cuda."""
     data_dir: str = ""
+    """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
     allow_unverified: bool = False
+    """Use data files whose checksum is not the official one; the record says so."""
     workers: int = 0
+    """Processes that train rows side by side; 0 takes one a core. It changes no result."""
     stack: int = STACK
+    """Runs that train together at most."""
     force: bool = False
+    """Go on with a run whose config, data or code has changed; the record says so."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """Seconds between checkpoints at least; 0 saves after every round."""
 
 
 class Listener:
@@ -160,6 +166,8 @@ def execute(
 ) -> list[dict[str, Any]]:
     """Bring every run to its end and return the results, in order. Finished runs are not run again."""
     listener = listener or Listener()
+    if place.workers < 0 or place.stack < 1:
+        raise WaffleError(f"expected workers >= 0 and stack >= 1, got {place.workers} and {place.stack}")
     device = device_of(place.device)
     _allow_files(FILES_A_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}

@@ -25,37 +25,12 @@ from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import STACK, Place, execute, federation_of, plan
+from waffle_fl.experiment import Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.results import condense, read_runs
 
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
-
-
-@dataclass(frozen=True)
-class PlaceFlags:
-    """Where to run."""
-
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    data_dir: str = ""
-    """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
-    allow_unverified: bool = False
-    """Use data files whose checksum is not the official one; the record says so."""
-    workers: int = 0
-    """Processes that train rows side by side; 0 takes one a core. It changes no result."""
-    stack: int = STACK
-    """Runs that train together at most."""
-    force: bool = False
-    """Go on with a run whose config, data or code has changed; the record says so."""
-    checkpoint_seconds: float = 10.0
-    """Seconds between checkpoints at least; 0 saves after every round."""
-
-    def place(self, out: Path) -> Place:
-        if self.workers < 0 or self.stack < 1:
-            raise WaffleError(f"expected workers >= 0 and stack >= 1, got {self.workers} and {self.stack}")
-        return Place(out, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
 
 @dataclass(frozen=True)
@@ -89,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
             ("settings", settings_class(), field(default_factory=settings_class())),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
-            ("place", PlaceFlags, field(default_factory=PlaceFlags)),
+            ("place", Place, field(default_factory=Place)),
             ("output", Output, field(default_factory=Output)),
         ],
     )
@@ -110,7 +85,7 @@ def resume(arguments: Sequence[str]) -> int:
 
         run: tyro.conf.Positional[Path]
         """The run's folder."""
-        place: PlaceFlags = field(default_factory=PlaceFlags)
+        place: Place = field(default_factory=Place)
         output: Output = field(default_factory=Output)
 
     args = parse(Resume, arguments, "resume")
@@ -120,9 +95,9 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(RunConfig.from_json(content), args.run, args.place, args.output)
 
 
-def _finish(config: RunConfig, folder: Path, place: PlaceFlags, output: Output) -> int:
+def _finish(config: RunConfig, folder: Path, place: Place, output: Output) -> int:
     with _live(output) as listener:
-        (result,) = execute([(config, folder)], place.place(folder), listener)
+        (result,) = execute([(config, folder)], place, listener)
     rounds = read_rounds(folder / "rounds.jsonl")
     if output.json:
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
@@ -148,7 +123,7 @@ def bench(arguments: Sequence[str]) -> int:
         """Folder of the runs; by default runs/NAME."""
         plan: bool = False
         """Print the plan and stop."""
-        place: PlaceFlags = field(default_factory=PlaceFlags)
+        place: Place = field(default_factory=Place)
         output: Output = field(default_factory=Output)
 
     args = parse(Bench, arguments, "bench")
@@ -162,10 +137,10 @@ def bench(arguments: Sequence[str]) -> int:
     return _grid(experiment, out, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
 
 
-def _grid(experiment: Experiment, out: Path, place: PlaceFlags, output: Output, title: str) -> int:
+def _grid(experiment: Experiment, out: Path, place: Place, output: Output, title: str) -> int:
     runs = plan(experiment, out)
     with _live(output) as listener:
-        results = execute(runs, place.place(out), listener)
+        results = execute(runs, place, listener)
     finished = read_runs([folder for _, folder in runs])
     page = write_report(finished, out / "report", title)
     if output.json:
@@ -187,7 +162,7 @@ def demo(arguments: Sequence[str]) -> int:
 
         out: Path = Path("demo")
         """Folder of the runs and of the report."""
-        place: PlaceFlags = field(default_factory=PlaceFlags)
+        place: Place = field(default_factory=Place)
         output: Output = field(default_factory=Output)
 
     args = parse(Demo, arguments, "demo")

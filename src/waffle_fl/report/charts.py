@@ -81,7 +81,7 @@ def accuracy(runs: Sequence[Finished]) -> Any:
         .add_params(hover)
     )
     panels = line.facet(facet=alt.Facet("split:N", sort=rows_of(runs), title=None), columns=3)
-    return _styled(panels.resolve_scale(y="independent"))
+    return _styled(panels.resolve_scale(x="independent", y="independent"))
 
 
 def weights(runs: Sequence[Finished]) -> Any:
