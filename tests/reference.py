@@ -205,7 +205,13 @@ def calc_weights(
 
 
 def weight_erosion(
-    problem: Problem, *, clip: float = 0.0, p_d: float = 0.0067, p_s: float = 0.0, batch_size: int = 32
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    p_d: float = 0.0067,
+    p_s: float = 0.0,
+    counted: str = "samples",
+    batch_size: int = 32,
 ) -> Trace:
     """Weight Erosion (section 5.1), the round's gradient g_i being the update -dy_i/lr (lr cancels everywhere)."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
@@ -216,7 +222,8 @@ def weight_erosion(
         for i in range(N):
             if norm > 0:  # section 5.3: no erosion in a round in which Alice stands still
                 distance = float((dy[i] - dy[problem.alice]).norm()) / norm
-                reuse = ((r - 1) * batch_size) // samples(problem, r, i)
+                size = samples(problem, r, i) if counted == "samples" else len(problem.batches[r - 1][i])
+                reuse = ((r - 1) * batch_size) // size
                 alpha[i] = max(0.0, alpha[i] - (1 + p_s * reuse) * p_d * distance)
         weights = [a / sum(alpha) for a in alpha]
         x = x + weighted_sum(weights, dy)

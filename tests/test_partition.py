@@ -231,14 +231,33 @@ def test_samples_per_agent_is_exact_where_available(kind: str, agents: int, n: i
 def test_validation_is_held_out_of_training(
     kind: str, agents: int, n: int, seed: int, fraction: float, wanted: int
 ) -> None:
-    """Validation takes its fraction of each agent's own training samples, and none of them stays in training."""
+    """Validation takes its fraction beside the samples asked for, or of them where an agent has no more."""
     labels = labels_of(n, seed)
-    whole = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted)
+    whole = split(labels, labels, kind, agents=agents, seed=seed)
+    asked = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted)
     made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted, validation=fraction)
-    for all_of_it, kept, held_out in zip(whole.train, made.train, made.validation, strict=True):
+    parts = zip(whole.train, asked.train, made.train, made.validation, strict=True)
+    for all_of_it, before, kept, held_out in parts:
         assert not set(kept.tolist()) & set(held_out.tolist())
-        assert sorted([*kept.tolist(), *held_out.tolist()]) == sorted(all_of_it.tolist())
-        assert abs(len(held_out) - fraction * len(all_of_it)) <= 0.5
+        assert {*kept.tolist(), *held_out.tolist()} <= set(all_of_it.tolist())
+        assert abs(len(held_out) - fraction * len(before)) <= 0.5
+        if len(all_of_it) >= len(before) + len(held_out):
+            assert kept.tolist() == before.tolist()
+        else:
+            assert sorted([*kept.tolist(), *held_out.tolist()]) == sorted(before.tolist())
+
+
+def test_sizes_scale_the_rows() -> None:
+    """Sizes 2:1, repeated over four agents, give two of them twice the samples, in the same proportions of labels."""
+    labels = balanced(60)
+    made = split(labels, labels, "A", agents=4, sizes=(2, 1))
+    assert [np.bincount(labels[part]).tolist() for part in made.train] == [[20] * 10, [10] * 10] * 2
+
+
+@pytest.mark.parametrize("sizes", [(0.0, 1.0), (-1.0,), (float("nan"),), (float("inf"),)])
+def test_bad_sizes_are_refused(sizes: tuple[float, ...]) -> None:
+    """A size is a number above 0."""
+    assert "above 0" in refusal(split, balanced(10), balanced(10), "A", sizes=sizes)
 
 
 @quick

@@ -27,6 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("scaffold", {"clip": 0.3, "eta_g": 0.7}),
     ("weight-erosion", {"p_d": 0.05}),
     ("weight-erosion", {"p_d": 0.02, "p_s": 2.0}),
+    ("weight-erosion", {"p_d": 0.01, "p_s": 0.2, "counted": "batches"}),
     ("waffle", {}),
     ("waffle", {"control": "paper", "denominator": "range", "clip": 0.0}),
     ("waffle", {"control": "paper", "denominator": "max", "clip": 0.5}),

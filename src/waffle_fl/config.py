@@ -31,6 +31,8 @@ class Settings:
     """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
     shares: tuple[tuple[float, ...], ...] = ()
     """A share matrix of your own (agent x label) in place of the split's."""
+    sizes: tuple[float, ...] = ()
+    """Relative numbers of samples of the agents, the list repeated as often as needed; empty is equal."""
     direction: Literal["left", "right"] = "left"
     """Which way the split's list is rolled from agent to agent."""
     agents: int = 10
@@ -40,7 +42,7 @@ class Settings:
     samples_per_agent: int = 0
     """Training samples an agent; 0 takes all there are."""
     validation: float = 0.0
-    """Fraction of each agent's training samples held out to select a round."""
+    """Fraction held out to select a round: beside samples_per_agent where there are more samples, else out of them."""
     test: Literal["share", "all"] = "share"
     """Alice's test data: her share of it, or every test sample her distribution allows."""
     split_seed: int = 0
@@ -158,6 +160,14 @@ def check_schema(found: Any) -> None:
 
 def load_experiment(path: Path) -> Experiment:
     """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split."""
+    first, *more = load_experiments(path)
+    if more:
+        raise WaffleError(f"{path}: expected one experiment, it has variants")
+    return first
+
+
+def load_experiments(path: Path) -> list[Experiment]:
+    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them."""
     try:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text)
@@ -165,12 +175,32 @@ def load_experiment(path: Path) -> Experiment:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise WaffleError(f"{path} is not valid TOML: {error}") from None
+    if "variants" not in content:
+        return [_experiment(path, path.stem, content, text)]
+    variants = content.pop("variants")
+    if not isinstance(variants, dict) or not variants or not all(isinstance(v, dict) for v in variants.values()):
+        raise WaffleError(f"{path}: expected tables [variants.NAME], got {_shown(variants)}")
+    return [
+        _experiment(path, f"{path.stem}/{check_name(name)}", _changed(content, changes), text)
+        for name, changes in variants.items()
+    ]
+
+
+def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant: its values in place of the file's, its tables laid over the file's."""
+    laid = {
+        k: {**content[k], **v} for k, v in changes.items() if isinstance(v, dict) and isinstance(content.get(k), dict)
+    }
+    return {**content, **changes, **laid}
+
+
+def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Experiment:
     check_schema(content.pop("schema", SCHEMA))
     tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
     grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
-    known = [*hints, *GRID, "schema", *ALGORITHMS]
+    known = [*hints, *GRID, "schema", "variants", *ALGORITHMS]
     problems += [f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "seed") if key in content]
     values = _tuples(content)
     problems += _problems(values, hints, known, text)
@@ -185,7 +215,7 @@ def load_experiment(path: Path) -> Experiment:
     if problems:
         raise WaffleError(f"{path}: " + "; ".join(problems))
     return Experiment(
-        name=path.stem,
+        name=name,
         settings=Settings(**_floats(values, hints)),
         options=tables,
         **{key: tuple(value) for key, value in grid.items()},
@@ -269,9 +299,8 @@ def _fits(value: Any, hint: Any) -> bool:
 def _described(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
-    return {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}.get(
-        hint, "a matrix of numbers"
-    )
+    simple = {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}
+    return simple.get(hint, "a list of numbers" if hint == tuple[float, ...] else "a matrix of numbers")
 
 
 def _shown(value: Any) -> str:
@@ -315,6 +344,7 @@ POSITIVE = "a number above 0", lambda value: value > 0
 NOT_NEGATIVE = at_least(0)
 RULES: dict[str, tuple[str, Any]] = {
     "agents": at_least(1),
+    "sizes": ("numbers above 0", lambda value: all(size > 0 for size in value)),
     "samples_per_agent": NOT_NEGATIVE,
     "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
     "rounds": at_least(1),

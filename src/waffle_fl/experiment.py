@@ -111,6 +111,7 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
         validation=s.validation,
         test=s.test,
         shares=s.shares or None,
+        sizes=s.sizes,
         direction=s.direction,
         permutation_seed=s.permutation_seed,
         shared_permutation=s.shared_permutation,

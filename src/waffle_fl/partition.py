@@ -76,6 +76,11 @@ def divide(labels: Indices, shares: Shares, rng: np.random.Generator, per_agent:
 
     The column with the largest sum uses every sample of its label; so no label is used twice and rows keep their shape.
     """
+    return [np.concatenate(_thinned(part, per_agent)) for part in by_label(labels, shares, rng)]
+
+
+def by_label(labels: Indices, shares: Shares, rng: np.random.Generator) -> list[list[Indices]]:
+    """For each agent its samples of each label: every column divided among the rows."""
     edges = np.vstack([np.zeros(shares.shape[1]), np.cumsum(shares, axis=0)]) / shares.sum(axis=0).max()
     parts: list[list[Indices]] = [[] for _ in shares]
     for label in range(shares.shape[1]):
@@ -83,20 +88,37 @@ def divide(labels: Indices, shares: Shares, rng: np.random.Generator, per_agent:
         cuts = np.round(edges[:, label] * len(samples)).astype(int)
         for agent, part in enumerate(parts):
             part.append(samples[cuts[agent] : cuts[agent + 1]])
-    if per_agent:
-        parts = [_thinned(part, per_agent) for part in parts]
-    return [np.concatenate(part) for part in parts]
+    return parts
 
 
 def _thinned(part: list[Indices], total: int) -> list[Indices]:
-    """Keep `total` samples (or all there are) in the proportions of the part: largest remainders are rounded up."""
+    """Keep `total` samples (0: all there are) in the proportions of the part: largest remainders are rounded up."""
     sizes = np.array([len(p) for p in part])
-    if sizes.sum() <= total:
+    if not total or sizes.sum() <= total:
         return part
     exact = sizes * total / sizes.sum()
     kept = np.floor(exact).astype(int)
     kept[np.argsort(kept - exact, kind="stable")[: total - kept.sum()]] += 1
     return [p[:k] for p, k in zip(part, kept, strict=True)]
+
+
+def hold_out(part: list[Indices], per_agent: int, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
+    """(validation, training) of an agent: validation lies beside the `per_agent` it trains on where it has so many."""
+    kept = _thinned(part, per_agent)
+    train = rng.permutation(np.concatenate(kept))
+    cut = round(fraction * len(train))
+    spare = [samples[len(used) :] for samples, used in zip(part, kept, strict=True)]
+    if cut and sum(map(len, spare)) >= cut:
+        return np.concatenate(_thinned(spare, cut)), train
+    return train[:cut], train[cut:]
+
+
+def check_sizes(sizes: Sequence[float], agents: int) -> Shares:
+    """Relative sizes of all agents, from a list that is repeated as often as needed."""
+    found = np.asarray(sizes, np.float64)
+    if not np.isfinite(found).all() or (found <= 0).any() or found.max(initial=0) > 1e100:
+        raise WaffleError("expected sizes that are numbers above 0 and below 1e100")
+    return np.resize(found, agents)
 
 
 def all_allowed(labels: Indices, shares: Shares, rng: np.random.Generator) -> list[Indices]:
@@ -128,6 +150,7 @@ def split(
     validation: float = 0.0,
     test: Literal["share", "all"] = "share",
     shares: Sequence[Sequence[float]] | None = None,
+    sizes: Sequence[float] = (),
     direction: Literal["left", "right"] = "left",
     permutation_seed: int = 0,
     shared_permutation: bool = False,
@@ -141,19 +164,22 @@ def split(
         except ValueError:
             raise WaffleError("expected a share matrix of numbers with rows of one length") from None
         matrix = check_shares(given, agents, classes)
-    train = divide(train_labels, matrix, generator(seed, "train split"), samples_per_agent)
-    held_out, kept = [], []
-    for agent, samples in enumerate(train):
-        samples = generator(seed, "validation", agent).permutation(samples)
-        cut = round(validation * len(samples))
-        held_out.append(samples[:cut])
-        kept.append(samples[cut:])
+    if sizes:
+        matrix = matrix * check_sizes(sizes, agents)[:, None]
+    parts = by_label(train_labels, matrix, generator(seed, "train split"))
+    held_out, train = zip(
+        *(
+            hold_out(part, samples_per_agent, validation, generator(seed, "validation", agent))
+            for agent, part in enumerate(parts)
+        ),
+        strict=True,
+    )
     share_out = divide if test == "share" else all_allowed
     own = np.tile(np.arange(classes), (agents, 1))
     shifted = concept_shift(agents, classes, alice, permutation_seed, shared_permutation)
     return Partition(
-        tuple(kept),
-        tuple(held_out),
+        train,
+        held_out,
         tuple(share_out(test_labels, matrix, generator(seed, "test split"))),
         shifted if kind.endswith("*") else own,
         matrix,

@@ -6,7 +6,7 @@ alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ class WeightErosion:
     """Distance penalty: weight lost a round and unit of relative distance; 0 is FedAvg."""
     p_s: float = server_side(0.0)
     """Size penalty: how much faster an agent erodes each time its data has been used up."""
+    counted: Literal["samples", "batches"] = server_side("samples")
+    """What the size of an agent's data counts for p_s: samples, or mini-batches as in the authors' code."""
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         alpha = torch.ones(agents, dtype=torch.float64, device=net.params.device)
@@ -85,7 +87,8 @@ class WeightErosion:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         d = relative_distances(up.dy, now.alice)
-        reuses = (((now.r - 1) * now.batch_size) // now.samples.clamp(min=1)).double()
+        size = now.samples if self.counted == "samples" else now.steps
+        reuses = (((now.r - 1) * now.batch_size) // size.clamp(min=1)).double()
         eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
         alpha = torch.where(now.heard, eroded, server.alpha)  # an absent agent returns with the weight it had
         weights = normalised(torch.where(now.heard, alpha, 0.0), one_hot(now.alice, len(alpha)))

@@ -22,7 +22,7 @@ from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.display import Live, show_result, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment
+from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import Place, execute, federation_of, plan
@@ -115,7 +115,9 @@ def bench(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Bench:
-        """Run every method x split x seed of an experiment file; finished runs are skipped, broken ones resume."""
+        """Run every method x split x seed of an experiment file; finished runs are skipped, broken ones resume.
+
+        A file with variants is several experiments, each in a folder of its own."""
 
         file: tyro.conf.Positional[Path]
         """The experiment file."""
@@ -127,14 +129,16 @@ def bench(arguments: Sequence[str]) -> int:
         output: Output = field(default_factory=Output)
 
     args = parse(Bench, arguments, "bench")
-    experiment = load_experiment(args.file)
-    out = Path(args.out or Path("runs") / experiment.name)
+    experiments = load_experiments(args.file)
+    out = Path(args.out or Path("runs") / args.file.stem)
     check_name(out.name)
-    if args.plan:
-        for _, folder in plan(experiment, out):
-            print(folder)
-        return 0
-    return _grid(experiment, out, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
+    for experiment in experiments:
+        folder = out.joinpath(*experiment.name.split("/")[1:])
+        if args.plan:
+            print("\n".join(str(run) for _, run in plan(experiment, folder)))
+        else:
+            _grid(experiment, folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
+    return 0
 
 
 def _grid(experiment: Experiment, out: Path, place: Place, output: Output, title: str) -> int:
