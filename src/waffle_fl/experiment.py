@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import signal
 import time
@@ -51,6 +52,8 @@ class Place:
     """Go on with a run whose config, data or code has changed; the record says so."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     """Seconds between checkpoints at least; 0 saves after every round."""
+    minutes: float = 0.0
+    """Stop after so many minutes, every run saved, as if by Ctrl-C; 0 never does."""
 
 
 class Listener:
@@ -64,7 +67,7 @@ class Listener:
 
 @dataclass
 class Interrupted(Exception):
-    """The user asked to stop; every run is checkpointed."""
+    """The user asked to stop, or the time is up; every run is checkpointed."""
 
     signal: int
 
@@ -172,7 +175,7 @@ def execute(
     device = device_of(place.device)
     _allow_files(FILES_A_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}
-    with contextlib.ExitStack() as stack, _stop_requests() as stopped:
+    with contextlib.ExitStack() as stack, _stop_requests(place.minutes) as stopped:
         jobs = []
         for config, folder in runs:
             job = _open(stack, config, folder, place, device, listener)
@@ -223,6 +226,7 @@ def _open(
         label_counts=whole.label_counts().tolist(),
         test_samples=len(federation.test[federation.alice]),
         data_verified=dataset.verified,
+        **({"data_note": dataset.note} if dataset.note else {}),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         parameters=model.size,
         notes=notes,
@@ -367,9 +371,10 @@ def _state(tensors: Mapping[str, Tensor], like: State) -> State:
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[Callable[[], int]]:
-    """Turn Ctrl-C and SIGTERM into a wish to stop after this round; a second Ctrl-C stops at once."""
+def _stop_requests(minutes: float = 0.0) -> Iterator[Callable[[], int]]:
+    """Turn Ctrl-C, SIGTERM and the end of the time into a wish to stop after this round; a second Ctrl-C stops at once."""
     received: list[int] = []
+    end = time.monotonic() + 60 * minutes if minutes else math.inf
 
     def handle(number: int, frame: Any) -> None:
         if received:
@@ -381,7 +386,7 @@ def _stop_requests() -> Iterator[Callable[[], int]]:
     except ValueError:  # not in the main thread: whoever runs us handles the signals
         before = {}
     try:
-        yield lambda: received[0] if received else 0
+        yield lambda: received[0] if received else signal.SIGALRM * (time.monotonic() >= end)
     finally:
         for number, old in before.items():
             signal.signal(number, old)

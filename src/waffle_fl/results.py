@@ -90,15 +90,17 @@ def _read(folder: Path) -> Finished | None:
     return Finished(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
 
 
-def condense(runs: Sequence[Finished]) -> Iterator[str]:
-    """One JSON line a run: small enough to commit, enough for every table and chart."""
+def condense(runs: Sequence[Finished], details: bool = True) -> Iterator[str]:
+    """One JSON line a run: small enough to commit, enough for every table and, with details, for every chart."""
     first: dict[tuple[str, str], int] = {}
     for run in runs:
         key, seed = (run.row, run.config.method), run.config.settings.seed
         first[key] = min(first.get(key, seed), seed)
     for run in runs:
-        kept = {"round", "accuracy", "loss", "validation_accuracy", "omega", "screened"}
-        if run.config.settings.seed == first[run.row, run.config.method] and run.config.method in WEIGHING:
+        kept = {"round", "accuracy"}
+        if details:
+            kept |= {"loss", "validation_accuracy", "omega", "screened"}
+        if details and run.config.settings.seed == first[run.row, run.config.method] and run.config.method in WEIGHING:
             kept |= {"weights"}
         rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
         columns = {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}

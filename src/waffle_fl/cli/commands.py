@@ -245,6 +245,7 @@ def data_command(arguments: Sequence[str]) -> int:
         "name": found.name,
         "origin": found.origin,
         "verified": found.verified,
+        "note": found.note,
         "sample": list(found.x_train.shape[1:]),
         "classes": list(found.class_names),
         "train": len(found.y_train),
@@ -309,6 +310,8 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
         f"{len(facts['classes'])} classes: {', '.join(facts['classes'])}",
         highlight=False,
     )
+    if facts["note"]:
+        console.print(facts["note"], highlight=False)
     if counts:
         title = f"Training samples under split {facts['split']}"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -1,0 +1,56 @@
+"""Make a study's records on a machine with torch and numpy alone: python -m waffle_fl.reproduce STUDY --minutes 9"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.config import RunConfig
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import STACK, Interrupted, Listener, Place
+from waffle_fl.reproduce.running import run_missing
+from waffle_fl.reproduce.studies import STUDIES, find_root, problems, read_study
+
+
+class Lines(Listener):
+    """One line a run."""
+
+    def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
+        best = result.get("best", {}).get("accuracy")
+        print(config.label, result["status"], f"{100 * best:.2f}" if best is not None else "-", flush=True)
+
+    def warned(self, message: str) -> None:
+        print(f"note: {message}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m waffle_fl.reproduce", description=__doc__)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
+    parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
+    parser.add_argument("--stack", type=int, default=STACK, help="runs that train together at most")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--data-dir", default="")
+    parser.add_argument("--allow-unverified", action="store_true")
+    given = vars(parser.parse_args())
+    study, cell, seeds, runs = (given.pop(key) for key in ("study", "cell", "seeds", "runs"))
+    try:
+        root = find_root(Path.cwd())
+        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds)
+    except WaffleError as error:
+        print(f"waffle: {error}", file=sys.stderr)
+        return 2
+    except Interrupted:
+        print("the time is up; every run is saved, and the same command goes on from here", file=sys.stderr)
+    for problem in problems(read_study(root, study)):
+        print(problem, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Client drift in two dimensions, computed: three agents with quadratic losses, under the algorithms themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import SGD, Algorithm, Net, Round
+from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.scaffold import Scaffold
+from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.errors import WaffleError
+from waffle_fl.tensorfile import write_atomically
+
+NAMES = ("Alice", "agent 1", "agent 2")
+OPTIMA = torch.tensor([[4.0, 1.0], [3.0, 3.2], [-1.5, 3.6]], dtype=torch.float64)
+CURVATURES = torch.tensor([[1.0, 0.5], [0.4, 1.0], [0.3, 1.2]], dtype=torch.float64)
+START = torch.tensor([0.0, -1.0], dtype=torch.float64)
+ROUNDS, STEPS, LR = 20, 8, 0.2
+
+
+def algorithms() -> dict[str, Algorithm]:
+    sgd = SGD(LR)
+    return {"fedavg": FedAvg(sgd), "scaffold": Scaffold(sgd, clip=0.0), "waffle": Waffle(sgd, clip=0.0)}
+
+
+def gradient(y: Tensor, stats: Tensor) -> Net:
+    """Of 1/2 sum_j h_ij (y_j - o_ij)^2, row i with agent i's own h and o."""
+    return Net(CURVATURES * (y - OPTIMA), stats)
+
+
+def common_optimum() -> Tensor:
+    """The minimum of the mean of all losses."""
+    return (CURVATURES * OPTIMA).sum(dim=0) / CURVATURES.sum(dim=0)
+
+
+def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The server's model before each round and at the end, the agents' models at each step, and the weights."""
+    agents_count = len(OPTIMA)
+    server, agents = algorithm.init(Net(START, START[:0]), agents_count)
+    everyone, steps = torch.ones(agents_count, dtype=torch.bool), torch.full((agents_count,), STEPS)
+    models, paths, weights = [server.x], [], []
+    for r in range(1, ROUNDS + 1):
+        down = algorithm.broadcast(server, agents_count)
+        local = algorithm.begin(down, agents)
+        path = [local.y]
+        for _ in range(STEPS):
+            local = algorithm.step(local, gradient)
+            path.append(local.y)
+        agents, up = algorithm.finish(down, agents, local)
+        now = Round(r, ROUNDS, torch.tensor(0), everyone, everyone, steps, steps, 1)
+        server, info = algorithm.aggregate(server, up, now)
+        models.append(server.x)
+        paths.append(torch.stack(path, dim=1))
+        weights.append(info.weights)
+    return models, paths, weights
+
+
+def lines() -> Iterator[str]:
+    """The record: one JSON line a method."""
+    problem = {
+        "agents": NAMES,
+        "optima": OPTIMA.tolist(),
+        "curvatures": CURVATURES.tolist(),
+        "common_optimum": _short(common_optimum()),
+        "steps": STEPS,
+        "lr": LR,
+    }
+    for method, algorithm in algorithms().items():
+        models, paths, weights = trajectory(algorithm)
+        moves = {"server": _short(torch.stack(models)), "local": [_short(path) for path in paths[:SHOWN]]}
+        content = {"method": method, **problem, **moves, "weights": _short(torch.stack(weights))}
+        yield json.dumps(content, separators=(",", ":"))
+
+
+SHOWN = 3  # rounds whose local steps are kept: the paper's schematic has three
+
+
+def _short(values: Tensor) -> Any:
+    return json.loads(json.dumps(values.tolist()), parse_float=lambda text: round(float(text), 4))
+
+
+def write_record(root: Path) -> None:
+    write_atomically(root / "results" / "drift.jsonl", "".join(f"{line}\n" for line in lines()).encode())
+
+
+def read_record(root: Path) -> list[dict[str, Any]]:
+    path = root / "results" / "drift.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise WaffleError(f"cannot read {path}: {error}") from None

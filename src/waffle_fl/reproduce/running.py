@@ -1,0 +1,61 @@
+"""Run what is missing of a study, in pieces, and keep it as records. Needs torch and numpy alone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from waffle_fl.config import RunConfig
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Interrupted, Listener, Place, execute
+from waffle_fl.records import read_json
+from waffle_fl.reproduce.studies import read_part, read_study, record_of
+from waffle_fl.results import Finished, condense, read_runs
+from waffle_fl.tensorfile import write_atomically
+
+WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes")  # their tables need accuracies alone
+
+
+def run_missing(
+    root: Path, study: str, runs: Path, place: Place, listener: Listener, cell: str = "", seeds: Sequence[int] = ()
+) -> None:
+    """Bring every missing run of a study (or of one of its cells) to its end; what is finished goes into the records."""
+    end = time.monotonic() + 60 * place.minutes
+    parts = read_study(root, study).values()
+    if not any(is_in(name, cell) for part in parts for name in part.planned()):
+        raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
+    for part in parts:
+        missing = {name: config for name, config in part.missing(seeds).items() if is_in(name, cell)}
+        minutes = (end - time.monotonic()) / 60 if place.minutes else 0.0
+        if minutes < 0:
+            raise Interrupted(signal.SIGALRM)
+        if missing:
+            _run(root, part.name, missing, runs, replace(place, minutes=minutes), listener)
+
+
+def is_in(name: str, cell: str) -> bool:
+    """Is mnist/C/waffle/1 in mnist/C/waffle? Everything is in the cell without a name."""
+    return not cell or f"{name}/".startswith(f"{cell}/")
+
+
+def _run(
+    root: Path, part: str, missing: Mapping[str, RunConfig], runs: Path, place: Place, listener: Listener
+) -> None:
+    planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
+    try:
+        execute(planned, place, listener)
+    finally:
+        ended = [folder for _, folder in planned if read_json(folder / "result.json")]
+        if ended:
+            keep(root, part, read_runs(ended))
+
+
+def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
+    """Add finished runs to a part's record, in the order of its file."""
+    known = read_part(root, name)
+    new = [run for run in runs if run.config.to_json() not in [old.config.to_json() for old in known.all_runs]]
+    lines = condense([*known.all_runs, *new], details=name not in WITHOUT_DETAILS)
+    write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())

@@ -1,0 +1,108 @@
+"""Which experiment files and records make up a study, and whether each record is what its file asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from waffle_fl.config import Experiment, RunConfig, load_experiments
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.experiment import plan
+from waffle_fl.results import Finished, read_condensed
+
+STUDIES = {
+    "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-sizes"),
+    "cifar10": ("cifar10", "cifar10-printed"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """An experiment file, and what its record holds: the runs of each experiment, and of none."""
+
+    name: str
+    experiments: tuple[Experiment, ...]
+    runs: dict[str, list[Finished]]
+    strangers: list[str]
+
+    @property
+    def all_runs(self) -> list[Finished]:
+        return [run for runs in self.runs.values() for run in runs]
+
+    def planned(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
+        """The runs that the file asks for, by names such as mnist/C/waffle/1; `seeds` replace the file's."""
+        return {
+            f"{experiment.name}/{config.settings.split}/{config.method}/{config.settings.seed}": config
+            for experiment in self.experiments
+            for config, _ in plan(replace(experiment, seeds=tuple(seeds) or experiment.seeds), Path())
+        }
+
+    def missing(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
+        """Those of them that the record lacks."""
+        known = {
+            f"{name}/{run.config.settings.split}/{run.config.method}/{run.config.settings.seed}"
+            for name, runs in self.runs.items()
+            for run in runs
+        }
+        return {name: config for name, config in self.planned(seeds).items() if name not in known}
+
+
+def find_root(start: Path) -> Path:
+    """The clone of the repository that a folder lies in."""
+    for folder in (start, *start.parents):
+        if (folder / "experiments" / "mnist.toml").is_file() and (folder / "results").is_dir():
+            return folder
+    raise WaffleError("`waffle reproduce` works in a clone of the repository: no experiments/ and results/ here")
+
+
+def read_study(root: Path, study: str) -> dict[str, Part]:
+    """The parts of a study by name."""
+    if study not in STUDIES:
+        raise WaffleError(f"unknown study {study!r}{suggest(study, STUDIES)}")
+    return {name: read_part(root, name) for name in STUDIES[study]}
+
+
+def read_part(root: Path, name: str) -> Part:
+    """A file's experiments, and the runs of its record that belong to them; a record may hold more seeds than asked."""
+    experiments = tuple(load_experiments(root / "experiments" / f"{name}.toml"))
+    record = record_of(root, name)
+    recorded = read_condensed(record) if record.exists() else []
+    asked = {
+        (experiment.name, config.settings.split, config.method): config.to_json()
+        for experiment in experiments
+        for config, _ in plan(replace(experiment, seeds=(0,)), Path())
+    }
+    runs: dict[str, list[Finished]] = {experiment.name: [] for experiment in experiments}
+    strangers = []
+    for run in recorded:
+        unseeded = replace(run.config, settings=replace(run.config.settings, seed=0)).to_json()
+        owner = next((owner for (owner, *_), config in asked.items() if config == unseeded), None)
+        if owner is None:
+            strangers.append(run.folder.name)
+        else:
+            runs[owner].append(run)
+    return Part(name, experiments, runs, strangers)
+
+
+def record_of(root: Path, name: str) -> Path:
+    return root / "results" / f"{name}.jsonl"
+
+
+def problems(parts: dict[str, Part]) -> list[str]:
+    """What stands between a study and its records: one line a part for runs missing, twice there or of another config."""
+    found = []
+    for part in parts.values():
+        record = f"results/{part.name}.jsonl"
+        if part.strangers:
+            first = part.strangers[0]
+            found.append(f"{record}: {len(part.strangers)} runs belong to no config of its file, such as {first}")
+        missing = list(dict.fromkeys(name.rpartition("/")[0] for name in part.missing()))
+        if missing:
+            shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+            found.append(f"{record}: {len(missing)} cells are not complete: {shown}")
+        for name, runs in part.runs.items():
+            keys = [(run.row, run.config.method, run.config.settings.seed) for run in runs]
+            if len(set(keys)) < len(keys):
+                found.append(f"{record}: a run of {name} is there twice")
+    return found
