@@ -372,7 +372,7 @@ def _state(tensors: Mapping[str, Tensor], like: State) -> State:
 
 @contextlib.contextmanager
 def _stop_requests(minutes: float = 0.0) -> Iterator[Callable[[], int]]:
-    """Turn Ctrl-C, SIGTERM and the end of the time into a wish to stop after this round; a second Ctrl-C stops at once."""
+    """Turn Ctrl-C, SIGTERM and the end of the time into a wish to stop after this round; a second Ctrl-C is obeyed."""
     received: list[int] = []
     end = time.monotonic() + 60 * minutes if minutes else math.inf
 

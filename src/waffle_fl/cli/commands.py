@@ -20,14 +20,18 @@ from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.display import Live, show_result, show_tables
+from waffle_fl.cli.display import Live, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import Place, execute, federation_of, plan
+from waffle_fl.experiment import Listener, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
+from waffle_fl.reproduce.claims import verdicts
+from waffle_fl.reproduce.page import write as write_pages
+from waffle_fl.reproduce.running import run_missing
+from waffle_fl.reproduce.studies import find_root, problems, read_study
 from waffle_fl.results import condense, read_runs
 
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
@@ -211,6 +215,41 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def reproduce(arguments: Sequence[str]) -> int:
+    """The paper's tables and figures beside its own numbers: waffle reproduce mnist."""
+
+    @dataclass(frozen=True)
+    class Reproduce:
+        """Run what is missing of a study of the paper, then write docs/results.md and its figures from the records."""
+
+        study: tyro.conf.Positional[str]
+        """mnist or cifar10."""
+        check: bool = False
+        """Read the committed records only; exit with 1 unless each belongs to its config and every claim holds."""
+        cell: str = ""
+        """Only this experiment, split or cell, such as mnist/C/waffle."""
+        seeds: tuple[int, ...] = ()
+        """These seeds in place of those of the experiment files."""
+        runs: Path = Path("runs")
+        """Folder of the runs and their checkpoints."""
+        place: Place = field(default_factory=Place)
+        output: Output = field(default_factory=Output)
+
+    args = parse(Reproduce, arguments, "reproduce")
+    root = find_root(Path.cwd())
+    if not args.check:
+        with _live(args.output) as listener:
+            run_missing(root, args.study, args.runs, args.place, listener or Listener(), args.cell, args.seeds)
+        write_pages(root)
+    parts = read_study(root, args.study)
+    wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
+    if args.output.json:
+        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
+    else:
+        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, Console())
+    return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
+
+
 def data_command(arguments: Sequence[str]) -> int:
     """Find, verify, fetch and describe a data set: waffle data NAME."""
 
@@ -327,6 +366,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "bench": bench,
     "report": report,
+    "reproduce": reproduce,
     "data": data_command,
     "demo": demo,
     "resume": resume,
@@ -334,7 +374,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def usage() -> str:
-    lines = "\n".join(f"  {name:<8} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items())
+    lines = "\n".join(f"  {name:<9} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items())
     return f"usage: waffle COMMAND ...\n\n{lines}\n\nwaffle COMMAND --help explains one; data sets lie in {data_dir()}"
 
 

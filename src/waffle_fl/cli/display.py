@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from waffle_fl.algorithms import TITLES
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener
 from waffle_fl.report.tables import protocols_of
+from waffle_fl.reproduce.claims import Verdict, percent
+from waffle_fl.reproduce.paper import TABLE
 from waffle_fl.results import PROTOCOLS, Finished, Score, best_of, methods_of, rows_of, scores
 
 
@@ -100,6 +103,37 @@ def _cell(score: Score | None, best: bool, decimals: int) -> str:
         return "–"
     text = score.text("±", decimals).replace(" (diverged)", "†")
     return f"[bold]{text}[/bold]" if best else text
+
+
+def show_study(
+    study: str, runs: Sequence[Finished], cell: str, wrong: Sequence[str], judged: Sequence[Verdict], console: Console
+) -> None:
+    """A study beside the paper, cell by cell; then what is wrong with its records, and each claim."""
+    table = Table(title=f"\n{study}: accuracy in percent", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = protocols_of(runs)
+    for column in ("split", "method", "paper", *shown, "best - paper"):
+        table.add_column(column, justify="left" if column in ("split", "method") else "right", no_wrap=True)
+    found = {protocol: scores(runs, protocol) for protocol in shown}
+    for split, method in ((split, method) for split in rows_of(runs) for method in methods_of(runs)):
+        if f"{study}/{split}/{method}/".startswith(f"{cell}/") or not cell:
+            printed = TABLE[study].get((split, method))
+            gap = percent(found["best"], split, method) - printed.mean if printed else nan
+            texts = [_cell(found[protocol].get((split, method)), False, 2) for protocol in shown]
+            table.add_row(
+                split,
+                TITLES[method],
+                f"{printed.mean:.2f}" if printed else "–",
+                *texts,
+                "–" if isnan(gap) else f"{gap:+.2f}",
+            )
+    if table.row_count:
+        console.print(table)
+    for line in wrong:
+        console.print(line, style="red", highlight=False, soft_wrap=True, markup=False)
+    for verdict in judged:
+        mark = "holds" if verdict.holds else "DOES NOT HOLD"
+        text = f"{mark}: {verdict.claim} ({verdict.numbers})"
+        console.print(text, style=None if verdict.holds else "red", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:

@@ -46,10 +46,10 @@ def _color(runs: Sequence[Finished]) -> Any:
 
 def _styled(chart: Any) -> Any:
     return (
-        chart.configure_view(strokeWidth=0)
+        chart.configure(font="Inter, Helvetica, Arial, sans-serif")
+        .configure_view(strokeWidth=0)
         .configure_axis(gridColor="#ececec", domainColor="#bbb", tickColor="#bbb", labelColor="#444", titleColor="#444")
         .configure_header(labelFontSize=13, labelFontWeight="bold", title=None)
-        .configure(font="Inter, Helvetica, Arial, sans-serif")
     )
 
 

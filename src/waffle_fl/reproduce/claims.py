@@ -1,4 +1,4 @@
-"""What the issue of reproducing the paper comes to: named claims over scores, each with its numbers. Never loosened."""
+"""What must hold for the paper to count as reproduced: named claims over scores, each with the numbers that decide."""
 
 from __future__ import annotations
 

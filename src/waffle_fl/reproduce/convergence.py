@@ -25,7 +25,7 @@ class Comparison:
 def rounds_needed(run: Finished, share: float = SHARE) -> int:
     """The first round whose accuracy is at least this share of the last round's."""
     goal = share * float(run.rounds[-1]["accuracy"])
-    return next(line["round"] for line in run.rounds if line["accuracy"] >= goal)
+    return next(int(line["round"]) for line in run.rounds if line["accuracy"] >= goal)
 
 
 def compare(runs: Sequence[Finished], ours: str, theirs: str) -> list[Comparison]:

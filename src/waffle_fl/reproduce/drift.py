@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from waffle_fl.algorithms import SGD, Algorithm, Net, Round
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.waffle import Waffle
-from waffle_fl.errors import WaffleError
-from waffle_fl.tensorfile import write_atomically
 
 NAMES = ("Alice", "agent 1", "agent 2")
 OPTIMA = torch.tensor([[4.0, 1.0], [3.0, 3.2], [-1.5, 3.6]], dtype=torch.float64)
 CURVATURES = torch.tensor([[1.0, 0.5], [0.4, 1.0], [0.3, 1.2]], dtype=torch.float64)
 START = torch.tensor([0.0, -1.0], dtype=torch.float64)
 ROUNDS, STEPS, LR = 20, 8, 0.2
+SHOWN = 3  # rounds whose local steps are kept: the paper's schematic has three
 
 
 def algorithms() -> dict[str, Algorithm]:
@@ -29,9 +27,9 @@ def algorithms() -> dict[str, Algorithm]:
     return {"fedavg": FedAvg(sgd), "scaffold": Scaffold(sgd, clip=0.0), "waffle": Waffle(sgd, clip=0.0)}
 
 
-def gradient(y: Tensor, stats: Tensor) -> Net:
+def gradient(params: Tensor, stats: Tensor) -> Net:
     """Of 1/2 sum_j h_ij (y_j - o_ij)^2, row i with agent i's own h and o."""
-    return Net(CURVATURES * (y - OPTIMA), stats)
+    return Net(CURVATURES * (params - OPTIMA), stats)
 
 
 def common_optimum() -> Tensor:
@@ -78,20 +76,5 @@ def lines() -> Iterator[str]:
         yield json.dumps(content, separators=(",", ":"))
 
 
-SHOWN = 3  # rounds whose local steps are kept: the paper's schematic has three
-
-
 def _short(values: Tensor) -> Any:
     return json.loads(json.dumps(values.tolist()), parse_float=lambda text: round(float(text), 4))
-
-
-def write_record(root: Path) -> None:
-    write_atomically(root / "results" / "drift.jsonl", "".join(f"{line}\n" for line in lines()).encode())
-
-
-def read_record(root: Path) -> list[dict[str, Any]]:
-    path = root / "results" / "drift.jsonl"
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise WaffleError(f"cannot read {path}: {error}") from None

@@ -12,6 +12,7 @@ from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
 from waffle_fl.records import read_json
+from waffle_fl.reproduce import drift, momentum
 from waffle_fl.reproduce.studies import read_part, read_study, record_of
 from waffle_fl.results import Finished, condense, read_runs
 from waffle_fl.tensorfile import write_atomically
@@ -22,8 +23,9 @@ WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes")  # their tables need accur
 def run_missing(
     root: Path, study: str, runs: Path, place: Place, listener: Listener, cell: str = "", seeds: Sequence[int] = ()
 ) -> None:
-    """Bring every missing run of a study (or of one of its cells) to its end; what is finished goes into the records."""
+    """Bring every missing run of a study, or of one of its cells, to its end, and what has ended into the records."""
     end = time.monotonic() + 60 * place.minutes
+    compute(root)
     parts = read_study(root, study).values()
     if not any(is_in(name, cell) for part in parts for name in part.planned()):
         raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
@@ -41,9 +43,7 @@ def is_in(name: str, cell: str) -> bool:
     return not cell or f"{name}/".startswith(f"{cell}/")
 
 
-def _run(
-    root: Path, part: str, missing: Mapping[str, RunConfig], runs: Path, place: Place, listener: Listener
-) -> None:
+def _run(root: Path, part: str, missing: Mapping[str, RunConfig], runs: Path, place: Place, listener: Listener) -> None:
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
     try:
         execute(planned, place, listener)
@@ -51,6 +51,12 @@ def _run(
         ended = [folder for _, folder in planned if read_json(folder / "result.json")]
         if ended:
             keep(root, part, read_runs(ended))
+
+
+def compute(root: Path) -> None:
+    """Write the records that need neither data nor time."""
+    for name, lines in {"drift": drift.lines, "momentum": momentum.lines}.items():
+        write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines()).encode())
 
 
 def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from waffle_fl.config import Experiment, RunConfig, load_experiments
 from waffle_fl.errors import WaffleError, suggest
@@ -89,8 +91,17 @@ def record_of(root: Path, name: str) -> Path:
     return root / "results" / f"{name}.jsonl"
 
 
+def read_lines(root: Path, name: str) -> list[dict[str, Any]]:
+    """A record that is no record of runs, as it stands."""
+    path = record_of(root, name)
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise WaffleError(f"cannot read {path}: {error}") from None
+
+
 def problems(parts: dict[str, Part]) -> list[str]:
-    """What stands between a study and its records: one line a part for runs missing, twice there or of another config."""
+    """What is wrong with the records of a study: runs of no config of theirs, missing, doubled or inconsistent."""
     found = []
     for part in parts.values():
         record = f"results/{part.name}.jsonl"
@@ -105,4 +116,17 @@ def problems(parts: dict[str, Part]) -> list[str]:
             keys = [(run.row, run.config.method, run.config.settings.seed) for run in runs]
             if len(set(keys)) < len(keys):
                 found.append(f"{record}: a run of {name} is there twice")
+            if len({(run.row, run.provenance["binding"]["data"]) for run in runs}) > len({run.row for run in runs}):
+                found.append(f"{record}: runs of {name} on one split saw different data")
+            found += [
+                f"{record}: the result of {name} {run.folder.name} is not its rounds'" for run in runs if _odd(run)
+            ]
     return found
+
+
+def _odd(run: Finished) -> bool:
+    """Does a result say other than its rounds?"""
+    accuracies = [line["accuracy"] for line in run.rounds if line.get("loss", 0) is not None]
+    told = [run.result[protocol]["accuracy"] for protocol in ("best", "last") if protocol in run.result]
+    found = [max(accuracies), accuracies[-1]] if accuracies else []
+    return len(told) != len(found) or any(abs(a - b) > 1e-4 for a, b in zip(told, found, strict=True))
