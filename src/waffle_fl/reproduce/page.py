@@ -188,8 +188,9 @@ def _printed(data: str, split: str, method: str) -> str:
 def departures(records: Records) -> str:
     """One row a variant, one table a protocol."""
     part = records.parts["mnist-departures"]
-    ours = [run for run in records.runs("mnist") if run.config.method == "waffle"]
-    groups = {name.rpartition("/")[2]: runs for name, runs in part.runs.items()} | {"ours": ours}
+    groups = {name.rpartition("/")[2]: runs for name, runs in part.runs.items()}
+    for name, method in (("ours", "waffle"), ("scaffold", "scaffold")):
+        groups[name] = [run for run in records.runs("mnist") if run.config.method == method]
     if not any(groups.values()):
         return absent(records, "mnist-departures")
     texts = [text for text in (absent(records, "mnist-departures"), prose(DEPARTED)) if text]
@@ -198,12 +199,12 @@ def departures(records: Records) -> str:
             [text, *(_variant_cell(groups[name], protocol, split) for split in SPLITS)]
             for name, text in DEPARTURES.items()
         ]
-        texts.append(f"Accuracy, {title}:\n\n" + table(["WAFFLE", *SPLITS], rows))
+        texts.append(f"Accuracy, {title}:\n\n" + table(["", *SPLITS], rows))
     return "\n\n".join(texts)
 
 
 def _variant_cell(runs: Sequence[Finished], protocol: Protocol, split: str) -> str:
-    score = scores(runs, protocol).get((split, "waffle"))
+    score = next((score for (row, _), score in scores(runs, protocol).items() if row == split), None)
     if score is None:
         return "–"
     ended = f", {score.diverged} of {score.seeds} diverged" if score.diverged else ""

@@ -27,6 +27,8 @@ DEPARTURES = {
     "ours-clip-5": "ours, but clipped at 5",
     "ours-tanh": "ours, but tanh and average pooling",
     "ours-tanh-no-clip": "ours, but tanh and average pooling, not clipped",
+    "scaffold": "SCAFFOLD, clipped at 2 (the default)",
+    "scaffold-no-clip": "SCAFFOLD, not clipped",
 }
 EROSION = """
     The paper's p_d for CIFAR-10 is about a hundred times its p_d for MNIST. Taken literally, for relative distances
@@ -78,7 +80,7 @@ CAPTIONS = {
 REASONS = {
     "mnist": """
         The paper does not say which LeNet-5 it used, how it was initialised, or how many samples an agent had; 2,500
-        is what fits its Local, FedAvg and WE best.
+        fits its figures better than the full split.
     """,
     "mnist-6000": """
         The full split has more than twice the samples that fit the paper's Local, FedAvg and WE, and everything
