@@ -22,7 +22,7 @@ import torch
 from waffle_fl import __version__, cli, experiment
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.commands import COMMANDS, Output
-from waffle_fl.config import Settings, load_experiment, option_types
+from waffle_fl.config import Settings, load_experiment, load_experiments, option_types
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place
 from waffle_fl.federation import Federation
@@ -244,6 +244,7 @@ def test_all_problems_of_flags_are_told_at_once(here: Path) -> None:
         (["--omega", "sigmoid(1, 2, 3)"], "sigmoid(1, 2, 3)"),
         (["--workers", "-1"], "workers"),
         (["--stack", "0"], "stack"),
+        (["--minutes", "-1"], "minutes"),
         (["--stack", "-1"], "stack"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -266,6 +267,13 @@ def test_a_flag_with_an_impossible_value_is_named(flags: list[str], what: str) -
         ('methods = ["waffle"]\nsplits = ["Z"]', "'Z'"),
         ('methods = ["waffle"]\nshares = [["a"]]', "shares"),
         ('methods = ["waffle"]\nshares = [[0.5, 0.5]]', "share matrix"),
+        ('methods = ["waffle"]\nsizes = [1, 0]', "numbers above 0"),
+        ('methods = ["waffle"]\nsizes = 2', "a list of numbers"),
+        ('methods = ["waffle"]\nvariants = 1', "[variants.NAME]"),
+        ('methods = ["waffle"]\n[variants]\na = 1', "[variants.NAME]"),
+        ('methods = ["waffle"]\n[variants."../up"]', "a run name"),
+        ('methods = ["waffle"]\n[variants.a]\nrounds = 0', "rounds (line 3): expected at least 1"),
+        ('methods = ["waffle"]\n[variants.a]\nditto = {lam = 1.0}', "not among the experiment's methods"),
         ('methods = ["waffle"]\n[waffle]\nomega = {B = "sigmoid(1)"}', "no split 'B'"),
         ('methods = ["waffle"]\n[waffle]\nclip = {C = -1.0}', "clip"),
         ('methods = ["waffle"]\nsplits = ["A", "C"]\n[waffle]\nclip = {C = 1.0}', "no value for split A"),
@@ -285,6 +293,26 @@ def test_a_file_that_cannot_be_read_is_named(here: Path, name: str) -> None:
     """A missing file, a folder and a binary file are refused by name."""
     (here / "binary.toml").write_bytes(b"\xff\xfe\x00")
     assert name in refusal(waffle("bench", name))
+
+
+def test_variants_are_experiments_of_their_own(here: Path) -> None:
+    """A variant changes what stands above it, a table option by option, and has a folder of its own."""
+    text = """methods = ["waffle"]
+lr = 0.2
+[waffle]
+clip = 1.0
+[variants.fast]
+lr = 0.5
+waffle = {control = "paper"}
+[variants.other]
+methods = ["local"]
+"""
+    path = toml(here, text.replace("[waffle]\nclip = 1.0\n", ""))
+    shown = waffle("bench", path, "--plan", "--out", "out")
+    assert shown.out.splitlines() == ["out/fast/digits-C-waffle-1", "out/other/digits-C-local-1"]
+    fast = load_experiments(Path(toml(here, text.replace('[variants.other]\nmethods = ["local"]\n', ""))))[0]
+    assert fast.settings.lr == 0.5
+    assert fast.options["waffle"] == {"clip": 1.0, "control": "paper"}
 
 
 def test_one_split_and_one_seed_are_not_passed_over(here: Path) -> None:

@@ -30,7 +30,7 @@ from waffle_fl.config import RunConfig, Settings
 from waffle_fl.data import cifar
 from waffle_fl.data.files import checksum, data_dir, is_official, verify
 from waffle_fl.data.idx import read_idx
-from waffle_fl.data.sources import CIFAR_BINARY, CIFAR_PYTHON, SOURCES
+from waffle_fl.data.sources import CIFAR_BINARY, CIFAR_INEXACT, CIFAR_PYTHON, SOURCES
 from waffle_fl.data.synthetic import gaussian_classes, quadratics
 from waffle_fl.engines.simulate import Cell, simulate
 from waffle_fl.errors import WaffleError
@@ -585,6 +585,20 @@ def test_binary_set_loads_unverified(binaries: Path) -> None:
         wanted = (value / 255 - source.mean[channel]) / source.std[channel]
         assert found.x_train[10007, channel, 0, 0] == pytest.approx(wanted, rel=1e-5)
     assert found.class_names[3] == "cat"
+
+
+def test_images_known_to_be_inexact_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test batch known by its checksum to hold inexact images loses them, and the data set says so."""
+    few(monkeypatch)
+    place = unpacked(tmp_path, small_binaries())
+    whole = data.load("cifar10", str(tmp_path), allow_unverified=True)
+    monkeypatch.setitem(CIFAR_INEXACT, f"sha256:{checksum(place / 'test_batch.bin', 'sha256')}", (3, 59))
+    found = data.load("cifar10", str(tmp_path), allow_unverified=True)
+    kept = [i for i in range(60) if i not in (3, 59)]
+    assert np.array_equal(found.x_test, whole.x_test[kept])
+    assert np.array_equal(found.y_test, whole.y_test[kept])
+    assert len(found.y_train) == len(whole.y_train)
+    assert (whole.note, found.note) == ("", "2 test images left out: this copy does not hold them exactly")
 
 
 def test_binary_set_with_wrong_checksums_is_refused(binaries: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reproduction: the paper's numbers, records that belong to their configs, claims that can fail, pages generated."""
+"""The reproduction: the paper's numbers, records that belong to their configs, claims that can fail, and pages."""
 
 from __future__ import annotations
 

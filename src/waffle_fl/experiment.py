@@ -170,8 +170,9 @@ def execute(
 ) -> list[dict[str, Any]]:
     """Bring every run to its end and return the results, in order. Finished runs are not run again."""
     listener = listener or Listener()
-    if place.workers < 0 or place.stack < 1:
-        raise WaffleError(f"expected workers >= 0 and stack >= 1, got {place.workers} and {place.stack}")
+    if place.workers < 0 or place.stack < 1 or not place.minutes >= 0:
+        given = f"{place.workers}, {place.stack} and {place.minutes}"
+        raise WaffleError(f"expected workers >= 0, stack >= 1 and minutes >= 0, got {given}")
     device = device_of(place.device)
     _allow_files(FILES_A_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}
