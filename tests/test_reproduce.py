@@ -186,6 +186,16 @@ def test_seeds_in_place_of_the_file_s(clone: Path) -> None:
     assert {run.config.settings.seed for run in read_part(clone, "tiny").all_runs} == {7}
 
 
+def test_runs_are_made_anew_on_request(clone: Path) -> None:
+    """What a record holds already is run again if asked, and takes the older run's place."""
+    cell = ("tiny/clipped/B/waffle", (1,))
+    run_missing(clone, "tiny", clone / "runs", Place(), Listener(), *cell)
+    first = record_of(clone, "tiny").read_text()
+    run_missing(clone, "tiny", clone / "anew", Place(), Listener(), *cell, anew=True)
+    assert (clone / "anew" / "tiny" / "clipped" / "digits-B-waffle-1").is_dir()
+    assert record_of(clone, "tiny").read_text() == first
+
+
 def test_a_cell_that_is_none(clone: Path) -> None:
     """An unknown cell is refused in one line, before any work."""
     text = refusal(run_missing, clone, "tiny", clone / "runs", Place(), Listener(), "tiny/B/waffle")

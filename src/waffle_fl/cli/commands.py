@@ -230,6 +230,8 @@ def reproduce(arguments: Sequence[str]) -> int:
         """Only this experiment, split or cell, such as mnist/C/waffle."""
         seeds: tuple[int, ...] = ()
         """These seeds in place of those of the experiment files."""
+        anew: bool = False
+        """Run also what the records hold already, and replace it there."""
         runs: Path = Path("runs")
         """Folder of the runs and their checkpoints."""
         place: Place = field(default_factory=Place)
@@ -239,7 +241,8 @@ def reproduce(arguments: Sequence[str]) -> int:
     root = find_root(Path.cwd())
     if not args.check:
         with _live(args.output) as listener:
-            run_missing(root, args.study, args.runs, args.place, listener or Listener(), args.cell, args.seeds)
+            asked = (args.cell, args.seeds, args.anew)
+            run_missing(root, args.study, args.runs, args.place, listener or Listener(), *asked)
         write_pages(root)
     parts = read_study(root, args.study)
     wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)

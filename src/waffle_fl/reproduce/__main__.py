@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
     parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
+    parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
     parser.add_argument("--stack", type=int, default=STACK, help="runs that train together at most")
@@ -38,10 +39,10 @@ def main() -> int:
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")
     given = vars(parser.parse_args())
-    study, cell, seeds, runs = (given.pop(key) for key in ("study", "cell", "seeds", "runs"))
+    study, cell, seeds, runs, anew = (given.pop(key) for key in ("study", "cell", "seeds", "runs", "anew"))
     try:
         root = find_root(Path.cwd())
-        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds)
+        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds, anew)
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2

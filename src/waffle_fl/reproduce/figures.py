@@ -62,7 +62,9 @@ def _accuracy_panel(runs: Sequence[Finished], row: str, methods: Sequence[str]) 
         for r, at_r in enumerate(zip(*group, strict=False))
     ]
     ends = [100 * mean(curve[-1] for curve in group) for group in curves.values()]
-    low = 0.0 if min(ends) < 90 else floor(min(ends)) - 4
+    spread = max(ends) - min(ends)
+    tick = 5 if spread > 5 else 1
+    low = 0 if spread > 25 else tick * floor((min(ends) - max(4, spread)) / tick)
     return (
         alt.Chart(alt.InlineData(values=values), title=row)
         .mark_line(strokeWidth=1.8, clip=True, strokeJoin="round")

@@ -21,7 +21,14 @@ WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes")  # their tables need accur
 
 
 def run_missing(
-    root: Path, study: str, runs: Path, place: Place, listener: Listener, cell: str = "", seeds: Sequence[int] = ()
+    root: Path,
+    study: str,
+    runs: Path,
+    place: Place,
+    listener: Listener,
+    cell: str = "",
+    seeds: Sequence[int] = (),
+    anew: bool = False,
 ) -> None:
     """Bring every missing run of a study, or of one of its cells, to its end, and what has ended into the records."""
     end = time.monotonic() + 60 * place.minutes
@@ -30,7 +37,8 @@ def run_missing(
     if not any(is_in(name, cell) for part in parts for name in part.planned()):
         raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
     for part in parts:
-        missing = {name: config for name, config in part.missing(seeds).items() if is_in(name, cell)}
+        asked = part.planned(seeds) if anew else part.missing(seeds)
+        missing = {name: config for name, config in asked.items() if is_in(name, cell)}
         minutes = (end - time.monotonic()) / 60 if place.minutes else 0.0
         if minutes < 0:
             raise Interrupted(signal.SIGALRM)
@@ -60,8 +68,8 @@ def compute(root: Path) -> None:
 
 
 def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
-    """Add finished runs to a part's record, in the order of its file."""
-    known = read_part(root, name)
-    new = [run for run in runs if run.config.to_json() not in [old.config.to_json() for old in known.all_runs]]
-    lines = condense([*known.all_runs, *new], details=name not in WITHOUT_DETAILS)
+    """Add finished runs to a part's record, in place of older ones of the same config."""
+    new = [run.config.to_json() for run in runs]
+    old = [run for run in read_part(root, name).all_runs if run.config.to_json() not in new]
+    lines = condense([*old, *runs], details=name not in WITHOUT_DETAILS)
     write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())
