@@ -354,6 +354,17 @@ def test_the_page_of_results_is_its_records(records: page.Records) -> None:
         assert path.read_text() == page.with_results(path.read_text(), records)
 
 
+@pytest.mark.parametrize("kept", ["local/A", "waffle/C", "weight-erosion/C", "apfl"])
+def test_a_page_of_a_few_runs(kept: str, runs: list[Finished], records: page.Records) -> None:
+    """Page and figures can be made of any part of the records, and say what is missing."""
+    method, _, row = kept.partition("/")
+    few = [run for run in runs if run.config.method == method and run.row in (row or run.row)]
+    part = replace(records.parts["mnist-6000"], runs={"mnist-6000": few})
+    some = replace(records, parts={**records.parts, "mnist": replace(part, name="mnist"), "mnist-6000": part})
+    assert f"{175 - len(few)} of 175 runs" in page.page(some)
+    assert all(figures.to_svg(chart()) for _, _, chart in page.pictures(some))
+
+
 def test_the_figures_are_their_records(records: page.Records) -> None:
     """Every figure is there as text, small, and drawn from the committed records; no other is."""
     drawn = {name: figures.to_svg(chart()) for name, _, chart in page.pictures(records)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import floor
@@ -22,7 +23,10 @@ ALICE = "#d1495b"
 
 
 def to_svg(chart: Any) -> str:
-    return str(vl_convert.vegalite_to_svg(chart.to_json()))
+    """The picture as text; its clip paths are counted from 0, whatever was drawn before it."""
+    svg = str(vl_convert.vegalite_to_svg(chart.to_json()))
+    numbers = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bclip\d+\b", svg)))}
+    return re.sub(r"\bclip\d+\b", lambda match: numbers[match[0]], svg)
 
 
 def styled(chart: Any) -> Any:
@@ -112,7 +116,7 @@ def weights(runs: Sequence[Finished]) -> Any:
 
 def labels(runs: Sequence[Finished]) -> Any:
     """Who holds which labels, one panel a split; a star counts labels as each agent itself names them."""
-    counts = {run.row: run.provenance["label_counts"] for run in runs if run.config.method != "local"}
+    counts = {run.row: run.provenance["label_counts"] for run in runs}
     most = max(n for matrix in counts.values() for line in matrix for n in line)
     legend = alt.Legend(
         orient="top", values=[round(most * part, -2) for part in (0.25, 0.5, 1.0)], title="samples", titleOrient="left"

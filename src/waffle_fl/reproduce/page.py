@@ -278,13 +278,15 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     """(name, caption, how to draw it) for every figure whose record is there."""
     name = "mnist" if records.runs("mnist") else "mnist-6000"
     main, cifar, sizes = records.runs(name), records.runs("cifar10"), records.parts["mnist-sizes"].runs
-    weighed = [run for run in main if run.row == "C" and run.config.method in WEIGHING]
-    first = [run for run in weighed if run.config.settings.seed == 1]
+    scheduled = [run for run in main if run.config.method == "waffle"]
+    weighed = [
+        run for run in main if run.config.method in WEIGHING and run.row == "C" and run.config.settings.seed == 1
+    ]
     drawn: dict[str, tuple[bool, Callable[[], Any]]] = {
         "drift": (True, lambda: figures.drift(records.drift)),
         "labels": (bool(main), lambda: figures.labels(main)),
-        "omega": (bool(main), lambda: figures.omega(main)),
-        "weights": (bool(first), lambda: figures.weights(first)),
+        "omega": (bool(scheduled), lambda: figures.omega(scheduled)),
+        "weights": (len(weighed) == len(WEIGHING), lambda: figures.weights(weighed)),
         "accuracy-mnist": (bool(main), lambda: figures.accuracy(main)),
         "accuracy-cifar10": (bool(cifar), lambda: figures.accuracy(cifar)),
         "sizes": (all(sizes.values()), lambda: figures.sizes(sizes)),
