@@ -25,6 +25,7 @@ from waffle_fl.reproduce import claims, drift, figures, momentum, page, studies
 from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
 from waffle_fl.reproduce.paper import METHODS, P_D, SLOPE, SPLITS, TABLE
 from waffle_fl.reproduce.running import compute, is_in, run_missing
+from waffle_fl.reproduce.sections import Records
 from waffle_fl.reproduce.studies import find_root, problems, read_part, read_study, record_of
 from waffle_fl.results import Finished, Score, condense, read_condensed
 
@@ -342,11 +343,11 @@ def test_computed_records_are_what_is_computed(clone: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def records() -> page.Records:
+def records() -> Records:
     return page.read_records(ROOT)
 
 
-def test_the_page_of_results_is_its_records(records: page.Records) -> None:
+def test_the_page_of_results_is_its_records(records: Records) -> None:
     """docs/results.md and the results on each algorithm's page are what `waffle reproduce` writes."""
     assert (ROOT / "docs" / "results.md").read_text() == page.page(records)
     for path in (ROOT / "docs" / "algorithms").glob("*.md"):
@@ -355,7 +356,7 @@ def test_the_page_of_results_is_its_records(records: page.Records) -> None:
 
 
 @pytest.mark.parametrize("kept", ["local/A", "waffle/C", "weight-erosion/C", "apfl"])
-def test_a_page_of_a_few_runs(kept: str, runs: list[Finished], records: page.Records) -> None:
+def test_a_page_of_a_few_runs(kept: str, runs: list[Finished], records: Records) -> None:
     """Page and figures can be made of any part of the records, and say what is missing."""
     method, _, row = kept.partition("/")
     few = [run for run in runs if run.config.method == method and run.row in (row or run.row)]
@@ -365,7 +366,7 @@ def test_a_page_of_a_few_runs(kept: str, runs: list[Finished], records: page.Rec
     assert all(figures.to_svg(chart()) for _, _, chart in page.pictures(some))
 
 
-def test_the_figures_are_their_records(records: page.Records) -> None:
+def test_the_figures_are_their_records(records: Records) -> None:
     """Every figure is there as text, small, and drawn from the committed records; no other is."""
     drawn = {name: figures.to_svg(chart()) for name, _, chart in page.pictures(records)}
     folder = ROOT / "docs" / "figures"

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import isnan
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
-from waffle_fl.algorithms import ALGORITHMS, TITLES
-from waffle_fl.report.tables import protocols_of
+from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.reproduce import figures
-from waffle_fl.reproduce.claims import percent, verdicts
-from waffle_fl.reproduce.convergence import Comparison, compare
-from waffle_fl.reproduce.paper import GLOBAL, P_D, SPLITS, TABLE
-from waffle_fl.reproduce.prose import (
-    CAPTIONS,
-    CONVERGENCE,
-    DEPARTED,
-    DEPARTURES,
-    EROSION,
-    INTRODUCTION,
-    LOCAL_FROM,
-    MOMENTUM,
-    NOTHING_SELECTED,
-    OWN_REASONS,
-    REASONS,
-    SHIFT,
-    plain,
+from waffle_fl.reproduce.prose import CAPTIONS, INTRODUCTION
+from waffle_fl.reproduce.sections import (
+    Records,
+    agreement,
+    claims_table,
+    convergence,
+    data_section,
+    departures,
+    local_from,
+    method_table,
+    momentum,
+    printed_erosion,
+    prose,
 )
-from waffle_fl.reproduce.studies import STUDIES, Part, read_lines, read_study
-from waffle_fl.results import PROTOCOLS, WEIGHING, Finished, Protocol, Score, best_of, methods_of, scores
-
-PROTOCOL_NAMES: dict[Protocol, str] = {"best": "best round", "last": "last round", "selected": "selected"}
-TITLE = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
-FAR = {"mnist": 0.5, "cifar10": 2.0}  # points from which a difference needs a word, if outside two deviations too
-
-
-@dataclass(frozen=True)
-class Records:
-    """All that the page is made of."""
-
-    parts: Mapping[str, Part]
-    drift: Sequence[Mapping[str, Any]]
-    momentum: Sequence[Mapping[str, Any]]
-
-    def runs(self, name: str) -> list[Finished]:
-        return self.parts[name].all_runs
+from waffle_fl.reproduce.studies import STUDIES, read_lines, read_study
+from waffle_fl.results import WEIGHING
 
 
 def read_records(root: Path) -> Records:
@@ -99,181 +75,6 @@ def page(records: Records) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def prose(*texts: str) -> str:
-    """A paragraph, wrapped."""
-    return fill(plain(*texts), 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
-    return "\n".join([lines[0], "|" + " --- |" * len(head), *lines[1:]])
-
-
-def claims_table(records: Records) -> str:
-    rows = []
-    for study in STUDIES:
-        runs = records.runs(study)
-        for verdict in verdicts(study, runs):
-            holds = "yes" if verdict.holds else "**no**" if runs else "no record yet"
-            rows.append([TITLE[study], verdict.claim, holds, verdict.numbers if runs else ""])
-    return table(["", "claim", "holds", "numbers"], rows)
-
-
-def absent(records: Records, name: str) -> str:
-    """What a part lacks, in a sentence; nothing where it is whole."""
-    part = records.parts[name]
-    missing, planned = len(part.missing()), len(part.planned())
-    study = next(study for study, names in STUDIES.items() if name in names)
-    command = f"`python -m waffle_fl.reproduce {study} --cell {name}` makes them"
-    return f"**{missing} of {planned} runs of `results/{name}.jsonl` are missing**; {command}." if missing else ""
-
-
-def data_section(records: Records, data: str, name: str, title: str) -> Iterator[str]:
-    """A data set's table, cell by cell beside the paper's."""
-    yield f"## {title}"
-    if absent(records, name):
-        yield absent(records, name)
-    runs = records.runs(name)
-    if not runs:
-        return
-    yield setting(runs)
-    yield cell_table(runs, data)
-    if "selected" not in protocols_of(runs):
-        yield NOTHING_SELECTED
-
-
-def setting(runs: Sequence[Finished]) -> str:
-    first = runs[0]
-    s, seeds = first.config.settings, sorted({run.config.settings.seed for run in runs})
-    device = ", ".join(sorted({str(run.provenance.get("binding", {}).get("device")) for run in runs}))
-    parts = [
-        f"{s.rounds} rounds, batch {s.batch_size}, lr {s.lr}, {s.precision} on {device}",
-        f"seeds {', '.join(map(str, seeds))}",
-        f"{first.provenance.get('test_samples')} test samples on {first.row}",
-    ]
-    notes = {run.provenance["data_note"] for run in runs if run.provenance.get("data_note")}
-    return "; ".join([*parts, *sorted(notes)]) + "."
-
-
-def cell_table(runs: Sequence[Finished], data: str) -> str:
-    """One row a cell: the paper, the three protocols, and the difference; the best of each split in bold."""
-    by_protocol = {protocol: scores(runs, protocol) for protocol in protocols_of(runs)}
-    rows = []
-    for split in SPLITS:
-        for method in methods_of(runs):
-            printed = TABLE[data].get((split, method))
-            found = percent(by_protocol["best"], split, method)
-            gap = f"{found - printed.mean:+.2f}" if printed and not isnan(found) else "–"
-            cells = [_cell(cells, split, method) for cells in by_protocol.values()]
-            rows.append([split, TITLES[method], _printed(data, split, method), cells[0], gap, *cells[1:]])
-    names = [PROTOCOL_NAMES[protocol] for protocol in by_protocol]
-    return table(["split", "method", "paper", names[0], "difference", *names[1:]], rows)
-
-
-def _cell(cells: Mapping[tuple[str, str], Score], split: str, method: str) -> str:
-    score = cells.get((split, method))
-    if score is None or (isnan(score.mean) and not score.diverged):
-        return "–"
-    text = score.text()
-    return f"**{text}**" if method in best_of(dict(cells), split) else text
-
-
-def _printed(data: str, split: str, method: str) -> str:
-    printed = TABLE[data].get((split, method))
-    if printed is None:
-        return "–"
-    return f"{printed.mean:.2f}" + (f" ± {printed.std:.2f}" if printed.std is not None else "")
-
-
-def departures(records: Records) -> str:
-    """One row a variant, one table a protocol."""
-    part = records.parts["mnist-departures"]
-    groups = {name.rpartition("/")[2]: runs for name, runs in part.runs.items()}
-    for name, method in (("ours", "waffle"), ("scaffold", "scaffold")):
-        groups[name] = [run for run in records.runs("mnist") if run.config.method == method]
-    if not any(groups.values()):
-        return absent(records, "mnist-departures")
-    texts = [text for text in (absent(records, "mnist-departures"), prose(DEPARTED)) if text]
-    for protocol, title in PROTOCOLS.items():
-        rows = [
-            [text, *(_variant_cell(groups[name], protocol, split) for split in SPLITS)]
-            for name, text in DEPARTURES.items()
-        ]
-        texts.append(f"Accuracy, {title}:\n\n" + table(["", *SPLITS], rows))
-    return "\n\n".join(texts)
-
-
-def _variant_cell(runs: Sequence[Finished], protocol: Protocol, split: str) -> str:
-    score = next((score for (row, _), score in scores(runs, protocol).items() if row == split), None)
-    if score is None:
-        return "–"
-    ended = f", {score.diverged} of {score.seeds} diverged" if score.diverged else ""
-    return score.text().replace(" (diverged)", "") + ended
-
-
-def printed_erosion(records: Records) -> str:
-    runs = records.runs("cifar10-printed")
-    if not runs:
-        return absent(records, "cifar10-printed")
-    rows = [
-        [run.row, str(P_D["cifar10"][run.row]), *(f"{1 - line['weights'][0]:.3f}" for line in run.rounds[:3])]
-        for run in sorted(runs, key=lambda run: SPLITS.index(run.row))
-    ]
-    head = ["split", "p_d", "others' weight in round 1", "round 2", "round 3"]
-    return f"{prose(EROSION)}\n\n{table(head, rows)}"
-
-
-def momentum(records: Records) -> str:
-    """How near each form comes to the optimum."""
-    shown = (1, 2, 5, 10, 20)
-    rows = [[line["form"], *(f"{line['distances'][r - 1]:.2g}" for r in shown)] for line in records.momentum]
-    return f"{prose(MOMENTUM)}\n\n{table(['correction', *(f'round {r}' for r in shown)], rows)}"
-
-
-def local_from(records: Records) -> str:
-    """The first round from which Alice holds all the weight, in the first seed of each cell."""
-    rows = []
-    for name in ("mnist", "mnist-6000", "cifar10"):
-        for method in WEIGHING:
-            first = {run.row: run for run in reversed(records.runs(name)) if run.config.method == method}
-            if first:
-                shown = [_local_round(first[split]) if split in first else "–" for split in SPLITS]
-                rows.append([f"`{name}`", TITLES[method], *shown])
-    return f"{prose(LOCAL_FROM)}\n\n{table(['record', 'method', *SPLITS], rows)}" if rows else absent(records, "mnist")
-
-
-def _local_round(run: Finished) -> str:
-    alone = (line["round"] for line in run.rounds if line.get("weights") and line["weights"][0] > 1 - 1e-9)
-    return str(next(alone, "never"))
-
-
-def convergence(records: Records) -> str:
-    """The paper's headline claim, with a paired test."""
-    texts = [prose(CONVERGENCE)]
-    for name in ("mnist", "mnist-6000", "cifar10"):
-        runs = records.runs(name)
-        compared = [(other, compare(runs, "waffle", other)) for other in ("weight-erosion", "apfl")] if runs else []
-        rows = [
-            [TITLES[other], c.splits, f"{c.ours:.1f}", f"{c.theirs:.1f}", f"{c.ours - c.theirs:+.1f}", str(c.pairs),
-             f"{c.p_value:.2g}"]
-            for other, comparisons in compared
-            for c in comparisons
-        ]  # fmt: skip
-        if rows:
-            head = ["against", "split", "WAFFLE", "the other", "difference", "pairs", "p"]
-            texts.append(f"`results/{name}.jsonl`:\n\n{table(head, rows)}")
-            texts.append("\n".join(_in_words(other, comparisons[-1]) for other, comparisons in compared if comparisons))
-    return "\n\n".join(texts)
-
-
-def _in_words(other: str, whole: Comparison) -> str:
-    gain, p = whole.theirs - whole.ours, f"(p = {whole.p_value:.2g})"
-    if whole.p_value >= 0.05:
-        return f"- WAFFLE and {TITLES[other]} cannot be told apart over all splits {p}."
-    speed = "faster" if gain > 0 else "slower"
-    return f"- WAFFLE is {speed} than {TITLES[other]} by {abs(gain):.1f} rounds over all splits {p}."
-
-
 def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     """(name, caption, how to draw it) for every figure whose record is there."""
     name = "mnist" if records.runs("mnist") else "mnist-6000"
@@ -295,36 +96,6 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     return [(key, prose(CAPTIONS[key].format(record=record)), draw) for key, (there, draw) in drawn.items() if there]
 
 
-def agreement(records: Records) -> Iterator[str]:
-    """The cells that lie far from the paper, by method, each with the best explanation; the rest agree."""
-    for study, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
-        cells = scores(records.runs(name), "best")
-        gaps = {key: percent(cells, *key) - printed.mean for key, printed in TABLE[study].items() if key in cells}
-        if not gaps:
-            continue
-        far = {
-            key: gap
-            for key, gap in gaps.items()
-            if not abs(gap) <= max(FAR[study], 200 * (cells[key].std or 0.0), 2 * (TABLE[study][key].std or 0.0))
-        }
-        yield f"### `results/{name}.jsonl`"
-        yield prose(
-            f"{len(gaps) - len(far)} of {len(gaps)} cells agree with the paper: they lie within {FAR[study]} points of",
-            "it, or within two standard deviations, ours or its.",
-        )
-        if far:
-            shifted = any(split.endswith("*") and method in GLOBAL for split, method in far)
-            yield prose("The others, by method.", REASONS[name], SHIFT if shifted else "")
-            yield "\n".join(
-                prose(
-                    f"- **{TITLES[method]}**:",
-                    ", ".join(f"{split} {gap:+.2f}" for (split, m), gap in far.items() if m == method) + ".",
-                    OWN_REASONS.get((name, method), ""),
-                )
-                for method in dict.fromkeys(method for _, method in far)
-            )
-
-
 def with_results(text: str, records: Records) -> str:
     """An algorithm's page, its results between the marks those of the records."""
 
@@ -332,17 +103,3 @@ def with_results(text: str, records: Records) -> str:
         return f"{match[1]}{method_table(match[2], records)}\n{match[3]}"
 
     return re.sub(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", fresh, text, flags=re.DOTALL)
-
-
-def method_table(method: str, records: Records) -> str:
-    """What one method reaches in every record, beside the paper."""
-    rows = []
-    for data, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
-        runs = [run for run in records.runs(name) if run.config.method == method]
-        by_protocol = {protocol: scores(runs, protocol) for protocol in PROTOCOLS}
-        for split in SPLITS:
-            cells = [by_protocol[p].get((split, method)) for p in PROTOCOLS]
-            if cells[0]:
-                shown = [score.text() if score and not isnan(score.mean) else "–" for score in cells]
-                rows.append([f"`{name}`", split, _printed(data, split, method), *shown])
-    return table(["record", "split", "paper", *PROTOCOL_NAMES.values()], rows) if rows else "No record yet."
