@@ -20,6 +20,7 @@ INK, SOFT = "#333333", "#e6e6e6"
 FONT = "Helvetica, Arial, sans-serif"
 AGENTS = ("#4c78a8", "#3a7d44", "#e4a11b", "#6a51a3", "#8c8c8c")  # by their distance from Alice on the ring
 ALICE = "#d1495b"
+ARMS = {"without": "without size penalty: p_s = 0, p_d = 0.04", "with": "with it: p_s = 2, p_d = 0.005"}
 
 
 def to_svg(chart: Any) -> str:
@@ -42,6 +43,11 @@ def styled(chart: Any) -> Any:
     )
 
 
+def best_so_far(run: Finished) -> list[float]:
+    """The best accuracy up to each round, as the paper draws it."""
+    return list(accumulate((line["accuracy"] for line in run.rounds), max))
+
+
 def _method_color(methods: Sequence[str]) -> Any:
     titles = [TITLES[method] for method in methods]
     scale = alt.Scale(domain=titles, range=[COLORS[title] for title in titles])
@@ -58,8 +64,7 @@ def _accuracy_panel(runs: Sequence[Finished], row: str, methods: Sequence[str]) 
     curves: dict[str, list[list[float]]] = {}
     for run in runs:
         if run.row == row and run.rounds:
-            best = list(accumulate((line["accuracy"] for line in run.rounds), max))
-            curves.setdefault(run.title, []).append(best)
+            curves.setdefault(run.title, []).append(best_so_far(run))
     values = [
         {"method": title, "round": r + 1, "accuracy": round(100 * mean(at_r), 3)}
         for title, group in curves.items()
@@ -116,6 +121,7 @@ def weights(runs: Sequence[Finished]) -> Any:
 
 def labels(runs: Sequence[Finished]) -> Any:
     """Who holds which labels, one panel a split; a star counts labels as each agent itself names them."""
+    rows = rows_of(runs)
     counts = {run.row: run.provenance["label_counts"] for run in runs}
     most = max(n for matrix in counts.values() for line in matrix for n in line)
     legend = alt.Legend(
@@ -137,11 +143,11 @@ def labels(runs: Sequence[Finished]) -> Any:
         .mark_circle(opacity=1, color=AGENTS[0])
         .encode(
             x=alt.X("label:O", title="label", axis=axis),
-            y=alt.Y("agent:O", title="agent" if row == "A" else None, axis=axis),
+            y=alt.Y("agent:O", title="agent" if row == rows[0] else None, axis=axis),
             size=alt.Size("samples:Q", scale=alt.Scale(domain=[0, most], range=[0, 130]), legend=legend),
         )
         .properties(width=130, height=130)
-        for row in rows_of(runs)
+        for row in rows
     ]
     return styled(alt.hconcat(*panels, spacing=14))
 
@@ -167,8 +173,8 @@ def sizes(runs: Mapping[str, Sequence[Finished]]) -> Any:
     for name, group in runs.items():
         size, arm = name.rpartition("/")[2].split("-")
         for row in rows_of(group):
-            curves = [list(accumulate((x["accuracy"] for x in r.rounds), max)) for r in group if r.row == row]
-            for r, at_r in enumerate(zip(*curves, strict=True)):
+            curves = [best_so_far(run) for run in group if run.row == row]
+            for r, at_r in enumerate(zip(*curves, strict=False)):
                 centre, spread = 100 * mean(at_r), 100 * stdev(at_r) if len(at_r) > 1 else 0.0
                 values.append(
                     {"labels": f"labels {row}", "sizes": f"sizes {size}", "round": r + 1, "accuracy": round(centre, 3),
@@ -176,7 +182,7 @@ def sizes(runs: Mapping[str, Sequence[Finished]]) -> Any:
                 )  # fmt: skip
     color = alt.Color(
         "arm:N",
-        scale=alt.Scale(domain=list(ARMS.values()), range=["#4c78a8", "#d1495b"]),
+        scale=alt.Scale(domain=list(ARMS.values()), range=[AGENTS[0], ALICE]),
         title=None,
         legend=alt.Legend(orient="top", labelLimit=400, symbolOpacity=1),
     )
@@ -191,21 +197,16 @@ def sizes(runs: Mapping[str, Sequence[Finished]]) -> Any:
     )
 
 
-ARMS = {"without": "without size penalty: p_s = 0, p_d = 0.04", "with": "with it: p_s = 2, p_d = 0.005"}
-
-
 def drift(record: Sequence[Mapping[str, Any]]) -> Any:
     """The server's way, and three rounds of local steps: one panel a method."""
     return styled(alt.hconcat(*(_drift_panel(line) for line in record), spacing=20))
 
 
-DRIFT_LEGEND = alt.Legend(orient="top", symbolOpacity=1, symbolType="circle")
-
-
 def _drift_panel(line: Mapping[str, Any]) -> Any:
     names = line["agents"]
     scale = alt.Scale(domain=["server", *names], range=[INK, ALICE, AGENTS[0], AGENTS[2]])
-    color = alt.Color("who:N", scale=scale, sort=["server", *names], title=None, legend=DRIFT_LEGEND)
+    legend = alt.Legend(orient="top", symbolOpacity=1, symbolType="circle")
+    color = alt.Color("who:N", scale=scale, sort=["server", *names], title=None, legend=legend)
     x = alt.X("x:Q", title=None, scale=alt.Scale(domain=[-2, 5], nice=False), axis=alt.Axis(tickCount=4))
     y = alt.Y("y:Q", title=None, scale=alt.Scale(domain=[-1.5, 4.5], nice=False), axis=alt.Axis(tickCount=4))
 
@@ -219,7 +220,7 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
         for k, point in enumerate(path)
     ]
     server = [{"who": "server", "k": r, "x": p[0], "y": p[1]} for r, p in enumerate(line["server"])]
-    optima = [{"who": n, "x": p[0], "y": p[1], "text": n} for n, p in zip(names, line["optima"], strict=True)]
+    optima = [{"who": n, "x": p[0], "y": p[1]} for n, p in zip(names, line["optima"], strict=True)]
     common = line["common_optimum"]
     return alt.layer(
         chart(local).mark_line(strokeWidth=1.2, opacity=0.8).encode(order="k:Q", detail="path:N"),
@@ -229,6 +230,3 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
         chart(optima).mark_point(shape="cross", filled=True, size=90, opacity=1),
         chart([{"who": "server", "x": common[0], "y": common[1]}]).mark_point(shape="diamond", size=110, strokeWidth=2),
     ).properties(width=225, height=193, title=TITLES[line["method"]])
-
-
-__all__ = ["accuracy", "drift", "labels", "omega", "sizes", "to_svg", "weights"]
