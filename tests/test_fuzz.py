@@ -267,7 +267,8 @@ B = 1.0
 KEYS = (
     "schema", "methods", "splits", "seeds", "data", "agents", "lr", "test", "shared_permutation", "shares", "alice",
     "validation", "rounds", "seed", "momentum", "lerning_rate", "waffle", "waffle.omega", "waffle.psi", "waffle.clip",
-    "waffle.eta_g.A", "ditto.lam", "apfl", "a.b.c", '""', '"a\\nb"', "'é'", "1",
+    "waffle.eta_g.A", "ditto.lam", "apfl", "a.b.c", "sizes", "variants", "variants.a", "variants.a.lr",
+    "variants.a.waffle", '""', '"a\\nb"', "'é'", "1",
 )  # fmt: skip
 VALUES = (
     "0", "1", "-1", "1.5", "-0.0", "inf", "-inf", "nan", "1e400", "9" * 25, "1" + "0" * 400, "9" * 5000, "0x1f", "true",

@@ -47,7 +47,7 @@ def main() -> int:
         print(f"waffle: {error}", file=sys.stderr)
         return 2
     except Interrupted:
-        print("the time is up; every run is saved, and the same command goes on from here", file=sys.stderr)
+        print("stopped; every run is saved, and the same command goes on from here", file=sys.stderr)
     for problem in problems(read_study(root, study)):
         print(problem, file=sys.stderr)
     return 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 INTRODUCTION = """
     Written by `waffle reproduce mnist` and `waffle reproduce cifar10` from the records in `results/`, whose settings
-    are the files of the same names in `experiments/`. Accuracy of Alice's model on her own test data, in percent,
-    mean ± standard deviation over seeds; a difference is ours less the paper's, in points. The paper reports the best
-    round on test data, so that is what stands beside it; what a user would get is the last round, or the one that
+    are the files of the same names in `experiments/`; where torch and numpy are all there is, `python -m
+    waffle_fl.reproduce` makes the records. Accuracy of Alice's model on her own test data, in percent, mean ±
+    standard deviation over seeds; a difference is ours less the paper's, in points. The paper reports the best round
+    on test data, so that is what stands beside it; what a user would get is the last round, or the one that
     validation data selects.
 """
 NOTHING_SELECTED = "Every sample is trained on, so none are left to select a round with."

@@ -39,11 +39,12 @@ def run_missing(
     for part in parts:
         asked = part.planned(seeds) if anew else part.missing(seeds)
         missing = {name: config for name, config in asked.items() if is_in(name, cell)}
+        if not missing:
+            continue
         minutes = (end - time.monotonic()) / 60 if place.minutes else 0.0
         if minutes < 0:
             raise Interrupted(signal.SIGALRM)
-        if missing:
-            _run(root, part.name, missing, runs, replace(place, minutes=minutes), listener)
+        _run(root, part.name, missing, runs, replace(place, minutes=minutes), listener)
 
 
 def is_in(name: str, cell: str) -> bool:
