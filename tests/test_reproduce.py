@@ -271,7 +271,7 @@ def test_no_claim_holds_without_records(study: str) -> None:
 
 
 def test_the_claims_at_6000(runs: list[Finished]) -> None:
-    """The committed record of the full split bears out what it can: all but Ditto's cells are there."""
+    """The committed record of the full split bears out what is claimed of the smaller one."""
     held = {verdict.claim: verdict.holds for verdict in claims.verdicts("mnist", runs)}
     assert held["WAFFLE no more than 0.3 point below the paper in any cell"]
     assert held["WAFFLE and WE above Local, FedAvg, SCAFFOLD and APFL on B and C"]
@@ -297,7 +297,8 @@ def test_five_seeds_cannot_be_significant() -> None:
 def test_rounds_needed_by_hand(runs: list[Finished]) -> None:
     """Of 0.5, 0.98, 0.97, 1.0 the second round is the first at 98 % of the end, the fourth at 99 %."""
     rounds = [{"round": r + 1, "accuracy": value} for r, value in enumerate((0.5, 0.98, 0.97, 1.0))]
-    run = replace(runs[0], rounds=rounds)
+    apfl = next(run for run in runs if (run.row, run.config.method) == ("A", "apfl"))
+    run = replace(apfl, rounds=rounds)
     assert rounds_needed(run) == 4
     assert rounds_needed(run, 0.98) == 2
     other = replace(run, rounds=rounds[1:], config=replace(run.config, method="waffle"))
@@ -396,7 +397,8 @@ def test_check_passes_where_everything_holds(
     shutil.copytree(ROOT / "experiments", clone / "experiments", dirs_exist_ok=True)
     text = (clone / "experiments" / "mnist-6000.toml").read_text().replace(', "ditto"]', "]")
     (clone / "experiments" / "mnist.toml").write_text(text)
-    shutil.copy(RECORD, record_of(clone, "mnist"))
+    lines = condense([run for run in runs if run.config.method != "ditto"])
+    record_of(clone, "mnist").write_text("".join(f"{line}\n" for line in lines))
     studies.STUDIES["mnist"] = ("mnist",)
     monkeypatch.setattr(claims, "PERSONAL", ("weight-erosion", "waffle", "apfl"))
     assert commands.main(["reproduce", "mnist", "--check"]) == 0
