@@ -29,7 +29,10 @@ NEARLY_EQUAL = 1e-12
 
 
 class Grad(Protocol):
-    """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass."""
+    """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
+
+    A row may have several models: then all rows' first models come first, all second ones after them.
+    """
 
     def __call__(self, params: Rows, stats: Rows) -> Net: ...
 
@@ -106,6 +109,12 @@ def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
     fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
     settings = ((f.name, getattr(algorithm, f.name)) for f in fields if not f.metadata.get("server_side"))
     return (getattr(algorithm, "trains_as", type(algorithm)), *settings)
+
+
+def gradients(grad: Grad, *nets: Net) -> list[Net]:
+    """Several models a row, differentiated at once."""
+    params, stats = grad(torch.cat([net.params for net in nets]), torch.cat([net.stats for net in nets]))
+    return [Net(*part) for part in zip(params.chunk(len(nets)), stats.chunk(len(nets)), strict=True)]
 
 
 def everyone(net: Net, agents: int) -> Net:

@@ -118,7 +118,13 @@ class FlatModel:
         return Net(params.to(self.device), stats.to(self.device, self.dtype))
 
     def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """Gradient of each row's mean loss over its mini-batch, and its statistics afterwards."""
+        """Gradient of each row's mean loss over its mini-batch, and its statistics afterwards.
+
+        Several models a row are taken one block of rows after another: the batch is repeated for each.
+        """
+        models = len(params) // len(batch.x)
+        if models > 1:
+            batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
         if not self.stacked:
             return self._grad_row_by_row(params, stats, batch)
         if self._folds is None:
