@@ -38,23 +38,23 @@ class Batches:
             for i in range(f.agents)
         ]
         self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
-        self._lengths = [len(f.train[i]) for f, _, _, i in rows]
+        self.lengths = [len(f.train[i]) for f, _, _, i in rows]
         samples = [f.train[i] + offset for f, _, offset, i in rows]
         self._table = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
         self._relabel = torch.cat([f.relabel for f in federations])
-        self.steps = [epochs * -(-n // batch_size) for n in self._lengths]
+        self.steps = [epochs * -(-n // batch_size) for n in self.lengths]
 
     def sizes(self, rows: slice, padded: bool) -> list[int]:
-        """The width of each step's batch: the full one where rows are padded, a single row's own where they are not."""
+        """The width of each step's batch: the full one where rows are padded; rows that are not have one length."""
         if padded:
             return [self.batch_size] * max(self.steps[rows])
-        (length,) = self._lengths[rows]
+        (length,) = set(self.lengths[rows])
         whole, rest = divmod(length, self.batch_size)
         return ([self.batch_size] * whole + ([rest] if rest else [])) * self.epochs
 
     def plan(self, r: int, attempt: int, rows: slice) -> Plan:
         """The order of the samples in round r, for these rows."""
-        lengths, steps = self._lengths[rows], self.steps[rows]
+        lengths, steps = self.lengths[rows], self.steps[rows]
         longest, most = max(lengths), max(steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
         orders = []

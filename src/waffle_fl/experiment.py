@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
 LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
+COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Place:
     """Processes that train rows side by side; 0 takes one a core. It changes no result."""
     stack: int = STACK
     """Runs that train together at most."""
+    rows: Literal["auto", "stacked", "single"] = "auto"
+    """Train agents as one stack or row by row; auto stacks small models, on a CPU only those that do not convolve."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile models that train row by row; auto does so on a GPU in runs long enough to win the time back."""
     force: bool = False
     """Go on with a run whose config, data or code has changed; the record says so."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
@@ -161,6 +166,7 @@ class _Job:
     run: Run
     cell: Cell
     start: int
+    compiled: bool
     next_save: float
     latest: tuple[int, State] | None = None
 
@@ -213,7 +219,7 @@ def _open(
     whole = federation_of(config.settings, place.data_dir, place.allow_unverified)
     alone = config.method == "local"  # nobody else's training could matter
     federation = whole.only(whole.alice) if alone else whole
-    model = _model(config.settings, federation, device)
+    model = _model(config.settings, federation, place, device)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
@@ -230,6 +236,7 @@ def _open(
         **({"data_note": dataset.note} if dataset.note else {}),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         parameters=model.size,
+        engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
         notes=notes,
     )
     run = stack.enter_context(Run.opened(folder, config, description, place.force))
@@ -247,7 +254,8 @@ def _open(
     for warning in warnings:
         listener.warned(warning)
     state = _state(tensors, initial_state(cell, model)) if tensors else None
-    return _Job(config, run, replace(cell, state=state), start, time.monotonic() + place.checkpoint_seconds)
+    next_save = time.monotonic() + place.checkpoint_seconds
+    return _Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
 
 
 def _check_schedules(config: RunConfig) -> None:
@@ -274,7 +282,7 @@ def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
             s.guard,
             s.precision,
         )
-        groups.setdefault((*key, job.start, job.cell.federation.agents), []).append(job)
+        groups.setdefault((*key, job.start, job.cell.federation.agents, job.compiled), []).append(job)
     return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
 
 
@@ -283,7 +291,7 @@ def _train(
 ) -> Iterator[tuple[_Job, dict[str, Any]]]:
     """Train one stack to its end, logging every round and saving every few seconds."""
     s = jobs[0].config.settings
-    model = _model(s, jobs[0].cell.federation, device)
+    model = _model(s, jobs[0].cell.federation, place, device)
     cells = [job.cell for job in jobs]
     stream = simulate(
         cells,
@@ -346,9 +354,17 @@ def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[
     return result
 
 
-def _model(s: Settings, federation: Federation, device: torch.device) -> FlatModel:
+def _model(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
     build_module = builder(s.model, s.data, federation.shape, len(federation.class_names))
-    return FlatModel(build_module, precision=s.precision, device=device)
+    steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
+    pays = device.type == "cuda" and steps >= COMPILE_PAYS
+    return FlatModel(
+        build_module,
+        precision=s.precision,
+        device=device,
+        stacked=None if place.rows == "auto" else place.rows == "stacked",
+        compiled=pays if place.compile == "auto" else place.compile == "on",
+    )
 
 
 def _device_name(device: torch.device) -> str:

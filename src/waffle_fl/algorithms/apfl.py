@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 
 
@@ -68,8 +68,8 @@ class APFL:
 
     def step(self, local: Local, grad: Grad) -> Local:
         share = local.mix[:, None]
-        g_w, stats = grad(local.w, local.stats)
-        g_mixed, mixed_stats = grad(torch.lerp(local.w, local.v, share), local.mixed_stats)  # v_bar
+        mixed = Net(torch.lerp(local.w, local.v, share), local.mixed_stats)  # v_bar
+        (g_w, stats), (g_mixed, mixed_stats) = gradients(grad, Net(local.w, local.stats), mixed)
         w, velocity = self.sgd.step(local.w, local.velocity, g_w, clip=self.clip)
         v, v_velocity = self.sgd.step(local.v, local.v_velocity, share * g_mixed, clip=self.clip)
         mix = local.mix

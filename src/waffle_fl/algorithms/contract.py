@@ -29,7 +29,10 @@ NEARLY_EQUAL = 1e-12
 
 
 class Grad(Protocol):
-    """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass."""
+    """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
+
+    A row may have several models: then all rows' first models come first, all second ones after them.
+    """
 
     def __call__(self, params: Rows, stats: Rows) -> Net: ...
 
@@ -78,9 +81,9 @@ class SGD:
     ) -> tuple[Rows, Rows]:
         """One step. A control variate's correction joins after momentum has amplified g: docs/paper.md, section 3."""
         if self.weight_decay:
-            g = g + self.weight_decay * y
+            g = torch.add(g, y, alpha=self.weight_decay)
         if self.momentum:
-            velocity = g = self.momentum * velocity + g
+            velocity = g = torch.add(g, velocity, alpha=self.momentum)
         if correction is not None:
             g = g + correction
         if clip:
@@ -99,9 +102,19 @@ def server_side(default: Any) -> Any:
 
 
 def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
-    """Two algorithms with equal keys train their rows alike, whatever their servers do."""
+    """Two algorithms with equal keys train their rows alike, whatever their servers do.
+
+    An algorithm whose agents do exactly what another's do names that one in `trains_as`.
+    """
     fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
-    return (type(algorithm), *(getattr(algorithm, f.name) for f in fields if not f.metadata.get("server_side")))
+    settings = ((f.name, getattr(algorithm, f.name)) for f in fields if not f.metadata.get("server_side"))
+    return (getattr(algorithm, "trains_as", type(algorithm)), *settings)
+
+
+def gradients(grad: Grad, *nets: Net) -> list[Net]:
+    """Several models a row, differentiated at once."""
+    params, stats = grad(torch.cat([net.params for net in nets]), torch.cat([net.stats for net in nets]))
+    return [Net(*part) for part in zip(params.chunk(len(nets)), stats.chunk(len(nets)), strict=True)]
 
 
 def everyone(net: Net, agents: int) -> Net:

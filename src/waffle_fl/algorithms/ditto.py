@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 
 
@@ -50,8 +50,7 @@ class Ditto:
         return Local(down.x, down.stats, rest, agents.v, agents.v_stats, rest, down.x)
 
     def step(self, local: Local, grad: Grad) -> Local:
-        g_w, stats = grad(local.w, local.stats)
-        g_v, v_stats = grad(local.v, local.v_stats)
+        (g_w, stats), (g_v, v_stats) = gradients(grad, Net(local.w, local.stats), Net(local.v, local.v_stats))
         w, velocity = self.sgd.step(local.w, local.velocity, g_w, clip=self.clip)
         pull = self.lam * (local.v - local.x)
         v, v_velocity = self.sgd.step(local.v, local.v_velocity, g_v + pull, clip=self.clip)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 
@@ -88,6 +88,8 @@ def calc_weights(
 @dataclass(frozen=True)
 class Waffle:
     """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
+
+    trains_as: ClassVar[type] = scaffold.Scaffold
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = 2.0

@@ -6,7 +6,7 @@ alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ def relative_distances(dy: Rows, alice: Tensor) -> Weights:
 @dataclass(frozen=True)
 class WeightErosion:
     """A model for Alice: FedAvg whose weights erode with distance until she trains alone."""
+
+    trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ def simulate(
 def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
     """What must hold before any work."""
     if len({training_key(cell.algorithm) for cell in cells}) > 1:
-        raise WaffleError("cells in one stack must train their rows alike: give them the same method and step settings")
+        raise WaffleError(
+            "cells in one stack must train their rows alike: give them methods of one kind and the same step settings"
+        )
     if model.normalises:
         for cell in cells:
             for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
@@ -136,6 +139,7 @@ class _Simulator:
         self._examinations: dict[Any, Examination] = {}
         self._refused: dict[int, list[tuple[int, str]]] = {}
         self._ahead: dict[tuple[int, ...], list[Closed]] = {}
+        self._looks_ahead = model.device.type == "cuda" and not any(c.tamper or c.post for c in cells)
         self._clock = time.perf_counter()
 
     def round(self, r: int) -> list[Outcome]:
@@ -146,6 +150,8 @@ class _Simulator:
             if not pending:
                 break
             closed = self._ahead.pop((r, attempt, *pending), None) or self._begun(pending, r, attempt)
+            if self._looks_ahead and not attempt and r < self.rounds:
+                self._begin_ahead(pending, closed, r + 1)
             measured = to_numbers([c.measured for c in closed])
             outcomes = [self._outcome(i, c, m, r) for i, c, m in zip(pending, closed, measured, strict=True)]
             done |= {outcome.cell: outcome for outcome in outcomes}
@@ -156,13 +162,19 @@ class _Simulator:
         for i in self.live:
             self.states[i] = done[i].state
             done[i].measured["seconds"] = round(seconds, 6)
-        if self.model.device.type == "cuda" and self.live and r < self.rounds:
-            self._ahead = {(r + 1, 0, *self.live): self._begun(self.live, r + 1, 0)}
         return [done[i] for i in sorted(done)]
 
     def _begun(self, indices: Sequence[int], r: int, attempt: int) -> list[Closed]:
-        """A round, begun: on a GPU the work is only queued, so that it goes on while the round before is recorded."""
+        """A round, begun: on a GPU the work is only queued."""
         return self._close(indices, r, self._train(indices, r, attempt))
+
+    def _begin_ahead(self, indices: Sequence[int], closed: Sequence[Closed], r: int) -> None:
+        """Queue the next round before the last one's numbers are there; if they turn out bad it is begun again."""
+        before = list(self.states)
+        for i, c in zip(indices, closed, strict=True):
+            self.states[i] = State(c.server, c.agents)
+        self._ahead = {(r, 0, *indices): self._begun(indices, r, 0)}
+        self.states = before
 
     def _train(self, indices: Sequence[int], r: int, attempt: int) -> list[tuple[Any, Any]]:
         """A2.3-12 for all rows of the cells, chunk by chunk."""
@@ -183,16 +195,17 @@ class _Simulator:
             local = self._steps(algorithm, local, batches, r, attempt, rows)  # A2.6-8
             return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
 
-        new_agents, up = self._spread(train_chunk, len(batches.steps))
+        new_agents, up = self._spread(train_chunk, batches.lengths)
         edges = _edges([c.federation.agents for c in cells])
         return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
 
-    def _spread(self, train: Callable[[slice], tuple[Any, Any]], rows: int) -> tuple[Any, Any]:
+    def _spread(self, train: Callable[[slice], tuple[Any, Any]], lengths: Sequence[int]) -> tuple[Any, Any]:
         """Train all rows: stacked here, or one by one among processes if a round is long enough to pay for them."""
         began = time.perf_counter()
         pays = not self.model.stacked and self._round_seconds > FORK_PAYS and can_fork()
+        rows = len(lengths)
         processes = min(self._workers, rows) if pays else 1
-        chunks = self._chunks(rows)
+        chunks = self._chunks(lengths)
         if processes == 1 or self._like is None:
             results = [train(chunk) for chunk in chunks]
             agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
@@ -320,13 +333,13 @@ class _Simulator:
             self._batches = {indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype)}
         return self._batches[indices]
 
-    def _chunks(self, rows: int) -> list[slice]:
-        """Rows that train together: one at a time, or as many as memory holds."""
+    def _chunks(self, lengths: Sequence[int]) -> list[slice]:
+        """Rows that train together: as many as memory holds; unstacked, as many alike as go abreast."""
         if not self.model.stacked:
-            return [slice(i, i + 1) for i in range(rows)]
+            alike = _edges([len(list(group)) for _, group in groupby(lengths)])
+            return [chunk for rows in alike for chunk in _cut(rows, self.model.abreast)]
         row_bytes = 16 * self.model.size * self.model.dtype.itemsize
-        size = min(max(1, CHUNK_BYTES[self.model.device.type] // row_bytes), rows)
-        return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+        return _cut(slice(0, len(lengths)), max(1, CHUNK_BYTES[self.model.device.type] // row_bytes))
 
 
 def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Federation]:
@@ -350,6 +363,10 @@ def _rows(state: Any, rows: slice) -> Any:
 def _edges(sizes: Sequence[int]) -> list[slice]:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _cut(rows: slice, size: int) -> list[slice]:
+    return [slice(i, min(i + size, rows.stop)) for i in range(rows.start, rows.stop, size)]
 
 
 @contextmanager

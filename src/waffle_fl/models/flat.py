@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -19,12 +18,14 @@ from torch import Tensor, nn
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.stacked import SeededDropout, Stacking
+from waffle_fl.models.vessel import Layout, Vessel, abreast
 from waffle_fl.randomness import derive
 
 Precision: TypeAlias = Literal["float32", "float64", "tf32", "bf16"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one loss a sample
 
 STACKED_PARAMETERS = 1_000_000
+ABREAST = 4  # rows of a large model that share a GPU: fewer leave it idle, more gain nothing (measured with DLA)
 UNSEEDED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 STATS_POLICY = "running statistics: averaged with the weights of the updates, outside every distance; counters constant"
 
@@ -65,6 +66,7 @@ class FlatModel:
         precision: Precision = "float32",
         device: str | torch.device = "cpu",
         stacked: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         self._build, self._loss, self.precision, self.device = build, loss, precision, torch.device(device)
         self.dtype = torch.float64 if precision == "float64" else torch.float32
@@ -74,7 +76,7 @@ class FlatModel:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         moving = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
-        self._params, self._stats = _Layout(trained), _Layout({**frozen, **moving})
+        self._params, self._stats = Layout(trained), Layout({**frozen, **moving})
         self.normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._check()
         self.size, self.stats_size = self._params.size, self._stats.size
@@ -83,8 +85,7 @@ class FlatModel:
             raise WaffleError(
                 "a model with statistics of its batches trains row by row: leave `stacked` unset or false"
             )
-        self._last: bool | None = None  # can it take images channels last? found out at the first gradient
-        self._drops: bool | None = None  # does the module drop units out? found out at the first gradient
+        self.compiled = compiled and not self.stacked
         self._folds: bool | None = None  # does the folded pass fit this module? found out at the first gradient
 
     def _check(self) -> None:
@@ -117,55 +118,49 @@ class FlatModel:
         return Net(params.to(self.device), stats.to(self.device, self.dtype))
 
     def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """Gradient of each row's mean loss over its mini-batch, and its statistics afterwards."""
+        """Gradient of each row's mean loss over its mini-batch, and its statistics afterwards.
+
+        Several models a row are taken one block of rows after another: the batch is repeated for each.
+        """
+        models = len(params) // len(batch.x)
+        if models > 1:
+            batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
         if not self.stacked:
-            rows = [self._row_grad(p, s, Batch(*b)) for p, s, *b in zip(params, stats, *batch, strict=True)]
-            return Net(torch.stack([g for g, _ in rows]), torch.stack([s for _, s in rows]))
+            return self._grad_row_by_row(params, stats, batch)
         if self._folds is None:
             self._folds = self._folding_is_right(params, stats, batch)
         gradient = self._folded_grad(params, batch) if self._folds else self._vmapped_grad(params, stats, batch)
         return Net(gradient, stats)
 
-    def _row_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """One row on its own, in this thread's vessel; images lie channels last, which a CPU convolves faster."""
-        vessel = self._vessel()
-        vessel.params.copy_(params)
-        vessel.stats.copy_(stats)
+    def _grad_row_by_row(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
+        """Each row in a vessel of its own, as many abreast as the device bears."""
+        gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
+        for start in range(0, len(params), self.abreast):
+            rows = range(start, min(start + self.abreast, len(params)))
+            vessels = self._vessels()[: len(rows)]
+            with abreast(vessels):
+                for vessel, i in zip(vessels, rows, strict=True):
+                    with torch.cuda.stream(vessel.stream):
+                        vessel.fill(params[i], stats[i])
+                        self._row_grad(vessel, Batch(*(part[i] for part in batch)), gradient[i])
+                        after[i] = vessel.settled()
+        return Net(gradient, after)
+
+    def _row_grad(self, vessel: Vessel, batch: Batch, gradient: Tensor) -> None:
         with torch.enable_grad():
-            output = self._dropping(vessel.module, self._laid_out(vessel.module, batch.x), batch.key)
+            output = self._in_precision(vessel, batch.x, batch.key, self.compiled)
             loss = (self._loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
-            gradients = torch.autograd.grad(loss, vessel.leaves, allow_unused=True, materialize_grads=True)
-        return Net(torch.cat([g.reshape(-1) for g in gradients]), vessel.settled().clone())
+            vessel.differentiate(loss, gradient)
 
-    def _laid_out(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Images channels last, unless the module minds."""
-        if x.ndim != 4 or self._last is False:
-            return x
-        laid = _channels_last(x)
-        if self._last is None:
-            try:
-                with torch.no_grad():
-                    copy.deepcopy(module)(laid[:2])
-                self._last = True
-            except RuntimeError:
-                self._last = False
-                return x
-        return laid
+    @property
+    def abreast(self) -> int:
+        """How many rows of an unstacked model train at the same time in this process."""
+        return ABREAST if self.device.type == "cuda" else 1
 
-    def _vessel(self) -> _Vessel:
-        if not hasattr(self._own, "vessel"):
-            self._own.vessel = _Vessel(self._template, self._params, self._stats)
-        return self._own.vessel  # type: ignore[no-any-return]
-
-    def _dropping(self, module: nn.Module, x: Tensor, key: Tensor) -> Tensor:
-        """A call with seeded dropout; a module that was seen not to drop anything is called plainly from then on."""
-        call = partial(self._in_precision, module, x)
-        if self._drops is False:
-            return call()
-        with SeededDropout(key) as seeded:
-            output = call()
-        self._drops = bool(seeded.dropouts)
-        return output
+    def _vessels(self) -> list[Vessel]:
+        if not hasattr(self._own, "vessels"):
+            self._own.vessels = [Vessel(self._template, self._params, self._stats) for _ in range(self.abreast)]
+        return self._own.vessels  # type: ignore[no-any-return]
 
     def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.precision != "bf16":
@@ -252,61 +247,6 @@ class FlatModel:
         """Names and shapes of all tensors: two models that share it can exchange updates."""
         layout = repr((self.dtype, self._params.shapes, self._stats.shapes))
         return f"{derive(0, layout):016x}"
-
-
-class _Vessel:
-    """A module whose parameters and statistics are views of two flat vectors: to fill it is one copy each."""
-
-    def __init__(self, template: nn.Module, params: _Layout, stats: _Layout) -> None:
-        self.module = copy.deepcopy(template).train()
-        first = next(self.module.parameters())
-        self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
-        named = dict(self.module.named_parameters())
-        trained, carried = params.unflatten(self.params), stats.unflatten(self.stats)
-        for name, part in {**trained, **carried}.items():
-            if name in named:
-                named[name].data = part
-        self._buffers = {name: part for name, part in carried.items() if name not in named}
-        self._place()
-        self.leaves = [named[name].requires_grad_() for name in trained]
-
-    def _place(self) -> None:
-        for name, part in self._buffers.items():
-            owner, _, last = name.rpartition(".")
-            self.module.get_submodule(owner)._buffers[last] = part
-
-    def settled(self) -> Tensor:
-        """The statistics after a pass, also those that a module replaced instead of changing."""
-        for name, now in self.module.named_buffers():
-            if name in self._buffers and now is not self._buffers[name]:
-                self._buffers[name].copy_(now)
-        self._place()
-        return self.stats
-
-
-class _Layout:
-    """Where each named tensor lies in a flat vector."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        self._sizes = [t.numel() for t in tensors.values()]
-        self.size = sum(self._sizes)
-
-    def flatten(self, tensors: dict[str, Any]) -> Tensor:
-        parts = [tensors[name].detach().reshape(-1) for name in self.shapes]
-        return torch.cat(parts) if parts else torch.empty(0)
-
-    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
-        parts, rows = torch.split(flat, self._sizes, dim=-1), flat.shape[:-1]
-        return {n: part.view((*rows, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-
-def _channels_last(images: Tensor) -> Tensor:
-    """The same images with channels innermost; said in so many words, for one channel looks like either layout."""
-    n, channels, height, width = images.shape
-    laid = images.new_empty(n, height, width, channels)
-    return laid.permute(0, 3, 1, 2).copy_(images)
 
 
 def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:

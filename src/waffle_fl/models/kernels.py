@@ -18,22 +18,25 @@ PROGRAMS = 8192  # parts of a weight gradient are added up at the end; more of t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _patches(  # type: ignore[no-untyped-def]
-    x, m, k, M: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr
+    x, m, k, M, EVEN: tl.constexpr, BEYOND: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
 ):  # fmt: skip
-    """The (m, k) tile of one row's patch matrix: m runs over output pixels, k over the patch."""
+    """The (m, k) tile of one row's patch matrix: m runs over output pixels, k over the patch, BEYOND lies outside."""
     WO: tl.constexpr = W - KW + 1
     pixels: tl.constexpr = (H - KH + 1) * WO
     pixel = m % pixels
     corner = (m // pixels) * (C * H * W) + (pixel // WO) * W + pixel % WO
     offset = (k // (KH * KW)) * (H * W) + ((k // KW) % KH) * W + k % KW
-    held = (m < M)[:, None] & (k < C * KH * KW)[None, :]
-    return tl.load(x + corner[:, None] + offset[None, :], mask=held, other=0.0)
+    held = (k < C * KH * KW)[None, :]
+    if not EVEN:  # where the blocks fill the pixels, a test for each element is a fifth of the work
+        held = held & (m < M)[:, None]
+    return tl.load(x + corner[:, None] + offset[None, :], mask=held, other=BEYOND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    x, weight, bias, y, IMAGES: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+    x, weight, bias, y, IMAGES, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = C * KH * KW
@@ -45,7 +48,7 @@ def _forward(  # type: ignore[no-untyped-def]
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
-        patch = _patches(x, m, k, IMAGES * pixels, C, H, W, KH, KW)
+        patch = _patches(x, m, k, IMAGES * pixels, EVEN, 0.0, C, H, W, KH, KW)
         kernel = tl.load(weight + n[None, :] * K + k[:, None], mask=(k < K)[:, None] & (n < OUT)[None, :], other=0.0)
         total = tl.dot(patch, kernel, total, input_precision=PRECISION)
     if BIAS:
@@ -56,8 +59,8 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight_gradient(  # type: ignore[no-untyped-def]
-    x, dy, partial, CHUNK: tl.constexpr, IMAGES: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, dy, partial, CHUNK: tl.constexpr, IMAGES, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = C * KH * KW
@@ -68,12 +71,11 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     n = (tl.program_id(1) // K_BLOCKS) * BN + tl.arange(0, BN)
     x += row * (IMAGES * C * H * W)
     dy += row * (IMAGES * OUT * pixels)
-    total = tl.zeros((BN, BK), tl.float32)
+    total = tl.zeros((BN, BK), tl.float32)  # column K meets patches of ones: the gradient of the bias
     for start in range(0, CHUNK, BM):
         m = part * CHUNK + start + tl.arange(0, BM)
         held = m < IMAGES * pixels
-        patch = _patches(x, m, k, IMAGES * pixels, C, H, W, KH, KW)
-        patch = tl.where((k == K)[None, :] & held[:, None], 1.0, patch)  # one more column: the bias
+        patch = _patches(x, m, k, IMAGES * pixels, EVEN, 1.0, C, H, W, KH, KW)
         place = (m // pixels) * (OUT * pixels) + m % pixels
         slope = tl.load(dy + place[None, :] + n[:, None] * pixels, mask=held[None, :] & (n < OUT)[:, None], other=0.0)
         total = tl.dot(slope, patch, total, input_precision=PRECISION)
@@ -152,7 +154,8 @@ def valid_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str)
     block, depth, wide = 256 if channels * kh * kw <= 32 else 128, min(32, _width(channels * kh * kw)), _width(out)
     _forward[(triton.cdiv(images * ho * wo, block), triton.cdiv(out, wide), rows)](
         x, weight, x if bias is None else bias.contiguous(), y, images, channels, height, width, out, kh, kw,
-        BM=block, BN=wide, BK=depth, BIAS=bias is not None, PRECISION=precision, num_warps=4, num_stages=1,
+        BM=block, BN=wide, BK=depth, EVEN=images * ho * wo % block == 0, BIAS=bias is not None, PRECISION=precision,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return y
 
@@ -177,11 +180,13 @@ def valid_conv2d_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, precisio
     size, total, block, depth, wide = channels * kh * kw, images * pixels, 64, 32, _width(out)
     blocks = triton.cdiv(size + 1, depth) * triton.cdiv(out, wide)
     parts = max(1, min(triton.cdiv(PROGRAMS, rows * blocks), triton.cdiv(total, 4 * block)))
+    if total % block == 0:  # parts of one length need no test for the end
+        parts = max(p for p in range(1, parts + 1) if total // block % p == 0)
     chunk = triton.cdiv(triton.cdiv(total, parts), block) * block
     partial = x.new_empty(parts, rows, out, size + 1)
     _weight_gradient[(parts, blocks, rows)](
         x, dy, partial, chunk, images, channels, height, width, out, kh, kw,
-        BM=block, BN=wide, BK=depth, PRECISION=precision, num_warps=2, num_stages=1,
+        BM=block, BN=wide, BK=depth, EVEN=parts * chunk == total, PRECISION=precision, num_warps=2, num_stages=1,
     )  # fmt: skip
     both = partial.sum(dim=0) if parts > 1 else partial[0]
     return both[..., :size].reshape(weight.shape), both[..., size]

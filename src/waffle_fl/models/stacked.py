@@ -72,9 +72,25 @@ class SeededDropout(TorchFunctionMode):
 
 def linear(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (R*B, ..., in), weight (R, out, in), bias (R, out) -> (R*B, ..., out)."""
-    flat = x.reshape(rows, -1, x.shape[-1]).transpose(1, 2)
-    y = torch.bmm(weight, flat) if bias is None else torch.baddbmm(bias[:, :, None], weight, flat)
-    return y.transpose(1, 2).reshape(*x.shape[:-1], weight.shape[1])  # so the weight's gradient comes as it lies
+    y = _Linear.apply(x.reshape(rows, -1, x.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], weight.shape[1])  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    """A product a row, whose gradients come as they lie: the library's own would be transposed and copied."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        across = weight.transpose(1, 2)
+        return torch.bmm(x, across) if bias is None else torch.baddbmm(bias[:, None], x, across)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
+        x, weight = ctx.saved_tensors
+        dx = torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None
+        dbias = dy.sum(dim=1) if ctx.needs_input_grad[2] else None
+        return dx, torch.bmm(dy.transpose(1, 2), x), dbias
 
 
 def conv2d(

@@ -1,0 +1,132 @@
+"""One row at a time: a module that is filled with a row's numbers, for models that are too large to stack.
+
+On a GPU several vessels work abreast, each on a stream of its own, so that one row's small kernels fill the gaps of
+another's; and where a run is long enough to pay for it, the module is compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from waffle_fl.models.stacked import SeededDropout
+
+COMPILED_BATCH = 32  # a smaller rest of an epoch is not worth a compilation of its own
+
+
+class Layout:
+    """Where each named tensor lies in a flat vector."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        self._sizes = [t.numel() for t in tensors.values()]
+        self.size = sum(self._sizes)
+
+    def flatten(self, tensors: dict[str, Any]) -> Tensor:
+        parts = [tensors[name].detach().reshape(-1) for name in self.shapes]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
+        parts, rows = torch.split(flat, self._sizes, dim=-1), flat.shape[:-1]
+        return {n: part.view((*rows, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+
+class _Habits(NamedTuple):
+    """What a module does that the caller must know."""
+
+    takes_last: bool  # it minds no images that lie channels last
+    drops: bool  # it drops units out
+
+
+class Vessel:
+    """A module whose parameters and statistics are views of two flat vectors: to fill it is one copy each."""
+
+    def __init__(self, template: nn.Module, params: Layout, stats: Layout) -> None:
+        self.module = copy.deepcopy(template).train()
+        self._layout = params
+        self._compiled: Callable[[Tensor], Tensor] | None = None
+        self._habits: _Habits | None = None  # found out at the first call
+        first = next(self.module.parameters())
+        self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
+        self.stream = torch.cuda.Stream() if first.is_cuda else None  # type: ignore[no-untyped-call]
+        named = dict(self.module.named_parameters())
+        trained, carried = params.unflatten(self.params), stats.unflatten(self.stats)
+        for name, part in {**trained, **carried}.items():
+            if name in named:
+                named[name].data = part
+        self._buffers = {name: part for name, part in carried.items() if name not in named}
+        self._place()
+        self._leaves = [named[name].requires_grad_() for name in trained]
+
+    def _place(self) -> None:
+        for name, part in self._buffers.items():
+            owner, _, last = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[last] = part
+
+    def fill(self, params: Tensor, stats: Tensor) -> None:
+        self.params.copy_(params)
+        self.stats.copy_(stats)
+
+    def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
+        """The forward pass; images lie channels last, which both CPU and GPU convolve faster."""
+        if self._habits is None:
+            self._habits = self._observed(x[:2], key)
+        x = _channels_last(x) if self._habits.takes_last else x
+        if self._habits.drops:
+            with SeededDropout(key):
+                return self.module(x)  # type: ignore[no-any-return]
+        if not compiled or len(x) < COMPILED_BATCH:
+            return self.module(x)  # type: ignore[no-any-return]
+        if self._compiled is None:
+            self._compiled = torch.compile(self.module, dynamic=False)
+        return self._compiled(x)
+
+    @torch.no_grad()
+    def _observed(self, x: Tensor, key: Tensor) -> _Habits:
+        """Try a copy of the module on two samples."""
+        with SeededDropout(key) as seeded:
+            if x.ndim == 4:
+                try:
+                    copy.deepcopy(self.module)(_channels_last(x))
+                    return _Habits(takes_last=True, drops=seeded.dropouts > 0)
+                except RuntimeError:
+                    seeded.dropouts = 0
+            copy.deepcopy(self.module)(x)
+        return _Habits(takes_last=False, drops=seeded.dropouts > 0)
+
+    def differentiate(self, loss: Tensor, gradient: Tensor) -> None:
+        """Write the gradient of `loss` into the row `gradient`."""
+        parts = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+        torch._foreach_copy_(list(self._layout.unflatten(gradient).values()), list(parts))
+
+    def settled(self) -> Tensor:
+        """The statistics after a pass, also those that a module replaced instead of changing."""
+        for name, now in self.module.named_buffers():
+            if name in self._buffers and now is not self._buffers[name]:
+                self._buffers[name].copy_(now)
+        self._place()
+        return self.stats
+
+
+@contextmanager
+def abreast(vessels: Sequence[Vessel]) -> Iterator[None]:
+    """Each vessel's work on its stream begins after all that was asked for before, and ends before what comes next."""
+    streams = [vessel.stream for vessel in vessels if vessel.stream]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    yield
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """The same images with channels innermost; said in so many words, for one channel looks like either layout."""
+    n, channels, height, width = images.shape
+    laid = images.new_empty(n, height, width, channels)
+    return laid.permute(0, 3, 1, 2).copy_(images)
