@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
+PEERS_READY := $(PEERS)/.ready
 
 .PHONY: demo test lint bench setup clean
 
@@ -17,7 +19,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)
+bench: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.cpu
 
 setup: $(READY)
@@ -27,5 +29,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
+# The peers need other versions than ours. pfl's own build needs an old setuptools.
+$(PEERS_READY): benchmarks/peers/requirements.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet "setuptools<81" wheel
+	$(PEERS)/bin/python -m pip install --quiet --no-build-isolation --requirement $<
+	touch $(PEERS_READY)
+
 clean:
-	rm -rf $(VENV) demo runs
+	rm -rf $(VENV) $(PEERS) demo runs

@@ -1,10 +1,11 @@
-"""On CPU cores: ours beside the loop everybody writes, the same work on both sides, in one run.
+"""On CPU cores: ours beside the loop everybody writes and two public peers, the same work on all sides, in one run.
 
     python -m benchmarks.cpu --out results/speed-cpu.jsonl
 
 Two workloads: LeNet-5 with 10 agents of 600 MNIST images (noise of that shape where $WAFFLE_DATA is not set), and a
 grid of 25 federations of 10 agents with the embedded digits. FedAvg, batch 32, one epoch. The sides alternate, and
 the median of several rounds counts; start-up is left out. The last line is the smallest of the ratios over its bar.
+Flower's simulation and pfl-research take part where `make bench` has installed them (see benchmarks/peers).
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import os
 import platform
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from benchmarks.peers import Peer, installed, peers
 from benchmarks.plain import PlainLoop
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, build, load, simulate, split
 from waffle_fl.config import Settings
@@ -32,7 +36,15 @@ from waffle_fl.experiment import federation_of
 from waffle_fl.models import LeNet5, mlp
 
 ROUNDS = 7
-BARS = {"lenet5": {"plain loop, one thread": 2.5, "plain loop, two processes": 1.0}, "digits": {"plain loop": 5.0}}
+BARS = {
+    "lenet5": {
+        "plain loop, one thread": 2.5,
+        "plain loop, two processes": 1.0,
+        "Flower simulation": 1.0,
+        "pfl-research": 1.0,
+    },
+    "digits": {"plain loop": 5.0, "Flower simulation": 40.0, "pfl-research": 10.0},
+}
 
 
 def lenet_federation() -> Federation:
@@ -85,20 +97,21 @@ def _half_round(x: torch.Tensor) -> torch.Tensor:
     return loop.x
 
 
-def lenet5() -> dict[str, Any]:
+def lenet5(stack: ExitStack) -> dict[str, Any]:
     """LeNet-5, 10 agents x 600 images: 190 steps a round."""
     torch.set_num_threads(1)
     federation, model = lenet_federation(), FlatModel(LeNet5)
     plain = PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1)
+    others = stack.enter_context(peers("lenet5", plain, ROUNDS + 1))
     ours = simulate([Cell(FedAvg(SGD(0.1)), federation, 1)], model, rounds=ROUNDS + 1, batch_size=32)
     plain.round(plain.prepared(1), scaffold=False)
     outcome = next(ours)[0]
-    difference = float((plain.x - outcome.state.server.x).norm() / plain.x.norm())
-    times: dict[str, list[float]] = {"ours": [], "plain loop, one thread": [], "plain loop, two processes": []}
     context = get_context("spawn")
     halves = [ProcessPoolExecutor(1, context, _prepare, (tuple(half),)) for half in (range(5), range(5, 10))]
     start = model.init(1).params
-    [pool.submit(_half_round, start).result() for pool in halves]
+    whole = torch.stack([pool.submit(_half_round, start).result() for pool in halves]).mean(dim=0)
+    models = {"plain loop, one thread": plain.x, "plain loop, two processes": whole, **_models(others)}
+    times: dict[str, list[float]] = {name: [] for name in ("ours", *models)}
     for r in range(2, ROUNDS + 2):
         batches = plain.prepared(r)
         times["plain loop, one thread"].append(seconds(lambda b=batches: plain.round(b, scaffold=False)))
@@ -106,37 +119,64 @@ def lenet5() -> dict[str, Any]:
         times["plain loop, two processes"].append(
             seconds(lambda: [f.result() for f in [pool.submit(_half_round, start) for pool in halves]])
         )
+        for peer in others:
+            times[peer.name].append(peer.round())
     for pool in halves:
         pool.shutdown()
-    return _compared("lenet5", times, difference)
+    return _compared("lenet5", times, _differences(outcome.state.server.x, models)) | _apart(others)
 
 
-def digits() -> dict[str, Any]:
-    """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round."""
+def digits(stack: ExitStack) -> dict[str, Any]:
+    """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round. Peers make 25 rounds a turn too."""
     torch.set_num_threads(1)
     federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
     cells = [Cell(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
     ours = simulate(cells, model, rounds=ROUNDS + 1, batch_size=32)
     plain = PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1)
+    others = stack.enter_context(peers("mlp", plain, 1 + ROUNDS * len(cells)))
     plain.round(plain.prepared(1), scaffold=False)
     outcome = next(ours)[0]
-    difference = float((plain.x - outcome.state.server.x).norm() / plain.x.norm())
-    times: dict[str, list[float]] = {"ours": [], "plain loop": []}
+    models = {"plain loop": plain.x, **_models(others)}
+    times: dict[str, list[float]] = {name: [] for name in ("ours", *models)}
     for r in range(2, ROUNDS + 2):
         batches = plain.prepared(r)
         times["plain loop"].append(seconds(lambda b=batches: plain.round(b, scaffold=False)))
         times["ours"].append(seconds(lambda: next(ours)) / len(cells))
-    return _compared("digits", times, difference)
+        for peer in others:
+            times[peer.name].append(mean(peer.round() for _ in cells))
+    return _compared("digits", times, _differences(outcome.state.server.x, models)) | _apart(others)
 
 
-def _compared(part: str, times: dict[str, list[float]], difference: float) -> dict[str, Any]:
+def _models(others: list[Peer]) -> dict[str, Tensor]:
+    return {peer.name: torch.from_numpy(peer.model()) for peer in others}
+
+
+def _differences(ours: Tensor, models: dict[str, Tensor]) -> dict[str, float]:
+    """How far each side's model is from ours, relative to its norm: rounding, or it has not done the same work."""
+    differences = {name: float((x - ours).norm() / ours.norm()) for name, x in models.items()}
+    if max(differences.values()) > 1e-4:
+        raise RuntimeError(f"the sides have not done the same work: {differences}")
+    return differences
+
+
+def _apart(others: list[Peer]) -> dict[str, Any]:
+    """What is told of the peers beside their times: their versions and their start-up, the first round included."""
+    if not others:
+        return {"peers": "left out"}
+    return {
+        "peers": {peer.name: peer.version for peer in others},
+        "start_up_seconds": {peer.name: round(peer.start_up_seconds, 1) for peer in others},
+    }
+
+
+def _compared(part: str, times: dict[str, list[float]], differences: dict[str, float]) -> dict[str, Any]:
     middle = {name: median(values) for name, values in times.items()}
     ratios = {name: round(middle[name] / middle["ours"], 2) for name in middle if name != "ours"}
     return {
         "ms_a_round": {name: round(1000 * value, 3) for name, value in middle.items()},
         "times_faster_than": ratios,
-        "smallest_ratio_over_its_bar": round(min(ratios[name] / bar for name, bar in BARS[part].items()), 3),
-        "difference_after_one_round": difference,
+        "smallest_ratio_over_its_bar": round(min(ratio / BARS[part][name] for name, ratio in ratios.items()), 3),
+        "difference_after_one_round": differences,
     }
 
 
@@ -145,7 +185,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/speed-cpu.jsonl"))
     arguments = parser.parse_args()
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
-    lines = [{"part": part.__name__, **machine, **part()} for part in (lenet5, digits)]
+    if not installed():
+        print("Flower and pfl-research are left out: `make bench` installs them.")
+    lines = []
+    for part in (lenet5, digits):
+        with ExitStack() as stack:
+            lines.append({"part": part.__name__, **machine, **part(stack)})
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for line in lines:

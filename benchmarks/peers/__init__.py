@@ -1,0 +1,147 @@
+"""Public peers beside ours: each in a process of its own, with its own environment, one FedAvg round when asked.
+
+Their environment is `.venv-peers`, which `make bench` makes; where it is absent the benchmark goes without them. A
+peer is handed the network, its start and the mini-batches of every round in a file, so that it does the same work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.plain import PlainLoop
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+PEERS = {"Flower simulation": ((), "flower"), "pfl-research": (TWO_PROCESSES, "pfl_research")}
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Peer:
+    """One peer's process: started and warm once entered, gone with all its children once left."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.start_up_seconds, self.version = 0.0, ""
+
+    def __enter__(self) -> Peer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process and make the first round, which also warms it up: all of this is its start-up."""
+        began = time.perf_counter()
+        launcher, module = PEERS[self.name]
+        self._log = (self.folder / "log").open("w+")
+        self._process = subprocess.Popen(
+            [PYTHON, *launcher, "-m", "benchmarks.peers", module, self.folder],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **QUIET,
+                "FLWR_HOME": str(self.folder),
+                "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            self.version = self._answer()["version"]
+            self.round()
+        except BaseException:
+            self.stop()
+            raise
+        self.start_up_seconds = time.perf_counter() - began
+
+    def round(self) -> float:
+        """One more round of FedAvg: its seconds, measured by the peer itself."""
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # the missing answer tells
+            self._process.stdin.write("round\n")
+            self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def model(self) -> NDArray[np.float32]:
+        """The parameters after the latest round, as one vector."""
+        vector: NDArray[np.float32] = np.load(self.folder / "model.npy")
+        return vector
+
+    def stop(self) -> None:
+        """Let the process end by itself, ask it to, and kill what is left of it."""
+        assert self._process.stdin
+        for end in (self._process.stdin.close, self._process.terminate):
+            with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                end()
+                self._process.wait(timeout=30)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def _answer(self) -> dict[str, str]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"{self.name} has ended before its time:\n{self._log.read()[-3000:]}")
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+
+def installed() -> bool:
+    return PYTHON.exists()
+
+
+@contextmanager
+def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[list[Peer]]:
+    """Every peer, warm after its first round of the work that is ahead of this plain loop; none if not installed."""
+    if not installed():
+        yield []
+        return
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = {
+            "network": network,
+            "start": plain.x,
+            "lr": plain.lr,
+            "batch_size": plain.batches.batch_size,
+            "rounds": [_joined(plain.prepared(r)) for r in range(1, rounds + 1)],
+        }
+        torch.save(work, folder / "work.pt")
+        yield [stack.enter_context(Peer(name, _own(folder, name))) for name in PEERS]
+
+
+def _joined(prepared: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each agent's samples of a round in their order: batches are slices of them."""
+    return [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])) for batches in prepared]
+
+
+def _own(folder: Path, name: str) -> Path:
+    own = folder / name
+    own.mkdir()
+    (own / "work.pt").symlink_to(folder / "work.pt")
+    return own
