@@ -61,6 +61,8 @@ class Ends(Listener):
         self.began, self.seconds = time.perf_counter(), dict[str, float]()
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
+        if config.method not in self.seconds:
+            print(f"{config.method}: {time.perf_counter() - self.began:.1f} s", flush=True)
         self.seconds[config.method] = round(time.perf_counter() - self.began, 2)
 
 

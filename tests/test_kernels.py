@@ -13,7 +13,9 @@ CHECK = """
 import torch
 import torch.nn.functional as F
 from waffle_fl.models import kernels
-from waffle_fl.models.stacked import conv2d
+from waffle_fl.models import FlatModel, LeNet5, stacked
+from waffle_fl.models.flat import Batch
+from waffle_fl.models.stacked import Convolution
 
 torch.manual_seed(0)
 ROWS, IMAGES = 3, 4
@@ -27,7 +29,7 @@ for channels, out, size, kernel, padding in [(2, 5, (9, 8), (5, 3), (0, 0)), (2,
     slope = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, (x, weight, bias), slope)
     for found in (kernels.Conv2d.apply(x, weight, bias, padding, "ieee"),
-                  conv2d(ROWS, "ieee", x, weight, bias, 1, padding)):
+                  Convolution(ROWS, "ieee", x, weight, bias, 1, padding).made()):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for a, b in zip(torch.autograd.grad(found, (x, weight, bias), slope), truth, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -39,6 +41,44 @@ for size, rectified in [(2, False), (2, True), (3, False), (3, True)]:
     assert torch.equal(found, expected)
     a, b = (torch.autograd.grad(y, x, slope)[0] for y in (found, expected))
     assert torch.equal(a, b)
+pooled = [(1, (12, 12), (5, 5), (2, 2), 2, True),
+          (2, (11, 9), (3, 2), (0, 1), 3, False), (1, (9, 10), (3, 3), (0, 0), 2, True)]
+for channels, size, kernel, padding, window, rectified in pooled:
+    x = torch.randn(ROWS * IMAGES, channels, *size).requires_grad_()
+    weight, bias = torch.randn(ROWS, 6, channels, *kernel).requires_grad_(), torch.randn(ROWS, 6).requires_grad_()
+    each = [F.conv2d(x[i * IMAGES:(i + 1) * IMAGES], weight[i], bias[i], padding=padding) for i in range(ROWS)]
+    full = torch.relu(torch.cat(each)) if rectified else torch.cat(each)
+    expected = F.max_pool2d(full, window)
+    found = Convolution(ROWS, "ieee", x, weight, bias, 1, padding).pooled(window, rectified)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    slope = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, (x, weight, bias), slope) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+stacked.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter is the GPU
+
+
+class Branches(torch.nn.Module):
+    "Reads what was put off in other ways than by pooling."
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = torch.nn.Conv2d(1, 3, 3), torch.nn.Linear(9 * 36, 4)
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = torch.relu(y)
+        assert z.shape == (len(x), 3, 6, 6) and z.device == x.device
+        return self.last(torch.cat([y, z, torch.relu(F.avg_pool2d(z, 3, 1, 1))], dim=1).flatten(1))
+
+
+for build, shape in ((Branches, (1, 8, 8)), (lambda: LeNet5((1, 12, 12)), (1, 12, 12))):
+    model = FlatModel(build, stacked=True)
+    model.__class__.products = "ieee"
+    batch = Batch(torch.randn(2, 3, *shape), torch.randint(0, 4, (2, 3)), torch.ones(2, 3), torch.arange(2))
+    params = torch.stack([model.init(seed).params for seed in (1, 2)])
+    found, expected = model._folded_grad(params, batch), model._vmapped_grad(params, params[:, :0], batch)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 print("agreed")
 """
 

@@ -17,68 +17,105 @@ PROGRAMS = 8192  # parts of a weight gradient are added up at the end; more of t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _patches(  # type: ignore[no-untyped-def]
-    x, m, k, M, EVEN: tl.constexpr, BEYOND: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+def _corners(  # type: ignore[no-untyped-def]
+    m, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """The (m, k) tile of one row's patch matrix: m runs over output pixels, k over the patch, BEYOND lies outside."""
-    WO: tl.constexpr = W - KW + 1
-    pixels: tl.constexpr = (H - KH + 1) * WO
-    pixel = m % pixels
-    corner = (m // pixels) * (C * H * W) + (pixel // WO) * W + pixel % WO
+    """Where the patch of output pixel m begins in a row's images; of S x S pixels pooled into one, the first one's."""
+    pixel = m % (HP * WP)
+    return (m // (HP * WP)) * (C * H * W) + (pixel // WP) * (S * W) + (pixel % WP) * S
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _patches(  # type: ignore[no-untyped-def]
+    x, corner, inside, k, EVEN: tl.constexpr, BEYOND: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row's patch matrix: one line a corner, k runs over the patch, BEYOND lies outside."""
     offset = (k // (KH * KW)) * (H * W) + ((k // KW) % KH) * W + k % KW
     held = (k < C * KH * KW)[None, :]
-    if not EVEN:  # where the blocks fill the pixels, a test for each element is a fifth of the work
-        held = held & (m < M)[:, None]
+    if not EVEN:  # where the blocks fill the pixels, a test for each element is saved
+        held = held & inside[:, None]
     return tl.load(x + corner[:, None] + offset[None, :], mask=held, other=BEYOND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    x, weight, bias, y, IMAGES, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr,
-    KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, weight, bias, y, chosen, IMAGES: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, S: tl.constexpr, RECTIFIED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Convolution, and with S > 1 the largest (RECTIFIED: or 0) of each S x S pixels, and which of them it was."""
     K: tl.constexpr = C * KH * KW
-    pixels: tl.constexpr = (H - KH + 1) * (W - KW + 1)
+    HP: tl.constexpr = (H - KH + 1) // S
+    WP: tl.constexpr = (W - KW + 1) // S
+    EVEN: tl.constexpr = (IMAGES * HP * WP) % BM == 0
     row = tl.program_id(2).to(tl.int64)
     m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     x += row * (IMAGES * C * H * W)
     weight += row * (OUT * K)
-    total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        patch = _patches(x, m, k, IMAGES * pixels, EVEN, 0.0, C, H, W, KH, KW)
-        kernel = tl.load(weight + n[None, :] * K + k[:, None], mask=(k < K)[:, None] & (n < OUT)[None, :], other=0.0)
-        total = tl.dot(patch, kernel, total, input_precision=PRECISION)
+    corner, inside = _corners(m, C, H, W, HP, WP, S), m < IMAGES * HP * WP
+    best = tl.full((BM, BN), float("-inf"), tl.float32)
+    where = tl.zeros((BM, BN), tl.int32)
+    for place in tl.static_range(S * S):
+        total = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            patch = _patches(x, corner + (place // S) * W + place % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
+            taps = (k < K)[:, None] & (n < OUT)[None, :]
+            kernel = tl.load(weight + n[None, :] * K + k[:, None], mask=taps, other=0.0)
+            total = tl.dot(patch, kernel, total, input_precision=PRECISION)
+        if S == 1:
+            best = total
+        else:
+            better = (total > best) | (total != total)
+            best = tl.where(better, total, best)
+            where = tl.where(better, place, where)
     if BIAS:
-        total += tl.load(bias + row * OUT + n, mask=n < OUT, other=0.0)[None, :]
-    place = ((row * IMAGES + m[:, None] // pixels) * OUT + n[None, :]) * pixels + m[:, None] % pixels
-    tl.store(y + place, total, mask=(m < IMAGES * pixels)[:, None] & (n < OUT)[None, :])
+        best += tl.load(bias + row * OUT + n, mask=n < OUT, other=0.0)[None, :]
+    target = (row * IMAGES + m // (HP * WP)) * (OUT * HP * WP) + m % (HP * WP)
+    held = inside[:, None] & (n < OUT)[None, :]
+    if S > 1:
+        if RECTIFIED:
+            where = tl.where(best <= 0, S * S, where)  # nobody is chosen: no slope flows back
+            best = tl.where(best <= 0, 0.0, best)
+        tl.store(chosen + target[:, None] + n[None, :] * (HP * WP), where.to(tl.uint8), mask=held)
+    tl.store(y + target[:, None] + n[None, :] * (HP * WP), best, mask=held)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight_gradient(  # type: ignore[no-untyped-def]
-    x, dy, partial, CHUNK: tl.constexpr, IMAGES, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, dy, chosen, partial, CHUNK: tl.constexpr, IMAGES: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, S: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = C * KH * KW
-    pixels: tl.constexpr = (H - KH + 1) * (W - KW + 1)
+    HP: tl.constexpr = (H - KH + 1) // S
+    WP: tl.constexpr = (W - KW + 1) // S
+    EVEN: tl.constexpr = (IMAGES * HP * WP) % CHUNK == 0
     K_BLOCKS: tl.constexpr = (K + BK) // BK
     part, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     k = (tl.program_id(1) % K_BLOCKS) * BK + tl.arange(0, BK)
     n = (tl.program_id(1) // K_BLOCKS) * BN + tl.arange(0, BN)
     x += row * (IMAGES * C * H * W)
-    dy += row * (IMAGES * OUT * pixels)
+    dy += row * (IMAGES * OUT * HP * WP)
+    chosen += row * (IMAGES * OUT * HP * WP)
     total = tl.zeros((BN, BK), tl.float32)  # column K meets patches of ones: the gradient of the bias
     for start in range(0, CHUNK, BM):
         m = part * CHUNK + start + tl.arange(0, BM)
-        held = m < IMAGES * pixels
-        patch = _patches(x, m, k, IMAGES * pixels, EVEN, 1.0, C, H, W, KH, KW)
-        place = (m // pixels) * (OUT * pixels) + m % pixels
-        slope = tl.load(dy + place[None, :] + n[:, None] * pixels, mask=held[None, :] & (n < OUT)[:, None], other=0.0)
-        total = tl.dot(slope, patch, total, input_precision=PRECISION)
+        corner, inside = _corners(m, C, H, W, HP, WP, S), m < IMAGES * HP * WP
+        source = ((m // (HP * WP)) * (OUT * HP * WP) + m % (HP * WP))[None, :] + n[:, None] * (HP * WP)
+        held = (n < OUT)[:, None]
+        if not EVEN:
+            held = held & inside[None, :]
+        slope = tl.load(dy + source, mask=held, other=0.0)
+        if S == 1:
+            patch = _patches(x, corner, inside, k, EVEN, 1.0, C, H, W, KH, KW)
+            total = tl.dot(slope, patch, total, input_precision=PRECISION)
+        else:
+            place_of = tl.load(chosen + source, mask=held, other=255)
+            for place in tl.static_range(S * S):
+                patch = _patches(x, corner + (place // S) * W + place % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
+                total = tl.dot(tl.where(place_of == place, slope, 0.0), patch, total, input_precision=PRECISION)
     place = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
     tl.store(partial + place, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
 
@@ -131,7 +168,9 @@ def _lay_back(  # type: ignore[no-untyped-def]
     for tap in tl.static_range(KH * KW):
         ho, wo = h - tap // KW, w - tap % KW
         covered = (m < TOTAL) & (ho >= 0) & (ho < HO) & (wo >= 0) & (wo < WO)
-        total += tl.load(patches + (plane * (KH * KW) + tap) * (HO * WO) + ho * WO + wo, mask=covered, other=0.0)
+        total += tl.load(patches + (plane * (KH * KW) + tap) * (HO * WO) + ho * WO + wo, mask=covered, other=0.0).to(
+            tl.float32
+        )
     tl.store(dx + m, total, mask=m < TOTAL)
 
 
@@ -144,52 +183,79 @@ def _width(channels: int) -> int:
     return min(32, max(16, int(triton.next_power_of_2(channels))))
 
 
-def valid_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
+def valid_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO), without padding."""
+    y = x.new_empty(len(x), weight.shape[1], *_outputs(x, weight, 1), dtype=dtype)
+    block = 256 if weight[0, 0].numel() <= 32 else 128
+    _launch_forward(x, weight, bias, y, y, 1, False, block, precision)
+    return y
+
+
+def valid_conv2d_pooled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, size: int, rectified: bool, precision: str
+) -> tuple[Tensor, Tensor]:
+    """The same, pooled in the same pass: the largest of each window, and which of its pixels that was."""
+    y = x.new_empty(len(x), weight.shape[1], *_outputs(x, weight, size))
+    chosen = torch.empty_like(y, dtype=torch.uint8)
+    _launch_forward(x, weight, bias, y, chosen, size, rectified, 128, precision)
+    return y, chosen
+
+
+def _outputs(x: Tensor, weight: Tensor, size: int) -> tuple[int, int]:
+    return (x.shape[2] - weight.shape[3] + 1) // size, (x.shape[3] - weight.shape[4] + 1) // size
+
+
+def _launch_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, chosen: Tensor, size: int, rectified: bool, block: int,
+    precision: str,
+) -> None:  # fmt: skip
     rows, out, channels, kh, kw = weight.shape
-    x, weight = x.contiguous(), weight.contiguous()
-    images, (height, width) = len(x) // rows, x.shape[2:]
-    ho, wo = height - kh + 1, width - kw + 1
-    y = x.new_empty(len(x), out, ho, wo)
-    block, depth, wide = 256 if channels * kh * kw <= 32 else 128, min(32, _width(channels * kh * kw)), _width(out)
-    _forward[(triton.cdiv(images * ho * wo, block), triton.cdiv(out, wide), rows)](
-        x, weight, x if bias is None else bias.contiguous(), y, images, channels, height, width, out, kh, kw,
-        BM=block, BN=wide, BK=depth, EVEN=images * ho * wo % block == 0, BIAS=bias is not None, PRECISION=precision,
+    x, weight, images = x.contiguous(), weight.contiguous(), len(x) // rows
+    depth, wide = min(32, _width(channels * kh * kw)), _width(out)
+    _forward[(triton.cdiv(images * y.shape[2] * y.shape[3], block), triton.cdiv(out, wide), rows)](
+        x, weight, x if bias is None else bias.contiguous(), y, chosen, images, channels, *x.shape[2:], out, kh, kw,
+        S=size, RECTIFIED=rectified, BM=block, BN=wide, BK=depth, BIAS=bias is not None, PRECISION=precision,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    return y
 
 
 def conv2d_input_gradient(
     dy: Tensor, weight: Tensor, size: tuple[int, int], padding: tuple[int, int], precision: str
 ) -> Tensor:
-    """Each output pixel's slope times its kernel gives a patch; the patches are laid back over the image and added."""
+    """Each output pixel's slope times its kernel gives a patch; the patches are laid back over the image and added.
+
+    The patches are many, so in TF32 they are kept in half the bytes; their sum is float32.
+    """
     by_patch = weight.flatten(2).transpose(1, 2)[..., None, None]  # (R, K, O, 1, 1): a convolution of size 1
-    patches = valid_conv2d(dy, by_patch, None, precision)
+    patches = valid_conv2d(dy, by_patch, None, precision, torch.bfloat16 if precision == "tf32" else torch.float32)
     dx = dy.new_empty(len(dy), weight.shape[2], *size)
     blocks, geometry = (triton.cdiv(dx.numel(), 256),), (*size, *dy.shape[2:], *padding, *weight.shape[3:])
-    _lay_back[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=8)
+    _lay_back[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=4)
     return dx
 
 
-def valid_conv2d_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias; long sums are split into parts that are added in order."""
+def valid_conv2d_weight_gradient(
+    x: Tensor, dy: Tensor, chosen: Tensor | None, size: int, weight: Tensor, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias, from slopes that are pooled or not; long sums are split and added in order."""
     rows, out, channels, kh, kw = weight.shape
     x, dy = x.contiguous(), dy.contiguous()
-    images, (height, width), pixels = len(x) // rows, x.shape[2:], dy.shape[2] * dy.shape[3]
-    size, total, block, depth, wide = channels * kh * kw, images * pixels, 64, 32, _width(out)
-    blocks = triton.cdiv(size + 1, depth) * triton.cdiv(out, wide)
+    images, patch, total = len(x) // rows, channels * kh * kw, len(x) // rows * dy.shape[2] * dy.shape[3]
+    block, warps, depth, wide = 64 if size == 1 else 32, 2 if size == 1 else 1, 32, _width(out)
+    blocks = triton.cdiv(patch + 1, depth) * triton.cdiv(out, wide)
     parts = max(1, min(triton.cdiv(PROGRAMS, rows * blocks), triton.cdiv(total, 4 * block)))
     if total % block == 0:  # parts of one length need no test for the end
         parts = max(p for p in range(1, parts + 1) if total // block % p == 0)
     chunk = triton.cdiv(triton.cdiv(total, parts), block) * block
-    partial = x.new_empty(parts, rows, out, size + 1)
+    partial = x.new_empty(parts, rows, out, patch + 1)
     _weight_gradient[(parts, blocks, rows)](
-        x, dy, partial, chunk, images, channels, height, width, out, kh, kw,
-        BM=block, BN=wide, BK=depth, EVEN=parts * chunk == total, PRECISION=precision, num_warps=2, num_stages=1,
+        x, dy, dy if chosen is None else chosen, partial, chunk, images, channels, *x.shape[2:], out, kh, kw, S=size,
+        BM=block, BN=wide, BK=depth, PRECISION=precision, num_warps=warps, num_stages=1,
     )  # fmt: skip
     both = partial.sum(dim=0) if parts > 1 else partial[0]
-    return both[..., :size].reshape(weight.shape), both[..., size]
+    return both[..., :patch].reshape(weight.shape), both[..., patch]
 
 
 class Conv2d(torch.autograd.Function):
@@ -205,11 +271,34 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         x, weight = ctx.saved_tensors
-        dw, db = valid_conv2d_weight_gradient(x, dy, weight, ctx.precision)
+        dw, db = valid_conv2d_weight_gradient(x, dy, None, 1, weight, ctx.precision)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = conv2d_input_gradient(dy, weight, ctx.size, ctx.padding, ctx.precision)
         return dx, dw, db if ctx.needs_input_grad[2] else None, None, None
+
+
+class PooledConv2d(torch.autograd.Function):
+    """Convolution, ReLU if `rectified`, and maximum over windows that do not overlap, in one pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, padding, size, rectified, precision):  # type: ignore[no-untyped-def]
+        ctx.shape, ctx.padding, ctx.size, ctx.precision = x.shape[2:], padding, size, precision
+        x = _padded(x, padding)
+        y, chosen = valid_conv2d_pooled(x, weight, bias, size, rectified, precision)
+        ctx.save_for_backward(x, weight, chosen)
+        ctx.mark_non_differentiable(chosen)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
+        x, weight, chosen = ctx.saved_tensors
+        dw, db = valid_conv2d_weight_gradient(x, dy, chosen, ctx.size, weight, ctx.precision)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            spread = _spread(dy, chosen, (*dy.shape[:2], *_outputs(x, weight, 1)), ctx.size)
+            dx = conv2d_input_gradient(spread, weight, ctx.shape, ctx.padding, ctx.precision)
+        return dx, dw, db if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
 class MaxPool2d(torch.autograd.Function):
@@ -232,13 +321,15 @@ class MaxPool2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         (chosen,) = ctx.saved_tensors
-        dx = dy.new_empty(ctx.shape)
-        height, width = ctx.shape[2:]
-        blocks = (triton.cdiv(dx.numel(), 1024),)
-        _pool_gradient[blocks](
-            dy.contiguous(), chosen, dx, dx.numel(), height, width, ctx.size, BM=1024, INDEX=_index(dx)
-        )
-        return dx, None, None
+        return _spread(dy, chosen, ctx.shape, ctx.size), None, None
+
+
+def _spread(dy: Tensor, chosen: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
+    """The slope of each window goes to the pixel that was chosen."""
+    dx = dy.new_empty(shape)
+    blocks = (triton.cdiv(dx.numel(), 1024),)
+    _pool_gradient[blocks](dy.contiguous(), chosen, dx, dx.numel(), *shape[2:], size, BM=1024, INDEX=_index(dx))
+    return dx
 
 
 def _padded(x: Tensor, padding: tuple[int, int]) -> Tensor:

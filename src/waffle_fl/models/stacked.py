@@ -7,8 +7,8 @@ FlatModel finds that out by comparing one result with vmap's, and then uses vmap
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,19 @@ from torch.overrides import TorchFunctionMode
 from waffle_fl.randomness import noise
 
 RELU = (torch.relu, F.relu)
+SMALL_PATCH = 32  # a convolution of patches up to this size gains by being pooled in the same pass
+
+
+class _Pending(NamedTuple):
+    """What is not made yet, because pooling may do it in the same pass: a convolution, a ReLU, or both."""
+
+    stand_in: Tensor  # has the shape and no numbers; whoever reads it is given what it stands for
+    source: Tensor | Convolution
+    rectified: bool
+
+    def made(self) -> Tensor:
+        source = self.source.made() if isinstance(self.source, Convolution) else self.source
+        return torch.relu(source) if self.rectified else source
 
 
 class Stacking(TorchFunctionMode):
@@ -26,32 +39,51 @@ class Stacking(TorchFunctionMode):
     def __init__(self, keys: Tensor, precision: str) -> None:
         super().__init__()
         self.keys, self.rows, self.precision, self.dropouts = keys, len(keys), precision, 0
-        self._to_rectify: dict[int, Tensor] = {}  # by identity: a ReLU whose turn comes with what reads it
+        self._pending: dict[int, _Pending] = {}  # by the identity of the stand-in
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.max_pool2d and not kwargs.pop("return_indices", False):
-            return max_pool2d(*args, rectified=id(args[0]) in self._to_rectify, **kwargs)
-        args = tuple(self.settled(a) for a in args)
-        if func in RELU and args[0].is_cuda and args[0].ndim == 4 and not kwargs.get("inplace"):
-            later = args[0].view_as(args[0])
-            self._to_rectify[id(later)] = later
-            return later
+            pending = self._known(args[0])
+            return max_pool2d(pending.source, pending.rectified, *args[1:], **kwargs)
+        if func in RELU and not kwargs.get("inplace") and self._can_wait(args[0]):
+            return self._stand_in(args[0].shape, self._known(args[0]).source, rectified=True)
+        args, kwargs = self.settled(args), self.settled(kwargs)
         if func is F.linear and args[1].ndim == 3:
             return linear(self.rows, *args, **kwargs)
         if func is F.conv2d and args[1].ndim == 5:
-            return conv2d(self.rows, self.precision, *args, **kwargs)
+            convolution = Convolution(self.rows, self.precision, *args, **kwargs)
+            fuses = convolution.has_kernel and convolution.weight[0, 0].numel() <= SMALL_PATCH
+            return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.made()
         if func is F.dropout:
             self.dropouts += 1
             return dropout(self.keys + self.dropouts, *args, **kwargs)
         return func(*args, **kwargs)
 
     def settled(self, value: Any) -> Any:
-        """The value, its ReLU done if that was put off so that pooling could do both in one pass."""
-        pending = isinstance(value, Tensor) and id(value) in self._to_rectify
-        return torch.relu(value) if pending else value
+        """The value, and in place of every stand-in what it stands for."""
+        if type(value) in (list, tuple):
+            return type(value)(self.settled(part) for part in value)
+        if type(value) is dict:
+            return {key: self.settled(part) for key, part in value.items()}
+        if id(value) not in self._pending:
+            return value
+        made = self._pending[id(value)].made()
+        self._pending[id(value)] = _Pending(value, made, rectified=False)
+        return made
+
+    def _known(self, value: Tensor) -> _Pending:
+        return self._pending.get(id(value)) or _Pending(value, value, rectified=False)
+
+    def _can_wait(self, value: Tensor) -> bool:
+        return id(value) in self._pending or (has_kernels(value) and value.ndim == 4)
+
+    def _stand_in(self, shape: Sequence[int], source: Tensor | Convolution, rectified: bool) -> Tensor:
+        stand_in = torch.empty(shape, device="meta")
+        self._pending[id(stand_in)] = _Pending(stand_in, source, rectified)
+        return stand_in
 
 
 class SeededDropout(TorchFunctionMode):
@@ -93,70 +125,97 @@ class _Linear(torch.autograd.Function):
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias
 
 
-def conv2d(
-    rows: int,
-    precision: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    """x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
-    if groups != 1 or isinstance(padding, str):
-        raise NotImplementedError("grouped or named-padding convolution in a stack")
-    stride, padding, dilation = (_pair(v) for v in (stride, padding, dilation))
-    if x.is_cuda and x.dtype == torch.float32 and stride == dilation == (1, 1):
+class Convolution(NamedTuple):
+    """A convolution a row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
+
+    rows: int
+    precision: str
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    @property
+    def has_kernel(self) -> bool:
+        plain = self.groups == 1 and not isinstance(self.padding, str)
+        return plain and has_kernels(self.x) and _pair(self.stride) == _pair(self.dilation) == (1, 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what comes out of it."""
+        extents = zip(
+            self.x.shape[2:],
+            self.weight.shape[3:],
+            _pair(self.stride),
+            _pair(self.padding),
+            _pair(self.dilation),
+            strict=True,
+        )
+        return (
+            len(self.x),
+            self.weight.shape[1],
+            *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in extents),
+        )
+
+    def made(self) -> Tensor:
+        if self.groups != 1 or isinstance(self.padding, str):
+            raise NotImplementedError("grouped or named-padding convolution in a stack")
+        if not self.has_kernel:
+            return _patch_product(self)
         from waffle_fl.models import kernels
 
-        return kernels.Conv2d.apply(x, weight, bias, padding, precision)  # type: ignore[no-any-return,no-untyped-call]
-    return _patch_product(rows, x, weight, bias, stride, padding, dilation)
+        return kernels.Conv2d.apply(self.x, self.weight, self.bias, _pair(self.padding), self.precision)  # type: ignore[no-any-return,no-untyped-call]
+
+    def pooled(self, size: int, rectified: bool) -> Tensor:
+        """Its largest (rectified: or 0) output in each window, in one pass."""
+        from waffle_fl.models import kernels
+
+        return kernels.PooledConv2d.apply(  # type: ignore[no-any-return,no-untyped-call]
+            self.x, self.weight, self.bias, _pair(self.padding), size, rectified, self.precision
+        )
 
 
-def _patch_product(
-    rows: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Tensor:
+def _patch_product(of: Convolution) -> Tensor:
     """Convolution as one batched matrix product over explicit patches: any device, any precision."""
-    _, out, _, kh, kw = weight.shape
-    height, width = (
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip(x.shape[2:], (kh, kw), stride, padding, dilation, strict=True)
-    )
-    patches = F.unfold(x, (kh, kw), dilation, padding, stride)  # (R*B, K, L)
-    columns = patches.view(rows, -1, *patches.shape[1:]).transpose(1, 2).flatten(2)  # (R, K, B*L)
-    y = torch.bmm(weight.flatten(2), columns)
-    if bias is not None:
-        y = y + bias[:, :, None]
-    return y.view(rows, out, -1, height * width).transpose(1, 2).reshape(len(x), out, height, width)
+    images, out, height, width = of.shape
+    patches = F.unfold(of.x, of.weight.shape[3:], of.dilation, of.padding, of.stride)  # (R*B, K, L)
+    columns = patches.view(of.rows, -1, *patches.shape[1:]).transpose(1, 2).flatten(2)  # (R, K, B*L)
+    y = torch.bmm(of.weight.flatten(2), columns)
+    if of.bias is not None:
+        y = y + of.bias[:, :, None]
+    return y.view(of.rows, out, -1, height * width).transpose(1, 2).reshape(images, out, height, width)
 
 
 def max_pool2d(
-    x: Tensor,
+    of: Tensor | Convolution,
+    rectified: bool,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
     dilation: Any = 1,
     ceil_mode: bool = False,
-    *,
-    rectified: bool = False,
 ) -> Tensor:
-    """Square windows that do not overlap have a kernel of their own on a GPU, which does a ReLU before them too."""
+    """Square windows that do not overlap have kernels of their own on a GPU, which do what comes before them too."""
     window, steps = _pair(kernel_size), _pair(stride or kernel_size)
     plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode
-    if plain and x.is_cuda and x.dtype == torch.float32 and steps == window and window[0] == window[1]:
+    plain = plain and steps == window and window[0] == window[1]
+    if isinstance(of, Convolution):
+        if plain:
+            return of.pooled(window[0], rectified)
+        of = of.made()
+    if plain and has_kernels(of):
         from waffle_fl.models import kernels
 
-        return kernels.MaxPool2d.apply(x, window[0], rectified)  # type: ignore[no-any-return,no-untyped-call]
-    x = torch.relu(x) if rectified else x
-    return torch.max_pool2d(x, kernel_size, steps, padding, dilation, ceil_mode)
+        return kernels.MaxPool2d.apply(of, window[0], rectified)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.max_pool2d(torch.relu(of) if rectified else of, kernel_size, steps, padding, dilation, ceil_mode)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Our own kernels are for float32 on a GPU."""
+    return x.is_cuda and x.dtype == torch.float32
 
 
 def dropout(keys: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
