@@ -170,8 +170,8 @@ def loop() -> dict[str, Any]:
 
 
 def agreement(federation: Federation) -> float:
-    """How far the plain loop and ours lie apart after two rounds of 320 samples an agent, in float32."""
-    federation = replace(federation, train=tuple(rows[:320] for rows in federation.train))
+    """How far the plain loop and ours lie apart after two rounds in float32, with agents of 140 to 320 samples."""
+    federation = replace(federation, train=tuple(rows[: 320 - 20 * i] for i, rows in enumerate(federation.train)))
     model = FlatModel(LeNet5, device="cuda")
     cell = Cell(Scaffold(SGD(0.1), clip=0.0), federation, 1)
     ours = list(simulate([cell], model, rounds=2, batch_size=32))[-1][0].state.server.x

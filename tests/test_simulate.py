@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from conftest import BATCH, last_state, make_federation, make_model
@@ -11,6 +13,7 @@ from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
 from waffle_fl.engines.closing import Examination, score
+from waffle_fl.engines.steps import WORTH_A_CUT, last_for_all
 from waffle_fl.models import Quadratic, output_is_loss
 from waffle_fl.randomness import derive, noise, shuffle
 
@@ -158,3 +161,17 @@ def test_many_alices_are_examined_as_each_alone() -> None:
         alone = score(model, net, f, part)
         assert float(found["accuracy"]) == float(alone["accuracy"])
         torch.testing.assert_close(found["loss"], alone["loss"], rtol=1e-12, atol=1e-12)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(max))
+def test_the_rows_that_go_on_alone_are_worth_it(steps: list[int]) -> None:
+    """A cut saves at least its share of the work, and without one all rows go to the end."""
+    cut, most = last_for_all(steps), max(steps)
+    work = len(steps) * cut + sum(count > cut for count in steps) * (most - cut)
+    assert cut in steps
+    assert work < WORTH_A_CUT * len(steps) * most if cut < most else cut == most
+
+
+def test_most_rows_of_one_length_are_not_held_up_by_a_few() -> None:
+    assert last_for_all([189] * 40 + [198] * 10) == 189
+    assert last_for_all([189] * 40 + [190] * 10) == 190

@@ -103,7 +103,12 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
-    """The federation that the settings describe."""
+    """The federation that the settings describe; runs that differ in their seed alone share it."""
+    return _federation(replace(s, seed=0), data_dir, allow_unverified)
+
+
+@lru_cache(maxsize=16)
+def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     dataset = _dataset(s.data, data_dir, allow_unverified)
     names = [f"agent {i}" for i in range(s.agents)]
     alice = index_of(s.alice, names)

@@ -223,10 +223,10 @@ class _Simulator:
 
     def _steps(self, algorithm: Algorithm, local: Any, batches: Batches, r: int, attempt: int, rows: slice) -> Any:
         """All mini-batches of a round, for the rows of one chunk."""
-        plan, together = batches.plan(r, attempt, rows), min(batches.steps[rows])
-        sizes = batches.sizes(rows, padded=self.model.stacked)
+        plan, steps = batches.plan(r, attempt, rows), batches.steps[rows]
+        sizes, together = batches.sizes(rows, padded=self.model.stacked), min(steps)
         if self.model.device.type == "cuda":
-            return self._graphs.run(algorithm, batches, local, plan, sizes, together)
+            return self._graphs.run(algorithm, batches, local, plan, sizes, steps)
         for t, size in enumerate(sizes):
             local = one_step(algorithm, self.model, batches, local, plan, torch.tensor([t]), size, t < together)
         return local

@@ -16,6 +16,7 @@ from waffle_fl.batches import Batches, Plan
 from waffle_fl.models import FlatModel
 
 WARM_UPS = 2
+WORTH_A_CUT = 0.98  # rows that go on alone need graphs of their own: for less of the work it does not pay
 UNROLLED = 8  # steps in one graph: the state is copied back once for all of them
 
 
@@ -48,13 +49,37 @@ class Graphs:
         self._known: dict[Any, _Graph] = {}
 
     def run(
-        self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], together: int
+        self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], steps: Sequence[int]
     ) -> Any:
-        """All steps of a round, without a word from the host in between."""
+        """All steps of a round, without a word from the host in between; the last ones only for rows that have them."""
+        alone = partial(self._run, algorithm, batches)
+        cut = last_for_all(steps)
+        local = alone(local, plan, sizes[:cut], 0, min(steps))
+        if cut == len(sizes):
+            return local
+        late = [row for row, count in enumerate(steps) if count > cut]
+        rows = torch.tensor(late, device=self.model.device)
+        picked = Plan(*(field.index_select(0, rows) for field in plan))
+        later = type(local)(*(field.index_select(0, rows) for field in local))
+        later = alone(later, picked, sizes[cut:], cut, min(steps[row] for row in late))
+        return type(local)(*(old.index_copy(0, rows, new) for old, new in zip(local, later, strict=True)))
+
+    def _run(
+        self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], start: int, end: int
+    ) -> Any:
+        """The steps from `start` on; up to `end` all of these rows go together."""
         key = (training_key(algorithm), id(batches), *(tuple(field.shape) for field in (*local, *plan)))
         if key not in self._known:
             self._known[key] = _Graph(algorithm, self.model, batches, local, plan)
-        return self._known[key].run(local, plan, sizes, together)
+        return self._known[key].run(local, plan, sizes, start, end)
+
+
+def last_for_all(steps: Sequence[int]) -> int:
+    """Up to which step to train all rows, those that are done standing still, before only the others go on."""
+    most = max(steps)
+    costs = {cut: len(steps) * cut + sum(count > cut for count in steps) * (most - cut) for cut in set(steps)}
+    best = min(costs, key=lambda cut: (costs[cut], cut))
+    return best if costs[best] < WORTH_A_CUT * costs[most] else most
 
 
 class _Graph:
@@ -67,24 +92,24 @@ class _Graph:
         self._step = partial(one_step, algorithm, model, batches)
         self._graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
 
-    def run(self, local: Any, plan: Plan, sizes: Sequence[int], together: int) -> Any:
+    def run(self, local: Any, plan: Plan, sizes: Sequence[int], start: int, end: int) -> Any:
         work = []
-        for kind, steps in groupby((size, t < together) for t, size in enumerate(sizes)):
+        for kind, steps in groupby((size, t < end) for t, size in enumerate(sizes, start)):
             blocks, rest = divmod(len(list(steps)), UNROLLED)
             work += [(*kind, UNROLLED)] * blocks + [(*kind, 1)] * rest
         for block in dict.fromkeys(work):
             if block not in self._graphs:
-                self._load(local, plan)
+                self._load(local, plan, 0)
                 self._graphs[block] = self._captured(*block)
-        self._load(local, plan)
+        self._load(local, plan, start)
         for block in work:
             self._graphs[block].replay()
         return type(local)(*(field.clone() for field in self.local))
 
-    def _load(self, local: Any, plan: Plan) -> None:
+    def _load(self, local: Any, plan: Plan, t: int) -> None:
         for static, field in zip((*self.local, *self.plan), (*local, *plan), strict=True):
             static.copy_(field)
-        self.t.zero_()
+        self.t.fill_(t)
 
     def _advance(self, size: int, together: bool, steps: int) -> None:
         local = self.local

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 8192  # parts of a weight gradient are added up at the end; more of them fill the GPU better
+PROGRAMS = 8192  # parts of a weight gradient are added up at the end; more of them fill the GPU better,
+FEW, MANY = 128, 512  # but their number takes two values only, so that stacks of many sizes share a compilation
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -213,7 +214,7 @@ def _launch_forward(
 ) -> None:  # fmt: skip
     rows, out, channels, kh, kw = weight.shape
     x, weight, images = x.contiguous(), weight.contiguous(), len(x) // rows
-    depth, wide = min(32, _width(channels * kh * kw)), _width(out)
+    depth, wide = min(32, _width(channels * kh * kw)), 8 if out <= 8 else _width(out)
     _forward[(triton.cdiv(images * y.shape[2] * y.shape[3], block), triton.cdiv(out, wide), rows)](
         x, weight, x if bias is None else bias.contiguous(), y, chosen, images, channels, *x.shape[2:], out, kh, kw,
         S=size, RECTIFIED=rectified, BM=block, BN=wide, BK=depth, BIAS=bias is not None, PRECISION=precision,
@@ -245,7 +246,7 @@ def valid_conv2d_weight_gradient(
     images, patch, total = len(x) // rows, channels * kh * kw, len(x) // rows * dy.shape[2] * dy.shape[3]
     block, warps, depth, wide = 64 if size == 1 else 32, 2 if size == 1 else 1, 32, _width(out)
     blocks = triton.cdiv(patch + 1, depth) * triton.cdiv(out, wide)
-    parts = max(1, min(triton.cdiv(PROGRAMS, rows * blocks), triton.cdiv(total, 4 * block)))
+    parts = max(1, min(triton.cdiv(PROGRAMS, (FEW if rows <= FEW else MANY) * blocks), triton.cdiv(total, 4 * block)))
     if total % block == 0:  # parts of one length need no test for the end
         parts = max(p for p in range(1, parts + 1) if total // block % p == 0)
     chunk = triton.cdiv(triton.cdiv(total, parts), block) * block
