@@ -14,7 +14,7 @@ import waffle_fl
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
     {"errors", "randomness"},
-    {"data", "models", "tensorfile"},
+    {"augment", "data", "models", "tensorfile"},
     {"partition"},
     {"federation", "wire"},
     {"batches"},

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from waffle_fl.augment import crop_and_flip, darkest
 from waffle_fl.federation import Federation
 from waffle_fl.models.flat import Batch
 from waffle_fl.randomness import derive, shuffle
@@ -27,10 +28,17 @@ class Batches:
     """Mini-batches for the rows of one or many federations, each row's order its own whatever is stacked beside it."""
 
     def __init__(
-        self, federations: Sequence[Federation], seeds: Sequence[int], batch_size: int, epochs: int, dtype: torch.dtype
+        self,
+        federations: Sequence[Federation],
+        seeds: Sequence[int],
+        batch_size: int,
+        epochs: int,
+        dtype: torch.dtype,
+        augment: bool = False,
     ) -> None:
         self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
         self.x, self.y, offsets = _pooled(federations)
+        self._border = darkest(self.x) if augment else None
         self.device = self.x.device
         rows = [
             (f, seed, offset, i)
@@ -81,7 +89,10 @@ class Batches:
         labels = self.y[samples]
         y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
         x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
-        return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], plan.keys + (t << 16))
+        keys = plan.keys + (t << 16)
+        if self._border is not None:
+            x = crop_and_flip(x, keys, self._border)
+        return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], keys)
 
 
 def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:

@@ -67,6 +67,8 @@ class Settings:
     """Weight decay of the local steps."""
     seed: int = 1
     """Seed of the initial model and of the order of the samples."""
+    augment: bool = False
+    """Shift each training image by up to 4 pixels and reflect half of them, anew in every step."""
     guard: Literal["off", "standard"] = "off"
     """Server-side tests of each update besides finiteness."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"

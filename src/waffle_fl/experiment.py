@@ -32,6 +32,7 @@ STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
 LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
+SAVING_SHARE = 0.25  # of a round's time, at most, goes into saving when many runs want to at once
 COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
 
 
@@ -224,6 +225,8 @@ def _open(
     whole = federation_of(config.settings, place.data_dir, place.allow_unverified)
     alone = config.method == "local"  # nobody else's training could matter
     federation = whole.only(whole.alice) if alone else whole
+    if config.settings.augment and len(federation.shape) != 3:
+        raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = _model(config.settings, federation, place, device)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
@@ -284,6 +287,7 @@ def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
             s.rounds,
             s.epochs,
             s.batch_size,
+            s.augment,
             s.guard,
             s.precision,
         )
@@ -305,9 +309,11 @@ def _train(
         start=jobs[0].start,
         batch_size=s.batch_size,
         epochs=s.epochs,
+        augment=s.augment,
         guard=s.guard,
         workers=place.workers,
     )
+    began = time.monotonic()
     try:
         for outcomes in stream:
             for outcome in outcomes:
@@ -316,9 +322,12 @@ def _train(
                     _save(job)
                     yield job, _close(job, model, "diverged", str(outcome.error))
                 else:
-                    _log(job, outcome, s.rounds, place.checkpoint_seconds, listener)
+                    _log(job, outcome, listener)
+            if outcomes[0].round < s.rounds:
+                _save_some(jobs, place.checkpoint_seconds, time.monotonic() - began)
             if stopped():
                 raise Interrupted(stopped())
+            began = time.monotonic()
     except torch.OutOfMemoryError:
         raise WaffleError("the GPU ran out of memory: train fewer runs at once (--stack) or use --device cpu") from None
     finally:
@@ -335,14 +344,21 @@ def _save(job: _Job) -> None:
         job.run.checkpoint(job.latest[0], _tensors(job.latest[1]))
 
 
-def _log(job: _Job, outcome: Outcome, rounds: int, every: float, listener: Listener) -> None:
-    job.run.append(outcome.measured)
-    job.latest = outcome.round, outcome.state
+def _save_some(jobs: Sequence[_Job], every: float, round_seconds: float) -> None:
+    """Save the runs whose turn has come; of many, a few each round, so that a GPU goes on working meanwhile."""
     began = time.monotonic()
-    if outcome.round < rounds and began >= job.next_save:
+    for job in sorted((j for j in jobs if j.run.result is None and j.next_save <= began), key=lambda j: j.next_save):
+        before = time.monotonic()
         _save(job)
         now = time.monotonic()
-        job.next_save = now + min(max(every, CHECKPOINT_SHARE * (now - began)), LONGEST_UNSAVED) if every else now
+        job.next_save = now + min(max(every, CHECKPOINT_SHARE * (now - before)), LONGEST_UNSAVED) if every else now
+        if every and now - began > SAVING_SHARE * round_seconds:
+            return
+
+
+def _log(job: _Job, outcome: Outcome, listener: Listener) -> None:
+    job.run.append(outcome.measured)
+    job.latest = outcome.round, outcome.state
     listener.advanced(job.config, outcome.measured)
 
 

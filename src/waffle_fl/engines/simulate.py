@@ -76,12 +76,13 @@ def simulate(
     start: int = 0,
     batch_size: int = 32,
     epochs: int = 1,
+    augment: bool = False,
     guard: Guard = "off",
     workers: int = 0,
 ) -> Iterator[list[Outcome]]:
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
     check_stack(cells, model, batch_size)
-    simulator = _Simulator(cells, model, rounds, batch_size, epochs, guard, workers)
+    simulator = _Simulator(cells, model, rounds, batch_size, epochs, augment, guard, workers)
     for r in range(start + 1, rounds + 1):  # A2.2
         if not simulator.live:
             return
@@ -122,12 +123,14 @@ class _Simulator:
         rounds: int,
         batch_size: int,
         epochs: int,
+        augment: bool,
         guard: Guard,
         workers: int,
     ) -> None:
         federations = _on_device([c.federation for c in cells], model)
         self.cells = [replace(c, federation=f) for c, f in zip(cells, federations, strict=True)]
         self.model, self.rounds, self.batch_size, self.epochs, self.guard = model, rounds, batch_size, epochs, guard
+        self.augment = augment
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
         self.live = list(range(len(cells)))
         self._batches: dict[tuple[int, ...], Batches] = {}
@@ -330,7 +333,9 @@ class _Simulator:
         if indices not in self._batches:
             cells = [self.cells[i] for i in indices]
             federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
-            self._batches = {indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype)}
+            self._batches = {
+                indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment)
+            }
         return self._batches[indices]
 
     def _chunks(self, lengths: Sequence[int]) -> list[slice]:

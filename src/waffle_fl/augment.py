@@ -1,0 +1,37 @@
+"""Random crops and reflections of training images, drawn anew for every step from its key alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from waffle_fl.randomness import noise
+
+PADDING = 4
+_OWN_DRAWS = 1 << 15  # a step's key serves dropout too: its layers count up from 1
+
+
+def crop_and_flip(x: Tensor, keys: Tensor, border: Tensor) -> Tensor:
+    """Each image of x (N, B, C, H, W) shifted by up to 4 pixels both ways over a border, half of them reflected.
+
+    What it draws for row i depends on keys[i] alone. `border` (C,) is the colour outside of the image.
+    """
+    rows, batch, channels, height, width = x.shape
+    down, across, flip = noise(keys + _OWN_DRAWS, 3 * batch).view(rows, 3, batch).unbind(1)
+    i = torch.arange(height, device=x.device) + (down % (2 * PADDING + 1) - PADDING)[..., None]  # (N, B, H)
+    j = torch.arange(width, device=x.device)
+    j = torch.where((flip % 2 == 0)[..., None], j, width - 1 - j) + (across % (2 * PADDING + 1) - PADDING)[..., None]
+    inside = _within(i, height)[..., :, None] & _within(j, width)[..., None, :]  # (N, B, H, W)
+    place = i.clamp(0, height - 1)[..., :, None] * width + j.clamp(0, width - 1)[..., None, :]
+    place = place.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
+    moved = x.flatten(3).gather(3, place).view(x.shape)
+    return torch.where(inside[:, :, None], moved, border.view(-1, 1, 1))
+
+
+def _within(position: Tensor, size: int) -> Tensor:
+    return (position >= 0) & (position < size)
+
+
+def darkest(pool: Tensor) -> Tensor:
+    """The darkest value of each channel: black, however the images were normalised."""
+    return pool.amin(dim=(0, 2, 3))
