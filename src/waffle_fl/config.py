@@ -38,7 +38,7 @@ class Settings:
     agents: int = 10
     """Number of agents."""
     alice: str = "0"
-    """The agent the model is for: her number or her name."""
+    """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
     samples_per_agent: int = 0
     """Training samples an agent; 0 takes all there are."""
     validation: float = 0.0
@@ -103,7 +103,8 @@ class RunConfig:
     def label(self) -> str:
         split = self.settings.split.replace("*", "-star")
         split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
-        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}"
+        alice = "" if self.settings.alice == "0" else "-" + re.sub(r"[^A-Za-z0-9._]+", "-", self.settings.alice)
+        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}{alice}"
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
