@@ -23,6 +23,7 @@ LAYERS = [
     {"records"},
     {"experiment", "results"},
     {"report"},
+    {"decision"},
     {"reproduce"},
     {"cli"},
 ]
@@ -37,6 +38,7 @@ BARE = (
     "experiment",
     "results",
     "reproduce.__main__",
+    "decision.study",
 )
 
 

@@ -39,6 +39,8 @@ class Settings:
     """Number of agents."""
     alice: str = "0"
     """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
+    leave_out: tuple[str, ...] = ()
+    """Agents, by name or number, that do not take part: what would the model be without them?"""
     samples_per_agent: int = 0
     """Training samples an agent; 0 takes all there are."""
     validation: float = 0.0
@@ -104,7 +106,8 @@ class RunConfig:
         split = self.settings.split.replace("*", "-star")
         split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
         alice = "" if self.settings.alice == "0" else "-" + re.sub(r"[^A-Za-z0-9._]+", "-", self.settings.alice)
-        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}{alice}"
+        without = "".join("-without-" + re.sub(r"[^A-Za-z0-9._]+", "-", name) for name in self.settings.leave_out)
+        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}{alice}{without}"
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
@@ -303,7 +306,8 @@ def _described(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
     simple = {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}
-    return simple.get(hint, "a list of numbers" if hint == tuple[float, ...] else "a matrix of numbers")
+    lists = {tuple[float, ...]: "a list of numbers", tuple[str, ...]: "a list of texts"}
+    return simple.get(hint) or lists.get(hint, "a matrix of numbers")
 
 
 def _shown(value: Any) -> str:

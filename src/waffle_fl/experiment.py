@@ -108,7 +108,8 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
     """The federation that the settings describe; runs that differ in their seed alone share it."""
-    return _federation(replace(s, seed=0), data_dir, allow_unverified)
+    whole = _federation(replace(s, seed=0, leave_out=()), data_dir, allow_unverified)
+    return whole.without(*s.leave_out) if s.leave_out else whole
 
 
 @lru_cache(maxsize=16)
@@ -175,7 +176,12 @@ def alices(s: Settings, place: Place) -> list[str]:
         return [s.alice]
     federation = federation_of(replace(s, alice="0"), place.data_dir, place.allow_unverified)
     able = [(i, name) for i, name in enumerate(federation.names) if len(federation.train[i])]
-    return [str(i) if name == f"agent {i}" else name for i, name in able]
+    return [handle(i, name) for i, name in able]
+
+
+def handle(agent: int, name: str) -> str:
+    """What a config calls an agent: its name, or its number where it has no name of its own."""
+    return str(agent) if name == f"agent {agent}" else name
 
 
 @dataclass
@@ -241,7 +247,7 @@ def _open(
     federation = whole.only(whole.alice) if alone else whole
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
-    model = _model(config.settings, federation, place, device)
+    model = model_of(config.settings, federation, place, device)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
@@ -314,7 +320,7 @@ def _train(
 ) -> Iterator[tuple[_Job, dict[str, Any]]]:
     """Train one stack to its end, logging every round and saving every few seconds."""
     s = jobs[0].config.settings
-    model = _model(s, jobs[0].cell.federation, place, device)
+    model = model_of(s, jobs[0].cell.federation, place, device)
     cells = [job.cell for job in jobs]
     stream = simulate(
         cells,
@@ -399,7 +405,8 @@ def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str,
     return {"output": output, "target": federation.labels(federation.alice, rows)}
 
 
-def _model(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
+def model_of(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
+    """The model that the settings describe, on its device."""
     build_module = builder(s.model, s.data, federation.shape, len(federation.class_names))
     steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
     pays = device.type == "cuda" and steps >= COMPILE_PAYS
@@ -464,5 +471,7 @@ __all__ = [
     "device_of",
     "execute",
     "federation_of",
+    "handle",
+    "model_of",
     "plan",
 ]

@@ -161,12 +161,12 @@ def _score(group: Sequence[Finished], protocol: Protocol) -> Score:
     return Score(mean(values) if values else nan, stdev(values) if len(values) > 1 else None, len(group), diverged)
 
 
-def check_alike(runs: Sequence[Finished]) -> list[Finished]:
-    """Runs that one table can hold: of one data set and, but for method, split and seed, of one config each."""
+def check_alike(runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "seed", "shares")) -> list[Finished]:
+    """Runs that one table can hold: of one data set and, but for the method and `besides`, of one config each."""
     known: dict[Any, tuple[dict[str, Any], Finished]] = {}
     for run in runs:
         config = run.config.to_json()
-        shared = {k: v for k, v in config["settings"].items() if k not in ("split", "seed", "shares")}
+        shared = {k: v for k, v in config["settings"].items() if k not in besides}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))
             odd = next((name for name in content if content[name] != first.get(name)), None)

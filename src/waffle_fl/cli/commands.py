@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -20,7 +19,8 @@ from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.display import Live, show_everyone, show_result, show_study, show_tables
+from waffle_fl.cli.decide import PAGE, companions, decide_command, page_of, sentences
+from waffle_fl.cli.display import Output, live, show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
@@ -34,21 +34,10 @@ from waffle_fl.reproduce.running import run_missing
 from waffle_fl.reproduce.studies import find_root, problems, read_study
 from waffle_fl.results import condense, read_runs
 
+ALONE_HELP = (
+    "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
+)
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
-
-
-@dataclass(frozen=True)
-class Output:
-    """What to print."""
-
-    quiet: bool = False
-    """No progress on stderr."""
-    json: bool = False
-    """Results as JSON on stdout."""
-
-
-def _live(output: Output) -> Any:
-    return nullcontext() if output.quiet else Live(Console(stderr=True))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -68,6 +57,7 @@ def run(arguments: Sequence[str]) -> int:
             ("settings", settings_class(), field(default_factory=settings_class())),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
+            ("alone", Annotated[bool, tyro.conf.arg(help=ALONE_HELP)], field(default=False)),
             ("place", Place, field(default_factory=Place)),
             ("output", Output, field(default_factory=Output)),
         ],
@@ -79,7 +69,8 @@ def run(arguments: Sequence[str]) -> int:
     check_name(folder.name)
     if config.settings.alice == EVERYONE:
         return _finish_everyone(config, folder, args.place, args.output)
-    return _finish(config, folder, args.place, args.output)
+    compared = config.settings.data not in data.NAMES and config.method != "local" and not args.alone
+    return _finish(config, folder, args.place, args.output, compared)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -101,18 +92,24 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(RunConfig.from_json(content), args.run, args.place, args.output)
 
 
-def _finish(config: RunConfig, folder: Path, place: Place, output: Output) -> int:
-    with _live(output) as listener:
-        (result,) = execute([(config, folder)], place, listener)
-    rounds = read_rounds(folder / "rounds.jsonl")
-    if output.json:
-        print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
-    elif result["status"] == "finished":
-        console = Console()
-        show_result(config, result, rounds[-1] if rounds else {}, console)
-        console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
+def _finish(config: RunConfig, folder: Path, place: Place, output: Output, compared: bool = False) -> int:
+    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
+    runs = companions(config, folder) if compared else [(config, folder)]
+    with live(output) as listener:
+        result, *_ = execute(runs, place, listener)
     if result["status"] == "diverged":
+        if output.json:
+            print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
+    says = sentences(page_of(read_runs([run for _, run in runs]), folder)) if compared else []
+    if output.json:
+        more = {"page": str(folder / PAGE), "says": says} if compared else {}
+        print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
+        return 0
+    console, rounds = Console(), read_rounds(folder / "rounds.jsonl")
+    show_result(config, result, rounds[-1] if rounds else {}, console)
+    for line in [*says, *([f"page: {(folder / PAGE).resolve()}"] if compared else []), f"run folder: {folder}"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -127,7 +124,7 @@ def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Outp
         options={config.method: config.options},
     )
     runs = plan(grid, folder, place)
-    with _live(output) as listener:
+    with live(output) as listener:
         results = execute(runs, place, listener)
     if output.json:
         print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
@@ -171,7 +168,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 def _grid(experiment: Experiment, out: Path, place: Place, output: Output, title: str) -> int:
     runs = plan(experiment, out, place)
-    with _live(output) as listener:
+    with live(output) as listener:
         results = execute(runs, place, listener)
     finished = read_runs([folder for _, folder in runs])
     page = write_report(finished, out / "report", title)
@@ -264,7 +261,7 @@ def reproduce(arguments: Sequence[str]) -> int:
     args = parse(Reproduce, arguments, "reproduce")
     root = find_root(Path.cwd())
     if not args.check:
-        with _live(args.output) as listener:
+        with live(args.output) as listener:
             asked = (args.cell, args.seeds, args.anew)
             run_missing(root, args.study, args.runs, args.place, listener or Listener(), *asked)
         write_pages(root)
@@ -391,6 +388,7 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
+    "decide": decide_command,
     "bench": bench,
     "report": report,
     "reproduce": reproduce,

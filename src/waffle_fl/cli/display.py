@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
 from statistics import mean
@@ -20,6 +22,21 @@ from waffle_fl.report.tables import protocols_of
 from waffle_fl.reproduce.claims import Verdict, percent
 from waffle_fl.reproduce.paper import TABLE
 from waffle_fl.results import PROTOCOLS, Finished, Score, best_of, methods_of, rows_of, scores
+
+
+@dataclass(frozen=True)
+class Output:
+    """What to print."""
+
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Results as JSON on stdout."""
+
+
+def live(output: Output) -> AbstractContextManager[Listener | None]:
+    """Progress on stderr, unless it is not wanted."""
+    return nullcontext() if output.quiet else Live(Console(stderr=True))
 
 
 class Live(Listener):
