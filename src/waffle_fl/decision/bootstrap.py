@@ -3,8 +3,8 @@
 A resample draws as many test samples as there are, with replacement; a difference between two methods is that on the
 same draws. The figure of a method is the mean over its seeds. Balanced accuracy and AUC are drawn class by class, so
 that no draw lacks a class. A small test set on which all samples agree would look certain: so the draws of an accuracy
-know two imagined samples more (in each class, of a balanced one), one that is won and one that is lost, as in the
-intervals of Agresti and Coull (1998) for a share and of Agresti and Min (2005) for a paired difference.
+know two imagined samples more, one that is won and one that is lost, in the manner of Agresti and Coull (1998) for a
+share and of Agresti and Min (2005) for a paired difference; the classes of a balanced accuracy share the two.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def _groups(metric: Metric, target: Target) -> list[NDArray[np.intp]]:
 
 
 def _means(values: Array, groups: Sequence[NDArray[np.intp]], imagined: tuple[float, float]) -> Array:
-    """The mean over groups of each group's mean, resample by resample, with two imagined samples in each group."""
-    total = np.zeros(RESAMPLES)
+    """The mean over groups of each group's mean, resample by resample; the groups share the two imagined samples."""
+    total, part = np.zeros(RESAMPLES), 1 / len(groups)
     for k, at in enumerate(groups):
-        known = np.append(values[at], imagined)
-        for rows in _blocks(len(known)):
-            drawn = generator(0, "bootstrap", k, rows.start).integers(0, len(known), (len(rows), len(known)))
-            total[rows.start : rows.stop] += known[drawn].mean(axis=1) / len(groups)
+        known, n = np.append(values[at], imagined), len(at)
+        for rows in _blocks(n):
+            draws = generator(0, "bootstrap", k, rows.start).uniform(0, n + 2 * part, (len(rows), round(n + 2 * part)))
+            picked = np.where(draws < n, draws, n + (draws >= n + part)).astype(np.intp)
+            total[rows.start : rows.stop] += known[picked].mean(axis=1) * part
     return total
 
 

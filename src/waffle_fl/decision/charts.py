@@ -13,7 +13,7 @@ from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, 
 from waffle_fl.decision.words import METRIC_TITLES, difference, number
 from waffle_fl.report.charts import COLORS
 
-WIDTH, STEP = 620, 34
+WIDTH, STEP = 600, 36
 OUTCOMES = {1: ("gains", "#2f7d4f", "triangle-right"), 0: ("no clear difference", "#7a7f8a", "circle"),
             -1: ("loses", "#c23b4e", "triangle-left")}  # fmt: skip
 PALETTE = ("#4c78a8", "#e4a11b", "#72b7b2", "#6a51a3", "#3a7d44", "#b07aa1", "#9c755f", "#bab0ac", "#59a14f", "#86bcb6")
@@ -32,7 +32,7 @@ def methods_chart(view: View, metric: Metric) -> dict[str, Any]:
         y=alt.Y("method:N", sort=order, title=None, axis=_names()),
         color=alt.Color("method:N", scale=colors, legend=None),
     )
-    x = alt.X("value:Q", title=_axis(metric), scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=6))
+    x = alt.X("value:Q", title=_axis(metric), scale=alt.Scale(zero=False, padding=14), axis=alt.Axis(tickCount=6))
     alone = alt.Chart(alt.InlineData(values=[line for line in lines if line["method"] == TITLES[ALONE]]))
     layers = [
         alone.mark_rule(strokeDash=[4, 4], color="#9aa0aa").encode(x="value:Q"),
@@ -76,11 +76,12 @@ def _gains(found: Mapping[str, Interval], metric: Metric, title: str, says: Sequ
     )
     unit = "points" if in_percent(metric) else METRIC_TITLES[metric]
     x_title = f"worse  ◂  {unit}  ▸  better"
+    x = alt.X("value:Q", title=x_title, scale=alt.Scale(padding=14), axis=alt.Axis(tickCount=8))
     zero = alt.Chart(alt.InlineData(values=[{"zero": 0}])).mark_rule(color="#1f2430").encode(x="zero:Q")
     layers = [
         zero,
         base.mark_rule(strokeWidth=3, opacity=0.55).encode(x=alt.X("low:Q", title=x_title), x2="high:Q"),
-        base.mark_point(size=150, filled=True, opacity=1).encode(x=alt.X("value:Q", title=x_title), shape=shape),
+        base.mark_point(size=150, filled=True, opacity=1).encode(x=x, shape=shape),
     ]
     said = "; ".join(f"{name} {difference(gain, metric)}" for name, gain in found.items())
     return _finished(alt.layer(*layers), len(lines), f"{title}: {said}", STEP)
@@ -93,31 +94,34 @@ def company_chart(view: View, decision: Decision, method: str) -> dict[str, Any]
     order = [decision.names[i] for i in (own, *others)]
     values = []
     for part in phases(len(rounds)):
-        for i, share in enumerate(mean_over(rounds, part)):
-            line = {"first": part.start + 0.5, "last": part.stop + 0.5, "agent": decision.names[i]}
-            values.append({**line, "share": round(share, 4), "place": order.index(decision.names[i])})
+        shares, top = mean_over(rounds, part), 0.0
+        for i in (own, *others):
+            low, top = top, top + shares[i]
+            place = {"first": part.start + 0.5, "last": part.stop + 0.5, "low": round(low, 4), "high": round(top, 4)}
+            values.append({**place, "agent": decision.names[i], "share": round(shares[i], 4)})
     colors = [OWN, *(PALETTE[k % len(PALETTE)] for k in range(len(others)))]
+    scale = alt.Scale(domain=[0.5, len(rounds) + 0.5], nice=False)
     chart = (
         alt.Chart(alt.InlineData(values=values))
-        .mark_bar(stroke="white", strokeWidth=0.5)
+        .mark_rect(stroke="white", strokeWidth=0.5)
         .encode(
-            x=alt.X("first:Q", title="round", scale=alt.Scale(nice=False), axis=alt.Axis(grid=False)),
+            x=alt.X("first:Q", title="round", scale=scale, axis=alt.Axis(grid=False, tickMinStep=1)),
             x2="last:Q",
-            y=alt.Y("share:Q", stack="normalize", title="share of the update", axis=alt.Axis(format="%", tickCount=5)),
+            y=alt.Y("low:Q", title="share", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%", tickCount=5)),
+            y2="high:Q",
             color=alt.Color(
                 "agent:N",
                 sort=order,
                 scale=alt.Scale(domain=order, range=colors),
                 legend=alt.Legend(title=None, orient="right", symbolType="square", symbolStrokeWidth=0),
             ),
-            order=alt.Order("place:Q"),
             tooltip=["agent:N", alt.Tooltip("share:Q", format=".1%")],
         )
     )
     shares = mean_over(rounds)
     said = "; ".join(f"{decision.names[i]} {100 * shares[i]:.0f} %" for i in (own, *others))
     about = f"Whose updates entered {view.name}'s {TITLES[method]} model, mean over all rounds: {said}"
-    return _styled(chart.properties(width=WIDTH - 60, height=220, description=about))
+    return _styled(chart.properties(width=WIDTH, height=240, description=about))
 
 
 def _scaled(found: Interval, metric: Metric) -> dict[str, float]:
@@ -135,7 +139,7 @@ def _names() -> alt.Axis:
 
 
 def _finished(chart: Any, lines: int, about: str, step: int) -> dict[str, Any]:
-    return _styled(chart.properties(width=WIDTH - 60, height=max(2, lines) * step, description=about))
+    return _styled(chart.properties(width=WIDTH, height=max(2, lines) * step, description=about))
 
 
 def _styled(chart: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import ALGORITHMS, TITLES
+from waffle_fl.algorithms import TITLES
 from waffle_fl.decision import words
 from waffle_fl.decision.bootstrap import RESAMPLES, Interval, Metric
 from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
@@ -134,16 +134,16 @@ def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str
     ]
     if view.weighing:
         charts[f"company-{i}"] = company_chart(view, decision, view.weighing[0])
-        parts += ["<h3>Whose updates it took</h3>", _paragraphs([words.company(view, decision)])]
         title = TITLES[view.weighing[0]]
-        parts.append(_figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model"))
+        figure = _figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
+        parts.append(_part("Whose updates it took", words.company(view, decision), figure))
     if view.partners:
         charts[f"partners-{i}"] = partners_chart(view, metric)
-        parts += ["<h3>Which partners help it</h3>", _paragraphs([words.partners(view, decision)])]
         caption = f"{TITLES[method]} with everybody, compared with {TITLES[method]} without this partner"
-        parts.append(_figure(f"partners-{i}", caption))
+        figure = _figure(f"partners-{i}", caption)
+        parts.append(_part("Which partners help it", words.partners(view, decision), figure))
     if decision.distances and view.name in decision.distances.names:
-        parts += ["<h3>How unlike the others it is</h3>", _paragraphs([words.unlike(decision.distances, view.name)])]
+        parts.append(_part("How unlike the others it is", words.unlike(decision.distances, view.name)))
     return f'<div data-of="agent" data-is="{i}">{"".join(parts)}</div>'
 
 
@@ -153,8 +153,8 @@ def _standings_table(decision: Decision, view: View) -> str:
     rows = []
     for method, standing in view.standings.items():
         gain = standing.gains.get(decision.metric)
-        seeds = sorted(words.number(v, decision.metric).removesuffix(" %") for v in standing.seeds)
-        spread = " to ".join(dict.fromkeys((seeds[0], seeds[-1])))
+        ends = (words.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
+        spread = " to ".join(dict.fromkeys(ends))
         cells = [_interval(standing.scores[m], m) for m in metrics]
         cells += [_gain(gain, decision.metric) if gain else "<td>–</td>", f"<td>{spread}</td>"]
         rows.append(f'<tr><th scope="row">{escape(TITLES[method])}</th>{"".join(cells)}</tr>')
@@ -182,7 +182,7 @@ def _collaboration(decision: Decision) -> str:
         )
         rows = [view.name for view in decision.views if method in view.taken]
         table = _heat(name, rows, decision.names, stops[0]["shares"], percent=True)
-        parts.append(f"<h3>{escape(TITLES[method])}</h3>{control}{table}")
+        parts.append(f'<div class="keep"><h3>{escape(TITLES[method])}</h3>{control}{table}</div>')
     if not parts:
         return ""
     said = (
@@ -197,8 +197,8 @@ def _heterogeneity(decision: Decision) -> str:
     if found is None:
         return ""
     parts = [
-        f"<h3>{title}</h3>{_paragraphs([about], 'soft')}"
-        + _heat(f"distance-{kind}", found.names, found.names, getattr(found, kind))
+        f'<div class="keep"><h3>{title}</h3>{_paragraphs([about], "soft")}'
+        f"{_heat(f'distance-{kind}', found.names, found.names, getattr(found, kind))}</div>"
         for kind, (title, about) in KINDS.items()
     ]
     said = (
@@ -223,7 +223,7 @@ def _reading(decision: Decision) -> str:
         "So that a small test set on which all samples agree does not look certain, the draws of an accuracy know two "
         "imagined samples more, one won and one lost. Balanced accuracy and AUC are drawn class by class.",
     ]
-    methods = {TITLES[m]: (ALGORITHMS[m].__doc__ or "").splitlines()[0] for m in decision.methods}
+    methods = {TITLES[m]: words.METHODS[m] for m in decision.methods}
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )
@@ -286,6 +286,10 @@ def _interval(found: Interval, metric: Metric) -> str:
 def _gain(found: Interval, metric: Metric) -> str:
     value, low, high = (words.signed(v, metric) for v in found)
     return f'<td class="{MARKS[found.sign]}">{value} <small>{low} to {high}</small></td>'
+
+
+def _part(title: str, said: str, figure: str = "") -> str:
+    return f'<div class="keep"><h3>{escape(title)}</h3>{_paragraphs([said])}{figure}</div>'
 
 
 def _figure(name: str, caption: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -212,9 +211,9 @@ def _taken(runs: Sequence[Finished]) -> list[list[float]]:
 
 
 def phases(rounds: int) -> list[range]:
-    """The rounds in a few even stretches, so that a slider has few stops."""
-    edges = np.linspace(0, rounds, min(PHASES, rounds) + 1).round().astype(int)
-    return [range(a, b) for a, b in pairwise(edges.tolist())]
+    """The rounds in a few stretches of one length, so that a slider has few stops."""
+    length = -(-rounds // PHASES)
+    return [range(start, min(start + length, rounds)) for start in range(0, rounds, max(1, length))]
 
 
 def mean_over(rounds: Sequence[Sequence[float]], part: range | None = None) -> list[float]:

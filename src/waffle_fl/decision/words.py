@@ -17,6 +17,15 @@ METRIC_TITLES: dict[Metric, str] = {
     "auc": "AUC",
     "rmse": "root mean squared error",
 }
+METHODS = {
+    "local": "training alone, on its own data",
+    "fedavg": "one model for everybody, the mean of all updates",
+    "scaffold": "one model for everybody, corrected for the drift of each agent",
+    "weight-erosion": "Weight Erosion, a model for one agent: partners whose updates differ from its own count ever less",
+    "waffle": "a model for one agent: everybody counts at first, then ever more those who pull the way it does",
+    "apfl": "a mix of a model of its own with one model for everybody",
+    "ditto": "a model of its own, held near one model for everybody",
+}
 MINUS = "−"
 
 
@@ -84,7 +93,7 @@ def partners(view: View, decision: Decision) -> str:
     parts = [f"{listed(clear[1])} clearly help{'s' if len(clear[1]) == 1 else ''} {view.name}"] if clear[1] else []
     parts += [f"{listed(clear[-1])} clearly hurt{'s' if len(clear[-1]) == 1 else ''} it"] if clear[-1] else []
     if parts:
-        return f"{'; '.join(parts)}: without them its model is clearly other than with them."
+        return f"{'; '.join(parts)}, judged by what its model loses or wins without them."
     name, found = ranked[0]
     return (
         f"No single partner makes a clear difference to {view.name}; the most helpful is {name}, "
@@ -117,10 +126,8 @@ def everyone(decision: Decision, method: str) -> list[str]:
         return [f"{TITLES[method]} came to its end for no agent."]
     counts = {sign: [v.name for v, gain in found if gain.sign == sign] for sign in (1, 0, -1)}
     up, level, down = (counts[sign] for sign in (1, 0, -1))
-    sentences = [
-        f"With {TITLES[method]}, {_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly, and "
-        f"for {len(level)} of {len(found)} there is no clear difference."
-    ]
+    rest = f", and for {len(level)} there is no clear difference" if level else ""
+    sentences = [f"With {TITLES[method]}, {_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly{rest}."]
     if down:
         sentences.append(f"Clearly worse off: {listed(down)}.")
     if len(found) > 1:
@@ -148,7 +155,7 @@ def unlike(found: Distances, name: str) -> str:
     mix = [found.label[i][j] for j in others]
     text = f"Before training, {found.names[near]}'s data pull a model most nearly the way {name}'s do"
     text += f" and {found.names[far]}'s least so" if far != near else ""
-    return f"{text}; their labels differ from its own by {min(mix):.2f} to {max(mix):.2f}."
+    return f"{text}. Its labels differ from theirs by {min(mix):.2f} to {max(mix):.2f} (see below)."
 
 
 def listed(names: Sequence[str]) -> str:
