@@ -21,7 +21,7 @@ METHODS = {
     "local": "training alone, on its own data",
     "fedavg": "one model for everybody, the mean of all updates",
     "scaffold": "one model for everybody, corrected for the drift of each agent",
-    "weight-erosion": "Weight Erosion, a model for one agent: partners whose updates differ from its own count ever less",
+    "weight-erosion": "Weight Erosion, a model for one agent: partners whose updates differ from its own count less",
     "waffle": "a model for one agent: everybody counts at first, then ever more those who pull the way it does",
     "apfl": "a mix of a model of its own with one model for everybody",
     "ditto": "a model of its own, held near one model for everybody",
