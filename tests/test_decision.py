@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.conftest import make_federation, make_model, refusal
-from tests.test_cli import waffle
 
+from conftest import make_federation, make_model, refusal
+from test_cli import waffle
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.bootstrap import Interval
 from waffle_fl.decision.distances import Distances, distances, feature_distance
@@ -301,10 +301,8 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
     with browsing(page) as (tab, complaints):
         charts = tab.locator("[data-chart] svg:visible")
         assert charts.count() == 3  # gains, methods, company
-        told = [
-            label.get_attribute("aria-label") for label in tab.locator("[data-chart] [role=graphics-document]").all()
-        ]
-        assert any("What WAFFLE brings over training alone: agent" in label for label in told)
+        told = [chart.get_attribute("aria-label") for chart in tab.locator("[data-chart][role=img]").all()]
+        assert told[0].startswith("What WAFFLE brings over training alone: agent")
         assert tab.locator(".verdict:visible").inner_text().count("agent 0") >= 1
         tab.select_option("#agent", label="agent 1")
         tab.wait_for_selector('[data-chart="partners-1"] svg')

@@ -5,7 +5,10 @@ async function draw() {
   for (const place of document.querySelectorAll("[data-chart]")) {
     if (drawn.has(place) || place.closest("[hidden]")) continue;
     drawn.add(place);
-    await window.vegaEmbed(place, charts[place.dataset.chart], { renderer: "svg", actions: false });
+    const chart = charts[place.dataset.chart];
+    place.setAttribute("role", "img");
+    place.setAttribute("aria-label", chart.description);
+    await window.vegaEmbed(place, chart, { renderer: "svg", actions: false });
   }
   document.body.dataset.charts = drawn.size;
 }
