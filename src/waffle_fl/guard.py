@@ -24,8 +24,8 @@ def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tup
     """(up with the rejected rows blanked, who was heard, a reason code for each agent)."""
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
-        finite = torch.isfinite(field).all(dim=1) if field.shape[1] else torch.ones_like(present)
-        code = torch.where(finite, code, NOT_FINITE)
+        if field.shape[1]:  # the largest number is finite if all are; NaN counts as the largest
+            code = torch.where(torch.isfinite(field.abs().amax(dim=1)), code, NOT_FINITE)
     if hasattr(up, "dy"):
         norms = up.dy.double().norm(dim=1)
         code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)

@@ -159,4 +159,4 @@ def moved(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
 
 def averaged(stats: Vector, weights: Weights, rows: Rows) -> Vector:
     """Normalisation statistics follow the same weights as the updates."""
-    return weighted_sum(weights, rows).to(stats.dtype)
+    return weighted_sum(weights, rows).to(stats.dtype) if len(stats) else stats

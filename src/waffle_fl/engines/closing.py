@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import row_of
-from waffle_fl.engines.steps import where_rows
+from waffle_fl.engines.states import mapped, where_rows
 from waffle_fl.federation import Federation
 from waffle_fl.guard import OK, Guard, screen
 from waffle_fl.models import FlatModel
@@ -71,23 +72,9 @@ def close(
 
 def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *settings: Any) -> list[Closed]:
     """`close` for federations of one size under one algorithm, as a single batched computation."""
-    stacked = [_stacked([arguments[k] for arguments in work]) for k in range(len(work[0]))]
+    stacked = [mapped(lambda *fields: torch.stack(fields), *states) for states in zip(*work, strict=True)]
     closed = torch.vmap(partial(close, algorithm, *settings))(*stacked)
-    return [_taken(closed, i) for i in range(len(work))]
-
-
-def _stacked(states: Sequence[Any]) -> Any:
-    if isinstance(states[0], Tensor):
-        return torch.stack(list(states))
-    return type(states[0])(*(_stacked(fields) for fields in zip(*states, strict=True)))
-
-
-def _taken(state: Any, i: int) -> Any:
-    if isinstance(state, Tensor):
-        return state[i]
-    if isinstance(state, dict):
-        return {key: _taken(value, i) for key, value in state.items()}
-    return type(state)(*(_taken(field, i) for field in state))
+    return [mapped(itemgetter(i), closed) for i in range(len(work))]
 
 
 @torch.no_grad()
