@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import row_of
+from waffle_fl.algorithms.contract import blocks, lengths, row_of
 
 Guard: TypeAlias = Literal["off", "standard"]
 
@@ -25,15 +25,16 @@ def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tup
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
         if field.shape[1]:  # the largest number is finite if all are; NaN counts as the largest
-            code = torch.where(torch.isfinite(field.abs().amax(dim=1)), code, NOT_FINITE)
+            largest = torch.cat([part.abs().amax(dim=1) for part in blocks(field)])
+            code = torch.where(torch.isfinite(largest), code, NOT_FINITE)
     if hasattr(up, "dy"):
-        norms = up.dy.double().norm(dim=1)
+        norms = lengths(up.dy)
         code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
         if guard == "standard":
             up, code = _closeness(up, alice, norms, code, present)
     code = torch.where(present, code, ABSENT)
     heard = (code == OK) | (code == CLIPPED)
-    blanked = [torch.where(heard[:, None], field, torch.zeros_like(field)) for field in up]
+    blanked = [torch.where(heard[:, None], field, 0.0) for field in up]
     return type(up)(*blanked), heard, code
 
 

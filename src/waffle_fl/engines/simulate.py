@@ -19,7 +19,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, training_key
 from waffle_fl.batches import Batches
-from waffle_fl.engines.closing import Closed, Examination, close, close_together, desk_of, score, to_numbers
+from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
 from waffle_fl.engines.states import mapped
 from waffle_fl.engines.steps import Graphs, products
 from waffle_fl.engines.training import Training
@@ -131,13 +131,13 @@ class _Simulator:
         self._trainings: dict[tuple[int, ...], Training] = {}  # of the live cells
         honest = not any(c.tamper or c.post for c in cells)
         cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
-        by_cells = honest and len(cells) >= cores
+        by_cells = honest and model.stacked and len(cells) >= cores  # else by rows
         self._hiring, self._row_cores = Hiring(cores if by_cells else 1), 1 if by_cells else cores
         self._workers: Workers | None = None
         self._closed: list[Closed] = []  # of the live cells, in shared memory where workers write
         self._graphs = Graphs(model)
         self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
-        self._examinations: dict[Any, Examination] = {}
+        self._examiner = Examiner(model)
         self._refused: dict[int, list[tuple[int, str]]] = {}
         self._ahead: dict[tuple[int, ...], list[Closed]] = {}
         self._looks_ahead = model.device.type == "cuda" and honest
@@ -272,27 +272,13 @@ class _Simulator:
     def _scores(self, indices: Sequence[int], nets: Sequence[Net]) -> list[dict[str, Tensor]]:
         """Accuracy and loss of each Alice's model on her own test data, and on validation data where she has some."""
         federations = [self.cells[i].federation for i in indices]
-        scores = self._score("test", federations, [f.test[f.alice] for f in federations], nets)
+        scores = self._examiner.score(federations, [f.test[f.alice] for f in federations], nets)
         judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
-        if judged:
-            theirs = [federations[k] for k in judged]
-            held_out = [f.validation[f.alice] for f in theirs]
-            for k, more in zip(
-                judged, self._score("validation", theirs, held_out, [nets[k] for k in judged]), strict=True
-            ):
-                scores[k] |= {f"validation_{key}": value for key, value in more.items()}
+        theirs = [federations[k] for k in judged]
+        more = self._examiner.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged])
+        for k, found in zip(judged, more, strict=True):
+            scores[k] |= {f"validation_{key}": value for key, value in found.items()}
         return scores
-
-    def _score(
-        self, kind: str, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
-    ) -> list[dict[str, Tensor]]:
-        together = self.model.device.type == "cuda" and self.model.stacked and len({id(f.x) for f in federations}) == 1
-        if not together:
-            return [score(self.model, n, f, p) for n, f, p in zip(nets, federations, parts, strict=True)]
-        key = (kind, *map(id, federations))
-        if key not in self._examinations:
-            self._examinations[key] = Examination(federations, parts)
-        return self._examinations[key].score(self.model, nets)
 
     def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int) -> Outcome:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
