@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -140,7 +141,7 @@ class FlatModel:
             vessels = self._vessels()[: len(rows)]
             with abreast(vessels):
                 for vessel, i in zip(vessels, rows, strict=True):
-                    with torch.cuda.stream(vessel.stream):
+                    with torch.cuda.stream(vessel.stream) if vessel.stream else nullcontext():
                         vessel.fill(params[i], stats[i])
                         self._row_grad(vessel, Batch(*(part[i] for part in batch)), gradient[i])
                         after[i] = vessel.settled()
@@ -149,8 +150,8 @@ class FlatModel:
     def _row_grad(self, vessel: Vessel, batch: Batch, gradient: Tensor) -> None:
         with torch.enable_grad():
             output = self._in_precision(vessel, batch.x, batch.key, self.compiled)
-            loss = (self._loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
-            vessel.differentiate(loss, gradient)
+            losses = self._loss(output, batch.y)
+            vessel.differentiate(losses, batch.weight / batch.weight.sum().clamp(min=1), gradient)
 
     @property
     def abreast(self) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from waffle_fl.models.stacked import SeededDropout
+from waffle_fl.models.windows import Rewriting
 
 COMPILED_BATCH = 32  # a smaller rest of an epoch is not worth a compilation of its own
 
@@ -42,6 +43,7 @@ class _Habits(NamedTuple):
 
     takes_last: bool  # it minds no images that lie channels last
     drops: bool  # it drops units out
+    rewritten: bool = True
 
 
 class Vessel:
@@ -51,6 +53,7 @@ class Vessel:
         self.module = copy.deepcopy(template).train()
         self._layout = params
         self._compiled: Callable[[Tensor], Tensor] | None = None
+        self._rewriting = Rewriting()
         self._habits: _Habits | None = None  # found out at the first call
         first = next(self.module.parameters())
         self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
@@ -78,6 +81,9 @@ class Vessel:
         if self._habits is None:
             self._habits = self._observed(x[:2], key)
         x = _channels_last(x) if self._habits.takes_last else x
+        if self._habits.rewritten:
+            with SeededDropout(key) if self._habits.drops else nullcontext(), self._rewriting:
+                return self.module(x)  # type: ignore[no-any-return]
         if self._habits.drops:
             with SeededDropout(key):
                 return self.module(x)  # type: ignore[no-any-return]
@@ -100,10 +106,10 @@ class Vessel:
             copy.deepcopy(self.module)(x)
         return _Habits(takes_last=False, drops=seeded.dropouts > 0)
 
-    def differentiate(self, loss: Tensor, gradient: Tensor) -> None:
-        """Write the gradient of `loss` into the row `gradient`."""
-        parts = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
-        torch._foreach_copy_(list(self._layout.unflatten(gradient).values()), list(parts))
+    def differentiate(self, losses: Tensor, weight: Tensor, gradient: Tensor) -> None:
+        """Write the gradient of the weighted sum of `losses` into the row `gradient`."""
+        parts = torch.autograd.grad(losses, self._leaves, weight, allow_unused=True, materialize_grads=True)
+        torch.cat([part.reshape(-1) for part in parts], out=gradient)
 
     def settled(self) -> Tensor:
         """The statistics after a pass, also those that a module replaced instead of changing."""
