@@ -74,16 +74,17 @@ class Vessel:
 
     def fill(self, params: Tensor, stats: Tensor) -> None:
         self.params.copy_(params)
-        self.stats.copy_(stats)
+        if len(self.stats):
+            self.stats.copy_(stats)
 
     def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
         """The forward pass; images lie channels last, which both CPU and GPU convolve faster."""
         if self._habits is None:
             self._habits = self._observed(x[:2], key)
-        x = _channels_last(x) if self._habits.takes_last else x
         if self._habits.rewritten:
             with SeededDropout(key) if self._habits.drops else nullcontext(), self._rewriting:
                 return self.module(x)  # type: ignore[no-any-return]
+        x = _channels_last(x) if self._habits.takes_last else x
         if self._habits.drops:
             with SeededDropout(key):
                 return self.module(x)  # type: ignore[no-any-return]

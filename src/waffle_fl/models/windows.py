@@ -27,6 +27,8 @@ Pair = tuple[int, int]
 RELU = (torch.relu, F.relu, Tensor.relu)
 RELU_IN_PLACE = (torch.relu_, Tensor.relu_)
 MAX_POOL = (torch.max_pool2d, F.max_pool2d)
+NOTHING = torch.empty(0, device="meta")
+aten = torch.ops.aten
 
 
 class Rewriting(TorchFunctionMode):
@@ -48,10 +50,10 @@ class Rewriting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.conv2d:
-            conv = _convolution(*_settled(args), **_settled(kwargs))
-            if conv is not None:
-                return Later(self, conv)
+        if func is F.conv2d and (conv := _convolution(*args, **kwargs)):
+            return Later(self, conv)
+        if args and type(args[0]) is Later:
+            return Later.__torch_function__(func, types, args, kwargs)
         if func is Tensor.view and not isinstance(args[1], torch.dtype):
             func = Tensor.reshape  # what a window product returns does not lie as the library's result does
         return func(*args, **kwargs)
@@ -91,8 +93,7 @@ class Later(Tensor):
     value: Tensor | None  # once it is done
 
     def __new__(cls, mode: Rewriting, conv: Convolution, rectified: bool = False) -> Later:
-        shape = len(conv.x), len(conv.weight), *conv.outputs
-        later = Tensor._make_subclass(cls, torch.empty(shape, dtype=conv.x.dtype, device="meta"))
+        later = Tensor._make_subclass(cls, NOTHING)
         later.mode, later.conv, later.rectified, later.value = mode, conv, rectified, None
         return later
 
@@ -141,7 +142,9 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Convolution | None:
-    """What may be put off: that which trains cannot change before it is read, since its gradient needs it as it is."""
+    """What may be put off. That which trains cannot change before it is read, since its gradient needs it as it is."""
+    if isinstance(input, Later):
+        input = input.settled()
     trains = torch.is_grad_enabled() and weight.requires_grad and not torch.is_autocast_enabled("cpu")
     usual = input.ndim == 4 and not isinstance(padding, str) and _pair(stride) == _pair(dilation) == (1, 1)
     return Convolution(input, weight, bias, _pair(padding)) if trains and usual and groups == 1 else None
@@ -178,18 +181,18 @@ class Windows:
 
     def __init__(self, image: torch.Size, weight: torch.Size, padding: Pair, window: Pair, dtype: torch.dtype) -> None:
         self.signature = image, weight, padding, window, dtype
-        self.window, self.steps = window, 0
+        self.padding, self.window, self.steps = padding, window, 0
         (batch, channels, height, width), (out, _, kh, kw) = image, weight
         (ph, pw), (sh, sw) = padding, window
         hp, wp = (height + 2 * ph - kh + 1) // sh, (width + 2 * pw - kw + 1) // sw
         eh, ew = kh + sh - 1, kw + sw - 1  # the pixels that one window reads
         self.result = out, hp, wp, batch
 
-        padded = torch.zeros(channels, height + 2 * ph, width + 2 * pw, batch, dtype=dtype)
-        self.image = padded[:, ph : ph + height, pw : pw + width]
-        c, h, w, b = padded.stride()
-        self.seen = padded.as_strided((eh, ew, channels, hp, wp, batch), (h, w, c, sh * h, sw * w, b))
-        self.patches = torch.empty_like(self.seen, memory_format=torch.contiguous_format)
+        self.padded = torch.zeros(channels, height + 2 * ph, width + 2 * pw, batch, dtype=dtype)
+        self.image = self.padded[:, ph : ph + height, pw : pw + width]
+        c, h, w, b = self.padded.stride()
+        self.view = (eh, ew, channels, hp, wp, batch), (h, w, c, sh * h, sw * w, b)
+        self.patches = torch.empty(self.view[0], dtype=dtype)
         self.columns = self.patches.view(eh * ew * channels, hp * wp * batch)
 
         kernels = torch.zeros(sh, sw, out, eh, ew, channels, dtype=dtype)
@@ -226,11 +229,14 @@ class WindowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, windows, rectified):  # type: ignore[no-untyped-def]
-        windows.image.copy_(x.permute(1, 2, 3, 0))
-        windows.patches.copy_(windows.seen)
+        image = x.permute(1, 2, 3, 0)
+        if windows.padding != (0, 0) or image.stride() != windows.image.stride():
+            windows.image.copy_(image)
+            image = windows.padded
+        windows.patches.copy_(image.as_strided(*windows.view))
         windows.taps.copy_(weight.permute(0, 2, 3, 1))
         torch.mm(windows.kernels, windows.columns, out=windows.places)
-        y, chosen = torch.ops.aten.max_pool2d_with_indices(windows.places_image, windows.window)
+        y, chosen = aten.max_pool2d_with_indices.default(windows.places_image, windows.window)
         y = y.view(windows.result)
         if bias is not None:
             y += bias[:, None, None, None]
@@ -248,13 +254,17 @@ class WindowProduct(torch.autograd.Function):
         if ctx.step != windows.steps:
             raise RuntimeError("a later pass has used the memory of this one")
         dy = dy.permute(1, 2, 3, 0)
-        dy = dy.contiguous() if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        dy = dy.contiguous() if y is None else aten.threshold_backward.default(dy, y, 0)
         dbias = dy.sum(dim=(1, 2, 3)) if ctx.needs_input_grad[2] else None
         size = windows.window
-        dplaces = torch.ops.aten.max_pool2d_with_indices_backward(
-            dy.view(1, 1, 1, -1).permute(0, 3, 1, 2), windows.places_image, size, size, (0, 0), (1, 1), False, chosen
+        dplaces = windows.places  # the pooling's gradient needs nothing but the places chosen
+        aten.max_pool2d_with_indices_backward.grad_input(
+            dy.view(1, 1, 1, -1).permute(0, 3, 1, 2),
+            windows.places_image,
+            *(size, size, (0, 0), (1, 1), False),
+            chosen,
+            grad_input=windows.places_image,
         )
-        dplaces = dplaces.permute(0, 2, 3, 1).view(windows.places.shape)
         torch.mm(dplaces, windows.columns.t(), out=windows.dkernels)
         dweight = reduce(torch.add, windows.dtaps).permute(0, 3, 1, 2)
         dx = _input_gradient(windows, dplaces) if ctx.needs_input_grad[0] else None
