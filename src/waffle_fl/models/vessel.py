@@ -110,7 +110,7 @@ class Vessel:
     def differentiate(self, losses: Tensor, weight: Tensor, gradient: Tensor) -> None:
         """Write the gradient of the weighted sum of `losses` into the row `gradient`."""
         parts = torch.autograd.grad(losses, self._leaves, weight, allow_unused=True, materialize_grads=True)
-        torch.cat([part.reshape(-1) for part in parts], out=gradient)
+        gradient.copy_(torch._utils._flatten_dense_tensors(parts))
 
     def settled(self) -> Tensor:
         """The statistics after a pass, also those that a module replaced instead of changing."""

@@ -58,13 +58,15 @@ class Rewriting(TorchFunctionMode):
             func = Tensor.reshape  # what a window product returns does not lie as the library's result does
         return func(*args, **kwargs)
 
-    def product(self, conv: Convolution, window: Pair, rectified: bool) -> Tensor:
-        """Convolution, ReLU and pooling in one, with the memory that this product of the pass had the last time."""
-        self.products += 1
+    def product(self, conv: Convolution, window: Pair, rectified: bool) -> Tensor | None:
+        """Convolution, ReLU and pooling in one, where it pays, in the memory this product of the pass had before."""
         signature = conv.x.shape, conv.weight.shape, conv.padding, window, conv.x.dtype
         windows = self._windows.get(self.products)
         if windows is None or windows.signature != signature:
+            if not _pays(conv, window):
+                return None
             windows = self._windows[self.products] = Windows(*signature)
+        self.products += 1
         return WindowProduct.apply(conv.x, conv.weight, conv.bias, windows, rectified)  # type: ignore
 
 
@@ -109,9 +111,10 @@ class Later(Tensor):
                 return later
             if func in RELU:
                 return Later(later.mode, later.conv, rectified=True)
-            window = _window(*args, **kwargs) if func in MAX_POOL else None
-            if window and _pays(later.conv, window):
-                return later.mode.product(later.conv, window, later.rectified)
+            if func in MAX_POOL and (window := _window(*args, **kwargs)):
+                pooled = later.mode.product(later.conv, window, later.rectified)
+                if pooled is not None:
+                    return pooled
         return func(*_settled(args), **_settled(kwargs))
 
     def settled(self) -> Tensor:
@@ -186,7 +189,6 @@ class Windows:
         (ph, pw), (sh, sw) = padding, window
         hp, wp = (height + 2 * ph - kh + 1) // sh, (width + 2 * pw - kw + 1) // sw
         eh, ew = kh + sh - 1, kw + sw - 1  # the pixels that one window reads
-        self.result = out, hp, wp, batch
 
         self.padded = torch.zeros(channels, height + 2 * ph, width + 2 * pw, batch, dtype=dtype)
         self.image = self.padded[:, ph : ph + height, pw : pw + width]
@@ -202,9 +204,12 @@ class Windows:
         taps = _taps(dkernels, kh, kw)
         self.dtaps = [taps[i, j] for i in range(sh) for j in range(sw)]
         self.dkernels = dkernels.view(self.kernels.shape)
-        self.places = torch.empty(sh * sw * out, hp * wp * batch, dtype=dtype)
+        self.places = torch.zeros(sh * sw * out, hp * wp * batch, dtype=dtype)
         # a window's places are one image of the window's size, channels last, as the library's pooling likes it
         self.places_image = self.places.view(1, sh, sw, -1).permute(0, 3, 1, 2)
+
+        self.pooled = F.max_pool2d(self.places_image, window, return_indices=True)  # the largest, and their places
+        self.largest = self.pooled[0].view(out, hp, wp, batch)
 
         above, left = eh // sh, ew // sw  # windows that a patch reaches over
         self.by_row = [part.t() for part in self.kernels.view(sh * sw * out, above, -1).unbind(1)]
@@ -236,21 +241,19 @@ class WindowProduct(torch.autograd.Function):
         windows.patches.copy_(image.as_strided(*windows.view))
         windows.taps.copy_(weight.permute(0, 2, 3, 1))
         torch.mm(windows.kernels, windows.columns, out=windows.places)
-        y, chosen = aten.max_pool2d_with_indices.default(windows.places_image, windows.window)
-        y = y.view(windows.result)
-        if bias is not None:
-            y += bias[:, None, None, None]
+        torch._C._nn.max_pool2d_with_indices(windows.places_image, windows.window, out=windows.pooled)
+        y = windows.largest.clone() if bias is None else windows.largest + bias[:, None, None, None]
         if rectified:
             y.relu_()
         windows.steps += 1
         ctx.windows, ctx.step = windows, windows.steps
-        ctx.save_for_backward(chosen, y if rectified else None)
+        ctx.save_for_backward(y if rectified else None)
         return y.permute(3, 0, 1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
-        windows, (chosen, y) = ctx.windows, ctx.saved_tensors
+        windows, (y,) = ctx.windows, ctx.saved_tensors
         if ctx.step != windows.steps:
             raise RuntimeError("a later pass has used the memory of this one")
         dy = dy.permute(1, 2, 3, 0)
@@ -262,7 +265,7 @@ class WindowProduct(torch.autograd.Function):
             dy.view(1, 1, 1, -1).permute(0, 3, 1, 2),
             windows.places_image,
             *(size, size, (0, 0), (1, 1), False),
-            chosen,
+            windows.pooled[1],
             grad_input=windows.places_image,
         )
         torch.mm(dplaces, windows.columns.t(), out=windows.dkernels)
