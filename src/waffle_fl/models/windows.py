@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ Pair = tuple[int, int]
 RELU = (torch.relu, F.relu, Tensor.relu)
 RELU_IN_PLACE = (torch.relu_, Tensor.relu_)
 MAX_POOL = (torch.max_pool2d, F.max_pool2d)
+WEIGHTS = {torch.float32: 160, torch.float64: 400}  # of one output channel: with more, the library is as good
+BATCH = 16
 NOTHING = torch.empty(0, device="meta")
 aten = torch.ops.aten
 
@@ -44,7 +47,8 @@ class Rewriting(TorchFunctionMode):
 
     def __enter__(self) -> Rewriting:
         self.products = 0
-        return super().__enter__()  # type: ignore[no-any-return]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,14 +93,14 @@ class Convolution(NamedTuple):
 class Later(Tensor):
     """A convolution, perhaps with its ReLU, that is done when anything reads it."""
 
-    mode: Rewriting
+    rewriting: Rewriting
     conv: Convolution
     rectified: bool
     value: Tensor | None  # once it is done
 
-    def __new__(cls, mode: Rewriting, conv: Convolution, rectified: bool = False) -> Later:
+    def __new__(cls, rewriting: Rewriting, conv: Convolution, rectified: bool = False) -> Later:
         later = Tensor._make_subclass(cls, NOTHING)
-        later.mode, later.conv, later.rectified, later.value = mode, conv, rectified, None
+        later.rewriting, later.conv, later.rectified, later.value = rewriting, conv, rectified, None
         return later
 
     @classmethod
@@ -110,9 +114,9 @@ class Later(Tensor):
                 later.rectified = True
                 return later
             if func in RELU:
-                return Later(later.mode, later.conv, rectified=True)
+                return Later(later.rewriting, later.conv, rectified=True)
             if func in MAX_POOL and (window := _window(*args, **kwargs)):
-                pooled = later.mode.product(later.conv, window, later.rectified)
+                pooled = later.rewriting.product(later.conv, window, later.rectified)
                 if pooled is not None:
                     return pooled
         return func(*_settled(args), **_settled(kwargs))
@@ -169,9 +173,14 @@ def _window(
 
 
 def _pays(conv: Convolution, window: Pair) -> bool:
-    whole = all((kernel - 1) % size == 0 for kernel, size in zip(conv.weight.shape[2:], window, strict=True))
-    fits = all(size >= side for size, side in zip(conv.outputs, window, strict=True))
-    return whole and fits and conv.x.dtype in (torch.float32, torch.float64)
+    """Measured: few weights a channel; and in float32 one channel, or an image that lies as the product before left it.
+
+    The kernel must reach over whole windows, and a batch, the innermost dimension of every copy, must not be tiny.
+    """
+    (batch, channels, _, _), kernel = conv.x.shape, conv.weight.shape[2:]
+    whole = all((k - 1) % size == 0 <= side - size for k, size, side in zip(kernel, window, conv.outputs, strict=True))
+    cheap = conv.x.dtype == torch.float64 or channels == 1 or conv.x.stride(0) == 1
+    return whole and cheap and batch >= BATCH and channels * prod(kernel) <= WEIGHTS.get(conv.x.dtype, 0)
 
 
 def _pair(value: Any) -> Pair:
@@ -241,7 +250,9 @@ class WindowProduct(torch.autograd.Function):
         windows.patches.copy_(image.as_strided(*windows.view))
         windows.taps.copy_(weight.permute(0, 2, 3, 1))
         torch.mm(windows.kernels, windows.columns, out=windows.places)
-        torch._C._nn.max_pool2d_with_indices(windows.places_image, windows.window, out=windows.pooled)
+        aten.max_pool2d_with_indices.out(
+            windows.places_image, windows.window, out=windows.pooled[0], indices=windows.pooled[1]
+        )
         y = windows.largest.clone() if bias is None else windows.largest + bias[:, None, None, None]
         if rectified:
             y.relu_()
