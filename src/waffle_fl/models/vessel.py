@@ -44,7 +44,7 @@ class _Habits(NamedTuple):
 
     takes_last: bool  # it minds no images that lie channels last
     drops: bool  # it drops units out
-    rewritten: bool  # its convolutions gain from a rewriting, and lose nothing by it
+    rewritten: bool  # it gains from a rewriting of its convolutions
 
 
 class Vessel:
@@ -111,7 +111,7 @@ class Vessel:
         return _Habits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
 
     def _gains_by_rewriting(self, x: Tensor, key: Tensor) -> bool:
-        """Is there anything to rewrite, and is the gradient the same?"""
+        """Are all of its convolutions better done as products, and is the gradient the same?"""
         if x.is_cuda or x.ndim != 4:
             return False
         rewriting = Rewriting()
@@ -119,7 +119,8 @@ class Vessel:
             ours, plain = (self._probe(x, key, mode) for mode in (rewriting, nullcontext()))
         except (RuntimeError, TypeError, ValueError, AttributeError):
             return False
-        return rewriting.products > 0 and bool((ours - plain).norm() <= TOLERANCE * plain.norm())
+        all_products = rewriting.products == rewriting.convolutions > 0
+        return all_products and bool((ours - plain).norm() <= TOLERANCE * plain.norm())
 
     @torch.enable_grad()
     def _probe(self, x: Tensor, key: Tensor, mode: AbstractContextManager[Any]) -> Tensor:

@@ -28,7 +28,8 @@ Pair = tuple[int, int]
 RELU = (torch.relu, F.relu, Tensor.relu)
 RELU_IN_PLACE = (torch.relu_, Tensor.relu_)
 MAX_POOL = (torch.max_pool2d, F.max_pool2d)
-WEIGHTS = {torch.float32: 160, torch.float64: 400}  # of one output channel: with more, the library is as good
+WEIGHTS = 400  # of one output channel
+LANES = 16
 BATCH = 16
 NOTHING = torch.empty(0, device="meta")
 aten = torch.ops.aten
@@ -42,11 +43,11 @@ class Rewriting(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = 0  # of this pass
+        self.convolutions = self.products = 0  # of this pass: all, and those done together with their pooling
         self._windows: dict[int, Windows] = {}
 
     def __enter__(self) -> Rewriting:
-        self.products = 0
+        self.convolutions = self.products = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -54,8 +55,10 @@ class Rewriting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.conv2d and (conv := _convolution(*args, **kwargs)):
-            return Later(self, conv)
+        if func is F.conv2d:
+            self.convolutions += 1
+            if conv := _convolution(*args, **kwargs):
+                return Later(self, conv)
         if args and type(args[0]) is Later:
             return Later.__torch_function__(func, types, args, kwargs)
         if func is Tensor.view and not isinstance(args[1], torch.dtype):
@@ -173,14 +176,18 @@ def _window(
 
 
 def _pays(conv: Convolution, window: Pair) -> bool:
-    """Measured: few weights a channel; and in float32 one channel, or an image that lies as the product before left it.
+    """Measured: few weights a channel, and in float32 fewer channels than the library's vectors have lanes.
 
     The kernel must reach over whole windows, and a batch, the innermost dimension of every copy, must not be tiny.
     """
-    (batch, channels, _, _), kernel = conv.x.shape, conv.weight.shape[2:]
+    (batch, channels, _, _), (out, _, *kernel) = conv.x.shape, conv.weight.shape
     whole = all((k - 1) % size == 0 <= side - size for k, size, side in zip(kernel, window, conv.outputs, strict=True))
-    cheap = conv.x.dtype == torch.float64 or channels == 1 or conv.x.stride(0) == 1
-    return whole and cheap and batch >= BATCH and channels * prod(kernel) <= WEIGHTS.get(conv.x.dtype, 0)
+    if conv.x.dtype == torch.float32:
+        first, later = channels == 1 and out < LANES, 2 * channels < LANES >= out and conv.x.stride(0) == 1
+        few = first or later
+    else:
+        few = conv.x.dtype == torch.float64
+    return whole and few and batch >= BATCH and channels * prod(kernel) <= WEIGHTS
 
 
 def _pair(value: Any) -> Pair:
