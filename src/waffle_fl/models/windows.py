@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 Pair = tuple[int, int]
@@ -229,9 +228,10 @@ class Windows:
 
         above, left = eh // sh, ew // sw  # windows that a patch reaches over
         self.by_row = [part.t() for part in self.kernels.view(sh * sw * out, above, -1).unbind(1)]
-        self.rows = torch.empty(sh * ew * channels, (hp + above - 1) * wp * batch, dtype=dtype)
-        self.row_parts = [self.rows[:, i * wp * batch : (i + hp) * wp * batch] for i in range(above)]
-        columns = self.rows.view(sh, left, sw, channels, hp + above - 1, wp, batch)
+        rows = torch.empty(sh * ew * channels, (hp + above - 1) * wp * batch, dtype=dtype)
+        self.row_parts = [rows[:, i * wp * batch : (i + hp) * wp * batch] for i in range(above)]
+        self.beyond = rows[:, hp * wp * batch :]  # what the first part does not write
+        columns = rows.view(sh, left, sw, channels, hp + above - 1, wp, batch)
         self.phases = torch.empty(sh, sw, channels, hp + above - 1, wp + left - 1, batch, dtype=dtype)
         self.column_parts = [(self.phases[..., j : j + wp, :], columns[:, j]) for j in range(left)]
         self.reach = channels, (hp + above - 1) * sh, (wp + left - 1) * sw, batch
@@ -269,7 +269,6 @@ class WindowProduct(torch.autograd.Function):
         return y.permute(3, 0, 1, 2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         windows, (y,) = ctx.windows, ctx.saved_tensors
         if ctx.step != windows.steps:
@@ -294,9 +293,9 @@ class WindowProduct(torch.autograd.Function):
 
 def _input_gradient(windows: Windows, dplaces: Tensor) -> Tensor:
     """Patches overlap by whole windows: rows of windows are added by the product itself, columns afterwards."""
-    windows.rows.zero_()
-    for part, kernels in zip(windows.row_parts, windows.by_row, strict=True):
-        part.addmm_(kernels, dplaces)
+    windows.beyond.zero_()
+    for i, (part, kernels) in enumerate(zip(windows.row_parts, windows.by_row, strict=True)):
+        torch.addmm(part, kernels, dplaces, beta=min(i, 1), out=part)  # what lay in the first is of the step before
     windows.phases.zero_()
     for phases, rows in windows.column_parts:
         phases += rows
