@@ -167,6 +167,16 @@ time.sleep(60)
         time.sleep(0.02)
 
 
+def test_a_worker_holds_no_file_of_its_parent(tmp_path: Path) -> None:
+    """Of its parent's files a worker keeps the standard ones and its line: a lock ends with the parent that took it."""
+    with (tmp_path / "lock").open("w"):
+        team = workers.Workers(lambda share, r, attempt: None, 3)
+        team(1, 0)
+        held = [len(list(Path(f"/proc/{process}/fd").iterdir())) for process in team._lines]
+        team.close()
+    assert held == [4, 4]
+
+
 def overshooting(starts: tuple[float, ...]) -> tuple[list[Cell], FlatModel]:
     """Steps that are too long: who starts in the optimum stays there, others leave it nine times as far a step."""
     pool = make_federation((4, 4))

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import time
 import traceback
 import warnings
@@ -84,7 +83,6 @@ class Workers:
                 warnings.simplefilter("ignore", DeprecationWarning)  # a worker touches nothing that a thread could hold
                 process = os.fork()
             if not process:
-                ours.close()
                 _serve(self._work, share, theirs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -128,6 +126,7 @@ def _serve(work: Work, share: int, line: socket.socket) -> None:
     code = 1
     try:
         gc.freeze()
+        _keep_open(line.fileno())
         while order := line.recv(_ORDER.size, socket.MSG_WAITALL):
             work(share, *_ORDER.unpack(order))
             line.sendall(b".")
@@ -135,7 +134,12 @@ def _serve(work: Work, share: int, line: socket.socket) -> None:
     except ConnectionError:
         code = 0
     except BaseException:
-        traceback.print_exc(file=sys.stderr)
-        sys.stderr.flush()
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
+
+
+def _keep_open(line: int) -> None:
+    """Close all other files but the standard ones: a lock that the parent holds on one must end with the parent."""
+    os.closerange(3, line)
+    os.closerange(line + 1, os.sysconf("SC_OPEN_MAX"))
