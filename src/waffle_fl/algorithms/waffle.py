@@ -90,6 +90,7 @@ def calc_weights(
 class Waffle:
     """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
 
+    for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = scaffold.Scaffold
 
     sgd: SGD = field(default_factory=SGD)

@@ -56,6 +56,7 @@ def relative_distances(dy: Rows, alice: Tensor) -> Weights:
 class WeightErosion:
     """A model for Alice: FedAvg whose weights erode with distance until she trains alone."""
 
+    for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)

@@ -121,6 +121,16 @@ class Examiner:
         self.model, self._on_gpu = model, model.device.type == "cuda"
         self._known: dict[tuple[int, ...], Examination] = {}
 
+    def examine(self, federations: Sequence[Federation], nets: Sequence[Net]) -> list[dict[str, Tensor]]:
+        """Each Alice's model on her own test data, and on validation data where she has some."""
+        scores = self.score(federations, [f.test[f.alice] for f in federations], nets)
+        judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
+        theirs = [federations[k] for k in judged]
+        more = self.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged])
+        for k, found in zip(judged, more, strict=True):
+            scores[k] |= {f"validation_{key}": value for key, value in found.items()}
+        return scores
+
     def score(
         self, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
     ) -> list[dict[str, Tensor]]:

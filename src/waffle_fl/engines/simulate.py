@@ -9,61 +9,28 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Algorithm, Net, training_key
+from waffle_fl.algorithms import training_key
 from waffle_fl.batches import Batches
+from waffle_fl.engines.cells import Cell, Outcome, State, on_device
 from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
+from waffle_fl.engines.families import families_of, once_a_family
 from waffle_fl.engines.states import mapped
 from waffle_fl.engines.steps import Graphs, products
 from waffle_fl.engines.training import Training
 from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.errors import Diverged, WaffleError
-from waffle_fl.federation import Federation
 from waffle_fl.guard import OK, REASONS, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.wire import Envelope, Inbox, seal
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
-
-Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
-Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
-
-
-class State(NamedTuple):
-    """Everything a federation carries from round to round."""
-
-    server: Any
-    agents: Any
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One federation, one algorithm, one seed: a run."""
-
-    algorithm: Algorithm
-    federation: Federation
-    seed: int
-    state: State | None = None  # where to go on from; None is the start
-    tamper: Tamper | None = None  # what happens to the updates on their way, as tensors
-    post: Post | None = None  # and as bytes: then every update is packed, posted and unpacked
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one round brought one cell: measurements for the record, and the state after it."""
-
-    cell: int
-    round: int
-    measured: dict[str, Any]
-    state: State
-    error: Diverged | None = None
 
 
 def simulate(
@@ -80,13 +47,20 @@ def simulate(
 ) -> Iterator[list[Outcome]]:
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
     check_stack(cells, model, batch_size)
-    with closing(_Simulator(cells, model, rounds, batch_size, epochs, augment, guard, workers)) as simulator:
-        for r in range(start + 1, rounds + 1):  # A2.2
-            if not simulator.live:
-                return
-            with _one_thread(), products(model.precision):
-                outcomes = simulator.round(r)
-            yield outcomes
+
+    def each(some: Sequence[Cell], start: int) -> Iterator[list[Outcome]]:
+        with closing(_Simulator(some, model, rounds, batch_size, epochs, augment, guard, workers)) as simulator:
+            for r in range(start + 1, rounds + 1):  # A2.2
+                if not simulator.live:
+                    return
+                with _one_thread(), products(model.precision):
+                    outcomes = simulator.round(r)
+                yield outcomes
+
+    families = families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]
+    if len(families) == len(cells):
+        return each(cells, start)
+    return once_a_family(each, families, on_device(cells, model), model, start, rounds)
 
 
 def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
@@ -125,8 +99,8 @@ class _Simulator:
         guard: Guard,
         workers: int,
     ) -> None:
-        federations = _on_device([c.federation for c in cells], model)
-        self.cells = [replace(c, federation=f) for c, f in zip(cells, federations, strict=True)]
+        self.cells = on_device(cells, model)
+        federations = [c.federation for c in self.cells]
         self.model, self.rounds, self.batch_size, self.epochs, self.guard = model, rounds, batch_size, epochs, guard
         self.augment = augment
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
@@ -248,7 +222,7 @@ class _Simulator:
             else:
                 done = [close(algorithm, *settings, *work[i]) for i in group]
             closed |= dict(zip(group, done, strict=True))
-        scores = self._scores(indices, [closed[i].own for i in indices])
+        scores = self._examiner.examine([self.cells[i].federation for i in indices], [closed[i].own for i in indices])
         return [
             closed[i]._replace(measured={**scored, **closed[i].measured})
             for i, scored in zip(indices, scores, strict=True)
@@ -271,17 +245,6 @@ class _Simulator:
         for i in indices:
             groups.setdefault((self.cells[i].algorithm, self.cells[i].federation.agents), []).append(i)
         return list(groups.values())
-
-    def _scores(self, indices: Sequence[int], nets: Sequence[Net]) -> list[dict[str, Tensor]]:
-        """Accuracy and loss of each Alice's model on her own test data, and on validation data where she has some."""
-        federations = [self.cells[i].federation for i in indices]
-        scores = self._examiner.score(federations, [f.test[f.alice] for f in federations], nets)
-        judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
-        theirs = [federations[k] for k in judged]
-        more = self._examiner.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged])
-        for k, found in zip(judged, more, strict=True):
-            scores[k] |= {f"validation_{key}": value for key, value in found.items()}
-        return scores
 
     def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int) -> Outcome:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
@@ -316,16 +279,6 @@ class _Simulator:
         received, present = inbox.updates(type(up))
         device = self.model.device
         return type(up)(*(value.to(device) for value in received)), present.to(device), inbox.log
-
-
-def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Federation]:
-    """Each distinct pool is moved once, so federations that share it go on sharing it."""
-    pools: dict[int, Tensor] = {}
-    moved = []
-    for f in federations:
-        pool = pools.setdefault(id(f.x), f.x.to(model.device, model.dtype))
-        moved.append(replace(replace(f, x=pool[:0]).to(model.device, model.dtype), x=pool))
-    return moved
 
 
 @contextmanager
