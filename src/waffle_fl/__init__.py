@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.waffle import Waffle
     from waffle_fl.algorithms.weight_erosion import WeightErosion
     from waffle_fl.data import load
-    from waffle_fl.engines.simulate import Cell, simulate
+    from waffle_fl.engines.cells import Cell
+    from waffle_fl.engines.simulate import simulate
     from waffle_fl.errors import WaffleError
     from waffle_fl.federation import Federation, build
     from waffle_fl.models.flat import FlatModel
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "APFL": "algorithms.apfl",
     "SGD": "algorithms.contract",
-    "Cell": "engines.simulate",
+    "Cell": "engines.cells",
     "Ditto": "algorithms.ditto",
     "FedAvg": "algorithms.fedavg",
     "Federation": "federation",

@@ -20,8 +20,9 @@ from waffle_fl.algorithms import Net, training_key
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset, load
+from waffle_fl.engines.cells import Cell, Outcome, State
 from waffle_fl.engines.closing import SCORE_ROWS
-from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
+from waffle_fl.engines.simulate import check_stack, initial_state, simulate
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation, build, index_of, pool_of
 from waffle_fl.metrics import measure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Weights, everyone, one_hot
 
@@ -39,6 +39,8 @@ class Info(NamedTuple):
 @dataclass(frozen=True)
 class Local:
     """Plain SGD on the agent's own data, round after round."""
+
+    for_alice: ClassVar[bool] = True
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0

@@ -1,0 +1,58 @@
+"""What a simulation is asked for and what it gives: a Cell is a run, an Outcome is what one round brought it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from waffle_fl.algorithms import Algorithm
+from waffle_fl.errors import Diverged
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel
+
+Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
+Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
+
+
+class State(NamedTuple):
+    """Everything a federation carries from round to round."""
+
+    server: Any
+    agents: Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One federation, one algorithm, one seed: a run."""
+
+    algorithm: Algorithm
+    federation: Federation
+    seed: int
+    state: State | None = None  # where to go on from; None is the start
+    tamper: Tamper | None = None  # what happens to the updates on their way, as tensors
+    post: Post | None = None  # and as bytes: then every update is packed, posted and unpacked
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one round brought one cell: measurements for the record, and the state after it."""
+
+    cell: int
+    round: int
+    measured: dict[str, Any]
+    state: State
+    error: Diverged | None = None
+
+
+def on_device(cells: Sequence[Cell], model: FlatModel) -> list[Cell]:
+    """The cells with their data where the model is; each distinct pool is moved once and goes on being shared."""
+    pools: dict[int, Tensor] = {}
+    moved = []
+    for cell in cells:
+        f = cell.federation
+        pool = pools.setdefault(id(f.x), f.x.to(model.device, model.dtype))
+        moved.append(replace(cell, federation=replace(replace(f, x=pool[:0]).to(model.device, model.dtype), x=pool)))
+    return moved

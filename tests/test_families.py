@@ -1,0 +1,86 @@
+"""A model for every agent: training that does not look at Alice is done once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import BATCH, make_federation, make_model
+from waffle_fl import SGD, Cell, Federation, simulate
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.engines.cells import Outcome
+from waffle_fl.engines.families import families_of
+from waffle_fl.engines.simulate import _Simulator
+
+BLIND = ("fedavg", "scaffold", "apfl", "ditto")
+
+
+def everyone(method: str, federation: Federation, **options: object) -> list[Cell]:
+    algorithm = ALGORITHMS[method](sgd=SGD(0.1), **options)  # type: ignore[call-arg]
+    return [Cell(algorithm, replace(federation, alice=i), 1) for i in range(federation.agents)]
+
+
+def outcomes(cells: list[Cell], rounds: int = 4) -> list[list[Outcome]]:
+    return list(simulate(cells, make_model(), rounds=rounds, batch_size=BATCH))
+
+
+def alike(found: Outcome, expected: Outcome) -> bool:
+    """The same numbers and bits, whatever time it took."""
+    numbers = {**found.measured, "seconds": 0}, {**expected.measured, "seconds": 0}
+    bits = zip(
+        (*found.state.server, *found.state.agents), (*expected.state.server, *expected.state.agents), strict=True
+    )
+    return numbers[0] == numbers[1] and all(torch.equal(a, b) for a, b in bits)
+
+
+@pytest.mark.parametrize("method", [*BLIND, "local", "waffle", "weight-erosion"])
+def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
+    cells = everyone(method, make_federation())
+    assert len(families_of(cells)) == (1 if method in BLIND else len(cells))
+    together = outcomes(cells)
+    for i, cell in enumerate(cells):
+        for done, (alone,) in zip(together, outcomes([cell]), strict=True):
+            assert done[i].cell == i
+            assert alike(done[i], alone)
+
+
+def test_a_family_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    whole = _Simulator.round
+
+    def counted(simulator: _Simulator, r: int) -> list[Outcome]:
+        trained.append(len(simulator.live))
+        return whole(simulator, r)
+
+    monkeypatch.setattr(_Simulator, "round", counted)
+    outcomes(everyone("fedavg", make_federation()), rounds=3)
+    assert trained == [1, 1, 1]
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_an_agent_that_cannot_train_does_not_end_the_others(broken: int) -> None:
+    """Whose own data are unusable diverges as it would alone, first of the family or not; the others go on."""
+    federation = make_federation()
+    federation.x[federation.train[broken]] = torch.inf
+    cells = everyone("fedavg", federation)
+    together = outcomes(cells)
+    for i, cell in enumerate(cells):
+        alone = [one for (one,) in outcomes([cell])]
+        mine = [o for done in together for o in done if o.cell == i]
+        assert [bool(o.error) for o in mine] == [bool(o.error) for o in alone]
+        assert all(alike(a, b) for a, b in zip(mine, alone, strict=True))
+
+
+def test_other_seeds_starts_and_data_are_other_families() -> None:
+    federation = make_federation()
+    first, *_ = everyone("fedavg", federation)
+    cells = [
+        first,
+        replace(first, federation=replace(federation, alice=1)),
+        replace(first, seed=2),
+        replace(first, federation=make_federation()),
+        replace(first, tamper=lambda up, r: up),
+    ]
+    assert families_of(cells) == [[0, 1], [2], [3], [4]]
