@@ -27,8 +27,7 @@ from waffle_fl.experiment import Place, execute, federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.results import read_runs
 
-AGENTS = 3
-SMALL = Settings(data="digits", split="C", agents=AGENTS, rounds=6, alice="all", model="linear", samples_per_agent=60)
+SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", model="linear", samples_per_agent=60)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -247,6 +246,13 @@ def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
+def test_report_makes_the_page_anew(study: Decision, tmp_path: Path) -> None:
+    """`waffle report` on the folder of a decision writes its page, though its runs have many Alices."""
+    shown = waffle("report", study.first.folder.parent, "--out", tmp_path / "r")
+    assert shown.code == 0, shown.err
+    assert verdict(study.views[0], "waffle", "accuracy") in (tmp_path / "r" / "decision.html").read_text()
+
+
 # --- the page
 
 
@@ -316,7 +322,9 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         tab.locator("#range-waffle").focus()
         tab.keyboard.press("End")
         assert tab.locator("#range-waffle + output").inner_text() == "round 6"
-        assert cells.all_inner_texts() == [str(100 * (i == j)) for i in range(AGENTS) for j in range(AGENTS)] != before
+        last = [100 * share for v in study.views for share in v.taken["waffle"][-1]]
+        assert [float(text) for text in cells.all_inner_texts()] == pytest.approx(last, abs=0.6)
+        assert cells.all_inner_texts() != before
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert tab.pdf().startswith(b"%PDF")
         assert complaints == []

@@ -63,7 +63,9 @@ class Score:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Finished]:
-    """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl)."""
+    """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl).
+
+    Runs that a run folder holds are those it is compared with."""
     runs: list[Finished] = []
     for path in paths:
         if path.suffix == ".jsonl":
@@ -71,8 +73,8 @@ def read_runs(paths: Iterable[Path]) -> list[Finished]:
             continue
         if not path.is_dir():
             raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, there is no {path}")
-        one = (path / "config.json").exists()
-        folders = [path] if one else sorted(p.parent for p in path.glob("*/config.json"))
+        inner = sorted(p.parent for p in path.glob("*/config.json"))
+        folders = [path, *inner] if (path / "config.json").exists() else inner
         known = {run.folder.resolve() for run in runs}
         runs += [run for run in map(_read, (f for f in folders if f.resolve() not in known)) if run]
     if not runs:

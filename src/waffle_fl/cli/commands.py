@@ -19,11 +19,12 @@ from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.decide import PAGE, companions, decide_command, page_of, sentences
+from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
 from waffle_fl.cli.display import Output, live, show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
+from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import EVERYONE, Listener, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
@@ -101,7 +102,10 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Output, compa
         if output.json:
             print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
-    says = sentences(page_of(read_runs([run for _, run in runs]), folder)) if compared else []
+    says = []
+    if compared:
+        note_distances(config.settings, place, folder)
+        says = sentences(page_of(read_runs([run for _, run in runs]), folder, folder))
     if output.json:
         more = {"page": str(folder / PAGE), "says": says} if compared else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
@@ -223,16 +227,22 @@ def report(arguments: Sequence[str]) -> int:
     finished = read_runs(args.runs)
     first = args.runs[0]
     out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
-    page = write_report(finished, out, args.title)
+    alices = {(run.config.settings.alice, run.config.settings.leave_out) for run in finished}
+    decides = decidable(finished)
+    pages = [] if decides and len(alices) > 1 else [write_report(finished, out, args.title)]
+    if decides:
+        page_of(finished, first, out)
+        pages.append(out / PAGE)
     if args.record:
         with writable(Path(args.record)):
             Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
     if args.output.json:
-        print(json.dumps({"report": str(page), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
+        print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
     console = Console()
     show_tables(finished, console)
-    console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
+    for page in pages:
+        console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

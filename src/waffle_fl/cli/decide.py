@@ -14,7 +14,7 @@ from rich.console import Console
 
 from waffle_fl.cli.display import Output, live
 from waffle_fl.cli.flags import parse, settings_class
-from waffle_fl.config import RunConfig, check_name, check_run
+from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import words
 from waffle_fl.decision.distances import Distances, distances
 from waffle_fl.decision.page import write_page
@@ -69,24 +69,29 @@ def decide_command(arguments: Sequence[str]) -> int:
     runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place)
     with live(args.output) as listener:
         execute(runs, args.place, listener)
-    with writable(out):
-        write_json(out / UNLIKE, _unlike(s, args.place).to_json())
-    decision = page_of(read_runs([folder for _, folder in runs]), out)
+    note_distances(s, args.place, out)
+    decision = page_of(read_runs([folder for _, folder in runs]), out, out)
     _tell(decision, out / PAGE, args.output)
     return 0
 
 
-def page_of(runs: Sequence[Finished], out: Path) -> Decision:
-    """Write the page of these runs into the folder, with the distances that lie there."""
-    found = read_json(out / UNLIKE)
+def page_of(runs: Sequence[Finished], source: Path, out: Path) -> Decision:
+    """Write the page of these runs, with the distances that lie at their source."""
+    found = read_json(source / UNLIKE)
     decision = decide(runs, Distances(**found) if found else None)
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)
     return decision
 
 
-def _unlike(settings: Any, place: Place) -> Distances:
-    federation = federation_of(replace(settings, alice="0"), place.data_dir, place.allow_unverified)
-    return distances(federation, model_of(settings, federation, place, device_of(place.device)))
+def note_distances(settings: Settings, place: Place, out: Path) -> None:
+    """Measure how unlike the agents are, and keep it beside the runs."""
+    whole = replace(settings, alice="0", leave_out=())
+    federation = federation_of(whole, place.data_dir, place.allow_unverified)
+    found = distances(federation, model_of(whole, federation, place, device_of(place.device)))
+    with writable(out):
+        write_json(out / UNLIKE, found.to_json())
 
 
 def companions(config: RunConfig, folder: Path) -> list[tuple[RunConfig, Path]]:

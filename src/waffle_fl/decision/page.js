@@ -6,9 +6,10 @@ async function draw() {
     if (drawn.has(place) || place.closest("[hidden]")) continue;
     drawn.add(place);
     const chart = charts[place.dataset.chart];
+    await window.vegaEmbed(place, chart, { renderer: "svg", actions: false });
     place.setAttribute("role", "img");
     place.setAttribute("aria-label", chart.description);
-    await window.vegaEmbed(place, chart, { renderer: "svg", actions: false });
+    place.removeAttribute("aria-roledescription");
   }
   document.body.dataset.charts = drawn.size;
 }

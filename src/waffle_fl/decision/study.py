@@ -21,6 +21,7 @@ from waffle_fl.tensorfile import read_named
 
 ALONE, SHARED = "local", "fedavg"
 DEFAULT = (ALONE, SHARED, "weight-erosion", "waffle", "ditto")
+SAID = "predictions.safetensors"
 PHASES = 20  # steps of a matrix over time, at most
 
 
@@ -145,9 +146,9 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None) -> Deci
 
 
 def decidable(runs: Sequence[Finished]) -> bool:
-    """Do these runs hold training alone beside another method, and what each model said of the test data?"""
-    told = {run.config.method for run in runs if (run.folder / "predictions.safetensors").exists()}
-    return ALONE in told and len(told) > 1
+    """Do these runs, of one split, hold training alone and another method, and what each said of the test data?"""
+    told = {run.config.method for run in runs if (run.folder / SAID).exists()}
+    return ALONE in told and len(told) > 1 and len({run.row for run in runs}) == 1
 
 
 def _alice(run: Finished) -> str:
@@ -195,7 +196,7 @@ def _said(runs: Sequence[Finished], target: Any = None) -> tuple[dict[str, list[
     for run in sorted(runs, key=lambda run: run.config.settings.seed):
         if run.result["status"] != "finished":
             continue
-        tensors = read_named(run.folder / "predictions.safetensors", ("output", "target"))
+        tensors = read_named(run.folder / SAID, ("output", "target"))
         truth = tensors["target"].numpy()
         if target is not None and not np.array_equal(target, truth):
             raise WaffleError(f"{run.folder.name} was tested on other samples than the runs beside it: run them anew")
