@@ -27,7 +27,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	command -v chromium chromium-browser google-chrome > /dev/null || $(BIN)/playwright install chromium \
+	command -v chromium || command -v chromium-browser || command -v google-chrome \
+	  || $(BIN)/playwright install chromium \
 	  || echo "no Chromium, and none could be fetched: tests in a browser will be skipped"
 	touch $(READY)
 

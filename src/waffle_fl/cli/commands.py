@@ -229,10 +229,10 @@ def report(arguments: Sequence[str]) -> int:
     out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
     alices = {(run.config.settings.alice, run.config.settings.leave_out) for run in finished}
     decides = decidable(finished)
-    pages = [] if decides and len(alices) > 1 else [write_report(finished, out, args.title)]
-    if decides:
-        page_of(finished, first, out)
-        pages.append(out / PAGE)
+    alike = len(alices) == 1 or not decides
+    pages = [write_report(finished, out, args.title)] if alike else []
+    says = sentences(page_of(finished, first, out)) if decides else []
+    pages += [out / PAGE] if decides else []
     if args.record:
         with writable(Path(args.record)):
             Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
@@ -240,9 +240,10 @@ def report(arguments: Sequence[str]) -> int:
         print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
     console = Console()
-    show_tables(finished, console)
-    for page in pages:
-        console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
+    if alike:
+        show_tables(finished, console)
+    for line in [*says, *(f"page: {page.resolve()}" for page in pages)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
