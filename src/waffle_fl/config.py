@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
 from waffle_fl.algorithms.schedules import parse
+from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
 
 SCHEMA = 1
@@ -26,7 +28,17 @@ class Settings:
     """All that defines a run besides its method's own hyperparameters."""
 
     data: str = "digits"
-    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic."""
+    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic; or a folder of your own, one file an agent."""
+    target: str = ""
+    """The column to predict, in tables of your own."""
+    categorical: tuple[str, ...] = ()
+    """Columns of numbers that name categories; columns of text always do."""
+    preprocessing: Literal["federated", "local"] = "federated"
+    """Standardise columns of your tables by the mean and deviation of all agents, or each agent by its own."""
+    test_share: float = 0.25
+    """Share of each agent's rows to test on, where your files do not say which."""
+    task: Literal["auto", "classification", "regression"] = "auto"
+    """Predict classes or a number; auto goes by the target of your data."""
     split: str = "C"
     """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
     shares: tuple[tuple[float, ...], ...] = ()
@@ -101,6 +113,9 @@ class RunConfig:
 
     @property
     def label(self) -> str:
+        if is_folder(self.settings.data):
+            words = (Path(self.settings.data).resolve().name, self.settings.alice, self.method, self.settings.seed)
+            return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
         split = self.settings.split.replace("*", "-star")
         split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
         return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}"
@@ -124,6 +139,11 @@ class RunConfig:
         values = _tuples(content["settings"])
         options = content.get("options") or {}
         return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
+
+
+def is_folder(data: str) -> bool:
+    """Is it a folder of the user's own, and no data set by name?"""
+    return data not in NAMES and (os.sep in data or Path(data).is_dir())
 
 
 def option_types(method: str) -> dict[str, Any]:
@@ -302,7 +322,8 @@ def _described(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
     simple = {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}
-    return simple.get(hint, "a list of numbers" if hint == tuple[float, ...] else "a matrix of numbers")
+    lists = {tuple[float, ...]: "a list of numbers", tuple[str, ...]: "a list of texts"}
+    return simple.get(hint) or lists.get(hint, "a matrix of numbers")
 
 
 def _shown(value: Any) -> str:
@@ -349,6 +370,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "sizes": ("numbers above 0", lambda value: all(size > 0 for size in value)),
     "samples_per_agent": NOT_NEGATIVE,
     "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
+    "test_share": ("a fraction above 0 and below 1", lambda value: 0 < value < 1),
     "rounds": at_least(1),
     "epochs": at_least(1),
     "batch_size": at_least(1),

@@ -9,7 +9,7 @@ from torch import nn
 
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.models.dla import DLA
-from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss
+from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss, squared_error
 from waffle_fl.models.nets import LeNet5, Quadratic, linear, mlp
 
 Build = Callable[[Sequence[int], int], nn.Module]  # (shape of a sample, classes) -> module
@@ -57,4 +57,5 @@ __all__ = [
     "linear",
     "mlp",
     "output_is_loss",
+    "squared_error",
 ]
