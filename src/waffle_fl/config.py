@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 import tomllib
@@ -64,7 +63,7 @@ class Settings:
     shared_permutation: bool = False
     """Give all agents but Alice one and the same permutation."""
     model: str = "auto"
-    """Network: lenet5, lenet5-tanh, dla, mlp, linear, module:factory, or auto for the data set's own."""
+    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto: what suits the data."""
     rounds: int = 100
     """Communication rounds R."""
     epochs: int = 1
@@ -85,6 +84,15 @@ class Settings:
     """Server-side tests of each update besides finiteness."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
     """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
+
+    @property
+    def is_own(self) -> bool:
+        """Is the data a folder of the user's own, and no data set by name?"""
+        return self.data not in NAMES
+
+    @property
+    def data_name(self) -> str:
+        return Path(self.data).resolve().name if self.is_own else self.data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +121,8 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        if is_folder(self.settings.data):
-            words = (Path(self.settings.data).resolve().name, self.settings.alice, self.method, self.settings.seed)
+        if self.settings.is_own:
+            words = (self.settings.data_name, self.settings.alice, self.method, self.settings.seed)
             return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
         split = self.settings.split.replace("*", "-star")
         split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
@@ -139,11 +147,6 @@ class RunConfig:
         values = _tuples(content["settings"])
         options = content.get("options") or {}
         return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
-
-
-def is_folder(data: str) -> bool:
-    """Is it a folder of the user's own, and no data set by name?"""
-    return data not in NAMES and (os.sep in data or Path(data).is_dir())
 
 
 def option_types(method: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
 import signal
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Net, training_key
 from waffle_fl.algorithms.schedules import evaluate
-from waffle_fl.config import Experiment, RunConfig, Settings, is_folder
+from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
 from waffle_fl.errors import Diverged, WaffleError
@@ -110,7 +111,7 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
     """The federation that the settings describe; runs that differ in their seed alone share it."""
-    if is_folder(s.data):
+    if s.is_own and (os.sep in s.data or Path(s.data).is_dir()):
         return _own(replace(s, seed=0), _stamp(Path(s.data)))
     return _federation(replace(s, seed=0), data_dir, allow_unverified)
 
@@ -161,7 +162,7 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 def _origin(s: Settings, place: Place) -> dict[str, Any]:
     """What the record says of where the data came from."""
-    if is_folder(s.data):
+    if s.is_own:
         return {}
     dataset = _dataset(s.data, place.data_dir, place.allow_unverified)
     return {"data_verified": dataset.verified, **({"data_note": dataset.note} if dataset.note else {})}
@@ -262,6 +263,7 @@ def _open(
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = _model(config.settings, federation, place, device)
+    _check_output(config.settings.model, model, federation)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
@@ -273,6 +275,9 @@ def _open(
         alice=whole.alice,
         label_counts=whole.label_counts().tolist(),
         test_samples=len(federation.test[federation.alice]),
+        task=whole.task,
+        classes=list(whole.class_names),
+        sample=list(whole.shape),
         **_origin(config.settings, place),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         parameters=model.size,
@@ -285,6 +290,8 @@ def _open(
         for note in run.notes:
             listener.warned(note)
         return result
+    if federation.preprocessing:
+        run.keep("preprocessing.json", federation.preprocessing.to_json())
     for note in notes:
         listener.warned(f"{folder.name}: {note}")
     template = _tensors(initial_state(cell, model))
@@ -296,6 +303,23 @@ def _open(
     state = _state(tensors, initial_state(cell, model)) if tensors else None
     next_save = time.monotonic() + place.checkpoint_seconds
     return _Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
+
+
+def _check_output(name: str, model: FlatModel, federation: Federation) -> None:
+    """A model that does not fit the data is told before the first round."""
+    net = model.init(0)
+    sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
+    try:
+        found = tuple(model.predict(net.params, net.stats, sample).shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise WaffleError(f"the model {name} cannot take samples of shape {federation.shape}: {reason}") from None
+    wanted = [(1, federation.outputs)] + ([(1,)] if federation.task == "regression" else [])
+    if found not in wanted:
+        raise WaffleError(
+            f"the model {name} answers one sample in the shape {found}, expected {wanted[0]}: "
+            f"{'a number' if federation.task == 'regression' else 'a score for each class'}"
+        )
 
 
 def _check_schedules(config: RunConfig) -> None:
@@ -323,7 +347,8 @@ def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
             s.guard,
             s.precision,
         )
-        groups.setdefault((*key, job.start, job.cell.federation.agents, job.compiled), []).append(job)
+        f = job.cell.federation
+        groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(job)
     return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
 
 
