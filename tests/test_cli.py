@@ -980,3 +980,19 @@ def test_a_split_that_cannot_be_shown_is_refused(here: Path, flags: list[str], w
     """An unknown split, no agents, and a picture that cannot be written are refused in one line."""
     assert what in refusal(waffle("data", "digits", *flags))
     assert list(here.iterdir()) == []
+
+
+def test_a_model_for_every_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--alice all` trains one model an agent, each in a folder of its own, and shows the mean and the worst."""
+    monkeypatch.chdir(tmp_path)
+    line = ["run", "waffle", "--data", "digits", "--agents", "3", "--rounds", "2", "--alice", "all", "--quiet"]
+    assert COMMANDS["run"](line[1:]) == 0
+    shown = capsys.readouterr().out
+    assert "balanced accuracy" in shown
+    assert "lowest" in shown
+    assert len(list(tmp_path.glob("runs/*/*/model.safetensors"))) == 3
+    assert COMMANDS["run"]([*line[1:], "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [set(r["metrics"]) for r in results] == [{"accuracy", "balanced_accuracy", "auc", "log_loss"}] * 3

@@ -13,7 +13,7 @@ import waffle_fl
 
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
-    {"errors", "randomness"},
+    {"errors", "metrics", "randomness"},
     {"augment", "data", "models", "tensorfile"},
     {"own", "partition"},
     {"federation", "wire"},

@@ -781,7 +781,8 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "run"
     first = finish(folder, config(method))
     before = snapshot(folder)
-    assert set(before) == {"config.json", "provenance.json", "rounds.jsonl", "result.json", "model.safetensors"}
+    tensors = {"model.safetensors", "predictions.safetensors"}
+    assert set(before) == {"config.json", "provenance.json", "rounds.jsonl", "result.json", *tensors}
     monkeypatch.setattr(experiment, "simulate", lambda *_, **__: pytest.fail("training began"))
     watcher = Watcher()
     assert finish(folder, config(method), watcher) == first

@@ -49,7 +49,7 @@ class Settings:
     agents: int = 10
     """Number of agents."""
     alice: str = "0"
-    """The agent the model is for: her number or her name."""
+    """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
     samples_per_agent: int = 0
     """Training samples an agent; 0 takes all there are."""
     validation: float = 0.0
@@ -121,12 +121,11 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        if self.settings.is_own:
-            words = (self.settings.data_name, self.settings.alice, self.method, self.settings.seed)
-            return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
-        split = self.settings.split.replace("*", "-star")
-        split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
-        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}"
+        s = self.settings
+        split = f"shares{'*' * s.split.endswith('*')}" if s.shares else s.split
+        where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}"
+        alice = "" if s.alice == "0" else f"-{s.alice}"
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}")
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]

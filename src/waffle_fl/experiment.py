@@ -21,15 +21,18 @@ from waffle_fl.algorithms import Net, training_key
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset, load
+from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation, build, index_of, pool_of
+from waffle_fl.metrics import measure
 from waffle_fl.models import STATS_POLICY, FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.own import Reading
 from waffle_fl.partition import split
 from waffle_fl.records import Run, provenance, read_rounds, summary
 
 FILES_A_RUN, SPARE_FILES = 2, 200
+EVERYONE = "all"
 STACK = 64  # runs that train together at most
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
@@ -149,7 +152,7 @@ def _own(s: Settings, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
     if odd:
         raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
     reading = {f.name: getattr(s, f.name) for f in fields(Reading)}
-    return Federation.from_folder(s.data, alice=s.alice, **reading)
+    return Federation.from_folder(s.data, alice=None if s.alice == EVERYONE else s.alice, **reading)
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -184,8 +187,9 @@ def advice(config: RunConfig, federation: Federation) -> list[str]:
     return notes
 
 
-def plan(experiment: Experiment, out: Path) -> list[tuple[RunConfig, Path]]:
+def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[tuple[RunConfig, Path]]:
     """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
+    place = place or Place()
     runs = []
     for method in experiment.methods:
         for kind in experiment.splits:
@@ -194,9 +198,22 @@ def plan(experiment: Experiment, out: Path) -> list[tuple[RunConfig, Path]]:
                 options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
                 given = {k: v for k, v in options.items() if v is not None}
                 settings = replace(experiment.settings, split=kind, seed=seed)
-                config = RunConfig(method=method, settings=settings, options=given)
-                runs.append((config, out / config.label))
+                for alice in alices(settings, place):
+                    config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
+                    runs.append((config, out / config.label))
     return runs
+
+
+def alices(s: Settings, place: Place) -> list[str]:
+    """The agents that a model is wanted for: the one who is named, or each who can be."""
+    if s.alice != EVERYONE:
+        return [s.alice]
+    wanted = s if s.is_own else replace(s, alice="0")
+    federation = federation_of(wanted, place.data_dir, place.allow_unverified)
+    able = [
+        (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
+    ]
+    return [str(i) if name == f"agent {i}" else name for i, name in able]
 
 
 @dataclass
@@ -422,14 +439,28 @@ def _log(job: _Job, outcome: Outcome, listener: Listener) -> None:
 def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
     result = summary(read_rounds(job.run.folder / "rounds.jsonl"), status, message)
     state = job.latest[1] if job.latest else job.cell.state
-    if status == "finished" and state is not None:
-        federation = job.cell.federation
-        net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
-        own = Net(net.params[federation.alice], net.stats[federation.alice])
-        job.run.close(result, model.state_dict(own))
-    else:
-        job.run.close(result, None)
+    if status != "finished" or state is None:
+        job.run.close(result)
+        return result
+    federation = job.cell.federation
+    net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
+    own = Net(net.params[federation.alice], net.stats[federation.alice])
+    said = predictions(model, own, federation)
+    result |= {"metrics": measure(said["output"], said["target"])}
+    job.run.close(result, model.state_dict(own), said)
     return result
+
+
+def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str, Tensor]:
+    """What a model says of Alice's test data, beside the truth; numbers in the target's own unit."""
+    rows = federation.test[federation.alice]
+    parts = torch.split(rows, SCORE_ROWS)
+    output = torch.cat([model.predict(*net, federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
+    said = {"output": output, "target": federation.labels(federation.alice, rows)}
+    prepared = federation.preprocessing
+    if prepared is None or federation.task == "classification":
+        return said
+    return {name: prepared.target_mean + prepared.target_deviation * numbers for name, numbers in said.items()}
 
 
 def _model(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
@@ -488,4 +519,15 @@ def _stop_requests(minutes: float = 0.0) -> Iterator[Callable[[], int]]:
             signal.signal(number, old)
 
 
-__all__ = ["Diverged", "Interrupted", "Listener", "Place", "advice", "device_of", "execute", "federation_of", "plan"]
+__all__ = [
+    "EVERYONE",
+    "Diverged",
+    "Interrupted",
+    "Listener",
+    "Place",
+    "advice",
+    "device_of",
+    "execute",
+    "federation_of",
+    "plan",
+]

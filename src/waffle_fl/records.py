@@ -140,11 +140,17 @@ class Run:
             for old in sorted(self.folder.glob("checkpoint-*.safetensors"))[:-KEPT]:
                 old.unlink()
 
-    def close(self, result: Mapping[str, Any], model: Mapping[str, Tensor] | None) -> None:
-        """Write the final model and how the run ended; a finished run needs its checkpoints no more."""
+    def close(
+        self,
+        result: Mapping[str, Any],
+        model: Mapping[str, Tensor] | None = None,
+        predictions: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write the final model, what it says of Alice's test data, and how the run ended; checkpoints may go then."""
         with _readable_errors(self.folder):
-            if model is not None:
-                write_tensors(self.folder / "model.safetensors", {"round": str(result["rounds"])}, model)
+            for name, tensors in (("model", model), ("predictions", predictions)):
+                if tensors is not None:
+                    write_tensors(self.folder / f"{name}.safetensors", {"round": str(result["rounds"])}, tensors)
             write_json(self.folder / "result.json", result)
             if result["status"] == "finished":
                 for old in self.folder.glob("checkpoint-*.safetensors"):

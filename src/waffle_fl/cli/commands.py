@@ -20,12 +20,12 @@ from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.display import Live, show_result, show_study, show_tables
+from waffle_fl.cli.display import Live, show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import Listener, Place, execute, federation_of, plan
+from waffle_fl.experiment import EVERYONE, Listener, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -77,6 +77,8 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
+    if config.settings.alice == EVERYONE:
+        return _finish_everyone(config, folder, args.place, args.output)
     return _finish(config, folder, args.place, args.output)
 
 
@@ -114,6 +116,28 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Output) -> in
     return 0
 
 
+def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Output) -> int:
+    """One run an agent, each agent the Alice of its own, all trained together."""
+    s = config.settings
+    grid = Experiment(
+        methods=(config.method,),
+        splits=(s.split,),
+        seeds=(s.seed,),
+        settings=s,
+        options={config.method: config.options},
+    )
+    runs = plan(grid, folder, place)
+    with _live(output) as listener:
+        results = execute(runs, place, listener)
+    if output.json:
+        print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
+    else:
+        console = Console()
+        show_everyone([(c.settings.alice, r) for (c, _), r in zip(runs, results, strict=True)], console)
+        console.print(f"run folders: {folder}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
 def bench(arguments: Sequence[str]) -> int:
     """Run a grid: waffle bench FILE.toml."""
 
@@ -139,14 +163,14 @@ def bench(arguments: Sequence[str]) -> int:
     for experiment in experiments:
         folder = out.joinpath(*experiment.name.split("/")[1:])
         if args.plan:
-            print("\n".join(str(run) for _, run in plan(experiment, folder)))
+            print("\n".join(str(run) for _, run in plan(experiment, folder, args.place)))
         else:
             _grid(experiment, folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
     return 0
 
 
 def _grid(experiment: Experiment, out: Path, place: Place, output: Output, title: str) -> int:
-    runs = plan(experiment, out)
+    runs = plan(experiment, out, place)
     with _live(output) as listener:
         results = execute(runs, place, listener)
     finished = read_runs([folder for _, folder in runs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -163,3 +164,25 @@ def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str,
     if last.get("weights"):
         weights = "  ".join(f"{w:.2f}" for w in last["weights"])
         console.print(f"weights of the last round: {weights}", highlight=False)
+
+
+def show_everyone(results: Sequence[tuple[str, Mapping[str, Any]]], console: Console) -> None:
+    """How each agent fared with the model that was trained for it; the mean and the worst last."""
+    values: dict[str, list[float | None]] = {}
+    for _, result in results:
+        for name, value in result.get("metrics", {}).items():
+            values.setdefault(name, []).append(value)
+    metrics = [name for name, found in values.items() if any(v is not None for v in found)]
+    table = Table()
+    for column in ("agent", *(name.replace("_", " ") for name in metrics)):
+        table.add_column(column, justify="left" if column == "agent" else "right")
+    for i, (agent, result) in enumerate(results):
+        own = result.get("metrics", {})
+        table.add_row(agent, *(_shown(own.get(name)) for name in metrics), end_section=i + 1 == len(results))
+    for title, pick in (("mean", mean), ("lowest", min), ("highest", max)):
+        table.add_row(title, *(_shown(pick([v for v in values[name] if v is not None])) for name in metrics))
+    console.print(table)
+
+
+def _shown(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
