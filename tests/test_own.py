@@ -231,7 +231,7 @@ def test_hold_out_is_a_partition(rows: list[tuple[bytes, int]], share: float, se
 WRONG_TABLES = {
     "a missing column": ({"s": "age,sex,ill\n1,f,no\n"}, "s.csv lacks 'ward'"),
     "a column more": ({"s": "age,sex,ward,x,ill\n1,f,a,2,no\n"}, "s.csv adds 'x'"),
-    "text in a numeric column": ({"s": f"{HEADER}\n50,f,a,no\nold,m,b,yes\n"}, "'age' holds numbers, but line 3 says 'old'"),
+    "text in a numeric column": ({"s": f"{HEADER}\n50,f,a,no\nold,m,b,yes\n"}, "holds numbers, but line 3 says 'old'"),
     "infinity": ({"s": f"{HEADER}\n50,f,a,no\ninf,m,b,yes\n"}, "line 3 says 'inf'"),
     "an empty file": ({"s": ""}, "s.csv is empty"),
     "a header alone": ({"s": HEADER + "\n"}, "no rows"),

@@ -67,15 +67,12 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
             stream.seek(0)
             delimiter = max(",;\t", key=first.count)
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            lines = [
-                (reader.line_num, [" ".join(cell.split()) for cell in row])
-                for row in reader
-                if any(map(str.strip, row))
-            ]
+            rows = [(reader.line_num, [" ".join(cell.split()) for cell in row]) for row in reader]
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV anew") from None
+    lines = [(number, row) for number, row in rows if any(row)]
     if not lines:
         raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
     return lines
