@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
 from waffle_fl.config import Settings
 from waffle_fl.errors import WaffleError
-from waffle_fl.federation import Federation
+from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.own import Reading
 
 SPLITTING = (  # settings that make agents out of one data set
@@ -23,12 +23,13 @@ def own_federation(s: Settings, alice: str | None) -> Federation:
     odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
     if odd:
         raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
-    return _read(s.data, alice, Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(Path(s.data)))
+    found = _read(s.data, Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(Path(s.data)))
+    return found if alice is None else check_alice(replace(found, alice=index_of(alice, found.names)))
 
 
-@lru_cache(maxsize=16)
-def _read(folder: str, alice: str | None, how: Reading, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
-    return Federation.from_folder(folder, alice=alice, **vars(how))
+@lru_cache(maxsize=4)
+def _read(folder: str, how: Reading, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
+    return Federation.from_folder(folder, **vars(how))
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
