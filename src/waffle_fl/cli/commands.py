@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     check_name(folder.name)
     if config.settings.alice == EVERYONE:
         return _finish_everyone(config, folder, args.place, args.output)
-    compared = config.settings.data not in data.NAMES and config.method != "local" and not args.alone
+    compared = config.settings.is_own and config.method != "local" and not args.alone
     return _finish(config, folder, args.place, args.output, compared)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from waffle_fl.decision.distances import Distances, distances
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.experiment import Place, device_of, execute, federation_of, model_of
+from waffle_fl.experiment import Place, device_of, everyone_of, execute, model_of
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import Finished, read_runs
 
@@ -64,7 +64,7 @@ def decide_command(arguments: Sequence[str]) -> int:
             raise WaffleError(f"{name}: expected at least one, none of them twice, got {chosen!r}")
     configs = [check_run(method, {**given, "seed": seed}, {}) for method in asked.methods for seed in asked.seeds]
     s = configs[0].settings
-    out = Path(asked.out or Path("runs") / f"{Path(s.data).resolve().name}-decision")
+    out = Path(asked.out or Path("runs") / f"{s.data_name}-decision")
     check_name(out.name)
     runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place)
     with live(args.output) as listener:
@@ -87,9 +87,8 @@ def page_of(runs: Sequence[Finished], source: Path, out: Path) -> Decision:
 
 def note_distances(settings: Settings, place: Place, out: Path) -> None:
     """Measure how unlike the agents are, and keep it beside the runs."""
-    whole = replace(settings, alice="0", leave_out=())
-    federation = federation_of(whole, place.data_dir, place.allow_unverified)
-    found = distances(federation, model_of(whole, federation, place, device_of(place.device)))
+    federation = everyone_of(settings, place)
+    found = distances(federation, model_of(settings, federation, place, device_of(place.device)))
     with writable(out):
         write_json(out / UNLIKE, found.to_json())
 

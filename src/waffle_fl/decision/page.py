@@ -166,9 +166,10 @@ def _gains_table(decision: Decision, method: str) -> str:
     for view, gain in gainers(decision.views, method, decision.metric):
         scores = [view.standings[m].scores[decision.metric] for m in (ALONE, method)]
         cells = "".join(_interval(found, decision.metric) for found in scores) + _gain(gain, decision.metric)
-        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}<td>{view.tests}</td></tr>')
+        samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
+        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
     unit = words.METRIC_TITLES[decision.metric]
-    return _table(["agent", "alone", TITLES[method], "gain", "test samples"], rows, f"{unit}, with 95 % intervals")
+    return _table(["agent", "alone", TITLES[method], "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals")
 
 
 def _collaboration(decision: Decision) -> str:

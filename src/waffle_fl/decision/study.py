@@ -14,7 +14,7 @@ from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, gain, metrics_of, value
 from waffle_fl.decision.distances import Distances
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import EVERYONE, Place, federation_of, handle, plan
+from waffle_fl.experiment import EVERYONE, Place, everyone_of, handle, plan
 from waffle_fl.federation import index_of
 from waffle_fl.results import WEIGHING, Finished, check_alike, methods_of
 from waffle_fl.tensorfile import read_named
@@ -96,7 +96,7 @@ def runs_for(
         methods=methods, splits=(settings.split,), seeds=tuple(seeds), settings=settings, options=options or {}
     )
     runs = plan(grid, out, place)
-    whole = federation_of(replace(settings, alice="0"), place.data_dir, place.allow_unverified)
+    whole = everyone_of(settings, place)
     chosen = {index_of(config.settings.alice, whole.names): config.settings.alice for config, _ in runs}
     asked = list(chosen) if EVERYONE in without else [index_of(name, whole.names) for name in without]
     strangers = [whole.names[i] for i in asked if i not in chosen]
@@ -133,7 +133,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None) -> Deci
         metrics.add(measured)
     first = whole[0]
     return Decision(
-        data=first.config.settings.data,
+        data=first.config.settings.data_name,
         metrics=max(metrics, key=len),
         method=method,
         methods=tuple(methods),
@@ -148,7 +148,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None) -> Deci
 def decidable(runs: Sequence[Finished]) -> bool:
     """Do these runs, of one split, hold training alone and another method, and what each said of the test data?"""
     told = {run.config.method for run in runs if (run.folder / SAID).exists()}
-    return ALONE in told and len(told) > 1 and len({run.row for run in runs}) == 1
+    return ALONE in told and len(told) > 1 and len({run.config.settings.split for run in runs}) == 1
 
 
 def _alice(run: Finished) -> str:
