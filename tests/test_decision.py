@@ -19,7 +19,7 @@ from test_cli import waffle
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.bootstrap import Interval
 from waffle_fl.decision.distances import Distances, distances, feature_distance
-from waffle_fl.decision.page import write_page
+from waffle_fl.decision.page import together, write_page
 from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
 from waffle_fl.decision.words import caution, everyone, partners, signed, verdict
 from waffle_fl.errors import WaffleError
@@ -53,7 +53,7 @@ def view(found: Interval, tests: int = 200, **more: Any) -> View:
     joined = Standing(
         "waffle", {"accuracy": Interval(0.74 + found.value, 0.7, 0.9)}, {"accuracy": found}, (0.74 + found.value,)
     )
-    return View("VA", 100, tests, 50, {"local": alone, "waffle": joined}, {}, more.get("partners", {}))
+    return View("VA", 100, tests, 50, 0.5, {"local": alone, "waffle": joined}, {}, more.get("partners", {}))
 
 
 # --- who is left out
@@ -153,6 +153,12 @@ def test_a_small_test_set_is_said_to_be_small(study: Decision) -> None:
     assert caution(view(Interval(0.07, 0.02, 0.12)), study) == []
 
 
+def test_a_model_that_guesses_is_told(study: Decision) -> None:
+    """Where no method beats the commonest answer, an accuracy alone would mislead."""
+    lopsided = replace(view(Interval(0.01, -0.03, 0.05)), commonest=0.8)
+    assert any("always giving the commonest answer, which is right for 80.0 %" in s for s in caution(lopsided, study))
+
+
 def test_partners_who_help_and_who_hurt(study: Decision) -> None:
     """Clear ones are named; where there are none, the most helpful is."""
     found = {"x": Interval(0.1, 0.05, 0.15), "y": Interval(-0.1, -0.15, -0.05), "z": Interval(0.0, -0.1, 0.1)}
@@ -209,6 +215,16 @@ def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
         decide([*runs[1:], odd])
 
 
+def test_another_metric_can_decide(study: Decision) -> None:
+    """Balanced accuracy decides if it is asked to; what the data do not define is refused."""
+    runs = read_runs([study.first.folder.parent])
+    other = decide(runs, metric="balanced_accuracy")
+    assert other.metric == "balanced_accuracy"
+    assert "its balanced accuracy is" in verdict(other.views[0], "waffle", other.metric)
+    with pytest.raises(WaffleError, match="agent 0: auc is not defined on its test data"):
+        decide(runs, metric="auc")
+
+
 def test_phases_cover_every_round_once() -> None:
     """A slider has at most 20 stops, and every round belongs to one."""
     for rounds in (1, 6, 20, 21, 100, 1000):
@@ -250,7 +266,7 @@ def test_report_makes_the_page_anew(study: Decision, tmp_path: Path) -> None:
     """`waffle report` on the folder of a decision writes its page, though its runs have many Alices."""
     shown = waffle("report", study.first.folder.parent, "--out", tmp_path / "r")
     assert shown.code == 0, shown.err
-    assert verdict(study.views[0], "waffle", "accuracy") in (tmp_path / "r" / "decision.html").read_text()
+    assert together(verdict(study.views[0], "waffle", "accuracy")) in (tmp_path / "r" / "decision.html").read_text()
 
 
 # --- the page
@@ -262,7 +278,7 @@ def test_the_page_is_self_contained(study: Decision, tmp_path: Path) -> None:
     assert 'src="http' not in text
     assert 'href="http' not in text
     for v in study.views:
-        assert verdict(v, "waffle", "accuracy") in text
+        assert together(verdict(v, "waffle", "accuracy")) in text
     assert "Who gains by joining?" in text
     alone = write_page(replace(study, views=study.views[:1]), tmp_path / "one.html").read_text()
     assert "Should agent 0 join?" in alone
@@ -313,7 +329,8 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         tab.select_option("#agent", label="agent 1")
         tab.wait_for_selector('[data-chart="partners-1"] svg')
         assert charts.count() == 4
-        assert verdict(study.views[1], "waffle", "accuracy") in tab.locator(".verdict:visible").inner_text()
+        said = tab.locator(".verdict:visible").inner_text().replace("\xa0", " ")
+        assert verdict(study.views[1], "waffle", "accuracy") in said
         tab.select_option("#method", label="FedAvg")
         tab.wait_for_selector('[data-chart="gains-fedavg"] svg')
         assert "With FedAvg" in tab.locator('[data-of="method"]:visible').inner_text()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -16,6 +16,7 @@ from waffle_fl.cli.display import Output, live
 from waffle_fl.cli.flags import parse, settings_class
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import words
+from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.distances import Distances, distances
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
@@ -37,6 +38,8 @@ class Comparison:
     """Each method is trained once with each."""
     without: tuple[str, ...] = ()
     """Agents (or `all`) for whom WAFFLE is also trained with each partner left out in turn: who helps them?"""
+    metric: Literal["auto", "accuracy", "balanced_accuracy", "auc", "rmse"] = "auto"
+    """What decides; auto takes accuracy, or the root mean squared error of numbers."""
     out: str = ""
     """Folder of the runs and of the page; by default runs/DATA-decision. Finished runs in it are not run again."""
 
@@ -70,15 +73,17 @@ def decide_command(arguments: Sequence[str]) -> int:
     with live(args.output) as listener:
         execute(runs, args.place, listener)
     note_distances(s, args.place, out)
-    decision = page_of(read_runs([folder for _, folder in runs]), out, out)
+    decision = page_of(
+        read_runs([folder for _, folder in runs]), out, out, None if asked.metric == "auto" else asked.metric
+    )
     _tell(decision, out / PAGE, args.output)
     return 0
 
 
-def page_of(runs: Sequence[Finished], source: Path, out: Path) -> Decision:
+def page_of(runs: Sequence[Finished], source: Path, out: Path, metric: Metric | None = None) -> Decision:
     """Write the page of these runs, with the distances that lie at their source."""
     found = read_json(source / UNLIKE)
-    decision = decide(runs, Distances(**found) if found else None)
+    decision = decide(runs, Distances(**found) if found else None, metric)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)

@@ -169,7 +169,9 @@ def _gains_table(decision: Decision, method: str) -> str:
         samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
         rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
     unit = words.METRIC_TITLES[decision.metric]
-    return _table(["agent", "alone", TITLES[method], "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals")
+    return _table(
+        ["agent", "alone", TITLES[method], "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
+    )
 
 
 def _collaboration(decision: Decision) -> str:
@@ -304,4 +306,9 @@ def _select(name: str, label: str, options: Mapping[str, str]) -> str:
 
 def _paragraphs(texts: Iterable[str], kind: str = "") -> str:
     mark = f' class="{kind}"' if kind else ""
-    return "".join(f"<p{mark}>{escape(text)}</p>" for text in texts if text)
+    return "".join(f"<p{mark}>{together(text)}</p>" for text in texts if text)
+
+
+def together(text: str) -> str:
+    """Escaped, and no line breaks between a number and its sign."""
+    return escape(text).replace(" %", "&#160;%")

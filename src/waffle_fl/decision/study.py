@@ -43,6 +43,7 @@ class View:
     training: int
     tests: int
     rarest: int  # test samples of its rarest class
+    commonest: float  # share of its commonest class: what a model would get right that always says the same
     standings: dict[str, Standing]
     taken: dict[str, list[list[float]]]  # method -> round -> whose updates it took, mean over seeds
     partners: dict[str, Interval]  # partner -> what its presence is worth to this agent
@@ -112,8 +113,8 @@ def runs_for(
     return runs
 
 
-def decide(runs: Sequence[Finished], distances: Distances | None = None) -> Decision:
-    """Compare the methods on each agent's own test data."""
+def decide(runs: Sequence[Finished], distances: Distances | None = None, metric: Metric | None = None) -> Decision:
+    """Compare the methods on each agent's own test data, by this metric: else by accuracy, or the error of numbers."""
     check_alike(runs, ("seed", "alice", "leave_out"))
     whole = [run for run in runs if not run.config.settings.leave_out]
     by_agent: dict[str, list[Finished]] = {}
@@ -128,7 +129,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None) -> Deci
     views, metrics = [], set()
     for name in sorted(by_agent, key=names.index):
         mine = [run for run in less if _alice(run) == name and run.config.method == method]
-        view, measured = _view(name, names, methods, method, by_agent[name], mine)
+        view, measured = _view(name, names, methods, method, by_agent[name], mine, metric)
         views.append(view)
         metrics.add(measured)
     first = whole[0]
@@ -156,12 +157,21 @@ def _alice(run: Finished) -> str:
 
 
 def _view(
-    name: str, names: Sequence[str], methods: Sequence[str], method: str, runs: list[Finished], less: list[Finished]
+    name: str,
+    names: Sequence[str],
+    methods: Sequence[str],
+    method: str,
+    runs: list[Finished],
+    less: list[Finished],
+    metric: Metric | None,
 ) -> tuple[View, tuple[Metric, ...]]:
     said, target = _said(runs)
     if ALONE not in said:
         raise WaffleError(f"{name}: no run of local came to its end, so nothing can be compared with it")
-    metrics = tuple(metrics_of(target, said[ALONE][0].shape[1] if said[ALONE][0].ndim > 1 else 1))
+    able = metrics_of(target, said[ALONE][0].shape[1] if said[ALONE][0].ndim > 1 else 1)
+    if metric and metric not in able:
+        raise WaffleError(f"{name}: {metric} is not defined on its test data; there is {', '.join(able)}")
+    metrics = tuple(sorted(able, key=lambda m: m != metric))
     standings = {}
     for m in (m for m in methods if m in said):
         gains = {k: gain(k, said[m], said[ALONE], target) for k in metrics} if m != ALONE else {}
@@ -182,6 +192,7 @@ def _view(
         training=sum(counts[names.index(name)]) if counts and counts[0] else 0,
         tests=len(target),
         rarest=int(classes.min()),
+        commonest=float(classes.max() / classes.sum()),
         standings=standings,
         taken={m: _taken([run for run in runs if run.config.method == m]) for m in WEIGHING if m in said},
         partners=partners,

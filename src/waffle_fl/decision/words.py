@@ -79,6 +79,12 @@ def caution(view: View, decision: Decision) -> list[str]:
     if view.tests < SMALL:
         one = f": one sample more or less is {100 / view.tests:.1f} points" if decision.metric == "accuracy" else ""
         said.append(f"{view.name} has only {view.tests} test samples{one}. Read this as a hint, not as proof.")
+    top = max((s.scores["accuracy"].value for s in view.standings.values() if "accuracy" in s.scores), default=1.0)
+    if top <= view.commonest:
+        said.append(
+            f"No method does better than always giving the commonest answer, which is right for "
+            f"{number(view.commonest, 'accuracy')}: look at balanced accuracy and AUC before using any of these models."
+        )
     if view.rarest < FEW and decision.metric != "rmse":
         said.append(f"Its rarest class has {view.rarest} test sample{'s' if view.rarest > 1 else ''}.")
     if decision.seeds == 1:
@@ -127,7 +133,10 @@ def everyone(decision: Decision, method: str) -> list[str]:
     counts = {sign: [v.name for v, gain in found if gain.sign == sign] for sign in (1, 0, -1)}
     up, level, down = (counts[sign] for sign in (1, 0, -1))
     rest = f", and for {len(level)} there is no clear difference" if level else ""
-    sentences = [f"With {TITLES[method]}, {_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly{rest}."]
+    said = f"{_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly{rest}"
+    if len(level) == len(found):
+        said = f"none of the {len(level)} agents clearly gains or loses"
+    sentences = [f"With {TITLES[method]}, {said}."]
     if down:
         sentences.append(f"Clearly worse off: {listed(down)}.")
     if len(found) > 1:
