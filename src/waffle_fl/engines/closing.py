@@ -79,7 +79,7 @@ def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *setti
 
 @torch.no_grad()
 def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Tensor]:
-    """Accuracy and mean loss of one model on these samples."""
+    """Accuracy, or the error of a regression in its target's own unit, and mean loss of one model on these samples."""
     correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
     for part in torch.split(rows, SCORE_ROWS):
         output = model.predict(net.params, net.stats, federation.x[part])
@@ -87,14 +87,21 @@ def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> d
         total += model.losses(output, target).double().sum()
         if output.ndim == 2:
             correct += (output.argmax(dim=1) == target).sum()
-    return {"accuracy": correct / len(rows), "loss": total / len(rows)}
+    return _graded(federation, correct / len(rows), total / len(rows))
+
+
+def _graded(federation: Federation, accuracy: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """Numbers that were predicted have no accuracy but an error, told in the target's own unit."""
+    if federation.task == "regression":
+        return {"rmse": federation.unit * loss.sqrt(), "loss": loss}
+    return {"accuracy": accuracy, "loss": loss}
 
 
 class Examination:
     """The held-out samples of many Alices, padded to one length, so that all their models are scored in one pass."""
 
     def __init__(self, federations: Sequence[Federation], parts: Sequence[Tensor]) -> None:
-        self.x = federations[0].x
+        self.federations, self.x = federations, federations[0].x
         self.rows = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
         self.target = torch.stack([f.labels(f.alice, rows) for f, rows in zip(federations, self.rows, strict=True)])
         lengths = torch.tensor([len(part) for part in parts], device=self.rows.device)
@@ -107,7 +114,7 @@ class Examination:
         losses = model.losses(output.flatten(0, 1), self.target.flatten()).view(self.held.shape).double()
         right = (output.argmax(dim=2) == self.target) & self.held if output.ndim == 3 else torch.zeros_like(self.held)
         accuracy, loss = right.sum(dim=1) / self.lengths, torch.where(self.held, losses, 0.0).sum(dim=1) / self.lengths
-        return [{"accuracy": a, "loss": b} for a, b in zip(accuracy, loss, strict=True)]
+        return [_graded(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
 
 
 class Examiner:

@@ -250,7 +250,7 @@ class _Simulator:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
         names, alice = self.cells[i].federation.names, self.cells[i].federation.alice
         heard, codes = measured.pop("heard"), measured.pop("codes")
-        for key in ("loss", "validation_loss"):
+        for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
             if key in measured and not math.isfinite(measured[key]):
                 measured[key] = None
         expected = self.cells[i].federation.samples.tolist()
