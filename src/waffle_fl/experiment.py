@@ -21,6 +21,7 @@ from waffle_fl.algorithms import Net, training_key
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset, load
+from waffle_fl.data.files import data_dir as data_folder
 from waffle_fl.engines.cells import Cell, Outcome, State
 from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.engines.simulate import check_stack, initial_state, simulate
@@ -111,11 +112,20 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
     """The federation that the settings describe; runs that differ in their seed alone share it."""
-    if s.is_own and (os.sep in s.data or Path(s.data).is_dir()):
-        whole = own_federation(s, None if s.alice == EVERYONE else s.alice)
+    folder = _own_folder(s.data, data_dir) if s.is_own else None
+    if folder:
+        whole = own_federation(s, folder, None if s.alice == EVERYONE else s.alice)
     else:
         whole = _federation(replace(s, seed=0, leave_out=()), data_dir, allow_unverified)
     return whole.without(*s.leave_out) if s.leave_out else whole
+
+
+def _own_folder(name: str, place: str) -> Path | None:
+    """A folder of the user's own: a path, or a name beside the data sets."""
+    if os.sep in name or Path(name).is_dir():
+        return Path(name)
+    beside = data_folder(place) / name
+    return beside if beside.is_dir() else None
 
 
 @lru_cache(maxsize=16)
@@ -270,7 +280,7 @@ def _open(
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = model_of(config.settings, federation, place, device)
-    _check_output(config.settings.model, model, federation)
+    _check_output(config.settings, model, federation)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
@@ -312,9 +322,12 @@ def _open(
     return _Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
 
 
-def _check_output(name: str, model: FlatModel, federation: Federation) -> None:
-    """A model that does not fit the data is told before the first round."""
-    net = model.init(0)
+def _check_output(s: Settings, model: FlatModel, federation: Federation) -> None:
+    """A model that does not fit the data is told before the first round; what fitted once is not tried again."""
+    kind = (s.model, s.data, federation.shape, federation.outputs, federation.task)
+    if kind in _fitting:
+        return
+    name, net = s.model, model.init(0)
     sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
     try:
         found = tuple(model.predict(net.params, net.stats, sample).shape)
@@ -327,6 +340,10 @@ def _check_output(name: str, model: FlatModel, federation: Federation) -> None:
             f"the model {name} answers one sample in the shape {found}, expected {wanted[0]}: "
             f"{'a number' if federation.task == 'regression' else 'a score for each class'}"
         )
+    _fitting.add(kind)
+
+
+_fitting: set[tuple[Any, ...]] = set()
 
 
 def _check_schedules(config: RunConfig) -> None:

@@ -17,13 +17,13 @@ SPLITTING = (  # settings that make agents out of one data set
 )
 
 
-def own_federation(s: Settings, alice: str | None) -> Federation:
-    """The agents of the folder `s.data`; settings that would divide it among others are refused."""
+def own_federation(s: Settings, folder: Path, alice: str | None) -> Federation:
+    """The agents of a folder; settings that would divide it among others are refused."""
     defaults = Settings()
     odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
     if odd:
         raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
-    found = _read(s.data, Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(Path(s.data)))
+    found = _read(str(folder), Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(folder))
     return found if alice is None else check_alice(replace(found, alice=index_of(alice, found.names)))
 
 

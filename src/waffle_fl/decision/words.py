@@ -83,7 +83,7 @@ def caution(view: View, decision: Decision) -> list[str]:
     if top <= view.commonest:
         said.append(
             f"No method does better than always giving the commonest answer, which is right for "
-            f"{number(view.commonest, 'accuracy')}: look at balanced accuracy and AUC before using any of these models."
+            f"{number(view.commonest, 'accuracy')}: look at the balanced accuracy before using any of these models."
         )
     if view.rarest < FEW and decision.metric != "rmse":
         said.append(f"Its rarest class has {view.rarest} test sample{'s' if view.rarest > 1 else ''}.")

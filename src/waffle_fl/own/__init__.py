@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from waffle_fl.own.arrays import gather, stacked
-from waffle_fl.own.folder import agents_in, read_folder
+from waffle_fl.own.folder import read_folder
 from waffle_fl.own.parts import Gathered, Parts, Reading
 from waffle_fl.own.preprocessing import Column, Preprocessing, Task, Wish
 
@@ -15,7 +15,6 @@ __all__ = [
     "Reading",
     "Task",
     "Wish",
-    "agents_in",
     "gather",
     "read_folder",
     "stacked",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from waffle_fl.errors import WaffleError
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-GREY = ("1", "L", "LA", "I", "F")
+GREY = ("1", "L", "LA", "F")
 
 
 def is_image(path: Path) -> bool:
