@@ -355,3 +355,95 @@ def test_a_page_with_markup_for_names_in_a_browser(study: Decision, tmp_path: Pa
         assert tab.locator("h1").inner_text() == f"Should {evil} join?"
         assert tab.locator("img").count() == 0
         assert complaints == []
+
+
+# --- data of one's own
+
+
+OUTCOME = ("--target", "outcome", "--workers", "1")
+
+
+def folder_of_tables(folder: Path, numbers: bool) -> Path:
+    """Three hospitals whose target follows two columns; the third reads them the other way round."""
+    rng = np.random.default_rng(0)
+    for name, sign in (("north", 1), ("south", 1), ("<b>west</b>", -1)):
+        x = rng.standard_normal((80, 2))
+        signal = sign * x.sum(axis=1) + 0.3 * rng.standard_normal(80)
+        y = [f"{v:.3f}" for v in signal] if numbers else ["ill" if v > 0 else "well" for v in signal]
+        lines = [f"{a:.4f},{b:.4f},{t}" for (a, b), t in zip(x, y, strict=True)]
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name.replace('/', '')}.csv").write_text("age,pressure,outcome\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
+    """Beside it Local and FedAvg are trained, and its page has the verdict; --alone does without."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    line = [
+        "run",
+        "waffle",
+        "--data",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "4",
+        "--workers",
+        "1",
+    ]
+    shown = waffle(*line, "--out", tmp_path / "run")
+    assert shown.code == 0, shown.err
+    assert "north" in shown.out
+    assert "95 % interval" in shown.out
+    assert "Should north join?" in (tmp_path / "run" / "decision.html").read_text()
+    assert {run.config.method for run in read_runs([tmp_path / "run"])} == {"local", "fedavg", "waffle"}
+    assert "3 already done" in waffle(*line, "--out", tmp_path / "run").words
+    told = json.loads(waffle(*line, "--out", tmp_path / "run", "--json").out)
+    assert told["says"][0] in shown.out
+    assert waffle(*line, "--alone", "--out", tmp_path / "alone").code == 0
+    assert not (tmp_path / "alone" / "decision.html").exists()
+    again = waffle("report", tmp_path / "run", "--out", tmp_path / "r")
+    assert told["says"][0] in again.out
+
+
+def test_a_decision_about_numbers(tmp_path: Path) -> None:
+    """A regression is judged by its error, where less is better; whoever is unlike all others loses with FedAvg."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=True)
+    line = [
+        "decide",
+        data,
+        "--target",
+        "outcome",
+        "--rounds",
+        "8",
+        "--workers",
+        "1",
+        "--model",
+        "linear",
+        "--lr",
+        "0.05",
+    ]
+    shown = waffle(*line, "--methods", "fedavg", "waffle", "--seeds", "1", "--out", tmp_path / "d", "--json")
+    assert shown.code == 0, shown.err
+    gains = json.loads(shown.out)["gains"]
+    assert gains["<b>west<b>"]["fedavg"]["rmse"][2] < 0
+    text = (tmp_path / "d" / "decision.html").read_text()
+    assert text.count("with WAFFLE the error is") == 3
+    assert "&lt;b&gt;west&lt;b&gt;" in text
+    assert "<b>" not in text.partition("<script")[0]
+
+
+@pytest.mark.data
+def test_va_learns_whether_it_gains(published: Path, tmp_path: Path) -> None:
+    """Heart Disease as published: one command, and its page says in words whether VA gains, with the interval."""
+    data = published / "heart-disease"
+    if not data.is_dir():
+        pytest.skip("no heart-disease in WAFFLE_DATA")
+    shown = waffle("run", "waffle", "--data", data, "--alice", "va", "--rounds", "5", "--out", tmp_path / "va")
+    assert shown.code == 0, shown.err
+    text = (tmp_path / "va" / "decision.html").read_text()
+    assert "Should va join?" in text
+    assert "of its 50 test samples are right" in text
+    assert "interval" in text
