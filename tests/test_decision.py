@@ -21,7 +21,7 @@ from waffle_fl.decision.bootstrap import Interval
 from waffle_fl.decision.distances import Distances, distances, feature_distance
 from waffle_fl.decision.page import together, write_page
 from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
-from waffle_fl.decision.words import caution, everyone, partners, signed, verdict
+from waffle_fl.decision.words import caution, difference, everyone, partners, signed, verdict
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, execute, federation_of
 from waffle_fl.federation import Federation
@@ -143,6 +143,12 @@ def test_verdicts_say_it_with_the_interval() -> None:
 def test_numbers_that_round_to_nothing_have_no_sign() -> None:
     """-0.0 points is 0.0 points."""
     assert [signed(v, "accuracy") for v in (-0.0001, 0.0, 0.0512, -0.02)] == ["0.0", "0.0", "+5.1", "−2.0"]
+
+
+def test_an_error_is_less_or_greater() -> None:
+    """Of an error no sign has to be guessed."""
+    assert difference(Interval(0.3, 0.1, 0.5), "rmse") == "error less by 0.3 (95 % interval +0.1 to +0.5)"
+    assert difference(Interval(-0.3, -0.5, 0.1), "rmse") == "error greater by 0.3 (95 % interval −0.1 to +0.5)"
 
 
 def test_a_small_test_set_is_said_to_be_small(study: Decision) -> None:
@@ -431,6 +437,7 @@ def test_a_decision_about_numbers(tmp_path: Path) -> None:
     assert gains["<b>west<b>"]["fedavg"]["rmse"][2] < 0
     text = (tmp_path / "d" / "decision.html").read_text()
     assert text.count("with WAFFLE the error is") == 3
+    assert "commonest" not in text.partition("<script")[0]
     assert "&lt;b&gt;west&lt;b&gt;" in text
     assert "<b>" not in text.partition("<script")[0]
 

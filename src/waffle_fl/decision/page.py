@@ -84,11 +84,11 @@ def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
 
 def _lead(decision: Decision) -> str:
     others = [TITLES[m] for m in decision.methods if m != ALONE]
+    runs = f"mean of {decision.seeds} training runs" if decision.seeds > 1 else "of one training run"
     return (
         f"{decision.data}, {len(decision.names)} agents; an agent is a hospital, or any other site, that keeps its "
         f"data to itself. Each could train alone or together with the others ({words.listed(others)}). Every figure "
-        f"here is measured on held-out data of the agent itself, mean of {decision.seeds} training run"
-        f"{'s' if decision.seeds > 1 else ''}, with 95 % intervals."
+        f"here is measured on held-out data of the agent itself, {runs}, with 95 % intervals."
     )
 
 

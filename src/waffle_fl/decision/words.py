@@ -43,7 +43,12 @@ def signed(value: float, metric: Metric) -> str:
 
 
 def difference(found: Interval, metric: Metric) -> str:
-    """+7.2 points (95 % interval +2.1 to +12.0)."""
+    """+7.2 points (95 % interval +2.1 to +12.0); of an error: less by 0.3 (95 % interval +0.1 to +0.5)."""
+    if metric == "rmse":
+        ends = (found.low, found.high) if found.value >= 0 else (-found.high, -found.low)
+        low, high = (signed(v, metric) for v in ends)
+        way = "less" if found.value >= 0 else "greater"
+        return f"error {way} by {number(abs(found.value), metric)} (95 % interval {low} to {high})"
     unit = " points" if in_percent(metric) else ""
     low, high = signed(found.low, metric), signed(found.high, metric)
     return f"{signed(found.value, metric)}{unit} (95 % interval {low} to {high})"
@@ -63,8 +68,6 @@ def verdict(view: View, method: str, metric: Metric) -> str:
     else:
         compared = f"with {title} its {METRIC_TITLES[metric]} is {ours}, instead of {alone} alone"
     change = difference(found, metric)
-    if metric == "rmse":
-        change = f"better by {change}"
     opening = {
         1: f"{view.name} gains by joining",
         -1: f"{view.name} loses by joining",
@@ -79,8 +82,8 @@ def caution(view: View, decision: Decision) -> list[str]:
     if view.tests < SMALL:
         one = f": one sample more or less is {100 / view.tests:.1f} points" if decision.metric == "accuracy" else ""
         said.append(f"{view.name} has only {view.tests} test samples{one}. Read this as a hint, not as proof.")
-    top = max((s.scores["accuracy"].value for s in view.standings.values() if "accuracy" in s.scores), default=1.0)
-    if top <= view.commonest:
+    known = [s.scores["accuracy"].value for s in view.standings.values() if "accuracy" in s.scores]
+    if known and max(known) <= view.commonest < 1:
         said.append(
             f"No method does better than always giving the commonest answer, which is right for "
             f"{number(view.commonest, 'accuracy')}: look at the balanced accuracy before using any of these models."
