@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -66,7 +66,7 @@ class Decision:
     views: tuple[View, ...]  # those a model was trained for
     seeds: int
     first: Finished
-    distances: Distances | None = field(default=None)
+    distances: Distances | None = None
 
     @property
     def metric(self) -> Metric:
