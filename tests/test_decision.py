@@ -19,7 +19,8 @@ from test_cli import waffle
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.bootstrap import Interval
 from waffle_fl.decision.distances import Distances, distances, feature_distance
-from waffle_fl.decision.page import together, write_page
+from waffle_fl.decision.markup import together
+from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
 from waffle_fl.decision.words import caution, difference, everyone, partners, signed, verdict
 from waffle_fl.errors import WaffleError
@@ -311,7 +312,10 @@ def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
         if CHROMIUM is None and not own.exists():
             pytest.skip("no Chromium on this machine, and `playwright install chromium` could not fetch one")
         found = str(CHROMIUM or own)
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        try:
+            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"{found} does not start here: {error.message.splitlines()[0]}")
         context = browser.new_context(viewport={"width": 1000, "height": 1100}, offline=True)
         tab, complaints = context.new_page(), []
         tab.on("console", lambda message: complaints.append(message.text))

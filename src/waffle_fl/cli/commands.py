@@ -90,19 +90,20 @@ def resume(arguments: Sequence[str]) -> int:
     content = read_json(args.run / "config.json")
     if content is None:
         raise WaffleError(f"{args.run} is no run folder: it has no config.json")
-    return _finish(RunConfig.from_json(content), args.run, args.place, args.output)
+    compared = (args.run / "local" / "config.json").exists()
+    return _finish(RunConfig.from_json(content), args.run, args.place, args.output, compared)
 
 
 def _finish(config: RunConfig, folder: Path, place: Place, output: Output, compared: bool = False) -> int:
     """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
     runs = companions(config, folder) if compared else [(config, folder)]
     with live(output) as listener:
-        result, *_ = execute(runs, place, listener)
+        result, *others = execute(runs, place, listener)
     if result["status"] == "diverged":
         if output.json:
             print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
-    says = []
+    says, compared = [], compared and all(other["status"] == "finished" for other in others)
     if compared:
         note_distances(config.settings, place, folder)
         says = sentences(page_of(read_runs([run for _, run in runs]), folder, folder))
@@ -136,6 +137,8 @@ def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Outp
         console = Console()
         show_everyone([(c.settings.alice, r) for (c, _), r in zip(runs, results, strict=True)], console)
         console.print(f"run folders: {folder}", highlight=False, markup=False, soft_wrap=True)
+        if s.is_own:
+            console.print(f"waffle decide {s.data} tells who of them gains by joining", highlight=False, markup=False)
     return 0
 
 

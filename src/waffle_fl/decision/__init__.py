@@ -4,5 +4,5 @@ bootstrap      how sure a figure is, and a difference between two methods on the
 distances      how unlike the agents are, before any training
 study          which runs answer the question, and what they say
 words          verdicts in plain English
-charts, page   the page
+charts, markup, page   the page
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -11,15 +11,13 @@ from typing import Any
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.decision import words
-from waffle_fl.decision.bootstrap import RESAMPLES, Interval, Metric
+from waffle_fl.decision.bootstrap import RESAMPLES
 from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
+from waffle_fl.decision.markup import MARKS, figure, gain, heat, interval, paragraphs, part, select, table
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
 from waffle_fl.errors import writable
 from waffle_fl.report.page import bundle, facts_of
 
-MARKS = {1: "up", 0: "level", -1: "down"}
-SHADE = 0.75  # of the colour, for a cell of 1: the figure on it stays readable
-WIDE = 10  # agents from which matrices are set smaller
 KINDS = {
     "label": (
         "Labels",
@@ -71,7 +69,7 @@ def _title(decision: Decision) -> str:
 def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
     several = len(decision.views) > 1
     parts = [
-        f"<header><h1>{escape(_title(decision))}</h1>{_paragraphs([_lead(decision)], 'soft')}"
+        f"<header><h1>{escape(_title(decision))}</h1>{paragraphs([_lead(decision)], 'soft')}"
         '<button id="print" class="screen" type="button">Print this page</button></header>',
         _federation(decision, charts) if several else "",
         _agents(decision, charts),
@@ -99,24 +97,21 @@ def _federation(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str
         found = gainers(decision.views, method, decision.metric)
         if found:
             charts[f"gains-{method}"] = gains_chart(decision, method)
-        figure = (
-            _figure(f"gains-{method}", f"What {TITLES[method]} brings each agent over training alone") if found else ""
-        )
-        said = _paragraphs(words.everyone(decision, method))
+        caption = f"What {TITLES[method]} brings each agent over training alone"
+        chart = figure(f"gains-{method}", caption) if found else ""
+        said = paragraphs(words.everyone(decision, method))
         parts.append(
-            f'<div data-of="method" data-is="{method}">{said}{figure}'
+            f'<div data-of="method" data-is="{method}">{said}{chart}'
             f"<details><summary>The same in numbers</summary>{_gains_table(decision, method)}</details></div>"
         )
     names = {m: TITLES[m] for m in [decision.method, *(m for m in joint if m != decision.method)]}
-    return (
-        f"<section><h2>The federation</h2>{_select('method', 'Joining by means of', names)}{''.join(parts)}</section>"
-    )
+    return f"<section><h2>The federation</h2>{select('method', 'Joining by means of', names)}{''.join(parts)}</section>"
 
 
 def _agents(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
     several = len(decision.views) > 1
     parts = [_agent(decision, view, i, charts) for i, view in enumerate(decision.views)]
-    choice = _select("agent", "Agent", {str(i): v.name for i, v in enumerate(decision.views)}) if several else ""
+    choice = select("agent", "Agent", {str(i): v.name for i, v in enumerate(decision.views)}) if several else ""
     title = "<h2>Agent by agent</h2>" if several else ""
     return f"<section>{title}{choice}{''.join(parts)}</section>"
 
@@ -128,22 +123,22 @@ def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str
     said = [words.verdict(view, method, metric), " ".join(words.caution(view, decision))]
     charts[f"methods-{i}"] = methods_chart(view, metric)
     parts = [
-        f'<div class="verdict {mark}">{_paragraphs(said)}</div>',
-        _figure(f"methods-{i}", f"{view.name}: each way to train, on its own {view.tests} test samples"),
+        f'<div class="verdict {mark}">{paragraphs(said)}</div>',
+        figure(f"methods-{i}", f"{view.name}: each way to train, on its own {view.tests} test samples"),
         _standings_table(decision, view),
     ]
     if view.weighing:
         charts[f"company-{i}"] = company_chart(view, decision, view.weighing[0])
         title = TITLES[view.weighing[0]]
-        figure = _figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
-        parts.append(_part("Whose updates it took", words.company(view, decision), figure))
+        chart = figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
+        parts.append(part("Whose updates it took", words.company(view, decision), chart))
     if view.partners:
         charts[f"partners-{i}"] = partners_chart(view, metric)
         caption = f"{TITLES[method]} with everybody, compared with {TITLES[method]} without this partner"
-        figure = _figure(f"partners-{i}", caption)
-        parts.append(_part("Which partners help it", words.partners(view, decision), figure))
+        chart = figure(f"partners-{i}", caption)
+        parts.append(part("Which partners help it", words.partners(view, decision), chart))
     if decision.distances and view.name in decision.distances.names:
-        parts.append(_part("How unlike the others it is", words.unlike(decision.distances, view.name)))
+        parts.append(part("How unlike the others it is", words.unlike(decision.distances, view.name)))
     return f'<div data-of="agent" data-is="{i}">{"".join(parts)}</div>'
 
 
@@ -152,24 +147,24 @@ def _standings_table(decision: Decision, view: View) -> str:
     head = ["method", *(words.METRIC_TITLES[m] for m in metrics), "gain over training alone", "seed by seed"]
     rows = []
     for method, standing in view.standings.items():
-        gain = standing.gains.get(decision.metric)
+        won = standing.gains.get(decision.metric)
         ends = (words.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
         spread = " to ".join(dict.fromkeys(ends))
-        cells = [_interval(standing.scores[m], m) for m in metrics]
-        cells += [_gain(gain, decision.metric) if gain else "<td>–</td>", f"<td>{spread}</td>"]
+        cells = [interval(standing.scores[m], m) for m in metrics]
+        cells += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
         rows.append(f'<tr><th scope="row">{escape(TITLES[method])}</th>{"".join(cells)}</tr>')
-    return _table(head, rows, f"{view.name}: all figures, with 95 % intervals")
+    return table(head, rows, f"{view.name}: all figures, with 95 % intervals")
 
 
 def _gains_table(decision: Decision, method: str) -> str:
     rows = []
-    for view, gain in gainers(decision.views, method, decision.metric):
+    for view, won in gainers(decision.views, method, decision.metric):
         scores = [view.standings[m].scores[decision.metric] for m in (ALONE, method)]
-        cells = "".join(_interval(found, decision.metric) for found in scores) + _gain(gain, decision.metric)
+        cells = "".join(interval(found, decision.metric) for found in scores) + gain(won, decision.metric)
         samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
         rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
     unit = words.METRIC_TITLES[decision.metric]
-    return _table(
+    return table(
         ["agent", "alone", TITLES[method], "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
     )
 
@@ -184,7 +179,7 @@ def _collaboration(decision: Decision) -> str:
             f"<output>{stops[0]['title']}</output></div>"
         )
         rows = [view.name for view in decision.views if method in view.taken]
-        table = _heat(name, rows, decision.names, stops[0]["shares"], percent=True)
+        table = heat(name, rows, decision.names, stops[0]["shares"], percent=True)
         parts.append(f'<div class="keep"><h3>{escape(TITLES[method])}</h3>{control}{table}</div>')
     if not parts:
         return ""
@@ -192,7 +187,7 @@ def _collaboration(decision: Decision) -> str:
         "Each row is one agent's model; its columns tell whose updates entered it, in percent. Move the slider to see "
         "how this changed as training went on. The other methods do not choose among partners."
     )
-    return f"<section><h2>Who learned from whom</h2>{_paragraphs([said])}{''.join(parts)}</section>"
+    return f"<section><h2>Who learned from whom</h2>{paragraphs([said])}{''.join(parts)}</section>"
 
 
 def _heterogeneity(decision: Decision) -> str:
@@ -200,8 +195,8 @@ def _heterogeneity(decision: Decision) -> str:
     if found is None:
         return ""
     parts = [
-        f'<div class="keep"><h3>{title}</h3>{_paragraphs([about], "soft")}'
-        f"{_heat(f'distance-{kind}', found.names, found.names, getattr(found, kind))}</div>"
+        f'<div class="keep"><h3>{title}</h3>{paragraphs([about], "soft")}'
+        f"{heat(f'distance-{kind}', found.names, found.names, getattr(found, kind))}</div>"
         for kind, (title, about) in KINDS.items()
     ]
     said = (
@@ -209,7 +204,7 @@ def _heterogeneity(decision: Decision) -> str:
         "help; whether they do is told above, by measurement."
     )
     return (
-        f"<section><h2>Before training: how unlike are the agents?</h2>{_paragraphs([said])}{''.join(parts)}</section>"
+        f"<section><h2>Before training: how unlike are the agents?</h2>{paragraphs([said])}{''.join(parts)}</section>"
     )
 
 
@@ -230,7 +225,7 @@ def _reading(decision: Decision) -> str:
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )
-    return f"<section><h2>How to read this</h2>{_paragraphs(said)}<dl>{facts}</dl></section>"
+    return f"<section><h2>How to read this</h2>{paragraphs(said)}<dl>{facts}</dl></section>"
 
 
 def _weighing(decision: Decision) -> list[str]:
@@ -248,67 +243,3 @@ def _stops(decision: Decision, method: str) -> list[dict[str, Any]]:
     titles = [f"rounds {p.start + 1} to {p.stop}" if len(p) > 1 else f"round {p.stop}" for p in stretches]
     later = [{"title": title, "shares": shares(p)} for title, p in zip(titles, stretches, strict=True)]
     return [{"title": "all rounds", "shares": shares(None)}, *later]
-
-
-def _heat(
-    name: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], percent: bool = False
-) -> str:
-    """A matrix as a shaded table: a chart that can also be read aloud."""
-    most = 1.0 if percent else max(1.0, *(max(line) for line in values))
-    body = []
-    for row, line in zip(rows, values, strict=True):
-        cells = []
-        for column, value in zip(columns, line, strict=True):
-            text = f"{100 * value:.0f}" if percent else f"{value:.2f}"
-            mark = ' class="own"' if row == column else ""
-            cells.append(
-                f'<td{mark} style="background-color: rgba(76, 120, 168, {SHADE * value / most:.3f})">{text}</td>'
-            )
-        body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    wide = " wide" if len(columns) >= WIDE else ""
-    return (
-        f'<div class="scroll"><table class="heat{wide}" id="{name}"><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _table(head: Sequence[str], rows: Iterable[str], caption: str) -> str:
-    columns = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
-    return (
-        f'<div class="scroll"><table><caption>{escape(caption)}</caption><thead><tr>{columns}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _interval(found: Interval, metric: Metric) -> str:
-    low, high = (words.number(v, metric).removesuffix(" %") for v in (found.low, found.high))
-    return f"<td>{words.number(found.value, metric)} <small>{low} to {high}</small></td>"
-
-
-def _gain(found: Interval, metric: Metric) -> str:
-    value, low, high = (words.signed(v, metric) for v in found)
-    return f'<td class="{MARKS[found.sign]}">{value} <small>{low} to {high}</small></td>'
-
-
-def _part(title: str, said: str, figure: str = "") -> str:
-    return f'<div class="keep"><h3>{escape(title)}</h3>{_paragraphs([said])}{figure}</div>'
-
-
-def _figure(name: str, caption: str) -> str:
-    return f'<figure><figcaption>{escape(caption)}</figcaption><div class="scroll" data-chart="{name}"></div></figure>'
-
-
-def _select(name: str, label: str, options: Mapping[str, str]) -> str:
-    listed = "".join(f'<option value="{escape(value)}">{escape(text)}</option>' for value, text in options.items())
-    return f'<div class="choose"><label for="{name}">{label}</label><select id="{name}">{listed}</select></div>'
-
-
-def _paragraphs(texts: Iterable[str], kind: str = "") -> str:
-    mark = f' class="{kind}"' if kind else ""
-    return "".join(f"<p{mark}>{together(text)}</p>" for text in texts if text)
-
-
-def together(text: str) -> str:
-    """Escaped, and no line breaks between a number and its sign."""
-    return escape(text).replace(" %", "&#160;%")
