@@ -15,7 +15,7 @@ ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
     {"errors", "metrics", "randomness"},
     {"augment", "data", "models", "tensorfile"},
-    {"partition"},
+    {"own", "partition"},
     {"federation", "wire"},
     {"batches"},
     {"algorithms", "guard"},
@@ -29,6 +29,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BARE = (
     "data",
+    "own",
     "partition",
     "federation",
     "models",
@@ -74,7 +75,7 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
 import sys
 for name in {BARE!r}:
     __import__("waffle_fl." + name)
-heavy = [m for m in ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas") if m in sys.modules]
+heavy = [m for m in ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL") if m in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

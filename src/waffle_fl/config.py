@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
 from waffle_fl.algorithms.schedules import parse
+from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
 
 SCHEMA = 1
@@ -26,7 +27,17 @@ class Settings:
     """All that defines a run besides its method's own hyperparameters."""
 
     data: str = "digits"
-    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic."""
+    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic; or a folder of your own, one file an agent."""
+    target: str = ""
+    """The column to predict, in tables of your own."""
+    categorical: tuple[str, ...] = ()
+    """Columns of numbers that name categories; columns of text always do."""
+    preprocessing: Literal["federated", "local"] = "federated"
+    """Standardise columns of your tables by the mean and deviation of all agents, or each agent by its own."""
+    test_share: float = 0.25
+    """Share of each agent's rows to test on, where your files do not say which."""
+    task: Literal["auto", "classification", "regression"] = "auto"
+    """Predict classes or a number; auto goes by the target of your data."""
     split: str = "C"
     """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
     shares: tuple[tuple[float, ...], ...] = ()
@@ -52,7 +63,7 @@ class Settings:
     shared_permutation: bool = False
     """Give all agents but Alice one and the same permutation."""
     model: str = "auto"
-    """Network: lenet5, lenet5-tanh, dla, mlp, linear, module:factory, or auto for the data set's own."""
+    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto: what suits the data."""
     rounds: int = 100
     """Communication rounds R."""
     epochs: int = 1
@@ -73,6 +84,15 @@ class Settings:
     """Server-side tests of each update besides finiteness."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
     """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
+
+    @property
+    def is_own(self) -> bool:
+        """Is the data a folder of the user's own, and no data set by name?"""
+        return self.data not in NAMES
+
+    @property
+    def data_name(self) -> str:
+        return Path(self.data).resolve().name if self.is_own else self.data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +121,9 @@ class RunConfig:
 
     @property
     def label(self) -> str:
+        if self.settings.is_own:
+            words = (self.settings.data_name, self.settings.alice, self.method, self.settings.seed)
+            return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
         split = self.settings.split.replace("*", "-star")
         split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
         alice = "" if self.settings.alice == "0" else "-" + re.sub(r"[^A-Za-z0-9._]+", "-", self.settings.alice)
@@ -303,7 +326,8 @@ def _described(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
     simple = {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}
-    return simple.get(hint, "a list of numbers" if hint == tuple[float, ...] else "a matrix of numbers")
+    lists = {tuple[float, ...]: "a list of numbers", tuple[str, ...]: "a list of texts"}
+    return simple.get(hint) or lists.get(hint, "a matrix of numbers")
 
 
 def _shown(value: Any) -> str:
@@ -350,6 +374,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "sizes": ("numbers above 0", lambda value: all(size > 0 for size in value)),
     "samples_per_agent": NOT_NEGATIVE,
     "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
+    "test_share": ("a fraction above 0 and below 1", lambda value: 0 < value < 1),
     "rounds": at_least(1),
     "epochs": at_least(1),
     "batch_size": at_least(1),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,8 @@ from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initia
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation, build, index_of, pool_of
 from waffle_fl.metrics import measure
-from waffle_fl.models import STATS_POLICY, FlatModel, builder
+from waffle_fl.models import STATS_POLICY, FlatModel, builder, cross_entropy, squared_error
+from waffle_fl.own import Reading
 from waffle_fl.partition import split
 from waffle_fl.records import Run, provenance, read_rounds, summary
 
@@ -37,6 +39,10 @@ CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
 LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
 SAVING_SHARE = 0.25  # of a round's time, at most, goes into saving when many runs want to at once
 COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
+SPLITTING = (  # settings that make agents out of one data set
+    *("split", "shares", "sizes", "direction", "agents", "samples_per_agent"),
+    *("test", "permutation_seed", "shared_permutation"),
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
     """The federation that the settings describe; runs that differ in their seed alone share it."""
+    if s.is_own and (os.sep in s.data or Path(s.data).is_dir()):
+        return _own(replace(s, seed=0), _stamp(Path(s.data)))
     return _federation(replace(s, seed=0), data_dir, allow_unverified)
 
 
@@ -136,9 +144,36 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
     return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
 
 
+@lru_cache(maxsize=16)
+def _own(s: Settings, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
+    """A folder's federation, read anew when a file of it has changed."""
+    defaults = Settings()
+    odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
+    if odd:
+        raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
+    reading = {f.name: getattr(s, f.name) for f in fields(Reading)}
+    return Federation.from_folder(s.data, alice=s.alice, **reading)
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    try:
+        found = [(path, path.stat()) for path in sorted(folder.rglob("*"))]
+    except OSError as error:
+        raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
+    return tuple((str(path), status.st_size, status.st_mtime_ns) for path, status in found)
+
+
+def _origin(s: Settings, place: Place) -> dict[str, Any]:
+    """What the record says of where the data came from."""
+    if s.is_own:
+        return {}
+    dataset = _dataset(s.data, place.data_dir, place.allow_unverified)
+    return {"data_verified": dataset.verified, **({"data_note": dataset.note} if dataset.note else {})}
+
+
 def advice(config: RunConfig, federation: Federation) -> list[str]:
     """What a careful colleague would mention before the run."""
-    notes = []
+    notes = list(federation.notes)
     empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
     if empty:
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
@@ -242,10 +277,10 @@ def _open(
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = _model(config.settings, federation, place, device)
+    _check_output(config.settings.model, model, federation)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
-    dataset = _dataset(config.settings.data, place.data_dir, place.allow_unverified)
     notes = advice(config, federation)
     description = provenance(
         _device_name(device),
@@ -254,8 +289,10 @@ def _open(
         alice=whole.alice,
         label_counts=whole.label_counts().tolist(),
         test_samples=len(federation.test[federation.alice]),
-        data_verified=dataset.verified,
-        **({"data_note": dataset.note} if dataset.note else {}),
+        task=whole.task,
+        classes=list(whole.class_names),
+        sample=list(whole.shape),
+        **_origin(config.settings, place),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
@@ -267,6 +304,8 @@ def _open(
         for note in run.notes:
             listener.warned(note)
         return result
+    if federation.preprocessing:
+        run.keep("preprocessing.json", federation.preprocessing.to_json())
     for note in notes:
         listener.warned(f"{folder.name}: {note}")
     template = _tensors(initial_state(cell, model))
@@ -278,6 +317,23 @@ def _open(
     state = _state(tensors, initial_state(cell, model)) if tensors else None
     next_save = time.monotonic() + place.checkpoint_seconds
     return _Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
+
+
+def _check_output(name: str, model: FlatModel, federation: Federation) -> None:
+    """A model that does not fit the data is told before the first round."""
+    net = model.init(0)
+    sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
+    try:
+        found = tuple(model.predict(net.params, net.stats, sample).shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise WaffleError(f"the model {name} cannot take samples of shape {federation.shape}: {reason}") from None
+    wanted = [(1, federation.outputs)] + ([(1,)] if federation.task == "regression" else [])
+    if found not in wanted:
+        raise WaffleError(
+            f"the model {name} answers one sample in the shape {found}, expected {wanted[0]}: "
+            f"{'a number' if federation.task == 'regression' else 'a score for each class'}"
+        )
 
 
 def _check_schedules(config: RunConfig) -> None:
@@ -305,7 +361,8 @@ def _groups(jobs: Sequence[_Job], stack: int) -> list[list[_Job]]:
             s.guard,
             s.precision,
         )
-        groups.setdefault((*key, job.start, job.cell.federation.agents, job.compiled), []).append(job)
+        f = job.cell.federation
+        groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(job)
     return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
 
 
@@ -400,11 +457,12 @@ def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str,
 
 
 def _model(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
-    build_module = builder(s.model, s.data, federation.shape, len(federation.class_names))
+    build_module = builder(s.model, s.data, federation.shape, federation.outputs)
     steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
     pays = device.type == "cuda" and steps >= COMPILE_PAYS
     return FlatModel(
         build_module,
+        loss=squared_error if federation.task == "regression" else cross_entropy,
         precision=s.precision,
         device=device,
         stacked=None if place.rows == "auto" else place.rows == "stacked",

@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from waffle_fl.data import Dataset
 from waffle_fl.errors import WaffleError
+from waffle_fl.own import Gathered, Preprocessing, Reading, Task, Wish, gather, read_folder, stacked
 from waffle_fl.partition import Partition
 
 
@@ -32,6 +33,24 @@ class Federation:
     class_names: tuple[str, ...]
     alice: int
     ids: tuple[int, ...]
+    task: Task = "classification"
+    preparations: tuple[Preprocessing, ...] = ()  # of tables: how each agent's rows became numbers
+    notes: tuple[str, ...] = ()  # what a reader of results on this data must know
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """Alice's, with which her model's inputs are made; None where the samples were numbers from the start."""
+        return self.preparations[self.alice] if self.preparations else None
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a model says of a sample."""
+        return len(self.class_names) if self.task == "classification" else 1
+
+    @property
+    def unit(self) -> float:
+        """What an error of 1 in a regression means in the target's own unit."""
+        return self.preprocessing.target_deviation if self.preprocessing else 1.0
 
     @property
     def agents(self) -> int:
@@ -57,6 +76,7 @@ class Federation:
             relabel=self.relabel[one],
             alice=0,
             ids=self.ids[one],
+            preparations=self.preparations[one],
         )
 
     def labels(self, agent: int, rows: Tensor) -> Tensor:
@@ -65,6 +85,8 @@ class Federation:
 
     def label_counts(self) -> Tensor:
         """(agents, classes): how many training samples of each label, as the agent itself labels them."""
+        if self.task == "regression":
+            return torch.empty(self.agents, 0, dtype=torch.int64)
         return torch.stack(
             [self.labels(i, rows).bincount(minlength=len(self.class_names)) for i, rows in enumerate(self.train)]
         )
@@ -95,47 +117,59 @@ class Federation:
     @classmethod
     def from_arrays(
         cls,
-        agents: Mapping[str, tuple[Any, Any, Any, Any]] | Sequence[tuple[str, tuple[Any, Any, Any, Any]]],
+        agents: Mapping[str, Sequence[Any]] | Sequence[tuple[str, Sequence[Any]]],
         *,
         alice: str | int = 0,
         class_names: Sequence[str] = (),
         allow_duplicates: bool = False,
+        task: Wish = "classification",
+        test_share: float = 0.25,
+        validation: float = 0.0,
+        split_seed: int = 0,
     ) -> Federation:
-        """A federation from (x_train, y_train, x_test, y_test) per named agent, checked before any work."""
+        """A federation from named agents, checked before any work.
+
+        An agent is (x_train, y_train, x_test, y_test), or (x, y), of which `test_share` is held out for testing.
+        """
         items = list(agents.items() if isinstance(agents, Mapping) else agents)
-        names = tuple(name for name, _ in items)
-        if not names:
-            raise WaffleError("expected at least one agent, got none")
-        doubled = next((name for name in names if names.count(name) > 1), None)
-        if doubled is not None:
-            raise WaffleError(f"two agents are called {doubled!r}: give each a name of its own")
-        parts = [_checked(name, *_arrays(name, arrays)) for name, arrays in items]
-        _same_kind(names, parts)
-        if not allow_duplicates:
-            _no_duplicates(names, parts)
-        classes = max(int(y.max(initial=0)) for p in parts for y in (p[1], p[3])) + 1
-        labels = tuple(class_names) or tuple(str(k) for k in range(classes))
-        for name, part in zip(names, parts, strict=True):
-            for y in (part[1], part[3]):
-                bad = np.flatnonzero(y >= len(labels))
-                if len(bad):
-                    raise WaffleError(f"{name}: expected labels below {len(labels)}, got {y[bad[0]]} at index {bad[0]}")
-        x = np.concatenate([block for p in parts for block in (p[0], p[2])])
-        y = np.concatenate([block for p in parts for block in (p[1], p[3])]).astype(np.int64)
-        edges = np.cumsum([0, *(len(block) for p in parts for block in (p[1], p[3]))])
-        ranges = [torch.arange(a, b) for a, b in pairwise(edges)]
-        nothing = torch.empty(0, dtype=torch.int64)
+        how = Reading(task=task, test_share=test_share, validation=validation, split_seed=split_seed)
+        return cls._of(gather(items, how, class_names, allow_duplicates), alice)
+
+    @classmethod
+    def from_datasets(cls, agents: Mapping[str, Any], **options: Any) -> Federation:
+        """A federation from torch Datasets of (x, y): one an agent, or (training, test). Options: see from_arrays."""
+        pairs = {name: given if isinstance(given, tuple | list) else (given,) for name, given in agents.items()}
+        arrays = {name: [a for part in given for a in stacked(name, part)] for name, given in pairs.items()}
+        return cls.from_arrays(arrays, **{"task": "auto", **options})
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, alice: str | int = 0, **reading: Any) -> Federation:
+        """A federation from a folder with one file or folder an agent (docs/own-data.md); `reading`: see Reading."""
+        return cls._of(read_folder(Path(folder), Reading(**reading)), alice)
+
+    @classmethod
+    def _of(cls, found: Gathered, alice: str | int) -> Federation:
+        names, parts = tuple(found.agents), list(found.agents.values())
+        edges = np.cumsum([0, *(len(part.y) for part in parts)])[:-1].tolist()
+
+        def pooled(which: str) -> tuple[Tensor, ...]:
+            return tuple(torch.from_numpy(getattr(p, which) + edge) for p, edge in zip(parts, edges, strict=True))
+
+        y = np.concatenate([part.y for part in parts])
         federation = cls(
-            torch.from_numpy(x).float(),
-            torch.from_numpy(y),
+            torch.from_numpy(np.concatenate([part.x for part in parts])).float(),
+            torch.from_numpy(y.astype(np.float32 if found.task == "regression" else np.int64)),
             names,
-            tuple(ranges[0::2]),
-            (nothing,) * len(names),
-            tuple(ranges[1::2]),
-            torch.arange(len(labels)).repeat(len(names), 1),
-            labels,
+            pooled("train"),
+            pooled("validation"),
+            pooled("test"),
+            torch.arange(len(found.class_names)).repeat(len(names), 1),
+            found.class_names,
             index_of(alice, names),
             tuple(range(len(names))),
+            found.task,
+            found.preparations,
+            found.notes,
         )
         return check_alice(federation)
 
@@ -200,78 +234,3 @@ def check_alice(federation: Federation) -> Federation:
     if not len(federation.test[alice]):
         raise WaffleError(f"Alice ({name}) has no test samples: hold some out, or the result cannot be measured")
     return federation
-
-
-def _arrays(name: str, given: Any) -> list[np.ndarray]:
-    try:
-        arrays = [np.asarray(array) for array in given]
-    except (ValueError, TypeError):
-        raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
-    if len(arrays) != 4 or any(array.ndim == 0 for array in arrays):
-        raise WaffleError(f"{name}: expected the four arrays x_train, y_train, x_test, y_test, got {len(arrays)}")
-    if arrays[1].ndim != 1 or arrays[3].ndim != 1:
-        raise WaffleError(f"{name}: expected labels with one axis, one integer a sample")
-    return arrays
-
-
-def _checked(
-    name: str, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    for part, features, labels in (("training", x, y), ("test", x_test, y_test)):
-        if len(features) != len(labels):
-            raise WaffleError(f"{name}: {len(features)} {part} samples but {len(labels)} labels")
-        if not np.issubdtype(labels.dtype, np.integer):
-            raise WaffleError(f"{name}: expected integer labels, the {part} labels are {labels.dtype}")
-        bad = np.flatnonzero(labels < 0)
-        if len(bad):
-            raise WaffleError(f"{name}: expected labels >= 0, got {labels[bad[0]]} at {part} index {bad[0]}")
-        if not np.issubdtype(features.dtype, np.number) or np.issubdtype(features.dtype, np.complexfloating):
-            raise WaffleError(f"{name}: expected numbers as features, the {part} features are {features.dtype}")
-        flat = features.reshape(len(features), -1) if len(features) else np.empty((0, 1))
-        with np.errstate(over="ignore"):
-            wrong = np.flatnonzero(~np.isfinite(flat.astype(np.float32)).all(axis=1))
-        if len(wrong):
-            raise WaffleError(
-                f"{name}: {len(wrong)} {part} samples hold NaN or infinity, the first at index {wrong[0]}: "
-                "drop or repair them"
-            )
-    return x, y, x_test, y_test
-
-
-def _same_kind(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]) -> None:
-    first = parts[0][0]
-    for name, arrays in zip(names, parts, strict=True):
-        for features in (arrays[0], arrays[2]):
-            if features.shape[1:] != first.shape[1:] or features.dtype != first.dtype:
-                raise WaffleError(
-                    f"all agents need samples of one kind: {names[0]} has {first.dtype} {first.shape[1:]}, "
-                    f"{name} has {features.dtype} {features.shape[1:]}"
-                )
-
-
-def _no_duplicates(names: Sequence[str], parts: Sequence[tuple[np.ndarray, ...]]) -> None:
-    """Neither a test sample that anyone trains on, nor one agent's data under two names, by hash of the rows."""
-    trained: dict[bytes, str] = {}
-    owner: dict[frozenset[bytes], str] = {}
-    for name, (x, y, _, _) in zip(names, parts, strict=True):
-        rows = _hashes(x, y)
-        trained |= dict.fromkeys(rows, name)
-        whole = frozenset(rows)
-        if whole and whole in owner:
-            raise WaffleError(f"{name} and {owner[whole]} hold the same training data: it would be counted twice")
-        owner[whole] = name
-    for name, (_, _, x_test, y_test) in zip(names, parts, strict=True):
-        shared = [(i, trained[h]) for i, h in enumerate(_hashes(x_test, y_test)) if h in trained]
-        if shared:
-            first, trainer = shared[0]
-            raise WaffleError(
-                f"{name}: {len(shared)} test samples are training data of {trainer} too, the first at index {first}: "
-                "remove them, or the result is too good"
-            )
-
-
-def _hashes(x: np.ndarray, y: np.ndarray) -> list[bytes]:
-    return [
-        hashlib.blake2b(row.tobytes() + int(label).to_bytes(8, "little"), digest_size=16).digest()
-        for row, label in zip(x, y, strict=True)
-    ]

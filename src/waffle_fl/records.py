@@ -1,8 +1,9 @@
 """A run folder: config, provenance, one JSON line a round, atomic checkpoints, the final model. Nothing is unpickled.
 
-config.json        what was asked           rounds.jsonl               one line a round
-provenance.json    what it ran on           checkpoint-*.safetensors   the newest two states
-result.json        how it ended             model.safetensors          Alice's model
+config.json          what was asked                  rounds.jsonl               one line a round
+provenance.json      what it ran on                  checkpoint-*.safetensors   the newest two states
+preprocessing.json   how Alice's tables are read     model.safetensors          Alice's model
+result.json          how it ended
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class Run:
             forced = [*history.get("forced", []), changes]
             write_json(self.folder / "provenance.json", {**provenance, "forced": forced})
             write_json(self.folder / "config.json", config)
+
+    def keep(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file that belongs to the run."""
+        with _readable_errors(self.folder):
+            write_json(self.folder / name, content)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -191,14 +197,23 @@ def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dic
     if message:
         result["message"] = message
     if scored:
-        best = max(scored, key=lambda line: line["accuracy"])
-        result["best"] = {"round": best["round"], "accuracy": best["accuracy"]}
-        result["last"] = {"round": scored[-1]["round"], "accuracy": scored[-1]["accuracy"]}
+        best = max(scored, key=lambda line: _merit(line, ""))
+        result["best"] = _told(best)
+        result["last"] = _told(scored[-1])
         judged = [line for line in scored if line.get("validation_loss") is not None]
         if judged:
-            chosen = max(judged, key=lambda line: (line["validation_accuracy"], -line["validation_loss"]))
-            result["selected"] = {"round": chosen["round"], "accuracy": chosen["accuracy"]}
+            result["selected"] = _told(max(judged, key=lambda line: _merit(line, "validation_")))
     return result
+
+
+def _merit(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
+    """The larger the better; a tie in accuracy on validation data goes to the smaller loss."""
+    accuracy = line.get(f"{prefix}accuracy", 0.0)
+    return accuracy, -line[f"{prefix}loss"] if prefix or "rmse" in line else 0.0
+
+
+def _told(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: line[key] for key in ("round", "accuracy", "rmse") if key in line}
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:

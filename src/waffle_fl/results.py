@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.algorithms import ALGORITHMS, TITLES
 from waffle_fl.config import RunConfig
@@ -24,6 +24,27 @@ PROTOCOLS: dict[Protocol, str] = {
 
 
 WEIGHING = ("waffle", "weight-erosion")
+
+
+class Measure(NamedTuple):
+    """What a run is judged by."""
+
+    key: str  # in a round and in a result
+    title: str
+    scale: float  # from the record to the table
+    sign: int  # -1 where less is better
+
+    def text(self, value: float, decimals: int = 2) -> str:
+        return f"{self.scale * value:.{decimals}f}" if self.sign > 0 else f"{self.scale * value:.4g}"
+
+
+ACCURACY = Measure("accuracy", "Accuracy in percent", 100.0, 1)
+RMSE = Measure("rmse", "Root mean squared error", 1.0, -1)  # in the target's own unit
+
+
+def measure_of(content: Mapping[str, Any]) -> Measure:
+    """Of a round, or of a result's best round."""
+    return RMSE if RMSE.key in content else ACCURACY
 
 
 @dataclass(frozen=True)
@@ -42,24 +63,27 @@ class Finished:
 
     @property
     def row(self) -> str:
+        if self.config.settings.is_own:
+            return self.config.settings.alice
         star = "*" if self.config.settings.split.endswith("*") else ""
         return f"own shares{star}" if self.config.settings.shares else self.config.settings.split
 
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy over seeds."""
+    """The measure over seeds."""
 
     mean: float  # NaN where every seed diverged before its first round ended
     std: float | None
     seeds: int
     diverged: int
+    measure: Measure = ACCURACY
 
     def text(self, plus_minus: str = " ± ", decimals: int = 2) -> str:
         if isnan(self.mean):
             return "diverged"
-        spread = f"{plus_minus}{100 * self.std:.{decimals}f}" if self.std is not None else ""
-        return f"{100 * self.mean:.{decimals}f}{spread}" + (" (diverged)" if self.diverged else "")
+        spread = plus_minus + self.measure.text(self.std, decimals) if self.std is not None else ""
+        return self.measure.text(self.mean, decimals) + spread + (" (diverged)" if self.diverged else "")
 
 
 def read_runs(paths: Iterable[Path]) -> list[Finished]:
@@ -97,9 +121,9 @@ def condense(runs: Sequence[Finished], details: bool = True) -> Iterator[str]:
         key, seed = (run.row, run.config.method), run.config.settings.seed
         first[key] = min(first.get(key, seed), seed)
     for run in runs:
-        kept = {"round", "accuracy"}
+        kept = {"round", "accuracy", "rmse"}
         if details:
-            kept |= {"loss", "validation_accuracy", "omega", "screened"}
+            kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
         if details and run.config.settings.seed == first[run.row, run.config.method] and run.config.method in WEIGHING:
             kept |= {"weights"}
         rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
@@ -148,7 +172,7 @@ def rows_of(runs: Sequence[Finished]) -> list[str]:
 
 
 def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str], Score]:
-    """(split, method) -> accuracy over its seeds."""
+    """(split, method) -> accuracy, or what else the runs are judged by, over its seeds."""
     cells: dict[tuple[str, str], list[Finished]] = {}
     for run in runs:
         cells.setdefault((run.row, run.config.method), []).append(run)
@@ -156,9 +180,16 @@ def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str]
 
 
 def _score(group: Sequence[Finished], protocol: Protocol) -> Score:
-    values = [run.result[protocol]["accuracy"] for run in group if protocol in run.result]
+    measure = judged_by(group)
+    values = [run.result[protocol][measure.key] for run in group if protocol in run.result]
     diverged = sum(run.result["status"] == "diverged" for run in group)
-    return Score(mean(values) if values else nan, stdev(values) if len(values) > 1 else None, len(group), diverged)
+    spread = stdev(values) if len(values) > 1 else None
+    return Score(mean(values) if values else nan, spread, len(group), diverged, measure)
+
+
+def judged_by(runs: Sequence[Finished]) -> Measure:
+    """What the runs of one table are judged by."""
+    return next((measure_of(run.result["best"]) for run in runs if "best" in run.result), ACCURACY)
 
 
 def check_alike(runs: Sequence[Finished]) -> list[Finished]:
@@ -179,7 +210,7 @@ def check_alike(runs: Sequence[Finished]) -> list[Finished]:
 
 
 def best_of(cells: dict[tuple[str, str], Score], row: str) -> set[str]:
-    """The methods that share the highest printed mean of a row."""
-    found = {method: score.mean for (r, method), score in cells.items() if r == row and not isnan(score.mean)}
-    means = {method: round(100 * value, 2) for method, value in found.items()}
+    """The methods that share the best printed mean of a row."""
+    found = {method: score for (r, method), score in cells.items() if r == row and not isnan(score.mean)}
+    means = {method: s.measure.sign * float(s.measure.text(s.mean)) for method, s in found.items()}
     return {method for method, value in means.items() if value == max(means.values())}

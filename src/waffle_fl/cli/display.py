@@ -19,7 +19,18 @@ from waffle_fl.experiment import Listener
 from waffle_fl.report.tables import protocols_of
 from waffle_fl.reproduce.claims import Verdict, percent
 from waffle_fl.reproduce.paper import TABLE
-from waffle_fl.results import PROTOCOLS, Finished, Score, best_of, methods_of, rows_of, scores
+from waffle_fl.results import (
+    ACCURACY,
+    PROTOCOLS,
+    Finished,
+    Score,
+    best_of,
+    judged_by,
+    measure_of,
+    methods_of,
+    rows_of,
+    scores,
+)
 
 
 class Live(Listener):
@@ -38,7 +49,7 @@ class Live(Listener):
         )
         self._tasks: dict[str, Any] = {}
         self._said: set[str] = set()
-        self._accuracies: dict[str, dict[str, float]] = {}
+        self._scores: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Live:
         self.progress.start()
@@ -58,14 +69,14 @@ class Live(Listener):
                 continue
             if config.method not in self._tasks:
                 self._tasks[config.method] = self.progress.add_task(TITLES[config.method], total=0, state="")
-                self._accuracies[config.method] = {}
+                self._scores[config.method] = {}
             task = self._tasks[config.method]
             self.progress.update(task, total=(self.progress.tasks[task].total or 0) + config.settings.rounds)
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
-        known = self._accuracies[config.method]
-        known[config.label] = measured["accuracy"]
-        state = f"accuracy {100 * sum(known.values()) / len(known):5.1f} %"
+        known, measure = self._scores[config.method], measure_of(measured)
+        known[config.label] = measured[measure.key] or 0.0
+        state = f"{measure.key} {measure.text(sum(known.values()) / len(known), 1):>5}{' %' * (measure == ACCURACY)}"
         self.progress.update(self._tasks[config.method], advance=1, state=state)
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
@@ -85,7 +96,7 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
         cells, methods = scores(runs, protocol), methods_of(runs)
         decimals = 2 if console.width >= 12 * len(methods) + 8 else 1
         table = Table(
-            title=f"\nAccuracy in percent, {PROTOCOLS[protocol]}",
+            title=f"\n{judged_by(runs).title}, {PROTOCOLS[protocol]}",
             title_justify="left",
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
@@ -139,15 +150,16 @@ def show_study(
 
 def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:
     """How one run ended."""
-    table = Table(
-        title=f"{TITLES[config.method]} on {config.settings.data}, split {config.settings.split}", title_justify="left"
-    )
-    for column in ("protocol", "round", "accuracy"):
+    s = config.settings
+    where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.split}"
+    table = Table(title=f"{TITLES[config.method]} on {where}", title_justify="left")
+    measure = measure_of(result.get("best", {}))
+    for column in ("protocol", "round", measure.title.lower()):
         table.add_column(column, justify="left" if column == "protocol" else "right")
     for protocol, title in PROTOCOLS.items():
         if protocol in result:
             entry = result[protocol]
-            table.add_row(title, str(entry["round"]), f"{100 * entry['accuracy']:.2f} %")
+            table.add_row(title, str(entry["round"]), measure.text(entry[measure.key]))
     console.print(table)
     if last.get("weights"):
         weights = "  ".join(f"{w:.2f}" for w in last["weights"])

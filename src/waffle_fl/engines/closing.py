@@ -92,15 +92,18 @@ def _taken(state: Any, i: int) -> Any:
 
 @torch.no_grad()
 def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Tensor]:
-    """Accuracy and mean loss of one model on these samples."""
+    """Accuracy, or the error of a regression in its target's own unit, and mean loss of one model on these samples."""
     correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
     for part in torch.split(rows, SCORE_ROWS):
         output = model.predict(net.params, net.stats, federation.x[part])
         target = federation.labels(federation.alice, part)
         total += model.losses(output, target).double().sum()
-        if output.ndim == 2:
+        if output.ndim == 2 and federation.task == "classification":
             correct += (output.argmax(dim=1) == target).sum()
-    return {"accuracy": correct / len(rows), "loss": total / len(rows)}
+    loss = total / len(rows)
+    if federation.task == "regression":
+        return {"rmse": federation.unit * loss.sqrt(), "loss": loss}
+    return {"accuracy": correct / len(rows), "loss": loss}
 
 
 class Examination:

@@ -287,8 +287,8 @@ class _Simulator:
     def _score(
         self, kind: str, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
     ) -> list[dict[str, Tensor]]:
-        together = self.model.device.type == "cuda" and self.model.stacked and len({id(f.x) for f in federations}) == 1
-        if not together:
+        alike = len({id(f.x) for f in federations}) == 1 and federations[0].task == "classification"
+        if not (alike and self.model.stacked and self.model.device.type == "cuda"):
             return [score(self.model, n, f, p) for n, f, p in zip(nets, federations, parts, strict=True)]
         key = (kind, *map(id, federations))
         if key not in self._examinations:
@@ -299,7 +299,7 @@ class _Simulator:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
         names, alice = self.cells[i].federation.names, self.cells[i].federation.alice
         heard, codes = measured.pop("heard"), measured.pop("codes")
-        for key in ("loss", "validation_loss"):
+        for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
             if key in measured and not math.isfinite(measured[key]):
                 measured[key] = None
         expected = self.cells[i].federation.samples.tolist()

@@ -9,25 +9,28 @@ from torch import nn
 
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.models.dla import DLA
-from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss
-from waffle_fl.models.nets import LeNet5, Quadratic, linear, mlp
+from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss, squared_error
+from waffle_fl.models.nets import LeNet5, Quadratic, cnn, cnn_1d, linear, mlp
 
-Build = Callable[[Sequence[int], int], nn.Module]  # (shape of a sample, classes) -> module
+Build = Callable[[Sequence[int], int], nn.Module]  # (shape of a sample, classes; 1 for a regression) -> module
 
 MODELS: dict[str, Build] = {
     "lenet5": LeNet5,
     "lenet5-tanh": lambda shape, classes: LeNet5(shape, classes, "tanh", "average"),
     "dla": DLA,
+    "cnn": cnn,
+    "cnn-1d": cnn_1d,
     "mlp": mlp,
     "linear": linear,
 }
 
-DEFAULTS = {"mnist": "lenet5", "fashion-mnist": "lenet5", "cifar10": "dla"}
+DEFAULTS = {"mnist": "lenet5", "fashion-mnist": "lenet5", "cifar10": "dla", "digits": "mlp", "synthetic": "mlp"}
+BY_AXES = {1: "mlp", 2: "cnn-1d", 3: "cnn"}  # tables, signals (channels, length), images (channels, height, width)
 
 
 def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
-    """A function that builds the named network (or `module:factory`, or the data set's default) for such samples."""
-    chosen = DEFAULTS.get(data, "mlp") if name == "auto" else name
+    """A function that builds the named network (or `module:factory`, or what suits the data set or its shape)."""
+    chosen = DEFAULTS.get(data) or BY_AXES.get(len(shape), "mlp") if name == "auto" else name
     if ":" in chosen:
         return lambda: _imported(chosen)(shape, classes)
     if chosen not in MODELS:
@@ -53,8 +56,11 @@ __all__ = [
     "Net",
     "Quadratic",
     "builder",
+    "cnn",
+    "cnn_1d",
     "cross_entropy",
     "linear",
     "mlp",
     "output_is_loss",
+    "squared_error",
 ]

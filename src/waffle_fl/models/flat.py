@@ -50,6 +50,11 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, reduction="none")
 
 
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """For regression: one number a sample, as (n, 1) or (n,)."""
+    return (output.reshape(target.shape) - target) ** 2
+
+
 def output_is_loss(output: Tensor, target: Tensor) -> Tensor:
     """For modules, such as Quadratic, that compute their own loss."""
     return output

@@ -49,6 +49,32 @@ def linear(shape: Sequence[int], classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))
 
 
+def cnn(shape: Sequence[int], classes: int) -> nn.Module:
+    """A small network for images of any size: three convolutions, their mean over the image, one linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(shape[0], 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), Mean()),
+        nn.Linear(64, classes),
+    )
+
+
+def cnn_1d(shape: Sequence[int], classes: int) -> nn.Module:
+    """The same for signals of any length, samples of (channels, length), with two convolutions."""
+    return nn.Sequential(
+        *(nn.Conv1d(shape[0], 32, 5, padding=2), nn.ReLU(), nn.MaxPool1d(2, ceil_mode=True)),
+        *(nn.Conv1d(32, 64, 5, padding=2), nn.ReLU(), Mean()),
+        nn.Linear(64, classes),
+    )
+
+
+class Mean(nn.Module):
+    """The mean over all axes but samples and channels; unlike adaptive pooling it repeats bit for bit on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2).mean(dim=2)
+
+
 class Quadratic(nn.Module):
     """A point theta whose loss at a sample b is 1/2 sum_j h_j (theta_j - b_j)^2, so every optimum is known."""
 

@@ -10,7 +10,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.results import WEIGHING, Finished, methods_of, rows_of
+from waffle_fl.results import WEIGHING, Finished, judged_by, methods_of, rows_of
 
 COLORS = {
     "Local": "#8c8c8c",
@@ -26,8 +26,9 @@ WIDTH, HEIGHT = 285, 200
 
 def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
     """name -> (caption, chart), for everything these runs can show."""
+    measure = judged_by(runs)
     makers: dict[str, tuple[str, Callable[[Sequence[Finished]], Any]]] = {
-        "accuracy": ("Accuracy of Alice's model on her own test data, mean over seeds", accuracy),
+        measure.key: (f"{measure.title} of Alice's model on her own test data, mean over seeds", accuracy),
         "weights": ("Whose updates enter Alice's model, round by round (first seed)", weights),
         "labels": ("Who holds which labels: training samples of each agent", labels),
         "omega": ("Degree of personalisation Ω over the rounds: 1 is global, 0 is local training", omega),
@@ -55,6 +56,7 @@ def _styled(chart: Any) -> Any:
 
 def accuracy(runs: Sequence[Finished]) -> Any:
     """One panel a split, one line a method."""
+    measure = judged_by(runs)
     groups: dict[tuple[str, str], list[Finished]] = {}
     for run in runs:
         if run.rounds:
@@ -62,8 +64,8 @@ def accuracy(runs: Sequence[Finished]) -> Any:
     values = []
     for (row, title), group in groups.items():
         for r in range(min(len(run.rounds) for run in group)):
-            value = mean(run.rounds[r]["accuracy"] for run in group)
-            values.append({"split": row, "method": title, "round": r + 1, "accuracy": round(value, 5)})
+            value = measure.scale * mean(run.rounds[r][measure.key] for run in group)
+            values.append({"split": row, "method": title, "round": r + 1, measure.key: float(f"{value:.5g}")})
     if not values:
         return None
     hover = alt.selection_point(fields=["method"], bind="legend")
@@ -72,10 +74,10 @@ def accuracy(runs: Sequence[Finished]) -> Any:
         .mark_line(strokeWidth=1.8, clip=True)
         .encode(
             x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False)),
-            y=alt.Y("accuracy:Q", title="accuracy", scale=alt.Scale(zero=False), axis=alt.Axis(format="%")),
+            y=alt.Y(f"{measure.key}:Q", title=measure.title.lower(), scale=alt.Scale(zero=False)),
             color=_color(runs),
             opacity=alt.condition(hover, alt.value(1.0), alt.value(0.12)),
-            tooltip=["method:N", "split:N", "round:Q", alt.Tooltip("accuracy:Q", format=".2%")],
+            tooltip=["method:N", "split:N", "round:Q", alt.Tooltip(f"{measure.key}:Q", format=".4~g")],
         )
         .properties(width=WIDTH, height=HEIGHT)
         .add_params(hover)
@@ -148,7 +150,7 @@ def labels(runs: Sequence[Finished]) -> Any:
     """One panel a split: agents against labels, the size of a dot the number of samples."""
     first: dict[str, Finished] = {}
     for run in runs:
-        if run.provenance.get("label_counts") and run.config.method != "local":
+        if any(run.provenance.get("label_counts") or ()) and run.config.method != "local":
             first.setdefault(run.row, run)
     counts = {row: run.provenance["label_counts"] for row, run in first.items()}
     return label_chart(counts) if counts else None

@@ -15,7 +15,7 @@ from waffle_fl import __version__
 from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, Finished, check_alike
+from waffle_fl.results import PROTOCOLS, Finished, check_alike, judged_by
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
@@ -38,8 +38,9 @@ def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool =
 def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
     style = resources.files("waffle_fl.report").joinpath("page.css").read_text(encoding="utf-8")
     tables = "".join(
-        f'<section><h2>Accuracy, {html.escape(PROTOCOLS[p])}</h2><p class="caption">Percent, mean ± standard deviation '
-        f'over seeds; the best of each row in colour.</p><div class="scroll">{to_html(runs, p)}</div></section>'
+        f"<section><h2>{judged_by(runs).title}, {html.escape(PROTOCOLS[p])}</h2>"
+        '<p class="caption">Mean ± standard deviation over seeds; the best of each row in colour.</p>'
+        f'<div class="scroll">{to_html(runs, p)}</div></section>'
         for p in protocols_of(runs)
     )
     figures = "".join(
@@ -65,7 +66,7 @@ document.body.dataset.charts = Object.keys(charts).length;
 
 
 def _lead(runs: Sequence[Finished]) -> str:
-    data = sorted({run.config.settings.data for run in runs})
+    data = sorted({run.config.settings.data_name for run in runs})
     seeds = {run.config.settings.seed for run in runs}
     methods = {run.config.method for run in runs}
     return (
@@ -74,12 +75,16 @@ def _lead(runs: Sequence[Finished]) -> str:
     )
 
 
+def _verified(found: bool | None) -> str:
+    return "brought by the user" if found is None else "checksums verified" if found else "not verified"
+
+
 def _origin(runs: Sequence[Finished]) -> str:
     first = runs[0]
     s, binding = first.config.settings, first.provenance.get("binding", {})
     facts = {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
-        "data": f"{s.data}, {'checksums verified' if first.provenance.get('data_verified') else 'not verified'}",
+        "data": f"{s.data_name}, {_verified(first.provenance.get('data_verified'))}",
         "training": f"{s.rounds} rounds, {s.epochs} epoch(s) a round, batch {s.batch_size}, lr {s.lr}, "
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
         "model": f"{s.model}, {first.provenance.get('parameters', 0):,} parameters",

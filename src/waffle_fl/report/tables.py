@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import isnan
 
 from waffle_fl.algorithms import TITLES
-from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, methods_of, rows_of, scores
+from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
 
 
 def grid(runs: Sequence[Finished], protocol: Protocol, cell: Callable[[Score | None, bool], str]) -> list[list[str]]:
@@ -46,7 +46,7 @@ def to_markdown(runs: Sequence[Finished]) -> str:
         lines = grid(runs, protocol, lambda s, best: "" if s is None else f"**{s.text()}**" if best else s.text())
         head, *body = [f"| {' | '.join(line)} |" for line in lines]
         rule = "|" + " --- |" * len(lines[0])
-        parts.append("\n".join([f"Accuracy in percent, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
+        parts.append("\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -57,7 +57,7 @@ def to_latex(runs: Sequence[Finished]) -> str:
         lines = grid(runs, protocol, _latex_cell)
         head, *body = [" & ".join(line).replace("*", r"$^*$") + r" \\" for line in lines]
         columns = "l" + "r" * (len(lines[0]) - 1)
-        caption = f"% accuracy in percent, {PROTOCOLS[protocol]}"
+        caption = f"% {judged_by(runs).title.lower()}, {PROTOCOLS[protocol]}"
         parts.append(
             "\n".join(
                 [caption, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]

@@ -1,0 +1,22 @@
+"""Your own data: a folder with one file or folder an agent, or arrays, becomes the samples of a federation."""
+
+from __future__ import annotations
+
+from waffle_fl.own.arrays import gather, stacked
+from waffle_fl.own.folder import agents_in, read_folder
+from waffle_fl.own.parts import Gathered, Parts, Reading
+from waffle_fl.own.preprocessing import Column, Preprocessing, Task, Wish
+
+__all__ = [
+    "Column",
+    "Gathered",
+    "Parts",
+    "Preprocessing",
+    "Reading",
+    "Task",
+    "Wish",
+    "agents_in",
+    "gather",
+    "read_folder",
+    "stacked",
+]

@@ -1,0 +1,83 @@
+"""Agents whose samples are numbers already: arrays in memory, `.npz` files, or any torch Dataset."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from waffle_fl.errors import WaffleError
+from waffle_fl.own.checks import (
+    Array,
+    as_arrays,
+    check_duplicates,
+    check_kinds,
+    check_names,
+    check_range,
+    check_samples,
+    keys_of,
+)
+from waffle_fl.own.parts import Gathered, Parts, Reading, divide
+from waffle_fl.own.preprocessing import Task
+
+GIVEN, WHOLE = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
+
+
+def gather(
+    items: Sequence[tuple[str, Any]], how: Reading, class_names: Sequence[str] = (), allow_duplicates: bool = False
+) -> Gathered:
+    """Named agents, each (x_train, y_train, x_test, y_test), or (x, y) to be split by us."""
+    check_names([name for name, _ in items])
+    agents = {name: as_arrays(name, given) for name, given in items}
+    floats = any(np.issubdtype(y.dtype, np.floating) for arrays in agents.values() for y in arrays[1::2])
+    task: Task = how.task if how.task != "auto" else "regression" if floats else "classification"
+    for name, arrays in agents.items():
+        check_samples(name, arrays, task)
+    check_kinds(agents)
+    made, keys = {}, {}
+    for name, arrays in agents.items():
+        x = np.concatenate(arrays[::2])
+        y = np.concatenate(arrays[1::2]).astype(np.int64 if task == "classification" else np.float32)
+        keys[name] = keys_of(x, y)
+        given = len(arrays[0]) if len(arrays) == 4 else None
+        made[name] = Parts(x, y, *divide(keys[name], y if task == "classification" else None, given, how))
+    if not allow_duplicates:
+        rows = {name: (keys[name], np.concatenate([p.train, p.validation]), p.test) for name, p in made.items()}
+        check_duplicates(rows, any(len(arrays) == 4 for arrays in agents.values()))
+    if task == "regression":
+        return Gathered(made, task, ())
+    largest = max(int(part.y.max(initial=0)) for part in made.values())
+    labels = tuple(class_names) or tuple(str(k) for k in range(largest + 1))
+    check_range(agents, len(labels))
+    return Gathered(made, task, labels)
+
+
+def read_npz(path: Path) -> list[Array]:
+    """The arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            for wanted in (GIVEN, WHOLE):
+                if set(wanted) <= set(content.files):
+                    return [content[name] for name in wanted]
+            found = ", ".join(content.files) or "nothing"
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        reason = " ".join(str(error).split()) or "it is cut off"
+        raise WaffleError(f"cannot read {path} as a .npz of plain arrays: {reason}; save it with numpy.savez") from None
+    raise WaffleError(f"{path}: expected the arrays x_train y_train x_test y_test, or x y; got {found}")
+
+
+def stacked(name: str, dataset: Any) -> tuple[Array, Array]:
+    """All samples of a torch Dataset that has a length and gives (x, y) pairs."""
+    try:
+        pairs = [dataset[i] for i in range(len(dataset))]
+        xs, ys = zip(*((np.asarray(x), np.asarray(y)) for x, y in pairs), strict=True)
+        return np.stack(xs), np.stack(ys)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise WaffleError(
+            f"{name}: expected a Dataset with a length, of (x, y) pairs of one shape and at least one: {reason}"
+        ) from None

@@ -1,0 +1,153 @@
+"""read_folder(folder) -> Gathered: one file or folder an agent, recognised, split and turned into numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.own import images, tables
+from waffle_fl.own.arrays import gather, read_npz
+from waffle_fl.own.checks import check_duplicates
+from waffle_fl.own.parts import Gathered, Parts, Reading, check_classes, divide
+from waffle_fl.own.preprocessing import aim_of, fit
+from waffle_fl.own.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, read_table
+
+LAYOUTS = (
+    "one file an agent (.csv, .tsv, .parquet, .npz), or one folder an agent with a folder of images for each class, "
+    "or with `train` and `test` in it"
+)
+
+
+def read_folder(folder: Path, how: Reading) -> Gathered:
+    """The federation in a folder; a mistake in any file is told before any work."""
+    found = agents_in(folder)
+    kinds = {kind for kind, _ in found.values()}
+    if len(kinds) > 1:
+        raise WaffleError(f"{folder} mixes {' and '.join(sorted(kinds))}: expected all agents in one layout")
+    paths = {name: path for name, (_, path) in found.items()}
+    readers: dict[str, Callable[[], Gathered]] = {
+        "tables": lambda: _from_tables({n: _tables_at(p) for n, p in paths.items()}, how),
+        "arrays": lambda: _from_npz(paths, how),
+        "images": lambda: _from_images(paths, how),
+    }
+    if kinds != {"tables"} and (how.target or how.categorical):
+        raise WaffleError(f"target and categorical are for tables, {folder} holds {kinds.pop()}: leave them out")
+    return readers[kinds.pop()]()
+
+
+def agents_in(folder: Path) -> dict[str, tuple[str, Path]]:
+    """name -> (layout, where it lies), sorted by name; what looks like no agent's data is passed over."""
+    try:
+        if not folder.is_dir():
+            raise WaffleError(f"there is no folder {folder}: expected {LAYOUTS}")
+        entries = [(_layout(path), path) for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    except OSError as error:
+        raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
+    found: dict[str, tuple[str, Path]] = {}
+    for layout, path in entries:
+        heart = UCI_HEART.fullmatch(path.name)
+        name = heart["name"] if heart else path.name if path.is_dir() else path.stem
+        if layout and name in found:
+            raise WaffleError(f"{path} and {found[name][1]} are both called {name!r}: give each agent one name")
+        if layout:
+            found[name] = layout, path
+    if not found:
+        raise WaffleError(f"{folder} holds no agent's data: expected {LAYOUTS}")
+    return found
+
+
+def _layout(path: Path) -> str:
+    if path.is_dir():
+        inside = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
+        if any(p.stem == "train" and _is_table(p) for p in inside):
+            return "tables"
+        return "images" if images.classes_of(path) or (path / "train").is_dir() else ""
+    return "arrays" if path.suffix == ".npz" else "tables" if _is_table(path) else ""
+
+
+def _is_table(path: Path) -> bool:
+    return path.is_file() and (path.suffix in tables.SUFFIXES or bool(UCI_HEART.fullmatch(path.name)))
+
+
+def _tables_at(path: Path) -> list[Table]:
+    """One table that is still to be split, or a training and a test table."""
+    if path.is_file():
+        return [read_table(path)]
+    files = {p.stem: p for p in sorted(path.iterdir()) if _is_table(p)}
+    if "test" not in files:
+        raise WaffleError(f"{path} has {files['train'].name} but no test table: add one, or give one file an agent")
+    return [read_table(files["train"]), read_table(files["test"])]
+
+
+def _from_tables(agents: Mapping[str, Sequence[Table]], how: Reading) -> Gathered:
+    everyone = [table for given in agents.values() for table in given]
+    heart = all(UCI_HEART.fullmatch(table.path.name) for table in everyone)
+    target = how.target or (HEART_TARGET if heart else "")
+    categorical = how.categorical or (HEART_CATEGORICAL if heart else ())
+    _check_columns(everyone, target, categorical)
+    whole = {name: _joined(given) for name, given in agents.items()}
+    given = {name: (len(tables_[0]) if len(tables_) > 1 else None) for name, tables_ in agents.items()}
+    aim = aim_of(target, everyone, how.task)
+    check_classes(aim.task, aim.classes)
+    labels = {name: aim.targets(table) if aim.classes else None for name, table in whole.items()}
+    keys = {name: table.keys() for name, table in whole.items()}
+    rows = {name: divide(keys[name], labels[name], given[name], how) for name in whole}
+    split_given = any(cut is not None for cut in given.values())
+    check_duplicates(
+        {n: (keys[n], np.concatenate([rows[n].train, rows[n].validation]), rows[n].test) for n in whole}, split_given
+    )
+    training = {name: table.taken(rows[name].train) for name, table in whole.items()}
+    fitted = fit(aim, training, categorical, how.preprocessing)
+    made = {}
+    for name, table in whole.items():
+        y = fitted[name].targets(table)
+        assert y is not None
+        made[name] = Parts(fitted[name].transform(table, "ignore"), y, *rows[name])
+    strange = sum(fitted[name].strange(table) for name, table in whole.items())
+    note = f"{strange} held-out rows have a category nobody trained on: it counts as none of the known ones"
+    return Gathered(made, aim.task, aim.classes, tuple(fitted.values()), (note,) if strange else ())
+
+
+def _check_columns(everyone: Sequence[Table], target: str, categorical: Sequence[str]) -> None:
+    first = everyone[0]
+    if not target:
+        raise WaffleError(f"which column is to be predicted? give target, one of {', '.join(first.columns)}")
+    for wanted, what in ((target, "target"), *((name, "categorical") for name in categorical)):
+        if wanted not in first.columns:
+            raise WaffleError(f"{what}: {first.path} has no column {wanted!r}{suggest(wanted, first.columns)}")
+    for table in everyone[1:]:
+        lacking, more = first.columns.keys() - table.columns, table.columns.keys() - first.columns
+        if lacking or more:
+            odd = f"lacks {sorted(lacking)[0]!r}" if lacking else f"adds {sorted(more)[0]!r}"
+            raise WaffleError(f"all agents need the same columns: {table.path} {odd}, compared with {first.path}")
+
+
+def _joined(given: Sequence[Table]) -> Table:
+    if len(given) == 1:
+        return given[0]
+    first, second = given
+    columns = {name: np.concatenate([first.columns[name], second.columns[name]]) for name in first.columns}
+    return Table(first.path.parent, columns, np.concatenate([first.lines, second.lines]))
+
+
+def _from_npz(paths: Mapping[str, Path], how: Reading) -> Gathered:
+    found = gather([(name, read_npz(path)) for name, path in paths.items()], how)
+    present = sorted({int(k) for part in found.agents.values() for k in np.unique(part.y)} if found.class_names else ())
+    check_classes(found.task, [found.class_names[k] for k in present])
+    return found
+
+
+def _from_images(paths: Mapping[str, Path], how: Reading) -> Gathered:
+    if how.task == "regression":
+        raise WaffleError("images in folders by class have classes, not numbers: leave task at auto")
+    places = {n: [p / "train", p / "test"] if (p / "train").is_dir() else [p] for n, p in paths.items()}
+    for place in (place for given in places.values() for place in given):
+        if not place.is_dir():
+            raise WaffleError(f"there is no {place}: expected `train` and `test`, or a folder for each class")
+    classes = sorted({c for given in places.values() for place in given for c in images.classes_of(place)})
+    check_classes("classification", classes)
+    arrays = [(n, [a for place in given for a in images.read_images(place, classes)]) for n, given in places.items()]
+    return gather(arrays, how, classes)

@@ -1,0 +1,274 @@
+"""From tables to numbers. What is fitted is fitted on training rows, from summaries; no row leaves its agent.
+
+Agents tell each other, a column at a time:
+    1  how many cells are numbers, texts, and missing;
+    2  of a numeric column the count, mean and sum of squared deviations, of a categorical one the names it contains;
+    3  the names of the classes, or of a numeric target what a numeric column tells.
+With local preprocessing the means and deviations of the columns stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.errors import WaffleError
+from waffle_fl.own.tables import Cells, Table, names, numbers, read_table
+
+Kind: TypeAlias = Literal["numeric", "categorical"]
+Scope: TypeAlias = Literal["federated", "local"]
+Task: TypeAlias = Literal["classification", "regression"]
+Wish: TypeAlias = Literal["auto", "classification", "regression"]
+Floats = NDArray[np.float32]
+
+MOST_CATEGORIES = 100
+MOST_CLASSES = 20  # whole numbers with more values than these are quantities, not classes
+
+ROUNDING = 1e-12  # a deviation this small beside the mean is that of a constant
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table and what becomes of it."""
+
+    name: str
+    kind: Kind
+    mean: float = 0.0
+    deviation: float = 0.0  # 0: the training data says nothing about this column
+    categories: tuple[str, ...] = ()
+    missing: bool = False  # was a training value missing anywhere? then a 0/1 column says so
+
+    @property
+    def features(self) -> list[str]:
+        """The names of the numbers it becomes."""
+        values = (
+            [f"{self.name}={category}" for category in self.categories] if self.kind == "categorical" else [self.name]
+        )
+        return values + [f"{self.name} missing"] * self.missing
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How one agent's rows become numbers, and its target labels or numbers; saved with a run, used by predict."""
+
+    columns: tuple[Column, ...]
+    target: str
+    task: Task
+    classes: tuple[str, ...] = ()
+    target_mean: float = 0.0
+    target_deviation: float = 1.0  # the unit in which a regression is trained
+    scope: Scope = "federated"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(name for column in self.columns for name in column.features)
+
+    def transform(self, table: Table, unknown: Literal["refuse", "ignore"] = "refuse") -> Floats:
+        """(rows, features): standardised numbers, one-hot categories; a category nobody trained on is refused."""
+        blocks = [_block(column, _column(table, column.name), table, unknown) for column in self.columns]
+        return np.concatenate([np.empty((len(table), 0), np.float32), *blocks], axis=1)
+
+    def strange(self, table: Table) -> int:
+        """How many rows have a category that nobody trained on."""
+        found = np.zeros(len(table), bool)
+        for column in self.columns:
+            if column.kind == "categorical":
+                found |= _strange(column, names(table.columns[column.name]))
+        return int(found.sum())
+
+    def targets(self, table: Table) -> NDArray[Any] | None:
+        """Class numbers, or standardised numbers; None where the table has no target."""
+        cells = table.columns.get(self.target)
+        if cells is None or not (cells != "").any():
+            return None
+        _refuse_missing(table, self.target)
+        if self.task == "regression":
+            values = _numeric(cells, table, self.target)
+            return ((values - self.target_mean) / self.target_deviation).astype(np.float32)
+        found = names(cells)
+        known = {name: k for k, name in enumerate(self.classes)}
+        bad = next((i for i, name in enumerate(found.tolist()) if name not in known), None)
+        if bad is not None:
+            raise WaffleError(
+                f"{table.path}: column {self.target!r} says {found[bad]!r} in line {table.lines[bad]}, "
+                f"the classes are {', '.join(self.classes)}"
+            )
+        return np.array([known[name] for name in found.tolist()], np.int64)
+
+    def transform_table(self, path: Path) -> tuple[Floats, NDArray[Any] | None]:
+        """The features of a file and, where it has the target column, its targets."""
+        table = read_table(path)
+        return self.transform(table), self.targets(table)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Preprocessing:
+        try:
+            columns = tuple(Column(**{**c, "categories": tuple(c["categories"])}) for c in content["columns"])
+            return cls(**{**content, "columns": columns, "classes": tuple(content["classes"])})
+        except (KeyError, TypeError) as error:
+            raise WaffleError(f"expected a preprocessing as a run folder holds it, it lacks or adds {error}") from None
+
+
+class Cellcount(NamedTuple):
+    """What an agent tells of a column first."""
+
+    numbers: int
+    texts: int
+    missing: int
+
+
+class Moments(NamedTuple):
+    """What an agent tells of a numeric column: as much as a count, a sum and a sum of squares, but exact."""
+
+    n: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the agent's own mean
+
+    @property
+    def deviation(self) -> float:
+        found = sqrt(self.squares / self.n) if self.n else 0.0
+        return found if found > ROUNDING * abs(self.mean) else 0.0
+
+    def joined(self, other: Moments) -> Moments:
+        """The moments of both together (Chan, Golub and LeVeque 1979)."""
+        n = self.n + other.n
+        if not n:
+            return self
+        gap, share = other.mean - self.mean, other.n / n
+        return Moments(n, self.mean + gap * share, self.squares + other.squares + gap * gap * self.n * share)
+
+
+def count_cells(cells: Cells) -> Cellcount:
+    missing = int((cells == "").sum())
+    found = int(np.isfinite(numbers(cells)).sum())
+    return Cellcount(found, len(cells) - found - missing, missing)
+
+
+def moments(values: NDArray[np.float64]) -> Moments:
+    present = values[np.isfinite(values)]
+    if not len(present):
+        return Moments()
+    mean = float(present.mean())
+    return Moments(len(present), mean, float(((present - mean) ** 2).sum()))
+
+
+def aim_of(target: str, tables: Sequence[Table], task: Wish) -> Preprocessing:
+    """What is to be predicted, from all rows: classes by name, or a number; the columns are fitted later."""
+    for table in tables:
+        _refuse_missing(table, target)
+    found = sorted({name for table in tables for name in np.unique(names(table.columns[target])).tolist()})
+    values = numbers(np.array(found))
+    few_whole = len(found) <= MOST_CLASSES and bool((values == np.round(values)).all())
+    if task == "regression" or (task == "auto" and not few_whole and np.isfinite(values).all()):
+        return Preprocessing((), target, "regression")
+    if len(found) > MOST_CATEGORIES:
+        raise WaffleError(
+            f"the target {target!r} has {len(found)} different values, at most {MOST_CATEGORIES} make classes: "
+            "for numbers set task to regression"
+        )
+    ordered = [found[i] for i in np.argsort(values)] if np.isfinite(values).all() else found
+    return Preprocessing((), target, "classification", tuple(ordered))
+
+
+def fit(
+    aim: Preprocessing, training: Mapping[str, Table], categorical: Sequence[str] = (), scope: Scope = "federated"
+) -> dict[str, Preprocessing]:
+    """One preprocessing an agent, from summaries of everyone's training rows."""
+    tables = list(training.values())
+    features = [name for name in tables[0].columns if name != aim.target]
+    if not features:
+        raise WaffleError(f"{tables[0].path}: expected columns besides the target {aim.target!r}, got none")
+    shared = tuple(_shared_column(name, tables, name in categorical) for name in features)
+    common = replace(aim, columns=shared, scope=scope)
+    if aim.task == "regression":
+        goal = _joined_moments(aim.target, tables)
+        common = replace(common, target_mean=goal.mean, target_deviation=goal.deviation or 1.0)
+    if scope == "federated":
+        return dict.fromkeys(training, common)
+    return {name: replace(common, columns=tuple(_local(c, table) for c in shared)) for name, table in training.items()}
+
+
+def _joined_moments(name: str, tables: Sequence[Table]) -> Moments:
+    joined = Moments()
+    for table in tables:
+        joined = joined.joined(moments(_numeric(_column(table, name), table, name)))
+    return joined
+
+
+def _shared_column(name: str, tables: Sequence[Table], named: bool) -> Column:
+    counts = [count_cells(_column(table, name)) for table in tables]
+    missing = any(count.missing for count in counts)
+    found, texts = sum(count.numbers for count in counts), sum(count.texts for count in counts)
+    if not named and (found > texts or not texts):
+        joined = _joined_moments(name, tables)
+        return Column(name, "numeric", joined.mean, joined.deviation, missing=missing)
+    categories = sorted({c for table in tables for c in np.unique(names(_column(table, name))).tolist() if c})
+    if len(categories) > MOST_CATEGORIES:
+        raise WaffleError(
+            f"column {name!r} has {len(categories)} different texts, at most {MOST_CATEGORIES} make categories: "
+            "leave the column out of the files, or group its values"
+        )
+    return Column(name, "categorical", categories=tuple(categories), missing=missing)
+
+
+def _local(column: Column, table: Table) -> Column:
+    if column.kind == "categorical":
+        return column
+    own = moments(numbers(table.columns[column.name]))
+    return replace(column, mean=own.mean, deviation=own.deviation)
+
+
+def _block(column: Column, cells: Cells, table: Table, unknown: str) -> Floats:
+    gone = (cells == "")[:, None]
+    if column.kind == "numeric":
+        values = _numeric(cells, table, column.name)
+        scaled = (values - column.mean) / column.deviation if column.deviation else np.zeros(len(values))
+        block = np.where(gone, 0.0, scaled[:, None])
+    else:
+        found = names(cells)
+        bad = np.flatnonzero(_strange(column, found))
+        if len(bad) and unknown == "refuse":
+            raise WaffleError(
+                f"{table.path}: column {column.name!r} says {found[bad[0]]!r} in line {table.lines[bad[0]]}, "
+                f"which no agent trained on; the categories are {', '.join(column.categories)}"
+            )
+        block = found[:, None] == np.array(column.categories, np.str_)[None, :]
+    return np.concatenate([block, gone], axis=1, dtype=np.float32) if column.missing else block.astype(np.float32)
+
+
+def _strange(column: Column, found: Cells) -> NDArray[np.bool_]:
+    return ~np.isin(found, ["", *column.categories])
+
+
+def _column(table: Table, name: str) -> Cells:
+    if name not in table.columns:
+        raise WaffleError(f"{table.path} lacks the column {name!r}: it has {', '.join(table.columns)}")
+    return table.columns[name]
+
+
+def _numeric(cells: Cells, table: Table, name: str) -> NDArray[np.float64]:
+    values = numbers(cells)
+    bad = np.flatnonzero(np.isnan(values) & (cells != ""))
+    if len(bad):
+        raise WaffleError(
+            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {cells[bad[0]]!r}: "
+            "repair it, leave it empty if missing, or name the column in `categorical`"
+        )
+    return values
+
+
+def _refuse_missing(table: Table, target: str) -> None:
+    bad = np.flatnonzero(table.columns[target] == "")
+    if len(bad):
+        raise WaffleError(
+            f"{table.path}: the target {target!r} is missing in line {table.lines[bad[0]]}: fill it or drop the row"
+        )

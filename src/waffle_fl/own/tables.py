@@ -1,0 +1,145 @@
+"""A table: named columns of text cells, an empty cell where a value is missing. CSV, TSV, Parquet, and UCI's own."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.errors import WaffleError
+
+Cells = NDArray[np.str_]
+Rows = NDArray[np.int64]
+
+SUFFIXES = (".csv", ".tsv", ".parquet")
+MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
+UCI_HEART = re.compile(r"processed\.(?P<name>.+)\.data")
+HEART_COLUMNS = (
+    *("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg"),
+    *("thalach", "exang", "oldpeak", "slope", "ca", "thal", "num"),
+)
+HEART_TARGET = "disease"
+HEART_CATEGORICAL = ("cp", "restecg", "slope", "thal")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where it was read, its columns of text cells, and the line of the file that each row stands in."""
+
+    path: Path
+    columns: dict[str, Cells]
+    lines: Rows
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def taken(self, rows: Rows) -> Table:
+        return Table(self.path, {name: cells[rows] for name, cells in self.columns.items()}, self.lines[rows])
+
+    def keys(self) -> list[bytes]:
+        """The content of each row, whatever the order of the columns."""
+        ordered = [self.columns[name] for name in sorted(self.columns)]
+        return ["\x1f".join(row).encode() for row in zip(*ordered, strict=True)]
+
+
+def read_table(path: Path) -> Table:
+    """The table in a file, by its name: `processed.*.data` is UCI Heart Disease, without a header of its own."""
+    if UCI_HEART.fullmatch(path.name):
+        return _heart_disease(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    header, *rows = _lines(path)
+    return _table(path, header[1], rows)
+
+
+def _lines(path: Path) -> list[tuple[int, list[str]]]:
+    """(line number, cells) of every line that is not blank; the first line shows what stands between cells."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            first = stream.readline()
+            stream.seek(0)
+            delimiter = max(",;\t", key=first.count)
+            reader = csv.reader(stream, delimiter=delimiter, strict=True)
+            lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV anew") from None
+    if not lines:
+        raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
+    return lines
+
+
+def _table(path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]]) -> Table:
+    doubled = next((name for name in header if header.count(name) > 1 or not name), None)
+    if doubled is not None:
+        what = f"two columns are called {doubled!r}" if doubled else "a column has no name"
+        raise WaffleError(f"{path}: {what}: expected a first line with a name of its own for each column")
+    if not rows:
+        raise WaffleError(f"{path} has a header but no rows: fill it or remove it")
+    for number, row in rows:
+        if len(row) != len(header):
+            raise WaffleError(
+                f"{path}, line {number}: expected {len(header)} cells as in the header, got {len(row)}; repair the line"
+            )
+    cells = np.array([row for _, row in rows])
+    cells[np.isin(cells, MISSING)] = ""
+    lines = np.array([number for number, _ in rows], np.int64)
+    return Table(path, {name: cells[:, i].copy() for i, name in enumerate(header)}, lines)
+
+
+def _heart_disease(path: Path) -> Table:
+    """The official file: fourteen columns, `?` where missing; the last, 0 to 4, becomes disease: no or yes."""
+    table = _table(path, HEART_COLUMNS, _lines(path))
+    num = table.columns.pop("num")
+    grades = numbers(num)
+    bad = np.flatnonzero(np.isnan(grades))
+    if len(bad):
+        line = table.lines[bad[0]]
+        raise WaffleError(f"{path}, line {line}: expected 0 to 4 in the last column, got {num[bad[0]]!r}")
+    return replace(table, columns={**table.columns, HEART_TARGET: np.where(grades > 0, "yes", "no")})
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError:
+        raise WaffleError(f"{path}: Parquet needs pyarrow: `pip install waffle-fl[parquet]`, or save as CSV") from None
+    try:
+        found: dict[str, list[Any]] = parquet.ParquetFile(path).read().to_pydict()
+    except (OSError, arrow.ArrowException) as error:
+        raise WaffleError(f"cannot read {path} as Parquet: {' '.join(str(error).split())}") from None
+    rows = [
+        (i, ["" if cell is None else str(cell).strip() for cell in row])
+        for i, row in enumerate(zip(*found.values(), strict=True), 1)
+    ]
+    return _table(path, list(found), rows)
+
+
+def numbers(cells: Cells) -> NDArray[np.float64]:
+    """The cells as numbers, NaN where there is none; neither text nor infinity is one."""
+    distinct, back = np.unique(cells, return_inverse=True)
+    values = np.array([_number(cell) for cell in distinct.tolist()], np.float64)
+    return values[back] if len(values) else np.empty(0)
+
+
+def _number(cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        return float("nan")
+    return value if abs(value) < float("inf") and "_" not in cell else float("nan")
+
+
+def names(cells: Cells) -> Cells:
+    """The cells as names of categories: 1.0 at one agent and 1 at another are the same."""
+    distinct, back = np.unique(cells, return_inverse=True)
+    return np.array([re.sub(r"(?<=\d)\.0+$", "", cell) for cell in distinct.tolist()], np.str_)[back]
