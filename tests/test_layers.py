@@ -22,6 +22,7 @@ LAYERS = [
     {"engines", "config"},
     {"records"},
     {"experiment", "results"},
+    {"use", "loggers"},
     {"report"},
     {"reproduce"},
     {"cli"},

@@ -277,7 +277,7 @@ def _open(
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = _model(config.settings, federation, place, device)
-    _check_output(config.settings.model, model, federation)
+    check_output(config.settings.model, model, federation)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
@@ -319,7 +319,7 @@ def _open(
     return _Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
 
 
-def _check_output(name: str, model: FlatModel, federation: Federation) -> None:
+def check_output(name: str, model: FlatModel, federation: Federation) -> None:
     """A model that does not fit the data is told before the first round."""
     net = model.init(0)
     sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
@@ -443,7 +443,7 @@ def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[
     net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
     own = Net(net.params[federation.alice], net.stats[federation.alice])
     said = predictions(model, own, federation)
-    result |= {"metrics": measure(said["output"], said["target"])}
+    result |= {"metrics": measure(said["output"], said["target"], federation.unit)}
     job.run.close(result, model.state_dict(own), said)
     return result
 
@@ -519,6 +519,7 @@ __all__ = [
     "Listener",
     "Place",
     "advice",
+    "check_output",
     "device_of",
     "execute",
     "federation_of",

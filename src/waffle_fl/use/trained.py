@@ -1,0 +1,81 @@
+"""A finished run, opened for use: its model as a torch module, and all one must know to ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from waffle_fl.engines.closing import SCORE_ROWS
+from waffle_fl.errors import WaffleError
+from waffle_fl.models import builder
+from waffle_fl.own import Preprocessing, Task
+from waffle_fl.records import read_json
+from waffle_fl.results import Finished, read_run
+from waffle_fl.tensorfile import read_tensors
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Alice's model and how it is to be asked."""
+
+    run: Finished
+    module: nn.Module  # on the CPU, in evaluation mode
+    shape: tuple[int, ...]  # of a sample
+    task: Task
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing | None  # of tables
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.run.config.settings.precision == "float64" else torch.float32
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """What the model says: a score for each class, or a number in the unit it was trained in."""
+        return outputs(self.module, x.to(self.dtype))
+
+
+def open_run(folder: Path) -> Trained:
+    """Read a run folder back, every part of it checked."""
+    run = read_run(folder)
+    if run.result.get("status") != "finished":
+        raise WaffleError(f"the run in {folder} has no model: {run.result.get('message', 'it did not finish')}")
+    try:
+        shape = tuple(int(side) for side in run.provenance["sample"])
+        task: Task = "regression" if run.provenance["task"] == "regression" else "classification"
+        classes = tuple(map(str, run.provenance["classes"]))
+    except (KeyError, TypeError, ValueError):
+        raise WaffleError(
+            f"{folder}: provenance.json lacks `sample`, `task` or `classes`: run it again with this waffle-fl"
+        ) from None
+    s = run.config.settings
+    build = builder(s.model, s.data, shape, len(classes) if task == "classification" else 1)
+    fitted = read_json(folder / "preprocessing.json")
+    trained = Trained(run, seeded(build), shape, task, classes, Preprocessing.from_json(fitted) if fitted else None)
+    _fill(trained.module.to(trained.dtype), folder / "model.safetensors")
+    return trained
+
+
+def _fill(module: nn.Module, path: Path) -> None:
+    buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    own: dict[str, Tensor] = {**dict(module.named_parameters()), **buffers}
+    _, tensors = read_tensors(path, own)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    module.eval().requires_grad_(False)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a module and leave the random numbers of the caller alone."""
+    with torch.random.fork_rng(devices=[]):
+        return build()
+
+
+@torch.no_grad()
+def outputs(module: nn.Module, x: Tensor) -> Tensor:
+    """A module's answers, some rows at a time."""
+    return torch.cat([module(part) for part in torch.split(x, SCORE_ROWS)])
