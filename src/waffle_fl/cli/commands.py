@@ -27,7 +27,7 @@ from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import EVERYONE, Listener, Place, execute, federation_of, plan
-from waffle_fl.loggers import Log, Several, logger
+from waffle_fl.loggers import Log, Logger, Several, logger
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -60,10 +60,11 @@ class Watched(Output):
 @contextmanager
 def _live(output: Watched) -> Iterator[Listener]:
     """Who hears of the training: the loggers that were asked for, and the terminal."""
-    loggers = [logger(name) for name in dict.fromkeys(output.log)]
+    heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
+    if not output.quiet:
+        heard.append(Live(Console(stderr=True)))
     with ExitStack() as stack:
-        shown = [] if output.quiet else [Live(Console(stderr=True))]
-        yield Several([stack.enter_context(listener) for listener in (*loggers, *shown)])
+        yield Several([stack.enter_context(listener) for listener in heard])
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.errors import WaffleError
-from waffle_fl.models import builder
+from waffle_fl.models import FlatModel, builder
 from waffle_fl.own import Preprocessing, Task
 from waffle_fl.records import read_json
 from waffle_fl.results import Finished, read_run
@@ -24,14 +24,11 @@ class Trained:
 
     run: Finished
     module: nn.Module  # on the CPU, in evaluation mode
+    dtype: torch.dtype
     shape: tuple[int, ...]  # of a sample
     task: Task
     classes: tuple[str, ...]
     preprocessing: Preprocessing | None  # of tables
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.run.config.settings.precision == "float64" else torch.float32
 
     def outputs(self, x: Tensor) -> Tensor:
         """What the model says: a score for each class, or a number in the unit it was trained in."""
@@ -54,25 +51,21 @@ def open_run(folder: Path) -> Trained:
     s = run.config.settings
     build = builder(s.model, s.data, shape, len(classes) if task == "classification" else 1)
     fitted = read_json(folder / "preprocessing.json")
-    trained = Trained(run, seeded(build), shape, task, classes, Preprocessing.from_json(fitted) if fitted else None)
-    _fill(trained.module.to(trained.dtype), folder / "model.safetensors")
-    return trained
+    model = FlatModel(build, precision=s.precision)
+    _, tensors = read_tensors(folder / "model.safetensors", model.state_dict(model.init(0)))
+    preprocessing = Preprocessing.from_json(fitted) if fitted else None
+    return Trained(run, filled(build, model.dtype, tensors), model.dtype, shape, task, classes, preprocessing)
 
 
-def _fill(module: nn.Module, path: Path) -> None:
-    buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-    own: dict[str, Tensor] = {**dict(module.named_parameters()), **buffers}
-    _, tensors = read_tensors(path, own)
-    with torch.no_grad():
-        for name, tensor in own.items():
+@torch.no_grad()
+def filled(build: Callable[[], nn.Module], dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module of its own that holds these tensors, ready to be asked."""
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        module = build().to("cpu", dtype)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in tensors:
             tensor.copy_(tensors[name])
-    module.eval().requires_grad_(False)
-
-
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a module and leave the random numbers of the caller alone."""
-    with torch.random.fork_rng(devices=[]):
-        return build()
+    return module.eval().requires_grad_(False)
 
 
 @torch.no_grad()
