@@ -19,7 +19,7 @@ LAYERS = [
     {"federation", "wire"},
     {"batches"},
     {"algorithms", "guard"},
-    {"engines", "config"},
+    {"config", "engines", "folders"},
     {"records"},
     {"experiment", "results"},
     {"use", "loggers"},

@@ -60,7 +60,13 @@ def strided_cnn() -> nn.Module:
     return nn.Sequential(*first, nn.Conv2d(4, 3, 2, stride=2, bias=False), nn.Flatten(), nn.Linear(12, 10))
 
 
+def signal_cnn() -> nn.Module:
+    first = [nn.Conv1d(3, 4, 5, padding=2), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 3, 3, stride=2, dilation=2)]
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(9, 10))
+
+
 BUILDERS = {
+    "signal cnn": (signal_cnn, (3, 20), True),
     "lenet": (LeNet5, (1, 28, 28), True),
     "strided cnn": (strided_cnn, (2, 8, 8), True),
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 10)), (6,), True),

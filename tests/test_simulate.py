@@ -86,7 +86,7 @@ def test_a_stack_must_train_alike() -> None:
 
 def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows trained all at once, in chunks of three, or by four workers: the same bits."""
-    from waffle_fl.engines import simulate as module
+    from waffle_fl.engines import training as module
 
     def run(workers: int) -> torch.Tensor:
         cell = Cell(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)

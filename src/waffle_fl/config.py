@@ -121,13 +121,11 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        if self.settings.is_own:
-            words = (self.settings.data_name, self.settings.alice, self.method, self.settings.seed)
-            return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
-        split = self.settings.split.replace("*", "-star")
-        split = f"shares{'-star' if '-star' in split else ''}" if self.settings.shares else split
-        alice = "" if self.settings.alice == "0" else "-" + re.sub(r"[^A-Za-z0-9._]+", "-", self.settings.alice)
-        return f"{self.settings.data}-{split}-{self.method}-{self.settings.seed}{alice}"
+        s = self.settings
+        split = f"shares{'*' * s.split.endswith('*')}" if s.shares else s.split
+        where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}"
+        alice = "" if s.alice == "0" else f"-{s.alice}"
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}")
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,9 @@ from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.engines.simulate import Cell, Outcome, State, check_stack, initial_state, simulate
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation, build, index_of, pool_of
+from waffle_fl.folders import own_federation
 from waffle_fl.metrics import measure
 from waffle_fl.models import STATS_POLICY, FlatModel, builder, cross_entropy, squared_error
-from waffle_fl.own import Reading
 from waffle_fl.partition import split
 from waffle_fl.records import Run, provenance, read_rounds, summary
 
@@ -39,10 +39,6 @@ CHECKPOINT_SHARE = 2000  # and a run trains this many times as long as it saves,
 LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
 SAVING_SHARE = 0.25  # of a round's time, at most, goes into saving when many runs want to at once
 COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
-SPLITTING = (  # settings that make agents out of one data set
-    *("split", "shares", "sizes", "direction", "agents", "samples_per_agent"),
-    *("test", "permutation_seed", "shared_permutation"),
-)
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
     """The federation that the settings describe; runs that differ in their seed alone share it."""
     if s.is_own and (os.sep in s.data or Path(s.data).is_dir()):
-        return _own(replace(s, seed=0), _stamp(Path(s.data)))
+        return own_federation(s, None if s.alice == EVERYONE else s.alice)
     return _federation(replace(s, seed=0), data_dir, allow_unverified)
 
 
@@ -142,25 +138,6 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
         shared_permutation=s.shared_permutation,
     )
     return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
-
-
-@lru_cache(maxsize=16)
-def _own(s: Settings, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
-    """A folder's federation, read anew when a file of it has changed."""
-    defaults = Settings()
-    odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
-    if odd:
-        raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
-    reading = {f.name: getattr(s, f.name) for f in fields(Reading)}
-    return Federation.from_folder(s.data, alice=s.alice, **reading)
-
-
-def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    try:
-        found = [(path, path.stat()) for path in sorted(folder.rglob("*"))]
-    except OSError as error:
-        raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
-    return tuple((str(path), status.st_size, status.st_mtime_ns) for path, status in found)
 
 
 def _origin(s: Settings, place: Place) -> dict[str, Any]:
@@ -208,8 +185,11 @@ def alices(s: Settings, place: Place) -> list[str]:
     """The agents that a model is wanted for: the one who is named, or each who can be."""
     if s.alice != EVERYONE:
         return [s.alice]
-    federation = federation_of(replace(s, alice="0"), place.data_dir, place.allow_unverified)
-    able = [(i, name) for i, name in enumerate(federation.names) if len(federation.train[i])]
+    wanted = s if s.is_own else replace(s, alice="0")
+    federation = federation_of(wanted, place.data_dir, place.allow_unverified)
+    able = [
+        (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
+    ]
     return [str(i) if name == f"agent {i}" else name for i, name in able]
 
 
@@ -449,11 +429,15 @@ def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[
 
 
 def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str, Tensor]:
-    """What a model says of Alice's test data, beside the truth."""
+    """What a model says of Alice's test data, beside the truth; numbers in the target's own unit."""
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
     output = torch.cat([model.predict(*net, federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
-    return {"output": output, "target": federation.labels(federation.alice, rows)}
+    said = {"output": output, "target": federation.labels(federation.alice, rows)}
+    prepared = federation.preprocessing
+    if prepared is None or federation.task == "classification":
+        return said
+    return {name: prepared.target_mean + prepared.target_deviation * numbers for name, numbers in said.items()}
 
 
 def _model(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:

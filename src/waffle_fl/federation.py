@@ -143,13 +143,17 @@ class Federation:
         return cls.from_arrays(arrays, **{"task": "auto", **options})
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, alice: str | int = 0, **reading: Any) -> Federation:
-        """A federation from a folder with one file or folder an agent (docs/own-data.md); `reading`: see Reading."""
+    def from_folder(cls, folder: str | Path, *, alice: str | int | None = None, **reading: Any) -> Federation:
+        """A federation from a folder with one file or folder an agent (docs/own-data.md); `reading`: see Reading.
+
+        Without an `alice` she is the first agent who has samples to train and to test on.
+        """
         return cls._of(read_folder(Path(folder), Reading(**reading)), alice)
 
     @classmethod
-    def _of(cls, found: Gathered, alice: str | int) -> Federation:
+    def _of(cls, found: Gathered, alice: str | int | None) -> Federation:
         names, parts = tuple(found.agents), list(found.agents.values())
+        able = (i for i, part in enumerate(parts) if len(part.train) and len(part.test))
         edges = np.cumsum([0, *(len(part.y) for part in parts)])[:-1].tolist()
 
         def pooled(which: str) -> tuple[Tensor, ...]:
@@ -165,7 +169,7 @@ class Federation:
             pooled("test"),
             torch.arange(len(found.class_names)).repeat(len(names), 1),
             found.class_names,
-            index_of(alice, names),
+            next(able, 0) if alice is None else index_of(alice, names),
             tuple(range(len(names))),
             found.task,
             found.preparations,

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import row_of
+from waffle_fl.algorithms.contract import blocks, lengths, row_of
 
 Guard: TypeAlias = Literal["off", "standard"]
 
@@ -24,16 +24,17 @@ def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tup
     """(up with the rejected rows blanked, who was heard, a reason code for each agent)."""
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
-        finite = torch.isfinite(field).all(dim=1) if field.shape[1] else torch.ones_like(present)
-        code = torch.where(finite, code, NOT_FINITE)
+        if field.shape[1]:  # the largest number is finite if all are; NaN counts as the largest
+            largest = torch.cat([part.abs().amax(dim=1) for part in blocks(field)])
+            code = torch.where(torch.isfinite(largest), code, NOT_FINITE)
     if hasattr(up, "dy"):
-        norms = up.dy.double().norm(dim=1)
+        norms = lengths(up.dy)
         code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
         if guard == "standard":
             up, code = _closeness(up, alice, norms, code, present)
     code = torch.where(present, code, ABSENT)
     heard = (code == OK) | (code == CLIPPED)
-    blanked = [torch.where(heard[:, None], field, torch.zeros_like(field)) for field in up]
+    blanked = [torch.where(heard[:, None], field, 0.0) for field in up]
     return type(up)(*blanked), heard, code
 
 

@@ -213,7 +213,8 @@ def check_alike(runs: Sequence[Finished]) -> list[Finished]:
     known: dict[Any, tuple[dict[str, Any], Finished]] = {}
     for run in runs:
         config = run.config.to_json()
-        shared = {k: v for k, v in config["settings"].items() if k not in ("split", "seed", "shares")}
+        own = ("alice",) if run.config.settings.is_own else ()  # there each row of the table is an Alice
+        shared = {k: v for k, v in config["settings"].items() if k not in ("split", "seed", "shares", *own)}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))
             odd = next((name for name in content if content[name] != first.get(name)), None)

@@ -25,6 +25,7 @@ from waffle_fl.algorithms.contract import (
     Weights,
     averaged,
     everyone,
+    lengths,
     moved,
     normalised,
     one_hot,
@@ -60,7 +61,7 @@ def calc_weights(
     """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
     others = now.heard & ~is_alice
-    d = (dy.double() - row_of(dy, now.alice).double()).norm(dim=1)  # A1.2
+    d = lengths(dy, row_of(dy, now.alice))  # A1.2
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
     d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4

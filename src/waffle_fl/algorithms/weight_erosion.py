@@ -22,6 +22,7 @@ from waffle_fl.algorithms.contract import (
     Weights,
     averaged,
     everyone,
+    lengths,
     moved,
     normalised,
     one_hot,
@@ -45,9 +46,9 @@ class Info(NamedTuple):
 
 def relative_distances(dy: Rows, alice: Tensor) -> Weights:
     """|g_i - g_A| / |g_A| (the learning rate cancels); 0 where Alice did not move, so that nothing erodes."""
-    dy, alice_s = dy.double(), row_of(dy, alice).double()
-    scale = alice_s.norm()
-    return torch.where(scale > 0, (dy - alice_s).norm(dim=1) / torch.where(scale > 0, scale, 1.0), 0.0)
+    alice_s = row_of(dy, alice)
+    scale = alice_s.double().norm()
+    return torch.where(scale > 0, lengths(dy, alice_s) / torch.where(scale > 0, scale, 1.0), 0.0)
 
 
 @final

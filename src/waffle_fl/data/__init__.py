@@ -51,7 +51,7 @@ def load(name: str, folder: str = "", allow_unverified: bool = False) -> Dataset
         "cifar10": lambda: _cifar10(data_dir(folder), allow_unverified),
     }
     if name not in NAMES:
-        raise WaffleError(f"unknown data set {name!r}{suggest(name, NAMES)}")
+        raise WaffleError(f"unknown data set {name!r}{suggest(name, NAMES)} (or the path of a folder of your own)")
     try:
         return loaders.get(name, lambda: _idx_set(name, data_dir(folder), allow_unverified))()
     except OSError as error:

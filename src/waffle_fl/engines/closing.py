@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round
-from waffle_fl.algorithms.contract import row_of
-from waffle_fl.engines.steps import where_rows
+from waffle_fl.algorithms.contract import lengths, row_of
+from waffle_fl.engines.states import mapped, where_rows
 from waffle_fl.federation import Federation
 from waffle_fl.guard import OK, Guard, screen
 from waffle_fl.models import FlatModel
@@ -64,30 +65,16 @@ def close(
     device = heard.device
     measured = {k: torch.as_tensor(v, dtype=torch.float64, device=device) for k, v in info._asdict().items()}
     if hasattr(up, "dy"):
-        measured["norms"] = up.dy.double().norm(dim=1)
+        measured["norms"] = lengths(up.dy)
     own = Net(row_of(net.params, desk.alice), row_of(net.stats, desk.alice))
     return Closed(server, agents, own, {**measured, "heard": heard, "codes": codes})
 
 
 def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *settings: Any) -> list[Closed]:
     """`close` for federations of one size under one algorithm, as a single batched computation."""
-    stacked = [_stacked([arguments[k] for arguments in work]) for k in range(len(work[0]))]
+    stacked = [mapped(lambda *fields: torch.stack(fields), *states) for states in zip(*work, strict=True)]
     closed = torch.vmap(partial(close, algorithm, *settings))(*stacked)
-    return [_taken(closed, i) for i in range(len(work))]
-
-
-def _stacked(states: Sequence[Any]) -> Any:
-    if isinstance(states[0], Tensor):
-        return torch.stack(list(states))
-    return type(states[0])(*(_stacked(fields) for fields in zip(*states, strict=True)))
-
-
-def _taken(state: Any, i: int) -> Any:
-    if isinstance(state, Tensor):
-        return state[i]
-    if isinstance(state, dict):
-        return {key: _taken(value, i) for key, value in state.items()}
-    return type(state)(*(_taken(field, i) for field in state))
+    return [mapped(itemgetter(i), closed) for i in range(len(work))]
 
 
 @torch.no_grad()
@@ -98,19 +85,23 @@ def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> d
         output = model.predict(net.params, net.stats, federation.x[part])
         target = federation.labels(federation.alice, part)
         total += model.losses(output, target).double().sum()
-        if output.ndim == 2 and federation.task == "classification":
+        if output.ndim == 2:
             correct += (output.argmax(dim=1) == target).sum()
-    loss = total / len(rows)
+    return _graded(federation, correct / len(rows), total / len(rows))
+
+
+def _graded(federation: Federation, accuracy: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """Numbers that were predicted have no accuracy but an error, told in the target's own unit."""
     if federation.task == "regression":
         return {"rmse": federation.unit * loss.sqrt(), "loss": loss}
-    return {"accuracy": correct / len(rows), "loss": loss}
+    return {"accuracy": accuracy, "loss": loss}
 
 
 class Examination:
     """The held-out samples of many Alices, padded to one length, so that all their models are scored in one pass."""
 
     def __init__(self, federations: Sequence[Federation], parts: Sequence[Tensor]) -> None:
-        self.x = federations[0].x
+        self.federations, self.x = federations, federations[0].x
         self.rows = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
         self.target = torch.stack([f.labels(f.alice, rows) for f, rows in zip(federations, self.rows, strict=True)])
         lengths = torch.tensor([len(part) for part in parts], device=self.rows.device)
@@ -121,9 +112,48 @@ class Examination:
     def score(self, model: FlatModel, nets: Sequence[Net]) -> list[dict[str, Tensor]]:
         output = model.predict_rows(torch.stack([net.params for net in nets]), self.x[self.rows])
         losses = model.losses(output.flatten(0, 1), self.target.flatten()).view(self.held.shape).double()
-        right = (output.argmax(dim=2) == self.target) & self.held
+        right = (output.argmax(dim=2) == self.target) & self.held if output.ndim == 3 else torch.zeros_like(self.held)
         accuracy, loss = right.sum(dim=1) / self.lengths, torch.where(self.held, losses, 0.0).sum(dim=1) / self.lengths
-        return [{"accuracy": a, "loss": b} for a, b in zip(accuracy, loss, strict=True)]
+        return [_graded(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
+
+
+class Examiner:
+    """Scores many Alices' models, those that stack in one pass.
+
+    On a CPU bits must not depend on company, so only parts of one length are stacked, and a stack of one, which would
+    add up in another order, is made a pair.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        self.model, self._on_gpu = model, model.device.type == "cuda"
+        self._known: dict[tuple[int, ...], Examination] = {}
+
+    def score(
+        self, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
+    ) -> list[dict[str, Tensor]]:
+        """Accuracy and loss of each net on its part of the samples."""
+        groups: dict[Any, list[int]] = {}
+        for k, (federation, part) in enumerate(zip(federations, parts, strict=True)):
+            groups.setdefault((id(federation.x), None if self._on_gpu else len(part)), []).append(k)
+        found: dict[int, dict[str, Tensor]] = {}
+        for group in (few for alike in groups.values() for few in self._cut(alike, len(parts[alike[0]]))):
+            if len(group) == 1:
+                (k,) = group
+                found[k] = score(self.model, nets[k], federations[k], parts[k])
+                continue
+            key = tuple(id(parts[k]) for k in group)
+            if key not in self._known:
+                self._known[key] = Examination([federations[k] for k in group], [parts[k] for k in group])
+            found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group]), strict=True)
+        return [found[k] for k in range(len(nets))]
+
+    def _cut(self, group: list[int], length: int) -> list[list[int]]:
+        if not self.model.stacked or (length > SCORE_ROWS and not self._on_gpu):
+            return [[k] for k in group]
+        if self._on_gpu:
+            return [group]
+        most = max(2, SCORE_ROWS // length)
+        return [2 * few if len(few) == 1 else few for few in (group[i : i + most] for i in range(0, len(group), most))]
 
 
 def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,9 +10,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,11 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, training_key
 from waffle_fl.batches import Batches
-from waffle_fl.engines.closing import Closed, Examination, close, close_together, desk_of, score, to_numbers
-from waffle_fl.engines.forks import can_fork, in_processes, shared_like
-from waffle_fl.engines.steps import Graphs, one_step, products
+from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
+from waffle_fl.engines.states import mapped
+from waffle_fl.engines.steps import Graphs, products
+from waffle_fl.engines.training import Training
+from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import OK, REASONS, Guard
@@ -30,9 +31,6 @@ from waffle_fl.models import FlatModel
 from waffle_fl.wire import Envelope, Inbox, seal
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
-CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
-
-FORK_PAYS = 0.03  # seconds of training a round from which processes gain more than they cost
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
 Post = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
@@ -82,13 +80,13 @@ def simulate(
 ) -> Iterator[list[Outcome]]:
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
     check_stack(cells, model, batch_size)
-    simulator = _Simulator(cells, model, rounds, batch_size, epochs, augment, guard, workers)
-    for r in range(start + 1, rounds + 1):  # A2.2
-        if not simulator.live:
-            return
-        with _one_thread(), products(model.precision):
-            outcomes = simulator.round(r)
-        yield outcomes
+    with closing(_Simulator(cells, model, rounds, batch_size, epochs, augment, guard, workers)) as simulator:
+        for r in range(start + 1, rounds + 1):  # A2.2
+            if not simulator.live:
+                return
+            with _one_thread(), products(model.precision):
+                outcomes = simulator.round(r)
+            yield outcomes
 
 
 def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
@@ -133,17 +131,27 @@ class _Simulator:
         self.augment = augment
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
         self.live = list(range(len(cells)))
-        self._batches: dict[tuple[int, ...], Batches] = {}
-        self._workers = workers or (1 if model.device.type == "cuda" else os.cpu_count() or 1)
-        self._like: tuple[Any, Any] | None = None  # what a round's rows look like, known after the first
-        self._round_seconds = 0.0  # how long training takes in this process
+        self._trainings: dict[tuple[int, ...], Training] = {}  # of the live cells
+        honest = not any(c.tamper or c.post for c in cells)
+        cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
+        by_cells = honest and model.stacked and len(cells) >= cores  # else by rows
+        self._hiring, self._row_cores = Hiring(cores if by_cells else 1), 1 if by_cells else cores
+        self._workers: Workers | None = None
+        self._closed: list[Closed] = []  # of the live cells, in shared memory where workers write
         self._graphs = Graphs(model)
         self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
-        self._examinations: dict[Any, Examination] = {}
+        self._examiner = Examiner(model)
         self._refused: dict[int, list[tuple[int, str]]] = {}
         self._ahead: dict[tuple[int, ...], list[Closed]] = {}
-        self._looks_ahead = model.device.type == "cuda" and not any(c.tamper or c.post for c in cells)
+        self._looks_ahead = model.device.type == "cuda" and honest
         self._clock = time.perf_counter()
+
+    def close(self) -> None:
+        """End all workers: their cells are done, or not all of them live."""
+        for team in (*self._trainings.values(), self._workers):
+            if team:
+                team.close()
+        self._trainings, self._workers = {}, None
 
     def round(self, r: int) -> list[Outcome]:
         """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
@@ -161,15 +169,46 @@ class _Simulator:
             pending = [outcome.cell for outcome in outcomes if outcome.error]
         began, self._clock = self._clock, time.perf_counter()
         seconds = (self._clock - began) / len(self.live)
-        self.live = [i for i in self.live if i not in pending]
+        if pending:
+            self.close()
+            self.live = [i for i in self.live if i not in pending]
+            self._hiring = Hiring(min(self._hiring.cores, len(self.live)))
         for i in self.live:
-            self.states[i] = done[i].state
+            if self._workers:
+                mapped(Tensor.copy_, self.states[i], done[i].state)
+            else:
+                self.states[i] = done[i].state
             done[i].measured["seconds"] = round(seconds, 6)
         return [done[i] for i in sorted(done)]
 
     def _begun(self, indices: Sequence[int], r: int, attempt: int) -> list[Closed]:
-        """A round, begun: on a GPU the work is only queued."""
+        """A round, begun: on a GPU the work is only queued; on a CPU workers may each do some of the cells."""
+        if indices != self.live:  # some try again
+            return self._here(indices, r, attempt)
+        if not self._workers and self._hiring.pays(self.rounds - r + 1):
+            self._hire()
+        if self._workers:
+            self._workers(r, attempt)
+            return [mapped(torch.clone, closed) for closed in self._closed]
+        with self._hiring.watched():
+            self._closed = self._here(indices, r, attempt)
+        return self._closed
+
+    def _here(self, indices: Sequence[int], r: int, attempt: int) -> list[Closed]:
         return self._close(indices, r, self._train(indices, r, attempt))
+
+    def _hire(self) -> None:
+        """Workers for the live cells, whose states and results lie in shared memory from now on."""
+        for i in self.live:
+            self.states[i] = shared(self.states[i])
+        live, closed, cores = self.live, [shared(c) for c in self._closed], self._hiring.cores
+
+        def work(share: int, r: int, attempt: int) -> None:
+            own = slice(cores - 1 - share, None, cores)
+            for place, result in zip(closed[own], self._here(live[own], r, attempt), strict=True):
+                mapped(Tensor.copy_, place, result)
+
+        self._closed, self._workers = closed, Workers(work, cores)
 
     def _begin_ahead(self, indices: Sequence[int], closed: Sequence[Closed], r: int) -> None:
         """Queue the next round before the last one's numbers are there; if they turn out bad it is begun again."""
@@ -180,59 +219,22 @@ class _Simulator:
         self.states = before
 
     def _train(self, indices: Sequence[int], r: int, attempt: int) -> list[tuple[Any, Any]]:
-        """A2.3-12 for all rows of the cells, chunk by chunk."""
-        cells = [self.cells[i] for i in indices]
-        algorithm = cells[0].algorithm
-        batches = self._batches_of(tuple(indices))
-        down = _stack(
-            [
-                c.algorithm.broadcast(self.states[i].server, c.federation.agents)
-                for i, c in zip(indices, cells, strict=True)
-            ]
-        )  # A2.3
-        agents = _stack([self.states[i].agents for i in indices])
+        """A2.3-12 for all rows of the cells."""
+        given = [
+            (cell.algorithm.broadcast(state.server, cell.federation.agents), state.agents)  # A2.3
+            for cell, state in ((self.cells[i], self.states[i]) for i in indices)
+        ]
+        return self._training_of(tuple(indices)).round(given, r, attempt, self.rounds - r + 1)
 
-        def train_chunk(rows: slice) -> tuple[Any, Any]:
-            chunk_down, chunk_agents = _rows(down, rows), _rows(agents, rows)
-            local = algorithm.begin(chunk_down, chunk_agents)  # A2.5
-            local = self._steps(algorithm, local, batches, r, attempt, rows)  # A2.6-8
-            return algorithm.finish(chunk_down, chunk_agents, local)  # A2.9-12
-
-        new_agents, up = self._spread(train_chunk, batches.lengths)
-        edges = _edges([c.federation.agents for c in cells])
-        return [(_rows(new_agents, rows), _rows(up, rows)) for rows in edges]
-
-    def _spread(self, train: Callable[[slice], tuple[Any, Any]], lengths: Sequence[int]) -> tuple[Any, Any]:
-        """Train all rows: stacked here, or one by one among processes if a round is long enough to pay for them."""
-        began = time.perf_counter()
-        pays = not self.model.stacked and self._round_seconds > FORK_PAYS and can_fork()
-        rows = len(lengths)
-        processes = min(self._workers, rows) if pays else 1
-        chunks = self._chunks(lengths)
-        if processes == 1 or self._like is None:
-            results = [train(chunk) for chunk in chunks]
-            agents, up = _stack([a for a, _ in results]), _stack([u for _, u in results])
-            self._round_seconds = time.perf_counter() - began
-            self._like = agents, up
-            return agents, up
-        agents, up = (type(like)(*(shared_like(field, rows) for field in like)) for like in self._like)
-
-        def both(chunk: slice) -> list[Tensor]:
-            new_agents, new_up = train(chunk)
-            return [*new_agents, *new_up]
-
-        in_processes(both, chunks, [*agents, *up], processes)
-        return agents, up
-
-    def _steps(self, algorithm: Algorithm, local: Any, batches: Batches, r: int, attempt: int, rows: slice) -> Any:
-        """All mini-batches of a round, for the rows of one chunk."""
-        plan, steps = batches.plan(r, attempt, rows), batches.steps[rows]
-        sizes, together = batches.sizes(rows, padded=self.model.stacked), min(steps)
-        if self.model.device.type == "cuda":
-            return self._graphs.run(algorithm, batches, local, plan, sizes, steps)
-        for t, size in enumerate(sizes):
-            local = one_step(algorithm, self.model, batches, local, plan, torch.tensor([t]), size, t < together)
-        return local
+    def _training_of(self, indices: tuple[int, ...]) -> Training:
+        if indices not in self._trainings:
+            cells = [self.cells[i] for i in indices]
+            federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
+            batches = Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment)
+            agents = [f.agents for f in federations]
+            cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
+            self._trainings[indices] = Training(cells[0].algorithm, self.model, batches, self._graphs, agents, cores)
+        return self._trainings[indices]
 
     def _close(self, indices: Sequence[int], r: int, trained: Sequence[tuple[Any, Any]]) -> list[Closed]:
         """A2.13-16 for every cell. Nothing here waits for a GPU, and there cells of one kind are closed together."""
@@ -258,7 +260,7 @@ class _Simulator:
         present = desk.samples > 0
         self._refused[i] = []
         if cell.tamper:
-            up = cell.tamper(up, r)
+            up = cell.tamper(mapped(torch.clone, up), r)  # it may keep what workers will write over
         if cell.post:
             up, arrived, self._refused[i] = self._posted(cell, up, r, desk.steps.tolist())
             present = present & arrived
@@ -273,27 +275,13 @@ class _Simulator:
     def _scores(self, indices: Sequence[int], nets: Sequence[Net]) -> list[dict[str, Tensor]]:
         """Accuracy and loss of each Alice's model on her own test data, and on validation data where she has some."""
         federations = [self.cells[i].federation for i in indices]
-        scores = self._score("test", federations, [f.test[f.alice] for f in federations], nets)
+        scores = self._examiner.score(federations, [f.test[f.alice] for f in federations], nets)
         judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
-        if judged:
-            theirs = [federations[k] for k in judged]
-            held_out = [f.validation[f.alice] for f in theirs]
-            for k, more in zip(
-                judged, self._score("validation", theirs, held_out, [nets[k] for k in judged]), strict=True
-            ):
-                scores[k] |= {f"validation_{key}": value for key, value in more.items()}
+        theirs = [federations[k] for k in judged]
+        more = self._examiner.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged])
+        for k, found in zip(judged, more, strict=True):
+            scores[k] |= {f"validation_{key}": value for key, value in found.items()}
         return scores
-
-    def _score(
-        self, kind: str, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
-    ) -> list[dict[str, Tensor]]:
-        alike = len({id(f.x) for f in federations}) == 1 and federations[0].task == "classification"
-        if not (alike and self.model.stacked and self.model.device.type == "cuda"):
-            return [score(self.model, n, f, p) for n, f, p in zip(nets, federations, parts, strict=True)]
-        key = (kind, *map(id, federations))
-        if key not in self._examinations:
-            self._examinations[key] = Examination(federations, parts)
-        return self._examinations[key].score(self.model, nets)
 
     def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int) -> Outcome:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
@@ -329,23 +317,6 @@ class _Simulator:
         device = self.model.device
         return type(up)(*(value.to(device) for value in received)), present.to(device), inbox.log
 
-    def _batches_of(self, indices: tuple[int, ...]) -> Batches:
-        if indices not in self._batches:
-            cells = [self.cells[i] for i in indices]
-            federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
-            self._batches = {
-                indices: Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment)
-            }
-        return self._batches[indices]
-
-    def _chunks(self, lengths: Sequence[int]) -> list[slice]:
-        """Rows that train together: as many as memory holds; unstacked, as many alike as go abreast."""
-        if not self.model.stacked:
-            alike = _edges([len(list(group)) for _, group in groupby(lengths)])
-            return [chunk for rows in alike for chunk in _cut(rows, self.model.abreast)]
-        row_bytes = 16 * self.model.size * self.model.dtype.itemsize
-        return _cut(slice(0, len(lengths)), max(1, CHUNK_BYTES[self.model.device.type] // row_bytes))
-
 
 def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Federation]:
     """Each distinct pool is moved once, so federations that share it go on sharing it."""
@@ -355,23 +326,6 @@ def _on_device(federations: Sequence[Federation], model: FlatModel) -> list[Fede
         pool = pools.setdefault(id(f.x), f.x.to(model.device, model.dtype))
         moved.append(replace(replace(f, x=pool[:0]).to(model.device, model.dtype), x=pool))
     return moved
-
-
-def _stack(states: Sequence[Any]) -> Any:
-    return type(states[0])(*(torch.cat(fields) for fields in zip(*states, strict=True)))
-
-
-def _rows(state: Any, rows: slice) -> Any:
-    return type(state)(*(field[rows] for field in state))
-
-
-def _edges(sizes: Sequence[int]) -> list[slice]:
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-
-def _cut(rows: slice, size: int) -> list[slice]:
-    return [slice(i, min(i + size, rows.stop)) for i in range(rows.start, rows.stop, size)]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, training_key
 from waffle_fl.batches import Batches, Plan
+from waffle_fl.engines.states import where_rows
 from waffle_fl.models import FlatModel
 
 WARM_UPS = 2
@@ -34,11 +35,6 @@ def one_step(
     grad = partial(model.grad, batch=batches.batch(plan, t, size))
     stepped = algorithm.step(local, grad)
     return stepped if together else where_rows(plan.active.index_select(1, t)[:, 0], stepped, local)
-
-
-def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
-    """New rows where the mask holds, old ones elsewhere."""
-    return type(new)(*(torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, old, strict=True)))
 
 
 class Graphs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -139,23 +140,24 @@ class FlatModel:
 
     def _grad_row_by_row(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
         """Each row in a vessel of its own, as many abreast as the device bears."""
+        batch = batch._replace(weight=batch.weight / batch.weight.sum(dim=1, keepdim=True).clamp(min=1))
         gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
         for start in range(0, len(params), self.abreast):
             rows = range(start, min(start + self.abreast, len(params)))
             vessels = self._vessels()[: len(rows)]
             with abreast(vessels):
                 for vessel, i in zip(vessels, rows, strict=True):
-                    with torch.cuda.stream(vessel.stream):
+                    with torch.cuda.stream(vessel.stream) if vessel.stream else nullcontext():
                         vessel.fill(params[i], stats[i])
                         self._row_grad(vessel, Batch(*(part[i] for part in batch)), gradient[i])
-                        after[i] = vessel.settled()
+                        if self.stats_size:
+                            after[i] = vessel.settled()
         return Net(gradient, after)
 
     def _row_grad(self, vessel: Vessel, batch: Batch, gradient: Tensor) -> None:
         with torch.enable_grad():
             output = self._in_precision(vessel, batch.x, batch.key, self.compiled)
-            loss = (self._loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
-            vessel.differentiate(loss, gradient)
+            vessel.differentiate(self._loss(output, batch.y), batch.weight, gradient)
 
     @property
     def abreast(self) -> int:

@@ -1,8 +1,8 @@
 """One forward pass for many models: every row has parameters of its own, and the rows are folded into the batch.
 
-Only a function that takes parameters needs to know of rows: `linear`, `conv2d`, and dropout for its seed. All others
-see a larger batch. A module that does anything else with its parameters, or mixes the samples of a batch, does not fit;
-FlatModel finds that out by comparing one result with vmap's, and then uses vmap.
+Only a function that takes parameters needs to know of rows: `linear`, `conv1d`, `conv2d`, and dropout for its seed. All
+others see a larger batch. A module that does anything else with its parameters, or mixes the samples of a batch, does
+not fit; FlatModel finds that out by comparing one result with vmap's, and then uses vmap.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Stacking(TorchFunctionMode):
             convolution = Convolution(self.rows, self.precision, *args, **kwargs)
             fuses = convolution.has_kernel and convolution.weight[0, 0].numel() <= SMALL_PATCH
             return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.made()
+        if func is F.conv1d and args[1].ndim == 4:
+            return conv1d(self.rows, self.precision, *args, **kwargs)
         if func is F.dropout:
             self.dropouts += 1
             return dropout(self.keys + self.dropouts, *args, **kwargs)
@@ -123,6 +125,25 @@ class _Linear(torch.autograd.Function):
         dx = torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None
         dbias = dy.sum(dim=1) if ctx.needs_input_grad[2] else None
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias
+
+
+def conv1d(
+    rows: int,
+    precision: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """x (R*B, C, L), weight (R, O, C, K): a signal is an image of one line."""
+    if isinstance(padding, str):
+        raise NotImplementedError("named padding of a convolution in a stack")
+    stride, padding, dilation = (_pair(value)[0] for value in (stride, padding, dilation))
+    steps = (1, stride), (0, padding), (1, dilation)
+    return Convolution(rows, precision, x.unsqueeze(2), weight.unsqueeze(3), bias, *steps, groups).made().squeeze(2)
 
 
 class Convolution(NamedTuple):

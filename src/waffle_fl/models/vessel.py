@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from waffle_fl.models.stacked import SeededDropout
+from waffle_fl.models.windows import Rewriting
 
+TOLERANCE = 1e-3  # relative, of a rewritten gradient in float32: a wrong one is far off
 COMPILED_BATCH = 32  # a smaller rest of an epoch is not worth a compilation of its own
 
 
@@ -42,6 +44,7 @@ class _Habits(NamedTuple):
 
     takes_last: bool  # it minds no images that lie channels last
     drops: bool  # it drops units out
+    rewritten: bool  # it gains from a rewriting of its convolutions
 
 
 class Vessel:
@@ -51,7 +54,8 @@ class Vessel:
         self.module = copy.deepcopy(template).train()
         self._layout = params
         self._compiled: Callable[[Tensor], Tensor] | None = None
-        self._habits: _Habits | None = None  # found out at the first call
+        self._rewriting = Rewriting()
+        self._habits: dict[torch.Size, _Habits] = {}  # found out at the first call with a batch of that shape
         first = next(self.module.parameters())
         self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
         self.stream = torch.cuda.Stream() if first.is_cuda else None  # type: ignore[no-untyped-call]
@@ -71,15 +75,20 @@ class Vessel:
 
     def fill(self, params: Tensor, stats: Tensor) -> None:
         self.params.copy_(params)
-        self.stats.copy_(stats)
+        if len(self.stats):
+            self.stats.copy_(stats)
 
     def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
         """The forward pass; images lie channels last, which both CPU and GPU convolve faster."""
-        if self._habits is None:
-            self._habits = self._observed(x[:2], key)
-        x = _channels_last(x) if self._habits.takes_last else x
-        if self._habits.drops:
-            with SeededDropout(key):
+        if x.shape not in self._habits:
+            self._habits[x.shape] = self._observed(x, key)
+        habits = self._habits[x.shape]
+        x = _channels_last(x) if habits.takes_last and not habits.rewritten else x
+        if habits.drops or habits.rewritten:
+            with (
+                self._rewriting if habits.rewritten else nullcontext(),
+                SeededDropout(key) if habits.drops else nullcontext(),
+            ):
                 return self.module(x)  # type: ignore[no-any-return]
         if not compiled or len(x) < COMPILED_BATCH:
             return self.module(x)  # type: ignore[no-any-return]
@@ -89,21 +98,44 @@ class Vessel:
 
     @torch.no_grad()
     def _observed(self, x: Tensor, key: Tensor) -> _Habits:
-        """Try a copy of the module on two samples."""
+        """Try a copy of the module on two samples, and the rewriting on all of them."""
+        rewritten = self._gains_by_rewriting(x, key)
         with SeededDropout(key) as seeded:
-            if x.ndim == 4:
+            if x.ndim == 4 and (x.is_cuda or x.dtype != torch.float64):  # in float64 a CPU minds them very much
                 try:
-                    copy.deepcopy(self.module)(_channels_last(x))
-                    return _Habits(takes_last=True, drops=seeded.dropouts > 0)
+                    copy.deepcopy(self.module)(_channels_last(x[:2]))
+                    return _Habits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
                 except RuntimeError:
                     seeded.dropouts = 0
-            copy.deepcopy(self.module)(x)
-        return _Habits(takes_last=False, drops=seeded.dropouts > 0)
+            copy.deepcopy(self.module)(x[:2])
+        return _Habits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
 
-    def differentiate(self, loss: Tensor, gradient: Tensor) -> None:
-        """Write the gradient of `loss` into the row `gradient`."""
-        parts = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
-        torch._foreach_copy_(list(self._layout.unflatten(gradient).values()), list(parts))
+    def _gains_by_rewriting(self, x: Tensor, key: Tensor) -> bool:
+        """Are all of its convolutions better done as products, and is the gradient the same?"""
+        if x.is_cuda or x.ndim != 4:
+            return False
+        rewriting = Rewriting()
+        try:
+            ours, plain = (self._probe(x, key, mode) for mode in (rewriting, nullcontext()))
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False
+        all_products = rewriting.products == rewriting.convolutions > 0
+        return all_products and bool((ours - plain).norm() <= TOLERANCE * plain.norm())
+
+    @torch.enable_grad()
+    def _probe(self, x: Tensor, key: Tensor, mode: AbstractContextManager[Any]) -> Tensor:
+        """A gradient of a copy of the module."""
+        module = copy.deepcopy(self.module)
+        with mode, SeededDropout(key):
+            output = module(x)
+        leaves = [p for p in module.parameters() if p.requires_grad]
+        parts = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        return torch.cat([part.flatten() for part in parts])
+
+    def differentiate(self, losses: Tensor, weight: Tensor, gradient: Tensor) -> None:
+        """Write the gradient of the weighted sum of `losses` into the row `gradient`."""
+        parts = torch.autograd.grad(losses, self._leaves, weight, allow_unused=True, materialize_grads=True)
+        torch.cat([part.reshape(-1) for part in parts], out=gradient)
 
     def settled(self) -> Tensor:
         """The statistics after a pass, also those that a module replaced instead of changing."""

@@ -59,10 +59,13 @@ def gather(
 def read_npz(path: Path) -> list[Array]:
     """The arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
     try:
-        with np.load(path, allow_pickle=False) as content:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
             for wanted in (GIVEN, WHOLE):
                 if set(wanted) <= set(content.files):
-                    return [content[name] for name in wanted]
+                    arrays = [content[name] for name in wanted]
+                    if any(x.ndim < 2 for x in arrays[::2]):
+                        raise WaffleError(f"{path}: expected samples with an axis of features, got {arrays[0].shape}")
+                    return arrays
             found = ", ".join(content.files) or "nothing"
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
         reason = " ".join(str(error).split()) or "it is cut off"

@@ -11,8 +11,8 @@ from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.own import images, tables
 from waffle_fl.own.arrays import gather, read_npz
 from waffle_fl.own.checks import check_duplicates
-from waffle_fl.own.parts import Gathered, Parts, Reading, check_classes, divide
-from waffle_fl.own.preprocessing import aim_of, fit
+from waffle_fl.own.parts import Array, Gathered, Parts, Reading, check_classes, divide
+from waffle_fl.own.preprocessing import Preprocessing, aim_of, fit
 from waffle_fl.own.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, read_table
 
 LAYOUTS = (
@@ -83,32 +83,37 @@ def _tables_at(path: Path) -> list[Table]:
 
 
 def _from_tables(agents: Mapping[str, Sequence[Table]], how: Reading) -> Gathered:
-    everyone = [table for given in agents.values() for table in given]
+    """An agent has one table, which we split, or a training and a test table."""
+    everyone = [table for own in agents.values() for table in own]
     heart = all(UCI_HEART.fullmatch(table.path.name) for table in everyone)
     target = how.target or (HEART_TARGET if heart else "")
     categorical = how.categorical or (HEART_CATEGORICAL if heart else ())
     _check_columns(everyone, target, categorical)
-    whole = {name: _joined(given) for name, given in agents.items()}
-    given = {name: (len(tables_[0]) if len(tables_) > 1 else None) for name, tables_ in agents.items()}
     aim = aim_of(target, everyone, how.task)
     check_classes(aim.task, aim.classes)
-    labels = {name: aim.targets(table) if aim.classes else None for name, table in whole.items()}
-    keys = {name: table.keys() for name, table in whole.items()}
-    rows = {name: divide(keys[name], labels[name], given[name], how) for name in whole}
-    split_given = any(cut is not None for cut in given.values())
-    check_duplicates(
-        {n: (keys[n], np.concatenate([rows[n].train, rows[n].validation]), rows[n].test) for n in whole}, split_given
-    )
-    training = {name: table.taken(rows[name].train) for name, table in whole.items()}
-    fitted = fit(aim, training, categorical, how.preprocessing)
-    made = {}
-    for name, table in whole.items():
-        y = fitted[name].targets(table)
-        assert y is not None
-        made[name] = Parts(fitted[name].transform(table, "ignore"), y, *rows[name])
-    strange = sum(fitted[name].strange(table) for name, table in whole.items())
+    keys = {name: [key for table in own for key in table.row_keys()] for name, own in agents.items()}
+    rows = {}
+    for name, own in agents.items():
+        labels = _targets(aim, own) if aim.task == "classification" else None
+        rows[name] = divide(keys[name], labels, len(own[0]) if len(own) == 2 else None, how)
+    given = any(len(own) == 2 for own in agents.values())
+    check_duplicates({n: (keys[n], np.concatenate([r.train, r.validation]), r.test) for n, r in rows.items()}, given)
+    fitted = fit(aim, {n: own[0].taken(rows[n].train) for n, own in agents.items()}, categorical, how.preprocessing)
+    made = {
+        name: Parts(
+            np.concatenate([fitted[name].transform(table, "ignore") for table in own]),
+            _targets(fitted[name], own),
+            *rows[name],
+        )
+        for name, own in agents.items()
+    }
+    strange = sum(fitted[name].strange(table) for name, own in agents.items() for table in own)
     note = f"{strange} held-out rows have a category nobody trained on: it counts as none of the known ones"
     return Gathered(made, aim.task, aim.classes, tuple(fitted.values()), (note,) if strange else ())
+
+
+def _targets(prepared: Preprocessing, own: Sequence[Table]) -> Array:
+    return np.concatenate([found for table in own if (found := prepared.targets(table)) is not None])
 
 
 def _check_columns(everyone: Sequence[Table], target: str, categorical: Sequence[str]) -> None:
@@ -123,14 +128,6 @@ def _check_columns(everyone: Sequence[Table], target: str, categorical: Sequence
         if lacking or more:
             odd = f"lacks {sorted(lacking)[0]!r}" if lacking else f"adds {sorted(more)[0]!r}"
             raise WaffleError(f"all agents need the same columns: {table.path} {odd}, compared with {first.path}")
-
-
-def _joined(given: Sequence[Table]) -> Table:
-    if len(given) == 1:
-        return given[0]
-    first, second = given
-    columns = {name: np.concatenate([first.columns[name], second.columns[name]]) for name in first.columns}
-    return Table(first.path.parent, columns, np.concatenate([first.lines, second.lines]))
 
 
 def _from_npz(paths: Mapping[str, Path], how: Reading) -> Gathered:

@@ -96,7 +96,7 @@ class Preprocessing:
         bad = next((i for i, name in enumerate(found.tolist()) if name not in known), None)
         if bad is not None:
             raise WaffleError(
-                f"{table.path}: column {self.target!r} says {found[bad]!r} in line {table.lines[bad]}, "
+                f"{table.path}: column {self.target!r} says {str(found[bad])!r} in line {table.lines[bad]}, "
                 f"the classes are {', '.join(self.classes)}"
             )
         return np.array([known[name] for name in found.tolist()], np.int64)
@@ -238,7 +238,7 @@ def _block(column: Column, cells: Cells, table: Table, unknown: str) -> Floats:
         bad = np.flatnonzero(_strange(column, found))
         if len(bad) and unknown == "refuse":
             raise WaffleError(
-                f"{table.path}: column {column.name!r} says {found[bad[0]]!r} in line {table.lines[bad[0]]}, "
+                f"{table.path}: column {column.name!r} says {str(found[bad[0]])!r} in line {table.lines[bad[0]]}, "
                 f"which no agent trained on; the categories are {', '.join(column.categories)}"
             )
         block = found[:, None] == np.array(column.categories, np.str_)[None, :]
@@ -260,7 +260,7 @@ def _numeric(cells: Cells, table: Table, name: str) -> NDArray[np.float64]:
     bad = np.flatnonzero(np.isnan(values) & (cells != ""))
     if len(bad):
         raise WaffleError(
-            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {cells[bad[0]]!r}: "
+            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {str(cells[bad[0]])!r}: "
             "repair it, leave it empty if missing, or name the column in `categorical`"
         )
     return values

@@ -43,7 +43,7 @@ class Table:
     def taken(self, rows: Rows) -> Table:
         return Table(self.path, {name: cells[rows] for name, cells in self.columns.items()}, self.lines[rows])
 
-    def keys(self) -> list[bytes]:
+    def row_keys(self) -> list[bytes]:
         """The content of each row, whatever the order of the columns."""
         ordered = [self.columns[name] for name in sorted(self.columns)]
         return ["\x1f".join(row).encode() for row in zip(*ordered, strict=True)]
@@ -67,11 +67,12 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
             stream.seek(0)
             delimiter = max(",;\t", key=first.count)
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+            rows = [(reader.line_num, [" ".join(cell.split()) for cell in row]) for row in reader]
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV anew") from None
+    lines = [(number, row) for number, row in rows if any(row)]
     if not lines:
         raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
     return lines
@@ -89,10 +90,11 @@ def _table(path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str
             raise WaffleError(
                 f"{path}, line {number}: expected {len(header)} cells as in the header, got {len(row)}; repair the line"
             )
-    cells = np.array([row for _, row in rows])
-    cells[np.isin(cells, MISSING)] = ""
+    columns = {name: np.array([row[i] for _, row in rows]) for i, name in enumerate(header)}
+    for cells in columns.values():
+        cells[np.isin(cells, MISSING)] = ""
     lines = np.array([number for number, _ in rows], np.int64)
-    return Table(path, {name: cells[:, i].copy() for i, name in enumerate(header)}, lines)
+    return Table(path, columns, lines)
 
 
 def _heart_disease(path: Path) -> Table:
@@ -103,7 +105,7 @@ def _heart_disease(path: Path) -> Table:
     bad = np.flatnonzero(np.isnan(grades))
     if len(bad):
         line = table.lines[bad[0]]
-        raise WaffleError(f"{path}, line {line}: expected 0 to 4 in the last column, got {num[bad[0]]!r}")
+        raise WaffleError(f"{path}, line {line}: expected 0 to 4 in the last column, got {str(num[bad[0]])!r}")
     return replace(table, columns={**table.columns, HEART_TARGET: np.where(grades > 0, "yes", "no")})
 
 
@@ -118,7 +120,7 @@ def _parquet(path: Path) -> Table:
     except (OSError, arrow.ArrowException) as error:
         raise WaffleError(f"cannot read {path} as Parquet: {' '.join(str(error).split())}") from None
     rows = [
-        (i, ["" if cell is None else str(cell).strip() for cell in row])
+        (i, ["" if cell is None else " ".join(str(cell).split()) for cell in row])
         for i, row in enumerate(zip(*found.values(), strict=True), 1)
     ]
     return _table(path, list(found), rows)

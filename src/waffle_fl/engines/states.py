@@ -1,0 +1,37 @@
+"""States are named tuples of tensors, maybe nested: what an engine does to all tensors of one alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mapped(change: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """The state with every tensor changed; others of the same build lend theirs as further arguments."""
+    if isinstance(state, Tensor):
+        return change(state, *others)
+    if isinstance(state, dict):
+        return {key: mapped(change, value, *(other[key] for other in others)) for key, value in state.items()}
+    return type(state)(*(mapped(change, *fields) for fields in zip(state, *others, strict=True)))
+
+
+def stack(states: Sequence[Any]) -> Any:
+    """The rows of all these states as one."""
+    return mapped(lambda *fields: torch.cat(fields), *states)
+
+
+def stack_into(place: Any, states: Sequence[Any]) -> None:
+    """The same, in memory that is there already."""
+    mapped(lambda out, *fields: torch.cat(fields, out=out), place, *states)
+
+
+def rows_of(state: Any, rows: slice) -> Any:
+    return mapped(lambda field: field[rows], state)
+
+
+def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
+    """New rows where the mask holds, old ones elsewhere."""
+    return mapped(lambda n, o: torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)

@@ -1,0 +1,113 @@
+"""The rows of some federations, trained a round at a time: all in this process, or shared out among workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from waffle_fl.algorithms import Algorithm
+from waffle_fl.batches import Batches
+from waffle_fl.engines.states import mapped, rows_of, stack, stack_into
+from waffle_fl.engines.steps import Graphs, one_step
+from waffle_fl.engines.workers import Hiring, Workers, shared
+from waffle_fl.models import FlatModel
+
+CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
+
+
+class Training:
+    """How these rows train, always the same ones, so that workers can own some of them.
+
+    One thread computes a row, so its bits depend neither on its neighbours nor on who trains it.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, model: FlatModel, batches: Batches, graphs: Graphs, sizes: Sequence[int], cores: int
+    ) -> None:
+        self.algorithm, self.model, self.batches, self._graphs = algorithm, model, batches, graphs
+        self._edges = _edges(sizes)
+        self._hiring = Hiring(min(cores, len(batches.lengths)))
+        self._like: list[Any] = []  # what a round's rows look like: down, agents, agents afterwards, up
+        self._shared: list[Any] = []
+        self._workers: Workers | None = None
+
+    def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
+        """A2.5-12: from (what a federation sends down, what its agents hold) to (what they hold then, what they send).
+
+        Workers write their results over those of the round before.
+        """
+        if not self._workers and self._hiring.pays(rounds_left):
+            self._hire()
+        if self._workers:
+            for place, states in zip(self._shared, zip(*given, strict=True), strict=False):
+                stack_into(place, states)
+            self._workers(r, attempt)
+            agents, up = self._shared[2:]
+        else:
+            with self._hiring.watched():
+                agents, up = self._here(given, r, attempt)
+        return [(rows_of(agents, rows), rows_of(up, rows)) for rows in self._edges]
+
+    def close(self) -> None:
+        if self._workers:
+            self._workers.close()
+
+    def _here(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int) -> list[Any]:
+        down, agents = (stack(states) for states in zip(*given, strict=True))
+        results = [self._train(down, agents, r, attempt, chunk) for chunk in self._chunks(1)]
+        made = [stack(states) for states in zip(*results, strict=True)]
+        self._like = [down, agents, *made]
+        return made
+
+    def _hire(self) -> None:
+        self._shared = [shared(state) for state in self._like]
+        down, agents, *made = self._shared
+        shares = self._hiring.cores
+        chunks = self._chunks(shares)
+
+        def work(share: int, r: int, attempt: int) -> None:
+            for chunk in chunks[share::shares]:
+                for place, state in zip(made, self._train(down, agents, r, attempt, chunk), strict=True):
+                    mapped(lambda out, rows: out.copy_(rows), rows_of(place, chunk), state)
+
+        self._workers = Workers(work, shares)
+
+    def _train(self, down: Any, agents: Any, r: int, attempt: int, rows: slice) -> tuple[Any, Any]:
+        """A2.5-12 for the rows of one chunk."""
+        down, agents = rows_of(down, rows), rows_of(agents, rows)
+        local = self.algorithm.begin(down, agents)  # A2.5
+        local = self._steps(local, r, attempt, rows)  # A2.6-8
+        return self.algorithm.finish(down, agents, local)  # A2.9-12
+
+    def _steps(self, local: Any, r: int, attempt: int, rows: slice) -> Any:
+        """All mini-batches of a round, for the rows of one chunk."""
+        plan, steps = self.batches.plan(r, attempt, rows), self.batches.steps[rows]
+        sizes, together = self.batches.sizes(rows, padded=self.model.stacked), min(steps)
+        if self.model.device.type == "cuda":
+            return self._graphs.run(self.algorithm, self.batches, local, plan, sizes, steps)
+        for t, size in enumerate(sizes):
+            step = torch.tensor([t])
+            local = one_step(self.algorithm, self.model, self.batches, local, plan, step, size, t < together)
+        return local
+
+    def _chunks(self, shares: int) -> list[slice]:
+        """Rows that train together: a share, or as many as memory holds; unstacked, as many alike as go abreast."""
+        lengths = self.batches.lengths
+        if not self.model.stacked:
+            alike = _edges([len(list(group)) for _, group in groupby(lengths)])
+            return [chunk for rows in alike for chunk in _cut(rows, self.model.abreast)]
+        row_bytes = 16 * self.model.size * self.model.dtype.itemsize
+        most = max(1, CHUNK_BYTES[self.model.device.type] // row_bytes)
+        return _cut(slice(0, len(lengths)), min(most, -(-len(lengths) // shares)))
+
+
+def _edges(sizes: Sequence[int]) -> list[slice]:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _cut(rows: slice, size: int) -> list[slice]:
+    return [slice(i, min(i + size, rows.stop)) for i in range(rows.start, rows.stop, size)]

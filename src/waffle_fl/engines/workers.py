@@ -1,0 +1,145 @@
+"""Work on several cores: Python's threads get in each other's way, so it is shared out among processes."""
+
+from __future__ import annotations
+
+import gc
+import math
+import mmap
+import os
+import signal
+import socket
+import struct
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.engines.states import mapped
+
+Work = Callable[[int, int, int], None]  # (share, round, attempt)
+
+ROUND = 0.01  # seconds that a round must take for workers to gain more than the handing over costs
+START = 0.2  # seconds that workers must save in all, to be worth their start
+WARM_UP = 0.3  # seconds of a first round that say nothing of the next ones
+_ORDER = struct.Struct("qq")  # round, attempt
+
+
+class Hiring:
+    """Whether workers would pay, judged by the seconds that a round takes without them."""
+
+    def __init__(self, cores: int) -> None:
+        can_fork = hasattr(os, "fork") and not torch.cuda.is_available()  # autograd has threads for a GPU
+        self.cores = cores if can_fork else 1
+        self._seconds = -math.inf
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A round without workers; the first also warms up, so that only a long one tells anything."""
+        began = time.perf_counter() + (WARM_UP if self._seconds == -math.inf else 0)
+        yield
+        self._seconds = time.perf_counter() - began
+
+    def pays(self, rounds_left: int) -> bool:
+        saved = self._seconds * (1 - 1 / self.cores)
+        return self._seconds > ROUND and saved * rounds_left > START
+
+
+def shared(state: Any) -> Any:
+    """A copy of a state in memory that workers and their parent both see."""
+    return mapped(_shared, state)
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    if not tensor.numel():
+        return tensor
+    memory = mmap.mmap(-1, tensor.numel() * tensor.element_size())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class Workers:
+    """One piece of work, in shares that are done at the same time: the first here, each other one by its own process.
+
+    A worker is forked once and inherits all that stays as it is; what changes from round to round lies in shared
+    memory. It waits for a round's number, does its share, says so, and waits again. It ends when its parent closes or
+    is gone; what a terminal or a service manager wants to stop is the parent's to decide.
+    """
+
+    def __init__(self, work: Work, shares: int) -> None:
+        self._work = work
+        self._lines: dict[int, socket.socket] = {}  # by process
+        for share in range(1, shares):
+            self._hire(share)
+
+    def _hire(self, share: int) -> None:
+        ours, theirs = socket.socketpair()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # and so it stays there
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # a worker touches nothing that a thread could hold
+                process = os.fork()
+            if not process:
+                _serve(self._work, share, theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._lines[process] = ours
+
+    def __call__(self, r: int, attempt: int) -> None:
+        """Do all shares of a round."""
+        for process, line in self._lines.items():
+            try:
+                line.sendall(_ORDER.pack(r, attempt))
+            except ConnectionError:
+                self._lost(process)
+        self._work(0, r, attempt)
+        for process, line in self._lines.items():
+            try:
+                done = line.recv(1)
+            except ConnectionError:
+                done = b""
+            if not done:
+                self._lost(process)
+
+    def _lost(self, process: int) -> None:
+        self._lines.pop(process).close()
+        _, status = os.waitpid(process, 0)
+        code = os.waitstatus_to_exitcode(status)
+        raise RuntimeError(f"a training process ended with status {code}: is there enough memory?")
+
+    def close(self) -> None:
+        """End all workers, wherever they are in their work: nothing is theirs to lose."""
+        for process, line in self._lines.items():
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            line.close()
+        self._lines = {}
+
+
+def _serve(work: Work, share: int, line: socket.socket) -> None:
+    """A worker's life. What it inherited is never collected: that would copy its pages, and could end other workers."""
+    code = 1
+    try:
+        gc.freeze()
+        _keep_open(line.fileno())
+        while order := line.recv(_ORDER.size, socket.MSG_WAITALL):
+            work(share, *_ORDER.unpack(order))
+            line.sendall(b".")
+        code = 0
+    except ConnectionError:
+        code = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def _keep_open(line: int) -> None:
+    """Close all other files but the standard ones: a lock that the parent holds on one must end with the parent."""
+    os.closerange(3, line)
+    os.closerange(line + 1, os.sysconf("SC_OPEN_MAX"))

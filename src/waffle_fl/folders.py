@@ -1,0 +1,40 @@
+"""The federation in a folder that the settings name; read once, and anew when a file of it has changed."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+
+from waffle_fl.config import Settings
+from waffle_fl.errors import WaffleError
+from waffle_fl.federation import Federation, check_alice, index_of
+from waffle_fl.own import Reading
+
+SPLITTING = (  # settings that make agents out of one data set
+    *("split", "shares", "sizes", "direction", "agents", "samples_per_agent"),
+    *("test", "permutation_seed", "shared_permutation"),
+)
+
+
+def own_federation(s: Settings, alice: str | None) -> Federation:
+    """The agents of the folder `s.data`; settings that would divide it among others are refused."""
+    defaults = Settings()
+    odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
+    if odd:
+        raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
+    found = _read(s.data, Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(Path(s.data)))
+    return found if alice is None else check_alice(replace(found, alice=index_of(alice, found.names)))
+
+
+@lru_cache(maxsize=4)
+def _read(folder: str, how: Reading, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
+    return Federation.from_folder(folder, **vars(how))
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    try:
+        found = [(path, path.stat()) for path in sorted(folder.rglob("*"))]
+    except OSError as error:
+        raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
+    return tuple((str(path), status.st_size, status.st_mtime_ns) for path, status in found)

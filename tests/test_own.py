@@ -1,0 +1,518 @@
+"""Your own data: folders of tables, arrays and images become federations, and every mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset
+
+from conftest import refusal
+from waffle_fl import SGD, Cell, Federation, FlatModel, Waffle, simulate
+from waffle_fl.models import builder, squared_error
+from waffle_fl.own.preprocessing import Moments, Preprocessing, aim_of, fit, moments
+from waffle_fl.own.splitting import hold_out
+from waffle_fl.own.tables import read_table
+
+HEADER = "age,sex,ward,ill"
+
+
+def write(folder: Path, **agents: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in agents.items():
+        (folder / f"{name}.csv").write_text(text)
+    return folder
+
+
+def patients(seed: int, rows: int = 24, header: str = HEADER) -> str:
+    rng = np.random.default_rng(seed)
+    lines = [header]
+    for i in range(rows):
+        age, ill = rng.normal(50, 10), i % 2
+        lines.append(f"{age + 5 * ill:.3f},{'fm'[i % 3 == 0]},{'abc'[i % 3]},{'yes' if ill else 'no'}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path) -> Path:
+    return write(tmp_path / "hospitals", north=patients(1), south=patients(2, 9), tiny=patients(3, 3))
+
+
+def read(folder: Path, **options: Any) -> Federation:
+    return Federation.from_folder(folder, **{"target": "ill", **options})
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def test_a_folder_of_tables_is_a_federation(hospitals: Path) -> None:
+    """Agents are called as their files, sizes may differ, Alice is a name, a quarter of the rows is held out."""
+    found = read(hospitals, alice="south")
+    assert found.names == ("north", "south", "tiny")
+    assert found.names[found.alice] == "south"
+    assert found.class_names == ("no", "yes")
+    assert found.samples.tolist() == [18, 7, 2]
+    assert [len(rows) for rows in found.test] == [6, 2, 1]
+    assert found.preprocessing is not None
+    assert found.preprocessing.features == ("age", "sex=f", "sex=m", "ward=a", "ward=b", "ward=c")
+
+
+def test_other_files_are_passed_over(hospitals: Path) -> None:
+    """Notes and hidden files beside the tables are no agents."""
+    (hospitals / "README.md").write_text("notes")
+    (hospitals / ".hidden.csv").write_text("")
+    assert read(hospitals).agents == 3
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_other_delimiters_and_a_byte_order_mark(tmp_path: Path, delimiter: str) -> None:
+    """Semicolons, tabs and the mark that spreadsheets put first give the same federation as commas."""
+    plain = read(write(tmp_path / "a", n=patients(1), s=patients(2)))
+    text = {name: "\ufeff" + patients(seed).replace(",", delimiter) for name, seed in (("n", 1), ("s", 2))}
+    assert read(write(tmp_path / "b", **text)).digest() == plain.digest()
+
+
+def test_order_of_rows_and_columns_does_not_matter_to_the_split(tmp_path: Path) -> None:
+    """The rows of a shuffled file are held out all the same."""
+    header, *rows = patients(1).splitlines()
+    forth = read(write(tmp_path / "a", n=patients(1), s=patients(2)))
+    back = read(write(tmp_path / "b", n="\n".join([header, *rows[::-1]]), s=patients(2)))
+    assert {tuple(x) for x in forth.x[forth.test[0]].tolist()} == {tuple(x) for x in back.x[back.test[0]].tolist()}
+
+
+def test_another_split_seed_holds_out_other_rows(hospitals: Path) -> None:
+    """split_seed decides which rows are held out, and the same one decides the same."""
+    assert read(hospitals).digest() == read(hospitals).digest()
+    assert read(hospitals).digest() != read(hospitals, split_seed=1).digest()
+
+
+def test_validation_comes_out_of_training(hospitals: Path) -> None:
+    """A share of the training rows is set apart to select a round, and the test rows stay the same."""
+    plain, held = read(hospitals), read(hospitals, validation=0.3)
+    assert len(held.validation[0]) == 5
+    assert len(held.train[0]) == 13
+    assert torch.equal(plain.test[0], held.test[0])
+
+
+def test_numbers_are_standardised_by_training_rows_alone(tmp_path: Path) -> None:
+    """Federated means and deviations are those of all training rows together; local ones of each agent's own."""
+    folder = write(tmp_path / "d", n=patients(1, 40), s=patients(2, 12).replace(",no", ",no"))
+    together, apart = read(folder), read(folder, preprocessing="local")
+    pooled = torch.cat([together.x[rows][:, 0] for rows in together.train]).double()
+    assert pooled.mean().abs() < 1e-6
+    assert pooled.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    for rows in apart.train:
+        own = apart.x[rows][:, 0].double()
+        assert own.mean().abs() < 1e-6
+        assert own.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert together.x[together.train[1]][:, 0].mean().abs() > 1e-3
+    first, second = apart.preparations
+    assert first.columns[0].mean != second.columns[0].mean
+    assert first.columns[1:] == second.columns[1:]
+
+
+def test_missing_values_are_zero_and_told(tmp_path: Path) -> None:
+    """A missing number becomes 0 and a missing category nothing, each with a 1 in a column that says so."""
+    text = "a,b,y\n1,u,0\n3,v,1\n,u,0\n5,?,1\nNA,v,0\n2,u,1\n4,v,0\n6,u,1\n"
+    found = read(write(tmp_path / "d", n=text), target="y", test_share=0.2)
+    assert found.preprocessing is not None
+    assert found.preprocessing.features == ("a", "a missing", "b=u", "b=v", "b missing")
+    rows = {tuple(row) for row in found.x.tolist()}
+    assert (0.0, 1.0, 1.0, 0.0, 0.0) in rows
+    assert (0.0, 1.0, 0.0, 1.0, 0.0) in rows
+    assert any(row[2:] == (0.0, 0.0, 1.0) and row[1] == 0.0 for row in rows)
+
+
+@pytest.mark.parametrize("scope", ["federated", "local"])
+def test_a_column_may_be_missing_entirely_at_one_agent(tmp_path: Path, scope: str) -> None:
+    """An agent that never measured a column still takes part; so does a column that is constant."""
+    south = "a,b,c,y\n" + "".join(f"{i},,7,{i % 2}\n" for i in range(9))
+    north = "a,b,c,y\n" + "".join(f"{i},{i * i},7,{i % 2}\n" for i in range(10, 30))
+    found = read(write(tmp_path / "d", north=north, south=south), target="y", preprocessing=scope)
+    assert found.x.isfinite().all()
+    assert found.preprocessing is not None
+    assert found.preprocessing.features == ("a", "b", "b missing", "c")
+    south_rows = found.x[torch.cat([found.train[1], found.test[1]])]
+    assert (south_rows[:, 1] == 0).all()
+    assert (south_rows[:, 2] == 1).all()
+    assert (found.x[:, 3] == 0).all()
+
+
+def test_numbers_name_categories_on_request(tmp_path: Path) -> None:
+    """A column named in categorical is one-hot over all agents' values, and 1.0 is 1."""
+    north = "a,code,y\n" + "".join(f"{i},{i % 3}.0,{i % 2}\n" for i in range(20))
+    south = "a,code,y\n" + "".join(f"{i},{i % 3 + 1},{i % 2}\n" for i in range(30, 60))
+    found = read(write(tmp_path / "d", n=north, s=south), target="y", categorical=("code",))
+    assert found.preprocessing is not None
+    assert found.preprocessing.columns[1].categories == ("0", "1", "2", "3")
+
+
+def test_a_held_out_category_that_nobody_trained_on_is_noted(tmp_path: Path) -> None:
+    """It counts as none of the known ones, and the federation says so; prediction refuses it."""
+    folder = tmp_path / "d"
+    for name in ("n", "s"):
+        (folder / name).mkdir(parents=True)
+        for part, ward in (("train", "a"), ("test", "z")):
+            rows = "".join(f"{hash_free(name, part)}{i},{ward if i else 'a'},{i % 2}\n" for i in range(6))
+            (folder / name / f"{part}.csv").write_text("age,ward,ill\n" + rows)
+    found = read(folder)
+    assert found.names == ("n", "s")
+    assert "10 held-out rows" in found.notes[0]
+    assert found.preprocessing is not None
+    text = refusal(found.preprocessing.transform_table, folder / "n" / "test.csv")
+    assert "'ward' says 'z' in line 3" in text
+
+
+def hash_free(name: str, part: str) -> int:
+    """A leading number of an agent's own, so that no two rows are equal."""
+    return {"ntrain": 1, "ntest": 2, "strain": 3, "stest": 4}[name + part]
+
+
+def test_preprocessing_survives_json(hospitals: Path, tmp_path: Path) -> None:
+    """What a run folder holds transforms a file as the run did, with targets where the file has them."""
+    found = read(hospitals, alice="north").preprocessing
+    assert found is not None
+    again = Preprocessing.from_json(json.loads(json.dumps(found.to_json())))
+    assert again == found
+    x, y = again.transform_table(hospitals / "south.csv")
+    assert x.dtype == np.float32
+    assert y is not None
+    assert y.tolist() == [i % 2 for i in range(9)]
+    no_target = "\n".join(line.rsplit(",", 1)[0] for line in patients(2, 9).splitlines())
+    bare, nothing = again.transform_table(write(tmp_path / "p", new=no_target) / "new.csv")
+    assert nothing is None
+    assert np.array_equal(bare, x)
+    assert "as a run folder holds it" in refusal(Preprocessing.from_json, {"columns": []})
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=8), min_size=1, max_size=5))
+def test_moments_of_agents_are_those_of_all_together(parts: list[list[float]]) -> None:
+    """Joining summaries gives the mean and deviation of the pooled values, to rounding."""
+    joined = Moments()
+    for part in parts:
+        joined = joined.joined(moments(np.array(part)))
+    pooled = np.array([value for part in parts for value in part])
+    assert joined.n == len(pooled)
+    if len(pooled):
+        assert joined.mean == pytest.approx(pooled.mean(), rel=1e-9, abs=1e-6)
+        assert (joined.squares / joined.n) ** 0.5 == pytest.approx(pooled.std(), rel=1e-6, abs=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.binary(max_size=2), st.integers(0, 3)), max_size=40),
+    st.floats(0.01, 0.99),
+    st.integers(0, 5),
+)
+def test_hold_out_is_a_partition(rows: list[tuple[bytes, int]], share: float, seed: int) -> None:
+    """Every row is held out or kept, equal rows together, and every class keeps one; the seed decides."""
+    keys = [key + bytes([label]) for key, label in rows]
+    classes = np.array([label for _, label in rows], np.int64)
+    held, kept = hold_out(keys, classes, share, seed, "test")
+    assert sorted([*held.tolist(), *kept.tolist()]) == list(range(len(rows)))
+    assert not {keys[i] for i in held} & {keys[i] for i in kept}
+    assert set(classes[kept].tolist()) == set(classes.tolist())
+    again = hold_out(keys, classes, share, seed, "test")
+    assert np.array_equal(held, again[0])
+    if len(set(keys)) == len(keys):
+        assert len(held) <= max(1, round(share * len(keys))) + 3
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+WRONG_TABLES = {
+    "a missing column": ({"s": "age,sex,ill\n1,f,no\n"}, "s.csv lacks 'ward'"),
+    "a column more": ({"s": "age,sex,ward,x,ill\n1,f,a,2,no\n"}, "s.csv adds 'x'"),
+    "text in a numeric column": ({"s": f"{HEADER}\n50,f,a,no\nold,m,b,yes\n"}, "holds numbers, but line 3 says 'old'"),
+    "infinity": ({"s": f"{HEADER}\n50,f,a,no\ninf,m,b,yes\n"}, "line 3 says 'inf'"),
+    "an empty file": ({"s": ""}, "s.csv is empty"),
+    "a header alone": ({"s": HEADER + "\n"}, "no rows"),
+    "a short line": ({"s": f"{HEADER}\n50,f,a,no\n50,f\n"}, "line 3: expected 4 cells as in the header, got 2"),
+    "two columns of one name": ({"s": "age,age,ward,ill\n1,2,3,no\n"}, "two columns are called 'age'"),
+    "a column without a name": ({"s": "age,,ward,ill\n1,2,3,no\n"}, "a column has no name"),
+    "a missing target": ({"s": f"{HEADER}\n50,f,a,no\n51,f,a,\n"}, "target 'ill' is missing in line 3"),
+    "the same data twice": ({"s": patients(1)}, "s and n hold the same training data"),
+    "one class": ({"n": f"{HEADER}\n1,f,a,no\n2,f,b,no\n"}, "at least two classes among all agents, got only 'no'"),
+    "nothing but the target": ({"n": "ill\nno\nyes\nno\n"}, "expected columns besides the target"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_TABLES)
+def test_wrong_tables_are_refused(tmp_path: Path, what: str) -> None:
+    """Each mistake in a table is one line that names the file and the place."""
+    agents, expected = WRONG_TABLES[what]
+    assert expected in refusal(
+        read, write(tmp_path / "d", **{**({} if "n" in agents else {"n": patients(1)}), **agents})
+    )
+
+
+def test_a_target_that_does_not_exist(hospitals: Path) -> None:
+    """The nearest column is suggested; without a target the columns are listed."""
+    assert refusal(read, hospitals, target="il").endswith("has no column 'il', did you mean ill?")
+    assert "one of age, sex, ward, ill" in refusal(Federation.from_folder, hospitals)
+    assert "did you mean ward?" in refusal(read, hospitals, categorical=("wards",))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    """Bytes that are no text, a folder that is none, an empty folder, mixed layouts: one line each."""
+    folder = write(tmp_path / "d", n=patients(1))
+    (folder / "s.csv").write_bytes(b"\xff\xfe\x00\x01")
+    assert "as a table of UTF-8 text" in refusal(read, folder)
+    assert "there is no folder" in refusal(read, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds no agent's data" in refusal(read, tmp_path / "empty")
+    (folder / "s.csv").unlink()
+    np.savez(folder / "s.npz", x=np.ones((4, 2)), y=np.arange(4) % 2)
+    assert "mixes arrays and tables" in refusal(read, folder)
+    assert "both called 'n'" in refusal(read, write_twin(tmp_path / "twins"))
+
+
+def write_twin(folder: Path) -> Path:
+    write(folder, n=patients(1))
+    (folder / "n.tsv").write_text(patients(2))
+    return folder
+
+
+def test_an_identifier_makes_no_categories(tmp_path: Path) -> None:
+    """A column of names, each its own, is refused: it would be shared, and says nothing."""
+    text = "name,y\n" + "".join(f"patient {i}x,{i % 2}\n" for i in range(300))
+    assert "different texts, at most 100" in refusal(read, write(tmp_path / "d", n=text), target="y")
+
+
+def test_options_are_checked(hospitals: Path) -> None:
+    """Shares outside 0 to 1 and unknown words are refused."""
+    assert "test_share" in refusal(read, hospitals, test_share=1.0)
+    assert "'federated' or 'local'" in refusal(read, hospitals, preprocessing="global")
+    assert "there is no agent 'ann'; the agents are north, south, tiny" in refusal(read, hospitals, alice="ann")
+
+
+def test_test_rows_that_are_training_rows_are_refused(tmp_path: Path) -> None:
+    """D11: a given test table may hold nobody's training rows."""
+    folder = tmp_path / "d"
+    for name, seed in (("n", 1), ("s", 2)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.csv").write_text(patients(seed))
+        (folder / name / "test.csv").write_text(patients(seed + 5, 6))
+    assert [len(rows) for rows in read(folder).test] == [6, 6]
+    (folder / "s" / "test.csv").write_text(patients(1, 6))
+    assert "s: 6 test samples are training data of n too" in refusal(read, folder)
+    (folder / "s" / "test.csv").unlink()
+    assert "no test table" in refusal(read, folder)
+
+
+# -------------------------------------------------------------------------------------------------------- regression
+
+
+def prices(seed: int, rows: int) -> str:
+    rng = np.random.default_rng(seed)
+    area = rng.uniform(30, 200, rows)
+    return "area,price\n" + "".join(f"{a:.2f},{2000 * a + rng.normal(0, 3000):.1f}\n" for a in area)
+
+
+def test_regression_learns_and_is_judged_in_its_own_unit(tmp_path: Path) -> None:
+    """A target of many numbers is regressed, in units of its deviation; the error is in the target's unit."""
+    found = read(write(tmp_path / "d", n=prices(1, 80), s=prices(2, 30)), target="price", alice="n")
+    assert (found.task, found.class_names, found.outputs) == ("regression", (), 1)
+    assert found.label_counts().shape == (2, 0)
+    model = FlatModel(builder("auto", "d", found.shape, found.outputs), loss=squared_error)
+    *_, (last,) = simulate([Cell(Waffle(sgd=SGD(0.05)), found, 1)], model, rounds=60, batch_size=8)
+    assert last.measured["rmse"] == pytest.approx(found.unit * last.measured["loss"] ** 0.5)
+    assert last.measured["rmse"] < 6000 < found.unit
+    assert "accuracy" not in last.measured
+
+
+def test_whole_numbers_are_classes_when_they_are_few(tmp_path: Path) -> None:
+    """Up to twenty whole numbers are classes, in the order of the numbers; the task can be given instead."""
+    text = "a,y\n" + "".join(f"{i},{(i % 12)}\n" for i in range(48))
+    folder = write(tmp_path / "d", n=text)
+    assert read(folder, target="y").class_names == tuple(map(str, range(12)))
+    assert read(folder, target="y", task="regression").task == "regression"
+
+
+# ------------------------------------------------------------------------------------------- arrays, datasets, images
+
+
+def arrays(seed: int, rows: int = 20, shape: tuple[int, ...] = (3,)) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((rows, *shape)).astype(np.float32), np.arange(rows) % 2
+
+
+def test_a_folder_of_npz_is_a_federation(tmp_path: Path) -> None:
+    """Arrays named x_train y_train x_test y_test are taken as they are, x y are split by us."""
+    x, y = arrays(1)
+    np.savez(tmp_path / "given.npz", x_train=x[:15], y_train=y[:15], x_test=x[15:], y_test=y[15:])
+    x, y = arrays(2, 12)
+    np.savez(tmp_path / "split.npz", x=x, y=y)
+    found = Federation.from_folder(tmp_path, alice="split")
+    assert found.samples.tolist() == [15, 9]
+    assert [len(rows) for rows in found.test] == [5, 3]
+    assert found.preprocessing is None
+
+
+def test_wrong_npz_is_refused(tmp_path: Path) -> None:
+    """NaN, other names, damaged files, one class, flat samples: each one line."""
+    path, (x, y) = tmp_path / "a.npz", arrays(1)
+    bad = x.copy()
+    bad[3, 1] = np.nan
+    for content, expected in (
+        ({"x": bad, "y": y}, "a: 1 given samples hold NaN or infinity, the first at index 3"),
+        ({"features": x, "y": y}, "expected the arrays x_train y_train x_test y_test, or x y; got features, y"),
+        ({"x": x, "y": np.zeros(20, int)}, "got only '0'"),
+        ({"x": x[:, 0], "y": y}, "axis of features"),
+        ({"x": x, "y": y[:7]}, "20 given samples but 7 labels"),
+        ({"x": np.array([{}], object), "y": y}, "as a .npz of plain arrays"),
+    ):
+        np.savez(path, **content)
+        assert expected in refusal(Federation.from_folder, tmp_path)
+    path.write_bytes(path.read_bytes()[:50])
+    assert "as a .npz of plain arrays" in refusal(Federation.from_folder, tmp_path)
+    np.savez(path, x=x, y=y)
+    assert "are for tables" in refusal(Federation.from_folder, tmp_path, target="y")
+
+
+def test_float_targets_of_arrays_are_regressed(tmp_path: Path) -> None:
+    """In a folder float targets mean regression; integers mean classes."""
+    x, y = arrays(1)
+    np.savez(tmp_path / "a.npz", x=x, y=y / 7)
+    found = Federation.from_folder(tmp_path)
+    assert (found.task, found.unit) == ("regression", 1.0)
+    assert found.y.is_floating_point()
+
+
+def test_any_torch_dataset_will_do() -> None:
+    """A Dataset an agent is split by us, a pair is training and test data; it must have a length and pairs."""
+    x, y = (torch.from_numpy(a) for a in arrays(1))
+    other = TensorDataset(*(torch.from_numpy(a) for a in arrays(2, 6)))
+    found = Federation.from_datasets({"ann": TensorDataset(x, y), "bob": (TensorDataset(-x, y), other)}, alice="ann")
+    assert found.samples.tolist() == [15, 20]
+    assert [len(rows) for rows in found.test] == [5, 6]
+    numbers = Federation.from_datasets({"ann": TensorDataset(x, x[:, 0])})
+    assert numbers.task == "regression"
+
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter([(x[0], y[0])])
+
+    assert "ann: expected a Dataset with a length" in refusal(Federation.from_datasets, {"ann": Stream()})
+    assert "ann: expected a Dataset" in refusal(Federation.from_datasets, {"ann": TensorDataset(x)})
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((5,), "Linear"), ((3, 16), "Conv1d"), ((1, 9, 11), "Conv2d")])
+def test_the_shape_chooses_the_model(shape: tuple[int, ...], kind: str) -> None:
+    """Tables get an MLP, signals a 1-D and images a 2-D CNN, which train on any size."""
+    agents = {"a": arrays(1, 12, shape), "b": arrays(2, 9, shape)}
+    found = Federation.from_arrays(agents)
+    model = FlatModel(builder("auto", "folder", found.shape, found.outputs))
+    assert kind in {type(m).__name__ for m in model._template.modules()}
+    *_, (last,) = simulate([Cell(Waffle(), found, 1)], model, rounds=2, batch_size=4)
+    assert last.measured["loss"] > 0
+
+
+def test_images_in_folders_by_class(tmp_path: Path) -> None:
+    """agent/class/*.png is a federation; sizes and channels must agree, a damaged file is named."""
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    rng = np.random.default_rng(0)
+    for agent in ("ann", "bob"):
+        for name in ("cat", "dog"):
+            (tmp_path / agent / name).mkdir(parents=True)
+            for i in range(4):
+                pixels = rng.integers(0, 256, (6, 8, 3), np.uint8)
+                image.fromarray(pixels).save(tmp_path / agent / name / f"{i}.png")
+    found = Federation.from_folder(tmp_path, alice="bob")
+    assert (found.class_names, found.shape) == (("cat", "dog"), (3, 6, 8))
+    assert found.samples.tolist() == [6, 6]
+    assert found.x.min() >= -1
+    assert found.x.max() <= 1
+    odd = tmp_path / "bob" / "dog" / "9.png"
+    image.fromarray(np.zeros((6, 8), np.uint8)).save(odd)
+    assert "one size and as many channels" in refusal(Federation.from_folder, tmp_path)
+    odd.write_bytes(b"no image")
+    assert f"cannot read the image {odd}" in refusal(Federation.from_folder, tmp_path)
+
+
+def test_parquet_is_a_table(tmp_path: Path) -> None:
+    """A Parquet file gives the federation that the CSV gives."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, seed in (("n", 1), ("s", 2)):
+        table = read_table(write(tmp_path / "csv", **{name: patients(seed)}) / f"{name}.csv")
+        columns = {k: v.tolist() for k, v in table.columns.items()}
+        columns["age"] = [float(v) for v in columns["age"]]
+        (tmp_path / "parquet").mkdir(exist_ok=True)
+        parquet.write_table(arrow.table(columns), tmp_path / "parquet" / f"{name}.parquet")
+    found = read(tmp_path / "parquet")
+    assert found.names == ("n", "s")
+    assert found.shape == read(tmp_path / "csv").shape
+    (tmp_path / "parquet" / "n.parquet").write_bytes(b"PAR1")
+    assert "as Parquet" in refusal(read, tmp_path / "parquet")
+
+
+@pytest.mark.parametrize(("name", "word"), [("n.parquet", "pyarrow"), ("c/x.png", "Pillow")])
+def test_absent_readers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str) -> None:
+    """Without pyarrow or Pillow one line says what to install."""
+    for module in ("pyarrow", "pyarrow.parquet", "PIL", "PIL.Image"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for agent in ("ann", "bob"):
+        for c in "cd":
+            path = tmp_path / agent / name.replace("c/", f"{c}/") if "/" in name else tmp_path / f"{agent}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
+    target = {"target": "y"} if "parquet" in name else {}
+    assert word in refusal(Federation.from_folder, tmp_path, **target)
+
+
+# --------------------------------------------------------------------------------------------------- UCI Heart Disease
+
+
+@pytest.mark.data
+def test_heart_disease_is_recognised(published: Path) -> None:
+    """The official folder is four hospitals, disease yes or no, of 303, 294, 123 and 200 patients."""
+    folder = published / "heart-disease"
+    if not folder.is_dir():
+        pytest.skip("WAFFLE_DATA has no heart-disease")
+    found = Federation.from_folder(folder, alice="va")
+    assert found.names == ("cleveland", "hungarian", "switzerland", "va")
+    held = [len(rows) for rows in found.test]
+    assert [n + m for n, m in zip(found.samples.tolist(), held, strict=True)] == [303, 294, 123, 200]
+    assert found.class_names == ("no", "yes")
+    assert found.preprocessing is not None
+    assert {"thal=3", "thal=6", "thal=7", "ca missing", "age"} <= set(found.preprocessing.features)
+    x, y = found.preprocessing.transform_table(folder / "processed.va.data")
+    assert x.shape == (200, len(found.preprocessing.features))
+    assert y is not None
+    assert y.sum() == 149
+
+
+def test_heart_disease_layout(tmp_path: Path) -> None:
+    """Files named processed.NAME.data need no header: thirteen columns and a grade that is 0 or disease."""
+    for name, seed in (("here", 1), ("there", 2)):
+        rng = np.random.default_rng(seed)
+        ages = rng.integers(30, 70, 20)
+        rows = [
+            f"{a},1,{i % 4 + 1}.0,140,?,0,{i % 3},150,0,2.3,3,?,{3 + i % 2 * 4},{i % 5}" for i, a in enumerate(ages)
+        ]
+        (tmp_path / f"processed.{name}.data").write_text("\n".join(rows) + "\n")
+    found = Federation.from_folder(tmp_path)
+    assert found.names == ("here", "there")
+    assert found.label_counts().sum(dim=0).tolist() == [6, 24]
+    (tmp_path / "processed.here.data").write_text("1,2,3\n")
+    assert "expected 14 cells" in refusal(Federation.from_folder, tmp_path)
+
+
+def test_summaries_alone_decide(hospitals: Path) -> None:
+    """fit sees an agent's training rows only: changing its test rows changes no statistic."""
+    tables = {name: read_table(hospitals / f"{name}.csv") for name in ("north", "south")}
+    aim = aim_of("ill", list(tables.values()), "auto")
+    some = {name: table.taken(np.arange(5)) for name, table in tables.items()}
+    fitted = fit(aim, some)["north"]
+    ages = np.concatenate([table.columns["age"][:5].astype(float) for table in tables.values()])
+    assert fitted.columns[0].mean == pytest.approx(ages.mean())
+    assert fitted.columns[0].deviation == pytest.approx(ages.std())

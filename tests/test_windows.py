@@ -1,0 +1,258 @@
+"""Convolution, ReLU and pooling as one product: the library's numbers, and nothing put off for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from waffle_fl.models import Batch, FlatModel, LeNet5
+from waffle_fl.models import windows as windows_module
+from waffle_fl.models.windows import Later, Rewriting
+
+Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows_module, "BATCH", 1)
+
+
+def both(forward: Forward, x: Tensor, weight: Tensor, bias: Tensor | None, products: int) -> tuple[list[Tensor], ...]:
+    """Result and gradients, rewritten and by the library; `products` are expected to be rewritten."""
+    results = []
+    for rewriting in (Rewriting(), None):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+        if rewriting is None:
+            y = forward(*leaves, *[None] * (bias is None))
+        else:
+            with rewriting:
+                y = forward(*leaves, *[None] * (bias is None))
+            assert rewriting.products == products
+        along = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).remainder(7) - 3
+        results.append([y.detach() + 0, *torch.autograd.grad((y * along).sum(), leaves)])
+    return results[0], results[1]
+
+
+def agree(ours: list[Tensor], library: list[Tensor]) -> None:
+    for mine, its in zip(ours, library, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    window = draw(st.sampled_from([(1, 1), (2, 2), (3, 3), (2, 1), (1, 3), (4, 2)]))
+    kernel = tuple(1 + size * draw(st.integers(0, 2)) for size in window)
+    padding = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+    least = [max(1, k + size - 1 - 2 * p) for k, size, p in zip(kernel, window, padding, strict=True)]
+    sides = [side + draw(st.integers(0, 7)) for side in least]
+    batch, channels, out = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    return {
+        "image": (batch, channels, *sides),
+        "kernel": (out, channels, *kernel),
+        "padding": padding,
+        "window": window,
+        "rectified": draw(st.booleans()),
+        "biased": draw(st.booleans()),
+        "whole": draw(st.booleans()),
+        "lies": draw(st.sampled_from(["contiguous", "channels last", "batch last"])),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_the_product_is_the_librarys_pooling_of_a_convolution(case: dict[str, Any]) -> None:
+    """Also where values tie, which small whole numbers do all the time: the first place of a window gets it all."""
+    seeded = torch.Generator().manual_seed(case["seed"])
+
+    def numbers(*shape: int) -> Tensor:
+        if case["whole"]:
+            return torch.randint(-1, 2, shape, generator=seeded).double()
+        return torch.randn(shape, generator=seeded, dtype=torch.float64)
+
+    x, weight = numbers(*case["image"]), numbers(*case["kernel"])
+    if case["lies"] != "contiguous":
+        order = (0, 2, 3, 1) if case["lies"] == "channels last" else (1, 2, 3, 0)
+        back = [order.index(i) for i in range(4)]
+        x = x.permute(order).contiguous().permute(back)
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = F.conv2d(x, weight, bias, padding=case["padding"])
+        return F.max_pool2d(torch.relu(y) if case["rectified"] else y, case["window"])
+
+    agree(*both(forward, x, weight, numbers(case["kernel"][0]) if case["biased"] else None, products=1))
+
+
+OTHERWISE: dict[str, Forward] = {
+    "no pooling": lambda x, w, b: torch.relu(F.conv2d(x, w, b)),
+    "nothing after it": lambda x, w, b: F.conv2d(x, w, b),
+    "another activation": lambda x, w, b: F.max_pool2d(torch.tanh(F.conv2d(x, w, b)), 2),
+    "a stride": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b, stride=2), 2),
+    "a dilation": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b, dilation=2), 2),
+    "padding by name": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b, padding="same"), 2),
+    "groups": lambda x, w, b: F.max_pool2d(
+        F.conv2d(torch.cat([x, x], 1), torch.cat([w, w]), torch.cat([b, b]), groups=2), 2
+    ),
+    "windows that overlap": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 3, stride=2),
+    "padded pooling": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, padding=1),
+    "a window that is not full": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, ceil_mode=True),
+    "places asked for": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, return_indices=True)[0],
+    "an even kernel": lambda x, w, b: F.max_pool2d(F.conv2d(x, w[..., :2, :2], b), 2),
+    "read in a list": lambda x, w, b: torch.cat([F.conv2d(x, w, b), F.conv2d(x, w, b)]),
+    "read by a convolution": lambda x, w, b: F.conv2d(F.conv2d(x, w, b), w.transpose(0, 1)),
+    "read by its shape": lambda x, w, b: (y := F.conv2d(x, w, b)) * y.shape[2] * y.size(3),
+    "changed in place": lambda x, w, b: F.conv2d(x, w, b).mul_(2).add_(1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_all_else_is_left_to_the_library(name: str) -> None:
+    """What is not followed by a ReLU and a pooling of full windows is done as it was asked for."""
+    x, w, b = (torch.randn(s, dtype=torch.float64) for s in ((3, 2, 11, 12), (4, 2, 3, 3), (4,)))
+    agree(*both(OTHERWISE[name], x, w, b, products=0))
+
+
+def skipping(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    y = F.conv2d(x, w, b)
+    z = torch.relu(y)
+    y = y * 2
+    return F.max_pool2d(z, 2).sum() + y.sum() + z.mean()
+
+
+def watched(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    y = F.conv2d(x, w, b)
+    with torch.no_grad():
+        scale = y.abs().mean()
+    return F.max_pool2d(F.relu(y, inplace=True), 2) * scale
+
+
+REWRITTEN: dict[str, tuple[Forward, int]] = {
+    "in place": (lambda x, w, b: F.max_pool2d(F.relu(F.conv2d(x, w, b), inplace=True), 2), 1),
+    "a method in place": (lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b).relu_(), 2), 1),
+    "ReLU after pooling": (lambda x, w, b: torch.relu(F.max_pool2d(F.conv2d(x, w, b), (2, 2))), 1),
+    "read twice": (skipping, 1),
+    "read without gradient": (watched, 0),
+    "the same weights twice": (
+        lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2) + F.max_pool2d(F.conv2d(-x, w, b), 2),
+        2,
+    ),
+    "viewed": (lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2).view(-1).view(5, -1), 1),
+    "two of them": (lambda x, w, b: F.max_pool2d(F.conv2d(F.max_pool2d(F.conv2d(x, w, b), 2), w.mT, None, 1, 1), 2), 2),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_however_it_is_written(name: str) -> None:
+    """A ReLU in place, a result that several read, a view: the numbers are the library's."""
+    forward, products = REWRITTEN[name]
+    x, w, b = (torch.randn(s, dtype=torch.float64) for s in ((5, 2, 18, 18), (2, 2, 3, 3), (2,)))
+    agree(*both(forward, x, w, b, products))
+
+
+@pytest.mark.parametrize("rectified", [True, False])
+def test_nan_goes_through(rectified: bool) -> None:
+    """A pixel that is no number spoils the windows that see it, and no others."""
+    x, w = torch.randn(2, 1, 12, 12, dtype=torch.float64), torch.randn(3, 1, 3, 3, dtype=torch.float64)
+    x[0, 0, 5, 5] = torch.nan
+
+    def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        y = F.conv2d(x, w, b, padding=1)
+        return F.max_pool2d(torch.relu(y) if rectified else y, 2)
+
+    ours, library = both(forward, x, w, None, products=1)
+    assert ours[0].isnan().any()
+    agree(ours[:1], library[:1])
+
+
+def test_what_was_put_off_outlives_the_rewriting() -> None:
+    """A convolution that nobody read inside is done when it is read outside, and still trains."""
+    x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3, requires_grad=True)
+    with Rewriting():
+        y = F.conv2d(x, w)
+    assert type(y) is Later
+    (gradient,) = torch.autograd.grad(y.sum(), w)
+    torch.testing.assert_close(gradient, torch.autograd.grad(F.conv2d(x, w).sum(), w)[0])
+
+
+def test_nothing_is_put_off_that_does_not_train() -> None:
+    """Without a gradient nothing keeps the arguments as they are until they are read."""
+    x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3)
+    with Rewriting():
+        assert type(F.conv2d(x, w)) is Tensor
+        with torch.no_grad():
+            assert type(F.conv2d(x, w.requires_grad_())) is Tensor
+
+
+def test_an_overwritten_pass_is_refused() -> None:
+    """The gradient of a pass whose memory the next pass has used raises instead of being wrong."""
+    x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3, requires_grad=True)
+    rewriting, sums = Rewriting(), []
+    for _ in range(2):
+        with rewriting:
+            sums.append(F.max_pool2d(F.conv2d(x, w), 2).sum())
+    torch.autograd.grad(sums[1], w)
+    with pytest.raises(RuntimeError, match="a later pass"):
+        torch.autograd.grad(sums[0], w)
+
+
+class Doubling(torch.autograd.Function):
+    """Reads its argument where no mode and no gradient sees it."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
+        return 2 * dy
+
+
+class Untraceable(nn.Module):
+    """Its convolution is also read by a function of autograd, which a convolution put off cannot know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return F.max_pool2d(y, 2).mean((2, 3)) + Doubling.apply(y).mean((2, 3))  # type: ignore[no-untyped-call]
+
+
+def gradients(model: FlatModel, batch: int) -> tuple[Tensor, Tensor]:
+    """A row's gradient, and the same by the module itself."""
+    seeded = torch.Generator().manual_seed(1)
+    x = torch.randn(2, batch, 1, 28, 28, generator=seeded, dtype=model.dtype)
+    y, weight = torch.arange(2 * batch).view(2, batch) % 5, torch.ones(2, batch, dtype=model.dtype)
+    weight[:, 0] = 0
+    net = model.init(3)
+    rows = model.grad(net.params.repeat(2, 1), net.stats.repeat(2, 1), Batch(x, y, weight, torch.zeros(2).long()))
+    module = model._module(training=True)
+    leaf = net.params.clone().requires_grad_()
+    loss = F.cross_entropy(torch.func.functional_call(module, model._params.unflatten(leaf), (x[1, 1:],)), y[1, 1:])
+    return rows.params[1], torch.autograd.grad(loss, leaf)[0]
+
+
+@pytest.mark.parametrize("build", [LeNet5, Untraceable])
+def test_a_row_has_the_modules_gradient(build: Callable[[], nn.Module]) -> None:
+    """With a rewriting where it fits, without one where the first gradient shows that it does not."""
+    model = FlatModel(build, precision="float64")
+    torch.testing.assert_close(*gradients(model, 8), rtol=1e-9, atol=1e-12)
+    (habits,) = model._vessels()[0]._habits.values()
+    assert habits.rewritten == (build is LeNet5)
+
+
+def test_the_same_bits_each_time() -> None:
+    """A gradient in memory that has been used is that in fresh memory, whatever batch came between."""
+    model = FlatModel(LeNet5)
+    first = gradients(model, 8)[0]
+    gradients(model, 5)
+    assert torch.equal(first, gradients(model, 8)[0])
+    assert torch.equal(first, gradients(FlatModel(LeNet5), 8)[0])
