@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_federation, refusal
 from sklearn.base import clone, is_classifier, is_regressor
 from torch import nn
 
+from conftest import make_federation, refusal
 from waffle_fl import Cell, FlatModel, PersonalizedClassifier, PersonalizedRegressor, Waffle, simulate
 from waffle_fl.models import mlp
 
@@ -121,7 +121,7 @@ def test_numbers_are_predicted_in_their_own_unit() -> None:
         (lambda: PersonalizedClassifier(model=nn.Linear(3, 5)).fit(agents()), "expected (1, 2)"),
         (lambda: PersonalizedClassifier(**QUICK).fit(agents()).predict(np.zeros((2, 4))), "(rows, *(3,))"),
         (lambda: PersonalizedClassifier(**QUICK).fit(agents()).predict([["a", "b", "c"]]), "finite numbers"),
-        (lambda: PersonalizedClassifier(**QUICK).fit(agents()).score(agents()["north"][0], np.zeros(40)), "labels from"),
+        (lambda: PersonalizedClassifier(**QUICK).fit(agents()).score(np.zeros((2, 3)), [0, 1]), "labels from"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line(call: Any, word: str) -> None:

@@ -423,7 +423,7 @@ def _close(job: _Job, model: FlatModel, status: str, message: str = "") -> dict[
     net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
     own = Net(net.params[federation.alice], net.stats[federation.alice])
     said = predictions(model, own, federation)
-    result |= {"metrics": measure(said["output"], said["target"], federation.unit)}
+    result |= {"metrics": measure(said["output"], said["target"])}
     job.run.close(result, model.state_dict(own), said)
     return result
 

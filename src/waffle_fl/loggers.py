@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
@@ -83,6 +83,14 @@ class TensorBoard(Logger):
             writer.close()
 
 
+class _Tracked(NamedTuple):
+    """An MLflow run, and the last round it has: a run that went back to a checkpoint makes the same rounds again."""
+
+    run_id: str
+    folder: Path
+    seen: int
+
+
 class MLflow(Logger):
     """Params, metrics and artifacts in $MLFLOW_TRACKING_URI, else in ./mlruns; the run's id lies in RUN/mlflow.json."""
 
@@ -96,7 +104,7 @@ class MLflow(Logger):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks who writes files to say so
         with self._readable():
             self._client = mlflow.MlflowClient(tracking_uri=self.uri)
-        self._runs: dict[str, tuple[str, Path]] = {}
+        self._runs: dict[str, _Tracked] = {}
 
     def begin(self, config: RunConfig, folder: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
         with self._readable():
@@ -107,8 +115,8 @@ class MLflow(Logger):
                 self._client.update_run(run_id, status="RUNNING")
             else:
                 run_id, seen = self._create(config, folder), 0
-        self._runs[config.label] = run_id, folder
-        for measured in rounds[seen:]:
+        self._runs[config.label] = _Tracked(run_id, folder, seen)
+        for measured in rounds:
             self.advanced(config, measured)
 
     def _create(self, config: RunConfig, folder: Path) -> str:
@@ -124,14 +132,17 @@ class MLflow(Logger):
         return run_id
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
+        run = self._runs[config.label]
+        if measured["round"] <= run.seen:
+            return
         metric, now = self._entities.Metric, int(1000 * time.time())
         numbers = self.scalars(config, measured).items()
         metrics = [metric(_plain(name), value, now, measured["round"]) for name, value in numbers]
         with self._readable():
-            self._client.log_batch(self._runs[config.label][0], metrics=metrics)
+            self._client.log_batch(run.run_id, metrics=metrics)
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
-        run_id, folder = self._runs.pop(config.label)
+        run_id, folder, _ = self._runs.pop(config.label)
         final = {f"final_{name}": value for name, value in result.get("metrics", {}).items() if value is not None}
         with self._readable():
             for name, value in final.items():
@@ -143,8 +154,8 @@ class MLflow(Logger):
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         with self._readable():
-            for run_id, _ in self._runs.values():
-                self._client.set_terminated(run_id, "KILLED")
+            for run in self._runs.values():
+                self._client.set_terminated(run.run_id, "KILLED")
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def measure(output: Tensor, target: Tensor, unit: float = 1.0) -> dict[str, float | None]:
-    """All metrics of these outputs: class scores (n, classes) for integer targets, numbers, in a unit, for others."""
+def measure(output: Tensor, target: Tensor) -> dict[str, float | None]:
+    """All metrics of these outputs: class scores (n, classes) for integer targets, numbers for others."""
     output = output.double()
     if target.is_floating_point():
-        return {"rmse": _number(unit * (output.view(-1) - target.double()).square().mean().sqrt())}
+        return {"rmse": _number((output.view(-1) - target.double()).square().mean().sqrt())}
     return {
         "accuracy": _number((output.argmax(dim=1) == target).double().mean()),
         "balanced_accuracy": balanced_accuracy(output, target),

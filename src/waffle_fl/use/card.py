@@ -68,7 +68,7 @@ def _output(trained: Trained) -> str:
         return "one score for each class, in the order of `classes`; softmax makes probabilities of them"
     if trained.preprocessing is None:
         return "the predicted number"
-    return "the predicted number, standardised: times `target_deviation`, plus `target_mean` of the preprocessing"
+    return "the predicted number; model.safetensors alone gives it standardised (target_mean, target_deviation)"
 
 
 def _intended_use(trained: Trained) -> str:

@@ -157,14 +157,15 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
 
     def predict(self, X: Any) -> Array:
         """The most probable class of each row."""
-        return np.asarray(self.classes_[self._outputs(X).argmax(dim=1).numpy()])
+        chosen = self._outputs(X).argmax(dim=1).numpy()
+        return np.asarray(self.classes_[chosen])
 
     def score(self, X: Any, y: Any) -> float:
         """The share of rows whose class is predicted."""
-        truth = np.asarray(y)
+        found, truth = self.predict(X), np.asarray(y)
         if not np.isin(truth, self.classes_).any():
             raise WaffleError(f"expected labels from {self.classes_.tolist()}, got none of them")
-        return float((self.predict(X) == truth).mean())
+        return float((found == truth).mean())
 
 
 class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc]

@@ -65,11 +65,9 @@ def predict(trained: Trained, path: Path) -> Answers:
 
 def answers(trained: Trained, output: Tensor, target: Tensor | None = None) -> Answers:
     """Outputs of the model in words and numbers of the user's world."""
-    unit = trained.preprocessing.target_deviation if trained.preprocessing else 1.0
-    metrics = None if target is None else measure(output, target, unit)
+    metrics = None if target is None else measure(output, target)
     if trained.task == "regression":
-        mean = trained.preprocessing.target_mean if trained.preprocessing else 0.0
-        values = (output.double().view(-1) * unit + mean).tolist()
+        values = output.view(-1).tolist()
         return Answers(values, (), [[] for _ in values], metrics)
     chosen = [trained.classes[k] for k in output.argmax(dim=1).tolist()]
     return Answers(chosen, trained.classes, output.double().softmax(dim=1).tolist(), metrics)
@@ -81,7 +79,10 @@ def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | N
         columns = ", ".join(column.name for column in trained.preprocessing.columns)
         raise WaffleError(f"{path}: this run was trained on tables: expected .csv or .parquet with columns {columns}")
     with np.errstate(over="ignore"):
-        return trained.preprocessing.transform_table(path)
+        x, y = trained.preprocessing.transform_table(path)
+    if y is None or trained.task == "classification":
+        return x, y
+    return x, trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y
 
 
 def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
@@ -117,10 +118,10 @@ def _read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     if path.suffix not in ARRAYS:
         raise WaffleError(f"{path}: this run was trained on arrays: expected a .npz with x (and y), or a .npy")
     try:
-        found = np.load(path, allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            return found, None
-        with found:
+        with path.open("rb") as stream:
+            found = np.load(stream, allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                return found, None
             if "x" in found.files:
                 return found["x"], found["y"] if "y" in found.files else None
             names = ", ".join(found.files) or "nothing"

@@ -31,7 +31,7 @@ class Trained:
     preprocessing: Preprocessing | None  # of tables
 
     def outputs(self, x: Tensor) -> Tensor:
-        """What the model says: a score for each class, or a number in the unit it was trained in."""
+        """What the model says: a score for each class, or a number in the target's own unit."""
         return outputs(self.module, x.to(self.dtype))
 
 
@@ -54,7 +54,21 @@ def open_run(folder: Path) -> Trained:
     model = FlatModel(build, precision=s.precision)
     _, tensors = read_tensors(folder / "model.safetensors", model.state_dict(model.init(0)))
     preprocessing = Preprocessing.from_json(fitted) if fitted else None
-    return Trained(run, filled(build, model.dtype, tensors), model.dtype, shape, task, classes, preprocessing)
+    module = filled(build, model.dtype, tensors)
+    if task == "regression" and preprocessing:
+        module = nn.Sequential(module, InUnit(preprocessing)).eval()
+    return Trained(run, module, model.dtype, shape, task, classes, preprocessing)
+
+
+class InUnit(nn.Module):
+    """From a standardised number to the target's own unit."""
+
+    def __init__(self, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.mean, self.deviation = preprocessing.target_mean, preprocessing.target_deviation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mean + self.deviation * x
 
 
 @torch.no_grad()
