@@ -28,9 +28,18 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The snippet of the README runs as it stands, and prints twenty rounds."""
-    (snippet,) = blocks(ROOT / "README.md", "python")
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_readme_s_python_runs(
+    number: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snippets of the README run as they stand, and print twenty rounds; the second beside a folder of tables."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hospitals").mkdir()
+    for name, n in (("north", 40), ("south", 12)):
+        rows = [f"{30 + 7 * i % 50},{'abc'[i % 3]},{'died' if i % 3 else 'lived'}" for i in range(n)]
+        (tmp_path / "hospitals" / f"{name}.csv").write_text("\n".join(["age,ward,outcome", *rows]))
+    snippet = blocks(ROOT / "README.md", "python")[number]
+    assert number == 0 or len(snippet.splitlines()) <= 10
     exec(snippet, {})
     assert len(capsys.readouterr().out.splitlines()) == 20
 

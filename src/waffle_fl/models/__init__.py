@@ -26,6 +26,7 @@ MODELS: dict[str, Build] = {
 
 DEFAULTS = {"mnist": "lenet5", "fashion-mnist": "lenet5", "cifar10": "dla", "digits": "mlp", "synthetic": "mlp"}
 BY_AXES = {1: "mlp", 2: "cnn-1d", 3: "cnn"}  # tables, signals (channels, length), images (channels, height, width)
+NEEDS = {"lenet5": 3, "lenet5-tanh": 3, "dla": 3, "cnn": 3, "cnn-1d": 2}  # axes of a sample; others take any
 
 
 def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
@@ -35,6 +36,12 @@ def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callabl
         return lambda: _imported(chosen)(shape, classes)
     if chosen not in MODELS:
         raise WaffleError(f"unknown model {chosen!r}{suggest(chosen, MODELS)} (or module:factory)")
+    axes = NEEDS.get(chosen, len(shape))
+    if len(shape) != axes:
+        raise WaffleError(
+            f"the model {chosen} takes samples with {axes} axes, those of {data} have the shape {tuple(shape)}: "
+            "use auto, or a model of your own"
+        )
     return lambda: MODELS[chosen](shape, classes)
 
 

@@ -128,17 +128,18 @@ def _parquet(path: Path) -> Table:
 
 def numbers(cells: Cells) -> NDArray[np.float64]:
     """The cells as numbers, NaN where there is none; neither text nor infinity is one."""
-    distinct, back = np.unique(cells, return_inverse=True)
-    values = np.array([_number(cell) for cell in distinct.tolist()], np.float64)
-    return values[back] if len(values) else np.empty(0)
+    try:
+        values = np.where(cells == "", "nan", cells).astype(np.float64)
+    except ValueError:
+        values = np.array([_number(cell) for cell in cells.tolist()], np.float64)
+    return np.where(np.isinf(values), np.nan, values)
 
 
 def _number(cell: str) -> float:
     try:
-        value = float(cell)
+        return float(cell)
     except ValueError:
         return float("nan")
-    return value if abs(value) < float("inf") and "_" not in cell else float("nan")
 
 
 def names(cells: Cells) -> Cells:

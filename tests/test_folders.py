@@ -1,0 +1,140 @@
+"""A folder of one's own on the command line: runs, records, reports, and refusals that leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import refusal
+from waffle_fl import cli
+from waffle_fl.config import Settings, check_run
+from waffle_fl.experiment import Place, execute, federation_of
+from waffle_fl.own import Preprocessing
+from waffle_fl.results import best_of, read_runs, scores
+from waffle_fl.tensorfile import read_tensors
+
+
+def rows(seed: int, n: int, price: bool) -> str:
+    rng = np.random.default_rng(seed)
+    lines = ["age,ward,ill" if not price else "age,ward,price"]
+    for i in range(n):
+        age = rng.normal(50, 10) + 8 * (i % 2)
+        lines.append(f"{age:.3f},{'ab'[i % 2]},{f'{100 * age:.2f}' if price else 'ny'[i % 2]}")
+    return "\n".join(lines)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with two federations: one to classify, one to regress."""
+    monkeypatch.chdir(tmp_path)
+    for folder, price in (("clinics", False), ("flats", True)):
+        Path(folder).mkdir()
+        for seed, (name, n) in enumerate({"north": 30, "south": 14, "tiny": 3}.items()):
+            Path(folder, f"{name}.csv").write_text(rows(seed, n, price))
+    return tmp_path
+
+
+def waffle(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli._run(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_run_on_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run is called after folder and Alice, and holds her preprocessing; names of agents are in its record."""
+    code, out, _ = waffle(
+        capsys, "run", "waffle", "--data", "clinics", "--target", "ill", "--alice", "south", "--rounds", "4", "--quiet"
+    )
+    assert code == 0
+    assert "clinics for south" in out
+    run = Path("runs/clinics-waffle-1-south")
+    prepared = Preprocessing.from_json(json.loads((run / "preprocessing.json").read_text()))
+    assert prepared.features == ("age", "ward=a", "ward=b")
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["agents"] == ["north", "south", "tiny"]
+    assert (provenance["task"], provenance["classes"], provenance["sample"]) == ("classification", ["n", "y"], [3])
+    code, out, _ = waffle(capsys, "report", "runs", "--quiet")
+    assert code == 0
+    assert "south" in out
+
+
+@pytest.mark.parametrize("method", ["waffle", "local", "apfl"])
+def test_a_regression_is_recorded_by_its_error(capsys: pytest.CaptureFixture[str], method: str) -> None:
+    """Rounds, result, metrics and predictions are in the target's own unit, and the report is of errors."""
+    arguments = ("--data", "flats", "--target", "price", "--rounds", "4", "--validation", "0.2", "--alice", "north")
+    code, out, err = waffle(capsys, "run", method, *arguments)
+    assert code == 0, err
+    assert "root mean squared error" in out
+    run = Path(f"runs/flats-{method}-1-north")
+    result = json.loads((run / "result.json").read_text())
+    lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert result["best"]["rmse"] == min(line["rmse"] for line in lines)
+    chosen = min(lines, key=lambda line: line["validation_rmse"])
+    assert result["selected"] == {"round": chosen["round"], "rmse": chosen["rmse"]}
+    assert result["metrics"]["rmse"] == pytest.approx(result["last"]["rmse"], rel=1e-5)
+    template = {"output": torch.empty(8, 1), "target": torch.empty(8)}
+    _, said = read_tensors(run / "predictions.safetensors", template)
+    assert said["target"].min() > 1000
+    assert waffle(capsys, "report", "runs", "--quiet")[0] == 0
+    assert "Root mean squared error" in Path("runs/report/table.md").read_text()
+
+
+def test_the_smaller_error_is_the_better() -> None:
+    """In a table of errors the smallest mean is the best."""
+    runs = []
+    for method in ("local", "fedavg"):
+        config = check_run(method, {"data": "flats", "target": "price", "rounds": 3, "alice": "north"}, {})
+        runs.append((config, Path("runs") / config.label))
+    results = execute(runs, Place(workers=1))
+    cells = scores(read_runs([folder for _, folder in runs]), "best")
+    smallest = min(zip(("local", "fedavg"), results, strict=True), key=lambda found: found[1]["best"]["rmse"])
+    assert best_of(cells, "north") == {smallest[0]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--target", "sick"), "no column 'sick'"),
+        (("--target", "il"), "did you mean ill?"),
+        ((), "which column is to be predicted?"),
+        (("--target", "ill", "--alice", "ann"), "the agents are north, south, tiny"),
+        (("--target", "ill", "--agents", "5"), "agents divides a data set among agents"),
+        (("--target", "ill", "--split", "A"), "split divides"),
+        (("--target", "ill", "--test-share", "1"), "a fraction above 0 and below 1"),
+        (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 says 'n'"),
+        (("--target", "ill", "--model", "lenet5"), "takes samples with 3 axes"),
+        (("--target", "ill", "--model", "test_folders:wrong"), "in the shape (1, 7), expected (1, 2)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_leave_nothing(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], expected: str
+) -> None:
+    """Exit code 2, one line on stderr, no run folder."""
+    code, out, err = waffle(capsys, "run", "fedavg", "--data", "clinics", *arguments)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert expected in lines[0]
+    assert not Path("runs").exists()
+
+
+def wrong(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    return torch.nn.Linear(shape[0], 7)
+
+
+def test_a_changed_file_is_read_anew() -> None:
+    """In one process the federation follows the files; agents of one folder share its memory."""
+    settings = Settings(data="clinics", target="ill", alice="north")
+    before = federation_of(settings)
+    assert federation_of(Settings(data="clinics", target="ill", alice="south")).x is before.x
+    Path("clinics/north.csv").write_text(rows(7, 20, False))
+    assert federation_of(settings).digest() != before.digest()
+
+
+def test_a_name_that_is_no_folder() -> None:
+    """An unknown data set is refused with the names, and with the hint that it may be a path."""
+    assert "(or the path of a folder of your own)" in refusal(federation_of, Settings(data="clinic"))
+    assert "there is no folder" in refusal(federation_of, Settings(data="./clinic"))
