@@ -309,9 +309,7 @@ def test_onnx_says_what_it_needs(made: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Without its packages, --format onnx names the extra to install."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnxscript" else find(name, *a))
-    assert 'needs onnxscript: pip install "waffle-fl[onnx]"' in refusal(
-        waffle("export", made / "digits", "--format", "onnx")
-    )
+    assert 'onnxscript: pip install "waffle-fl[onnx]"' in refusal(waffle("export", made / "digits", "--format", "onnx"))
 
 
 def test_a_run_of_an_older_waffle_is_told(made: Path, tmp_path: Path) -> None:
