@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -20,12 +20,14 @@ from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli import use
 from waffle_fl.cli.display import Live, show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import EVERYONE, Listener, Place, execute, federation_of, plan
+from waffle_fl.loggers import Log, Logger, Several, logger
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -47,8 +49,22 @@ class Output:
     """Results as JSON on stdout."""
 
 
-def _live(output: Output) -> Any:
-    return nullcontext() if output.quiet else Live(Console(stderr=True))
+@dataclass(frozen=True)
+class Watched(Output):
+    """What to print, and who else is told."""
+
+    log: tyro.conf.UseAppendAction[tuple[Log, ...]] = ()
+    """Also log every round to tensorboard (in the run's folder) or mlflow; may be given twice."""
+
+
+@contextmanager
+def _live(output: Watched) -> Iterator[Listener]:
+    """Who hears of the training: the loggers that were asked for, and the terminal."""
+    heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
+    if not output.quiet:
+        heard.append(Live(Console(stderr=True)))
+    with ExitStack() as stack:
+        yield Several([stack.enter_context(listener) for listener in heard])
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -69,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("place", Place, field(default_factory=Place)),
-            ("output", Output, field(default_factory=Output)),
+            ("output", Watched, field(default_factory=Watched)),
         ],
     )
     kind.__doc__ = ALGORITHMS[method].__doc__
@@ -92,7 +108,7 @@ def resume(arguments: Sequence[str]) -> int:
         run: tyro.conf.Positional[Path]
         """The run's folder."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Resume, arguments, "resume")
     content = read_json(args.run / "config.json")
@@ -101,7 +117,7 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(RunConfig.from_json(content), args.run, args.place, args.output)
 
 
-def _finish(config: RunConfig, folder: Path, place: Place, output: Output) -> int:
+def _finish(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
     with _live(output) as listener:
         (result,) = execute([(config, folder)], place, listener)
     rounds = read_rounds(folder / "rounds.jsonl")
@@ -116,7 +132,7 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Output) -> in
     return 0
 
 
-def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Output) -> int:
+def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
     """One run an agent, each agent the Alice of its own, all trained together."""
     s = config.settings
     grid = Experiment(
@@ -154,7 +170,7 @@ def bench(arguments: Sequence[str]) -> int:
         plan: bool = False
         """Print the plan and stop."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Bench, arguments, "bench")
     experiments = load_experiments(args.file)
@@ -169,7 +185,7 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _grid(experiment: Experiment, out: Path, place: Place, output: Output, title: str) -> int:
+def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, title: str) -> int:
     runs = plan(experiment, out, place)
     with _live(output) as listener:
         results = execute(runs, place, listener)
@@ -195,7 +211,7 @@ def demo(arguments: Sequence[str]) -> int:
         out: Path = Path("demo")
         """Folder of the runs and of the report."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Demo, arguments, "demo")
     with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
@@ -259,14 +275,14 @@ def reproduce(arguments: Sequence[str]) -> int:
         runs: Path = Path("runs")
         """Folder of the runs and their checkpoints."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Reproduce, arguments, "reproduce")
     root = find_root(Path.cwd())
     if not args.check:
         with _live(args.output) as listener:
             asked = (args.cell, args.seeds, args.anew)
-            run_missing(root, args.study, args.runs, args.place, listener or Listener(), *asked)
+            run_missing(root, args.study, args.runs, args.place, listener, *asked)
         write_pages(root)
     parts = read_study(root, args.study)
     wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
@@ -392,6 +408,8 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "bench": bench,
+    "predict": use.predict,
+    "export": use.export,
     "report": report,
     "reproduce": reproduce,
     "data": data_command,
