@@ -27,6 +27,9 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	command -v chromium || command -v chromium-browser || command -v google-chrome \
+	  || $(BIN)/playwright install chromium \
+	  || echo "no Chromium, and none could be fetched: tests in a browser will be skipped"
 	touch $(READY)
 
 # The peers need other versions than ours. pfl's own build needs an old setuptools.

@@ -709,13 +709,14 @@ def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")
     settings = [flag for flag in flags_of(Settings) if flag != "--shares"]
-    expected = [*settings, *options, *flags_of(Place), *flags_of(Output), "--out"]
+    expected = [*settings, *options, *flags_of(Place), *flags_of(Output), "--out", "--alone"]
     assert [flag for flag in expected if not re.search(rf"{flag}\b", shown.out)] == []
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
+        ("decide", ["--methods", "--seeds", "--without", "--metric", "--out", "--alice", *flags_of(Place)]),
         ("bench", ["--out", "--plan", *flags_of(Place), *flags_of(Output)]),
         ("report", ["--out", "--title", *flags_of(Output)]),
         ("data", ["--split", "--agents", "--direction", "--out", "--data-dir", "--allow-unverified"]),
@@ -740,7 +741,7 @@ def test_the_help_names_every_command_and_every_method() -> None:
     assert waffle("--version").out == f"waffle-fl {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["bench", "report", "data", "resume"])
+@pytest.mark.parametrize("command", ["decide", "bench", "report", "data", "resume"])
 def test_a_missing_argument_is_one_line(command: str) -> None:
     """A command without what it works on says what is missing."""
     assert "missing" in refusal(waffle(command))

@@ -11,8 +11,10 @@ import pytest
 
 import waffle_fl
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.commands import COMMANDS, Watched
+from waffle_fl.cli.commands import COMMANDS
+from waffle_fl.cli.decide import Comparison
 from waffle_fl.cli.flags import _flags, options_class
+from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments
 from waffle_fl.experiment import Place
 from waffle_fl.report.tables import to_markdown
@@ -63,7 +65,10 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
             words = shlex.split(line, comments=True)
             assert words[1] in COMMANDS
             if words[1] == "run":
-                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched), "--out"}
+                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched)}
+                assert {w for w in words if w.startswith("--")} <= known | {"--out", "--alone"}
+            if words[1] == "decide":
+                known = {*_flags(Settings), *_flags(Comparison), *_flags(Place), *_flags(Watched)}
                 assert {w for w in words if w.startswith("--")} <= known
 
 

@@ -24,6 +24,7 @@ LAYERS = [
     {"experiment", "results"},
     {"use", "loggers"},
     {"report"},
+    {"decision"},
     {"reproduce"},
     {"cli"},
 ]
@@ -39,6 +40,7 @@ BARE = (
     "experiment",
     "results",
     "reproduce.__main__",
+    "decision.study",
 )
 
 

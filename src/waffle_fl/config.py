@@ -50,6 +50,8 @@ class Settings:
     """Number of agents."""
     alice: str = "0"
     """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
+    leave_out: tuple[str, ...] = ()
+    """Agents, by name or number, that do not take part: what would the model be without them?"""
     samples_per_agent: int = 0
     """Training samples an agent; 0 takes all there are."""
     validation: float = 0.0
@@ -125,7 +127,8 @@ class RunConfig:
         split = f"shares{'*' * s.split.endswith('*')}" if s.shares else s.split
         where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}"
         alice = "" if s.alice == "0" else f"-{s.alice}"
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}")
+        without = "".join(f"-without-{name}" for name in s.leave_out)
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}{without}")
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]

@@ -114,8 +114,10 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
     """The federation that the settings describe; runs that differ in their seed alone share it."""
     folder = _own_folder(s.data, data_dir) if s.is_own else None
     if folder:
-        return own_federation(s, folder, None if s.alice == EVERYONE else s.alice)
-    return _federation(replace(s, seed=0), data_dir, allow_unverified)
+        whole = own_federation(s, folder, None if s.alice == EVERYONE else s.alice)
+    else:
+        whole = _federation(replace(s, seed=0, leave_out=()), data_dir, allow_unverified)
+    return whole.without(*s.leave_out) if s.leave_out else whole
 
 
 def _own_folder(name: str, place: str) -> Path | None:
@@ -196,12 +198,22 @@ def alices(s: Settings, place: Place) -> list[str]:
     """The agents that a model is wanted for: the one who is named, or each who can be."""
     if s.alice != EVERYONE:
         return [s.alice]
-    wanted = s if s.is_own else replace(s, alice="0")
-    federation = federation_of(wanted, place.data_dir, place.allow_unverified)
+    federation = everyone_of(s, place)
     able = [
         (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
     ]
-    return [str(i) if name == f"agent {i}" else name for i, name in able]
+    return [handle(i, name) for i, name in able]
+
+
+def everyone_of(s: Settings, place: Place) -> Federation:
+    """The federation of all agents, whoever is Alice."""
+    wanted = replace(s, alice=EVERYONE if s.is_own else "0", leave_out=())
+    return federation_of(wanted, place.data_dir, place.allow_unverified)
+
+
+def handle(agent: int, name: str) -> str:
+    """What a config calls an agent: its name, or its number where it has no name of its own."""
+    return str(agent) if name == f"agent {agent}" else name
 
 
 @dataclass
@@ -267,7 +279,7 @@ def _open(
     federation = whole.only(whole.alice) if alone else whole
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
-    model = _model(config.settings, federation, place, device)
+    model = model_of(config.settings, federation, place, device)
     _check_once(config.settings, model, federation)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
@@ -373,7 +385,7 @@ def _train(
 ) -> Iterator[tuple[_Job, dict[str, Any]]]:
     """Train one stack to its end, logging every round and saving every few seconds."""
     s = jobs[0].config.settings
-    model = _model(s, jobs[0].cell.federation, place, device)
+    model = model_of(s, jobs[0].cell.federation, place, device)
     cells = [job.cell for job in jobs]
     stream = simulate(
         cells,
@@ -462,7 +474,8 @@ def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str,
     return {name: prepared.target_mean + prepared.target_deviation * numbers for name, numbers in said.items()}
 
 
-def _model(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
+def model_of(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
+    """The model that the settings describe, on its device."""
     build_module = builder(s.model, s.data, federation.shape, federation.outputs)
     steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
     pays = device.type == "cuda" and steps >= COMPILE_PAYS
@@ -527,7 +540,10 @@ __all__ = [
     "advice",
     "check_output",
     "device_of",
+    "everyone_of",
     "execute",
     "federation_of",
+    "handle",
+    "model_of",
     "plan",
 ]

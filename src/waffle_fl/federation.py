@@ -79,6 +79,28 @@ class Federation:
             preparations=self.preparations[one],
         )
 
+    def without(self, *agents: str) -> Federation:
+        """The federation that these agents did not join; the others keep their random numbers."""
+        gone = {index_of(agent, self.names) for agent in agents}
+        if self.alice in gone:
+            raise WaffleError(f"{self.names[self.alice]} is Alice and cannot be left out of her own federation")
+        stay = [i for i in range(self.agents) if i not in gone]
+
+        def kept(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(parts[i] for i in stay)
+
+        return replace(
+            self,
+            names=kept(self.names),
+            train=kept(self.train),
+            validation=kept(self.validation),
+            test=kept(self.test),
+            relabel=self.relabel[stay],
+            alice=stay.index(self.alice),
+            ids=kept(self.ids),
+            preparations=kept(self.preparations) if self.preparations else (),
+        )
+
     def labels(self, agent: int, rows: Tensor) -> Tensor:
         """What the agent calls these samples; numbers to predict have no names to change."""
         return self.y[rows] if self.y.is_floating_point() else self.relabel[agent][self.y[rows]]

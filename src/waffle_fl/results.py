@@ -87,7 +87,9 @@ class Score:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Finished]:
-    """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl)."""
+    """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl).
+
+    Runs that a run folder holds are those it is compared with."""
     runs: list[Finished] = []
     for path in paths:
         if path.suffix == ".jsonl":
@@ -95,8 +97,8 @@ def read_runs(paths: Iterable[Path]) -> list[Finished]:
             continue
         if not path.is_dir():
             raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, there is no {path}")
-        one = (path / "config.json").exists()
-        folders = [path] if one else sorted(p.parent for p in path.glob("*/config.json"))
+        inner = sorted(p.parent for p in path.glob("*/config.json"))
+        folders = [path, *inner] if (path / "config.json").exists() else inner
         known = {run.folder.resolve() for run in runs}
         runs += [run for run in map(_read, (f for f in folders if f.resolve() not in known)) if run]
     if not runs:
@@ -208,13 +210,13 @@ def judged_by(runs: Sequence[Finished]) -> Measure:
     return next((measure_of(run.result["best"]) for run in runs if "best" in run.result), ACCURACY)
 
 
-def check_alike(runs: Sequence[Finished]) -> list[Finished]:
-    """Runs that one table can hold: of one data set and, but for method, split and seed, of one config each."""
+def check_alike(runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "seed", "shares")) -> list[Finished]:
+    """Runs that one table can hold: of one data set and, but for the method and `besides`, of one config each."""
     known: dict[Any, tuple[dict[str, Any], Finished]] = {}
     for run in runs:
         config = run.config.to_json()
         own = ("alice",) if run.config.settings.is_own else ()  # there each row of the table is an Alice
-        shared = {k: v for k, v in config["settings"].items() if k not in ("split", "seed", "shares", *own)}
+        shared = {k: v for k, v in config["settings"].items() if k not in (*besides, *own)}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))
             odd = next((name for name in content if content[name] != first.get(name)), None)

@@ -101,6 +101,19 @@ def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, 
         raise WaffleError(f"{path}: {error}") from None
 
 
+def read_named(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of a file of which the names alone are known; their sizes must add up to the file's."""
+    try:
+        payload = path.read_bytes()
+        header = parse_header(payload[: 8 + MAX_HEADER], len(payload))
+        known = {n: e for n, e in header.items() if n in names and e["dtype"] in DTYPES}
+        return unpack(payload, {n: torch.empty(e["shape"], dtype=DTYPES[e["dtype"]]) for n, e in known.items()})[1]
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError as error:
+        raise WaffleError(f"{path}: {error}") from None
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Either the old content or the new one is there, whenever the process dies."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -21,13 +20,15 @@ from rich.table import Table
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import use
-from waffle_fl.cli.display import Live, show_everyone, show_result, show_study, show_tables
+from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
+from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
+from waffle_fl.cli.watch import Output, Watched, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
+from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import EVERYONE, Listener, Place, execute, federation_of, plan
-from waffle_fl.loggers import Log, Logger, Several, logger
+from waffle_fl.experiment import EVERYONE, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -36,35 +37,10 @@ from waffle_fl.reproduce.running import run_missing
 from waffle_fl.reproduce.studies import find_root, problems, read_study
 from waffle_fl.results import condense, read_runs
 
+ALONE_HELP = (
+    "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
+)
 OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
-
-
-@dataclass(frozen=True)
-class Output:
-    """What to print."""
-
-    quiet: bool = False
-    """No progress on stderr."""
-    json: bool = False
-    """Results as JSON on stdout."""
-
-
-@dataclass(frozen=True)
-class Watched(Output):
-    """What to print, and who else is told."""
-
-    log: tyro.conf.UseAppendAction[tuple[Log, ...]] = ()
-    """Also log every round to tensorboard (in the run's folder) or mlflow; may be given twice."""
-
-
-@contextmanager
-def _live(output: Watched) -> Iterator[Listener]:
-    """Who hears of the training: the loggers that were asked for, and the terminal."""
-    heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
-    if not output.quiet:
-        heard.append(Live(Console(stderr=True)))
-    with ExitStack() as stack:
-        yield Several([stack.enter_context(listener) for listener in heard])
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -84,6 +60,7 @@ def run(arguments: Sequence[str]) -> int:
             ("settings", settings_class(), field(default_factory=settings_class())),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
+            ("alone", Annotated[bool, tyro.conf.arg(help=ALONE_HELP)], field(default=False)),
             ("place", Place, field(default_factory=Place)),
             ("output", Watched, field(default_factory=Watched)),
         ],
@@ -95,7 +72,8 @@ def run(arguments: Sequence[str]) -> int:
     check_name(folder.name)
     if config.settings.alice == EVERYONE:
         return _finish_everyone(config, folder, args.place, args.output)
-    return _finish(config, folder, args.place, args.output)
+    compared = config.settings.is_own and config.method != "local" and not args.alone
+    return _finish(config, folder, args.place, args.output, compared)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -117,18 +95,27 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(RunConfig.from_json(content), args.run, args.place, args.output)
 
 
-def _finish(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
-    with _live(output) as listener:
-        (result,) = execute([(config, folder)], place, listener)
-    rounds = read_rounds(folder / "rounds.jsonl")
-    if output.json:
-        print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
-    elif result["status"] == "finished":
-        console = Console()
-        show_result(config, result, rounds[-1] if rounds else {}, console)
-        console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
+def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
+    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
+    runs = companions(config, folder) if compared else [(config, folder)]
+    with live(output) as listener:
+        result, *_ = execute(runs, place, listener)
     if result["status"] == "diverged":
+        if output.json:
+            print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
+    says = []
+    if compared:
+        note_distances(config.settings, place, folder)
+        says = sentences(page_of(read_runs([run for _, run in runs]), folder, folder))
+    if output.json:
+        more = {"page": str(folder / PAGE), "says": says} if compared else {}
+        print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
+        return 0
+    console, rounds = Console(), read_rounds(folder / "rounds.jsonl")
+    show_result(config, result, rounds[-1] if rounds else {}, console)
+    for line in [*says, *([f"page: {(folder / PAGE).resolve()}"] if compared else []), f"run folder: {folder}"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -143,7 +130,7 @@ def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watc
         options={config.method: config.options},
     )
     runs = plan(grid, folder, place)
-    with _live(output) as listener:
+    with live(output) as listener:
         results = execute(runs, place, listener)
     if output.json:
         print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
@@ -187,7 +174,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, title: str) -> int:
     runs = plan(experiment, out, place)
-    with _live(output) as listener:
+    with live(output) as listener:
         results = execute(runs, place, listener)
     finished = read_runs([folder for _, folder in runs])
     page = write_report(finished, out / "report", title)
@@ -242,16 +229,23 @@ def report(arguments: Sequence[str]) -> int:
     finished = read_runs(args.runs)
     first = args.runs[0]
     out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
-    page = write_report(finished, out, args.title)
+    alices = {(run.config.settings.alice, run.config.settings.leave_out) for run in finished}
+    decides = decidable(finished)
+    alike = len(alices) == 1 or not decides
+    pages = [write_report(finished, out, args.title)] if alike else []
+    says = sentences(page_of(finished, first, out)) if decides else []
+    pages += [out / PAGE] if decides else []
     if args.record:
         with writable(Path(args.record)):
             Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
     if args.output.json:
-        print(json.dumps({"report": str(page), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
+        print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
     console = Console()
-    show_tables(finished, console)
-    console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
+    if alike:
+        show_tables(finished, console)
+    for line in [*says, *(f"page: {page.resolve()}" for page in pages)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -280,7 +274,7 @@ def reproduce(arguments: Sequence[str]) -> int:
     args = parse(Reproduce, arguments, "reproduce")
     root = find_root(Path.cwd())
     if not args.check:
-        with _live(args.output) as listener:
+        with live(args.output) as listener:
             asked = (args.cell, args.seeds, args.anew)
             run_missing(root, args.study, args.runs, args.place, listener, *asked)
         write_pages(root)
@@ -407,6 +401,7 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
+    "decide": decide_command,
     "bench": bench,
     "predict": use.predict,
     "export": use.export,

@@ -8,7 +8,7 @@ import inspect
 import os
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
@@ -78,15 +78,16 @@ def options_class(method: str) -> type:
 
 
 @cache
-def settings_class() -> type:
-    """The settings that a flag can express; a share matrix belongs into an experiment file."""
+def settings_class(besides: tuple[str, ...] = (), **defaults: Any) -> type:
+    """The settings that a flag can express, `besides` left out; a share matrix belongs into an experiment file."""
     hints = typing.get_type_hints(Settings)
-    return _flags_of(Settings, {name: kind for name, kind in hints.items() if name != "shares"}, "settings")
+    types = {name: kind for name, kind in hints.items() if name not in ("shares", *besides)}
+    return _flags_of(Settings, types, "settings", defaults)
 
 
-def _flags_of(kind: Any, types: dict[str, Any], title: str) -> type:
+def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str, Any] | None = None) -> type:
     help_of = field_help(kind)
-    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+    defaults = {f.name: f.default for f in dataclasses.fields(kind)} | dict(changed or {})
     fields = [
         (name, Annotated[hint, tyro.conf.arg(help=help_of.get(name, ""))], dataclasses.field(default=defaults[name]))
         for name, hint in types.items()

@@ -48,14 +48,12 @@ def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]
         for name, (caption, _) in charts.items()
     )
     specifications = json.dumps({name: chart for name, (_, chart) in charts.items()}).replace("</", "<\\/")
-    bundle = str(vl_convert.javascript_bundle())  # type: ignore[call-arg]
-    bundle = bundle.replace("</script", "<\\/script")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title><style>{style}</style></head>
 <body><main><h1>{html.escape(title)}</h1><p class="lead">{html.escape(_lead(runs))}</p>
 {tables}{figures}<section><h2>Where this comes from</h2>{_origin(runs)}</section></main>
-<script type="module">{bundle}</script>
+<script type="module">{bundle()}</script>
 <script type="module">
 const charts = {specifications};
 const actions = {{export: true, source: false, compiled: false, editor: false}};
@@ -63,6 +61,11 @@ for (const [name, chart] of Object.entries(charts)) await window.vegaEmbed("#" +
 document.body.dataset.charts = Object.keys(charts).length;
 </script></body></html>
 """
+
+
+def bundle() -> str:
+    """All the code that draws charts in a browser, to stand inside a page."""
+    return str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")  # type: ignore[call-arg]
 
 
 def _lead(runs: Sequence[Finished]) -> str:
@@ -79,18 +82,21 @@ def _verified(found: bool | None) -> str:
     return "brought by the user" if found is None else "checksums verified" if found else "not verified"
 
 
-def _origin(runs: Sequence[Finished]) -> str:
-    first = runs[0]
-    s, binding = first.config.settings, first.provenance.get("binding", {})
-    facts = {
+def facts_of(run: Finished) -> dict[str, str]:
+    """What a run ran on, for the foot of a page."""
+    s, binding = run.config.settings, run.provenance.get("binding", {})
+    return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
-        "data": f"{s.data_name}, {_verified(first.provenance.get('data_verified'))}",
+        "data": f"{s.data_name}, {_verified(run.provenance.get('data_verified'))}",
         "training": f"{s.rounds} rounds, {s.epochs} epoch(s) a round, batch {s.batch_size}, lr {s.lr}, "
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
-        "model": f"{s.model}, {first.provenance.get('parameters', 0):,} parameters",
-        "statistics": str(first.provenance.get("statistics")),
-        "Alice's test samples": str(first.provenance.get("test_samples")),
+        "model": f"{s.model}, {run.provenance.get('parameters', 0):,} parameters",
+        "statistics": str(run.provenance.get("statistics")),
     }
+
+
+def _origin(runs: Sequence[Finished]) -> str:
+    facts = {**facts_of(runs[0]), "Alice's test samples": str(runs[0].provenance.get("test_samples"))}
     listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
     rows = "".join(
         f"<tr><th>{html.escape(run.folder.name)}</th><td>{run.result['status']}</td><td>{run.result['rounds']}</td>"

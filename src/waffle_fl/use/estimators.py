@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import check_output, device_of
 from waffle_fl.federation import Federation, check_alice, index_of

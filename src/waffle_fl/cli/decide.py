@@ -1,0 +1,127 @@
+"""waffle decide: should an agent join? And the small page that a run on data of one's own gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from waffle_fl.cli.flags import parse, settings_class
+from waffle_fl.cli.watch import Output, Watched, live
+from waffle_fl.config import RunConfig, Settings, check_name, check_run
+from waffle_fl.decision import words
+from waffle_fl.decision.bootstrap import Metric
+from waffle_fl.decision.distances import Distances, distances
+from waffle_fl.decision.page import write_page
+from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
+from waffle_fl.errors import WaffleError, writable
+from waffle_fl.experiment import Place, device_of, everyone_of, execute, model_of
+from waffle_fl.records import read_json, write_json
+from waffle_fl.results import Finished, read_runs
+
+PAGE, UNLIKE = "decision.html", "distances.json"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """what to compare"""
+
+    methods: tuple[str, ...] = DEFAULT
+    """Ways to train; local is always among them, since every gain is one over training alone."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Each method is trained once with each."""
+    without: tuple[str, ...] = ()
+    """Agents (or `all`) for whom WAFFLE is also trained with each partner left out in turn: who helps them?"""
+    metric: Literal["auto", "accuracy", "balanced_accuracy", "auc", "rmse"] = "auto"
+    """What decides; auto takes accuracy, or the root mean squared error of numbers."""
+    out: str = ""
+    """Folder of the runs and of the page; by default runs/DATA-decision. Finished runs in it are not run again."""
+
+
+def decide_command(arguments: Sequence[str]) -> int:
+    """Should an agent join? Train alone and together, compare, write the page: waffle decide DATA."""
+    settings = settings_class(besides=("data", "seed", "leave_out"), alice="all")
+    kind = dataclasses.make_dataclass(
+        "Decide",
+        [
+            ("data", Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="A data set by name, or a folder.")]),
+            ("comparison", Comparison, field(default_factory=Comparison)),
+            ("settings", settings, field(default_factory=settings)),
+            ("place", Place, field(default_factory=Place)),
+            ("output", Watched, field(default_factory=Watched)),
+        ],
+    )
+    kind.__doc__ = (
+        "Train alone and together, compare on each agent's own held-out data, and write one page that says who gains."
+    )
+    args: Any = parse(kind, arguments, "decide")
+    asked, given = args.comparison, {"data": args.data, **dataclasses.asdict(args.settings)}
+    for name, chosen in (("methods", asked.methods), ("seeds", asked.seeds)):
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise WaffleError(f"{name}: expected at least one, none of them twice, got {chosen!r}")
+    configs = [check_run(method, {**given, "seed": seed}, {}) for method in asked.methods for seed in asked.seeds]
+    s = configs[0].settings
+    out = Path(asked.out or Path("runs") / f"{s.data_name}-decision")
+    check_name(out.name)
+    runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place)
+    with live(args.output) as listener:
+        execute(runs, args.place, listener)
+    note_distances(s, args.place, out)
+    decision = page_of(
+        read_runs([folder for _, folder in runs]), out, out, None if asked.metric == "auto" else asked.metric
+    )
+    _tell(decision, out / PAGE, args.output)
+    return 0
+
+
+def page_of(runs: Sequence[Finished], source: Path, out: Path, metric: Metric | None = None) -> Decision:
+    """Write the page of these runs, with the distances that lie at their source."""
+    found = read_json(source / UNLIKE)
+    decision = decide(runs, Distances(**found) if found else None, metric)
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+    write_page(decision, out / PAGE)
+    return decision
+
+
+def note_distances(settings: Settings, place: Place, out: Path) -> None:
+    """Measure how unlike the agents are, and keep it beside the runs."""
+    federation = everyone_of(settings, place)
+    found = distances(federation, model_of(settings, federation, place, device_of(place.device)))
+    with writable(out):
+        write_json(out / UNLIKE, found.to_json())
+
+
+def companions(config: RunConfig, folder: Path) -> list[tuple[RunConfig, Path]]:
+    """A run on data of one's own, and the runs it is compared with: alone, and one model for all."""
+    others = [method for method in (ALONE, SHARED) if method != config.method]
+    runs = [(RunConfig(method=method, settings=config.settings), folder / method) for method in others]
+    return [(config, folder), *runs]
+
+
+def sentences(decision: Decision) -> list[str]:
+    """What the terminal says of a decision: of one agent its verdict, of many who gains."""
+    if len(decision.views) > 1:
+        return words.everyone(decision, decision.method)
+    (view,) = decision.views
+    return [words.verdict(view, decision.method, decision.metric), *words.caution(view, decision)]
+
+
+def _tell(decision: Decision, page: Path, output: Output) -> None:
+    if output.json:
+        gains = {
+            view.name: {m: {k: tuple(v) for k, v in s.gains.items()} for m, s in view.standings.items() if s.gains}
+            for view in decision.views
+        }
+        print(json.dumps({"page": str(page), "says": sentences(decision), "gains": gains}))
+        return
+    console = Console()
+    for sentence in sentences(decision):
+        console.print(sentence, highlight=False, markup=False)
+    console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)

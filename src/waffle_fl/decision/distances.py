@@ -1,0 +1,91 @@
+"""How unlike the agents are, before any training: by labels, by features, and by their first gradients.
+
+label      half the sum of the differences between label shares: 0 the same mix, 1 no label in common
+           (of numbers to predict: the difference of their means, in standard deviations of all of them)
+feature    the difference of the means of a feature, in standard deviations of all training samples, mean over features
+gradient   |g_i - g_j| / (|g_i| + |g_j|) of the full gradients at one random model: 0 the same pull, 1 opposite pulls
+
+All three are metrics (symmetric, 0 to oneself), see training data only, and take at most SAMPLES of each agent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel
+from waffle_fl.models.flat import Batch
+
+SAMPLES, CHUNK = 1024, 256
+
+
+class Distances(NamedTuple):
+    """One matrix (agents x agents) a kind."""
+
+    names: list[str]
+    label: list[list[float]]
+    feature: list[list[float]]
+    gradient: list[list[float]]
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+def distances(federation: Federation, model: FlatModel, seed: int = 1) -> Distances:
+    """All three kinds; an agent without training samples is left out."""
+    present = [i for i in range(federation.agents) if len(federation.train[i])]
+    rows = [_some(federation.train[i]) for i in present]
+    means = label_distance(federation, present), feature_distance(federation.x, rows)
+    pulls = gradient_distance(federation, model, present, rows, seed)
+    names = [federation.names[i] for i in present]
+    return Distances(names, *(matrix.tolist() for matrix in (*means, pulls)))
+
+
+def label_distance(federation: Federation, present: list[int]) -> Tensor:
+    labels = [federation.labels(i, federation.train[i]) for i in present]
+    if federation.y.is_floating_point():
+        means = torch.stack([part.double().mean() for part in labels])[:, None]
+        return torch.cdist(means, means, p=1) / _deviation(torch.cat(labels).double())
+    counts = torch.stack([part.bincount(minlength=len(federation.class_names)) for part in labels])
+    shares = counts.double() / counts.sum(dim=1, keepdim=True)
+    return torch.cdist(shares, shares, p=1) / 2
+
+
+def feature_distance(x: Tensor, rows: list[Tensor]) -> Tensor:
+    parts = [x[part].flatten(1).double() for part in rows]
+    everyone = torch.cat(parts)
+    varies = everyone.std(dim=0, correction=0) > 0
+    scaled = torch.stack([part.mean(dim=0) for part in parts])[:, varies] / _deviation(everyone)[varies]
+    return torch.cdist(scaled, scaled, p=1) / max(1, int(varies.sum()))
+
+
+def gradient_distance(
+    federation: Federation, model: FlatModel, present: list[int], rows: list[Tensor], seed: int
+) -> Tensor:
+    net = model.init(seed)
+    pulls = []
+    for i, mine in zip(present, rows, strict=True):
+        total = torch.zeros(model.size, dtype=torch.float64, device=model.device)
+        for part in torch.split(mine, CHUNK):
+            x = federation.x[part].to(model.device, model.dtype)[None]
+            y = federation.labels(i, part).to(model.device)[None]
+            weight = torch.ones(1, len(part), dtype=model.dtype, device=model.device)
+            batch = Batch(x, y, weight, torch.zeros(1, dtype=torch.int64, device=model.device))
+            total += model.grad(net.params[None], net.stats[None], batch).params[0].double() * len(part) / len(mine)
+        pulls.append(total.cpu())
+    g = torch.stack(pulls)
+    size = g.norm(dim=1)
+    apart = torch.stack([(g - row).norm(dim=1) for row in g])
+    return torch.div(apart, (size + size[:, None]).clamp(min=1e-300))
+
+
+def _some(rows: Tensor) -> Tensor:
+    """At most SAMPLES of them, evenly spaced."""
+    return rows[:: max(1, -(-len(rows) // SAMPLES))]
+
+
+def _deviation(values: Tensor) -> Tensor:
+    return values.std(dim=0, correction=0).clamp(min=1e-300)

@@ -1,0 +1,314 @@
+"""The decision page: words first, then charts; one file that needs no network, and prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.algorithms import TITLES
+from waffle_fl.decision import words
+from waffle_fl.decision.bootstrap import RESAMPLES, Interval, Metric
+from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
+from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
+from waffle_fl.errors import writable
+from waffle_fl.report.page import bundle, facts_of
+
+MARKS = {1: "up", 0: "level", -1: "down"}
+SHADE = 0.75  # of the colour, for a cell of 1: the figure on it stays readable
+WIDE = 10  # agents from which matrices are set smaller
+KINDS = {
+    "label": (
+        "Labels",
+        "Half the sum of the differences between the label shares of two agents: 0 is the same mix, 1 no label in "
+        "common. Of numbers to predict, the difference of their means in standard deviations.",
+    ),
+    "feature": (
+        "Features",
+        "How far apart the means of a feature lie, in standard deviations of all training samples; the mean over "
+        "features. Around 0.2 is little, above 0.8 much.",
+    ),
+    "gradient": (
+        "Gradients",
+        "How differently the data of two agents would pull one and the same untrained model: 0 the same way, 0.7 at "
+        "right angles, 1 opposite ways.",
+    ),
+}
+
+
+def write_page(decision: Decision, path: Path) -> Path:
+    """Write the page, whole."""
+    charts: dict[str, Mapping[str, Any]] = {}
+    body = _body(decision, charts)
+    matrices = {f"matrix-{m}": _stops(decision, m) for m in _weighing(decision)}
+    content = json.dumps({"charts": charts, "matrices": matrices}, separators=(",", ":")).replace("<", "\\u003c")
+    style, script = (
+        resources.files("waffle_fl.decision").joinpath(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("css", "js")
+    )
+    with writable(path):
+        path.write_text(
+            f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(_title(decision))}</title><style>{style}</style></head>
+<body><main>{body}</main>
+<script type="application/json" id="data">{content}</script>
+<script type="module">{bundle()}</script>
+<script type="module">{script}</script></body></html>
+""",
+            encoding="utf-8",
+        )
+    return path
+
+
+def _title(decision: Decision) -> str:
+    return f"Should {decision.views[0].name} join?" if len(decision.views) == 1 else "Who gains by joining?"
+
+
+def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
+    several = len(decision.views) > 1
+    parts = [
+        f"<header><h1>{escape(_title(decision))}</h1>{_paragraphs([_lead(decision)], 'soft')}"
+        '<button id="print" class="screen" type="button">Print this page</button></header>',
+        _federation(decision, charts) if several else "",
+        _agents(decision, charts),
+        _collaboration(decision) if several else "",
+        _heterogeneity(decision),
+        _reading(decision),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _lead(decision: Decision) -> str:
+    others = [TITLES[m] for m in decision.methods if m != ALONE]
+    runs = f"mean of {decision.seeds} training runs" if decision.seeds > 1 else "of one training run"
+    return (
+        f"{decision.data}, {len(decision.names)} agents; an agent is a hospital, or any other site, that keeps its "
+        f"data to itself. Each could train alone or together with the others ({words.listed(others)}). Every figure "
+        f"here is measured on held-out data of the agent itself, {runs}, with 95 % intervals."
+    )
+
+
+def _federation(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
+    joint = [m for m in decision.methods if m != ALONE]
+    parts = []
+    for method in [decision.method, *(m for m in joint if m != decision.method)]:
+        found = gainers(decision.views, method, decision.metric)
+        if found:
+            charts[f"gains-{method}"] = gains_chart(decision, method)
+        figure = (
+            _figure(f"gains-{method}", f"What {TITLES[method]} brings each agent over training alone") if found else ""
+        )
+        said = _paragraphs(words.everyone(decision, method))
+        parts.append(
+            f'<div data-of="method" data-is="{method}">{said}{figure}'
+            f"<details><summary>The same in numbers</summary>{_gains_table(decision, method)}</details></div>"
+        )
+    names = {m: TITLES[m] for m in [decision.method, *(m for m in joint if m != decision.method)]}
+    return (
+        f"<section><h2>The federation</h2>{_select('method', 'Joining by means of', names)}{''.join(parts)}</section>"
+    )
+
+
+def _agents(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
+    several = len(decision.views) > 1
+    parts = [_agent(decision, view, i, charts) for i, view in enumerate(decision.views)]
+    choice = _select("agent", "Agent", {str(i): v.name for i, v in enumerate(decision.views)}) if several else ""
+    title = "<h2>Agent by agent</h2>" if several else ""
+    return f"<section>{title}{choice}{''.join(parts)}</section>"
+
+
+def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str, Any]]) -> str:
+    method, metric = decision.method, decision.metric
+    standing = view.standings.get(method)
+    mark = MARKS[standing.gains[metric].sign] if standing else "level"
+    said = [words.verdict(view, method, metric), " ".join(words.caution(view, decision))]
+    charts[f"methods-{i}"] = methods_chart(view, metric)
+    parts = [
+        f'<div class="verdict {mark}">{_paragraphs(said)}</div>',
+        _figure(f"methods-{i}", f"{view.name}: each way to train, on its own {view.tests} test samples"),
+        _standings_table(decision, view),
+    ]
+    if view.weighing:
+        charts[f"company-{i}"] = company_chart(view, decision, view.weighing[0])
+        title = TITLES[view.weighing[0]]
+        figure = _figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
+        parts.append(_part("Whose updates it took", words.company(view, decision), figure))
+    if view.partners:
+        charts[f"partners-{i}"] = partners_chart(view, metric)
+        caption = f"{TITLES[method]} with everybody, compared with {TITLES[method]} without this partner"
+        figure = _figure(f"partners-{i}", caption)
+        parts.append(_part("Which partners help it", words.partners(view, decision), figure))
+    if decision.distances and view.name in decision.distances.names:
+        parts.append(_part("How unlike the others it is", words.unlike(decision.distances, view.name)))
+    return f'<div data-of="agent" data-is="{i}">{"".join(parts)}</div>'
+
+
+def _standings_table(decision: Decision, view: View) -> str:
+    metrics = [m for m in decision.metrics if m in view.standings[ALONE].scores]
+    head = ["method", *(words.METRIC_TITLES[m] for m in metrics), "gain over training alone", "seed by seed"]
+    rows = []
+    for method, standing in view.standings.items():
+        gain = standing.gains.get(decision.metric)
+        ends = (words.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
+        spread = " to ".join(dict.fromkeys(ends))
+        cells = [_interval(standing.scores[m], m) for m in metrics]
+        cells += [_gain(gain, decision.metric) if gain else "<td>–</td>", f"<td>{spread}</td>"]
+        rows.append(f'<tr><th scope="row">{escape(TITLES[method])}</th>{"".join(cells)}</tr>')
+    return _table(head, rows, f"{view.name}: all figures, with 95 % intervals")
+
+
+def _gains_table(decision: Decision, method: str) -> str:
+    rows = []
+    for view, gain in gainers(decision.views, method, decision.metric):
+        scores = [view.standings[m].scores[decision.metric] for m in (ALONE, method)]
+        cells = "".join(_interval(found, decision.metric) for found in scores) + _gain(gain, decision.metric)
+        samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
+        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
+    unit = words.METRIC_TITLES[decision.metric]
+    return _table(
+        ["agent", "alone", TITLES[method], "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
+    )
+
+
+def _collaboration(decision: Decision) -> str:
+    parts = []
+    for method in _weighing(decision):
+        name, stops = f"matrix-{method}", _stops(decision, method)
+        control = (
+            f'<div class="choose screen"><label for="range-{method}">Rounds</label><input type="range" min="0" '
+            f'max="{len(stops) - 1}" value="0" id="range-{method}" data-matrix="{name}">'
+            f"<output>{stops[0]['title']}</output></div>"
+        )
+        rows = [view.name for view in decision.views if method in view.taken]
+        table = _heat(name, rows, decision.names, stops[0]["shares"], percent=True)
+        parts.append(f'<div class="keep"><h3>{escape(TITLES[method])}</h3>{control}{table}</div>')
+    if not parts:
+        return ""
+    said = (
+        "Each row is one agent's model; its columns tell whose updates entered it, in percent. Move the slider to see "
+        "how this changed as training went on. The other methods do not choose among partners."
+    )
+    return f"<section><h2>Who learned from whom</h2>{_paragraphs([said])}{''.join(parts)}</section>"
+
+
+def _heterogeneity(decision: Decision) -> str:
+    found = decision.distances
+    if found is None:
+        return ""
+    parts = [
+        f'<div class="keep"><h3>{title}</h3>{_paragraphs([about], "soft")}'
+        f"{_heat(f'distance-{kind}', found.names, found.names, getattr(found, kind))}</div>"
+        for kind, (title, about) in KINDS.items()
+    ]
+    said = (
+        "How unlike the agents' data are, known before any model is trained. Partners that are near are likelier to "
+        "help; whether they do is told above, by measurement."
+    )
+    return (
+        f"<section><h2>Before training: how unlike are the agents?</h2>{_paragraphs([said])}{''.join(parts)}</section>"
+    )
+
+
+def _reading(decision: Decision) -> str:
+    title = TITLES[decision.method]
+    said = [
+        f"The verdict compares {title} with training alone. {title} was chosen to stand for joining before any result "
+        "was seen; picking the best of several methods afterwards would flatter it.",
+        f"An interval is a percentile bootstrap: the test samples are drawn anew {RESAMPLES:,} times, with "
+        "replacement, and every method faces the same draws, so a difference is judged sample by sample. It tells how "
+        "much the choice of test samples matters; “seed by seed” tells how much the randomness of training does. An "
+        "agent is said to gain or lose when the whole interval lies on one side of 0. Of 20 such statements about "
+        "agents without any real difference, about one will be wrong.",
+        "So that a small test set on which all samples agree does not look certain, the draws of an accuracy know two "
+        "imagined samples more, one won and one lost. Balanced accuracy and AUC are drawn class by class.",
+    ]
+    methods = {TITLES[m]: words.METHODS[m] for m in decision.methods}
+    facts = "".join(
+        f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
+    )
+    return f"<section><h2>How to read this</h2>{_paragraphs(said)}<dl>{facts}</dl></section>"
+
+
+def _weighing(decision: Decision) -> list[str]:
+    return list(dict.fromkeys(method for view in decision.views for method in view.weighing))
+
+
+def _stops(decision: Decision, method: str) -> list[dict[str, Any]]:
+    """What the slider shows: all rounds, then stretch by stretch."""
+    taken = [view.taken[method] for view in decision.views if method in view.taken]
+    stretches = phases(min(len(rounds) for rounds in taken))
+
+    def shares(part: range | None) -> list[list[float]]:
+        return [[round(share, 3) for share in mean_over(rounds, part)] for rounds in taken]
+
+    titles = [f"rounds {p.start + 1} to {p.stop}" if len(p) > 1 else f"round {p.stop}" for p in stretches]
+    later = [{"title": title, "shares": shares(p)} for title, p in zip(titles, stretches, strict=True)]
+    return [{"title": "all rounds", "shares": shares(None)}, *later]
+
+
+def _heat(
+    name: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], percent: bool = False
+) -> str:
+    """A matrix as a shaded table: a chart that can also be read aloud."""
+    most = 1.0 if percent else max(1.0, *(max(line) for line in values))
+    body = []
+    for row, line in zip(rows, values, strict=True):
+        cells = []
+        for column, value in zip(columns, line, strict=True):
+            text = f"{100 * value:.0f}" if percent else f"{value:.2f}"
+            mark = ' class="own"' if row == column else ""
+            cells.append(
+                f'<td{mark} style="background-color: rgba(76, 120, 168, {SHADE * value / most:.3f})">{text}</td>'
+            )
+        body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    wide = " wide" if len(columns) >= WIDE else ""
+    return (
+        f'<div class="scroll"><table class="heat{wide}" id="{name}"><thead><tr><th></th>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[str], caption: str) -> str:
+    columns = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    return (
+        f'<div class="scroll"><table><caption>{escape(caption)}</caption><thead><tr>{columns}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _interval(found: Interval, metric: Metric) -> str:
+    low, high = (words.number(v, metric).removesuffix(" %") for v in (found.low, found.high))
+    return f"<td>{words.number(found.value, metric)} <small>{low} to {high}</small></td>"
+
+
+def _gain(found: Interval, metric: Metric) -> str:
+    value, low, high = (words.signed(v, metric) for v in found)
+    return f'<td class="{MARKS[found.sign]}">{value} <small>{low} to {high}</small></td>'
+
+
+def _part(title: str, said: str, figure: str = "") -> str:
+    return f'<div class="keep"><h3>{escape(title)}</h3>{_paragraphs([said])}{figure}</div>'
+
+
+def _figure(name: str, caption: str) -> str:
+    return f'<figure><figcaption>{escape(caption)}</figcaption><div class="scroll" data-chart="{name}"></div></figure>'
+
+
+def _select(name: str, label: str, options: Mapping[str, str]) -> str:
+    listed = "".join(f'<option value="{escape(value)}">{escape(text)}</option>' for value, text in options.items())
+    return f'<div class="choose"><label for="{name}">{label}</label><select id="{name}">{listed}</select></div>'
+
+
+def _paragraphs(texts: Iterable[str], kind: str = "") -> str:
+    mark = f' class="{kind}"' if kind else ""
+    return "".join(f"<p{mark}>{together(text)}</p>" for text in texts if text)
+
+
+def together(text: str) -> str:
+    """Escaped, and no line breaks between a number and its sign."""
+    return escape(text).replace(" %", "&#160;%")

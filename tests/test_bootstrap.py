@@ -1,0 +1,119 @@
+"""Intervals beside closed forms, metrics beside our own, and how often an interval holds the truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from waffle_fl.decision.bootstrap import _areas, estimate, gain, metrics_of, value
+from waffle_fl.metrics import measure
+
+binom = pytest.importorskip("scipy.stats").binom
+
+
+def answers(right: np.ndarray) -> np.ndarray:
+    """Scores of two classes that are right, for targets of class 1, where `right` says so."""
+    return np.stack([~right, right], axis=1).astype(np.float64)
+
+
+def drawn(seed: int, samples: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((samples, classes)), np.append(np.arange(classes), rng.integers(0, classes, samples))[
+        :samples
+    ]
+
+
+@settings(max_examples=30)
+@given(st.integers(5, 120), st.data())
+def test_an_accuracy_has_the_interval_of_a_binomial_share(n: int, data: st.DataObject) -> None:
+    """With k of n right and one right, one wrong imagined, resamples are binomial with n + 2 and (k + 1) / (n + 2)."""
+    k = data.draw(st.integers(0, n))
+    found = estimate("accuracy", [answers(np.arange(n) < k)], np.ones(n, dtype=np.int64))
+    law = binom(n + 2, (k + 1) / (n + 2))
+    assert found.value == pytest.approx(k / n)
+    assert found.low == pytest.approx(min(law.ppf(0.025) / (n + 2), k / n), abs=1.5 / (n + 2))
+    assert found.high == pytest.approx(max(law.ppf(0.975) / (n + 2), k / n), abs=1.5 / (n + 2))
+
+
+@settings(max_examples=30)
+@given(st.integers(6, 60), st.integers(2, 4), st.integers(0, 10**6))
+def test_a_value_is_the_metric_and_lies_in_its_interval(samples: int, classes: int, seed: int) -> None:
+    """Each metric of one seed is that of `measure`; of two seeds, their mean; the interval holds it."""
+    output, target = drawn(seed, samples, classes)
+    other = drawn(seed + 1, samples, classes)[0]
+    for metric in metrics_of(target, classes):
+        singles = [measure(torch.tensor(o), torch.tensor(target))[metric] for o in (output, other)]
+        assert value(metric, [output], target) == pytest.approx(singles[0])
+        found = estimate(metric, [output, other], target)
+        assert found.value == pytest.approx(sum(singles) / 2)
+        assert 0 <= found.low <= found.value <= found.high <= 1
+        change = gain(metric, [output], [other], target)
+        assert change.value == pytest.approx(singles[0] - singles[1])
+        assert -1 <= change.low <= change.value <= change.high <= 1
+
+
+@settings(max_examples=30)
+@given(st.integers(4, 20), st.integers(0, 10**6))
+def test_the_area_of_a_resample_is_that_of_its_samples(samples: int, seed: int) -> None:
+    """Counting a sample twice is the same as having it twice, ties among them."""
+    rng = np.random.default_rng(seed)
+    score, positive = rng.integers(0, 5, samples).astype(np.float64), np.arange(samples) % 2 == 0
+    counts = np.maximum(rng.integers(0, 3, samples), np.arange(samples) < 2)
+    s, p = np.repeat(score, counts), np.repeat(positive, counts)
+    expected = measure(torch.tensor(np.stack([-s, s], 1)), torch.tensor(p.astype(np.int64)))["auc"]
+    assert _areas(score, positive, counts[None].astype(np.float64))[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("wins", "clear"), [(0, False), (4, False), (5, False), (7, True)])
+def test_a_few_wins_are_not_yet_a_gain(wins: int, clear: bool) -> None:
+    """Of 46 samples, 4 or 5 wins without a loss are chance (sign test: 1/8, 1/16); 7 are not (1/64)."""
+    alone = np.arange(46) >= wins
+    found = gain("accuracy", [answers(np.ones(46, dtype=bool))], [answers(alone)], np.ones(46, dtype=np.int64))
+    assert found.value == pytest.approx(wins / 46)
+    assert (found.sign == 1) == clear
+
+
+def test_a_loss_is_a_gain_of_the_other() -> None:
+    """Whoever loses where the other gains has the same figure with the other sign."""
+    right, wrong = answers(np.arange(80) < 70), answers(np.arange(80) < 40)
+    target = np.ones(80, dtype=np.int64)
+    ours, theirs = gain("accuracy", [right], [wrong], target), gain("accuracy", [wrong], [right], target)
+    assert ours.value == -theirs.value == pytest.approx(30 / 80)
+    assert (ours.sign, theirs.sign) == (1, -1)
+
+
+def test_errors_that_are_all_alike_have_no_interval() -> None:
+    """Errors of 3 and of 4 everywhere: RMSE 3 and 4 in any resample, and 1 to be gained."""
+    target = np.linspace(0, 1, 30).astype(np.float32)
+    small, large = (target.astype(np.float64) + 3)[:, None], (target.astype(np.float64) - 4)[:, None]
+    assert metrics_of(target, 1) == ["rmse"]
+    assert estimate("rmse", [small], target) == pytest.approx((3, 3, 3), abs=1e-6)
+    assert gain("rmse", [small], [large], target) == pytest.approx((1, 1, 1), abs=1e-6)
+
+
+def test_an_rmse_has_the_interval_of_a_mean() -> None:
+    """Of many samples the squared error's interval is its mean and 1.96 standard errors."""
+    target = np.zeros(2000, dtype=np.float32)
+    errors = np.random.default_rng(0).standard_normal(2000)
+    found, half = estimate("rmse", [errors[:, None]], target), 1.96 * (errors**2).std() / 2000**0.5
+    assert found.low**2 == pytest.approx((errors**2).mean() - half, rel=0.01)
+    assert found.high**2 == pytest.approx((errors**2).mean() + half, rel=0.01)
+
+
+def test_intervals_hold_the_truth() -> None:
+    """Of 300 small test sets at least 92 % have an interval that holds the true accuracy."""
+    rng = np.random.default_rng(1)
+    for truth, n in ((0.9, 30), (0.97, 40), (0.7, 25)):
+        sets = (answers(rng.random(n) < truth) for _ in range(300))
+        found = [estimate("accuracy", [output], np.ones(n, dtype=np.int64)) for output in sets]
+        assert sum(f.low <= truth <= f.high for f in found) >= 0.92 * 300
+
+
+def test_one_class_has_accuracy_alone() -> None:
+    """Without a second class neither balanced accuracy nor AUC says more; AUC is for two classes."""
+    assert metrics_of(np.zeros(5, dtype=np.int64), 2) == ["accuracy"]
+    assert metrics_of(np.arange(3), 3) == ["accuracy", "balanced_accuracy"]
+    assert metrics_of(np.arange(2), 2) == ["accuracy", "balanced_accuracy", "auc"]

@@ -1,0 +1,456 @@
+"""From runs to a verdict: distances before training, partners left out, words, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import make_federation, make_model, refusal
+from test_cli import waffle
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.decision.bootstrap import Interval
+from waffle_fl.decision.distances import Distances, distances, feature_distance
+from waffle_fl.decision.page import together, write_page
+from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
+from waffle_fl.decision.words import caution, difference, everyone, partners, signed, verdict
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Place, execute, federation_of
+from waffle_fl.federation import Federation
+from waffle_fl.results import read_runs
+
+SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", model="linear", samples_per_agent=60)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Decision:
+    """A small real decision: three agents, three methods, two seeds, partners left out for the second agent."""
+    out = tmp_path_factory.mktemp("study")
+    runs = runs_for(SMALL, ("fedavg", "weight-erosion", "waffle"), (1, 2), ("1",), out, Place(workers=1))
+    execute(runs, Place(workers=1))
+    federation = federation_of(replace(SMALL, alice="0"))
+    unlike = distances(federation, make_linear(federation))
+    return decide(read_runs([out]), unlike)
+
+
+def make_linear(federation: Federation) -> Any:
+    from waffle_fl.experiment import model_of
+
+    return model_of(SMALL, federation, Place(), torch.device("cpu"))
+
+
+def view(found: Interval, tests: int = 200, **more: Any) -> View:
+    alone = Standing("local", {"accuracy": Interval(0.74, 0.7, 0.78)}, {}, (0.74,))
+    joined = Standing(
+        "waffle", {"accuracy": Interval(0.74 + found.value, 0.7, 0.9)}, {"accuracy": found}, (0.74 + found.value,)
+    )
+    return View("VA", 100, tests, 50, 0.5, {"local": alone, "waffle": joined}, {}, more.get("partners", {}))
+
+
+# --- who is left out
+
+
+def test_without_leaves_the_others_as_they_are() -> None:
+    """A federation without one agent keeps the data, the order and the random numbers of the rest."""
+    whole = make_federation(alice=2)
+    less = whole.without("agent 1")
+    assert less.names == ("agent 0", "agent 2", "agent 3")
+    assert (less.ids, less.alice) == ((0, 2, 3), 1)
+    assert all(torch.equal(less.train[i], whole.train[j]) for i, j in enumerate((0, 2, 3)))
+    assert less.digest() != whole.digest()
+    assert less.without("agent 0", "agent 3").names == ("agent 2",)
+
+
+def test_alice_cannot_be_left_out_of_her_own() -> None:
+    """Alice, and an agent that nobody knows, are refused by name."""
+    whole = make_federation()
+    assert "agent 0 is Alice" in refusal(whole.without, "0")
+    assert "there is no agent 'x'" in refusal(whole.without, "x")
+
+
+def test_a_run_without_a_partner_has_a_config_of_its_own() -> None:
+    """leave_out changes the federation and the folder, and survives the config file."""
+    settings = replace(SMALL, alice="0", leave_out=("2",))
+    config = RunConfig(method="waffle", settings=settings)
+    assert federation_of(settings).names == ("agent 0", "agent 1")
+    assert config.label == "digits-C-waffle-1-without-2"
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == replace(
+        config, options=RunConfig.from_json(config.to_json()).options
+    )
+
+
+# --- before training
+
+
+def test_distances_by_hand() -> None:
+    """Shares 3/4 and 1/4 differ by 1/2; means 1 apart over a deviation of 1/2 are 2 apart; like agents pull alike."""
+    x = {"a": [[0.0], [0.0], [0.0], [0.0]], "b": [[1.0], [1.0], [1.0], [1.0]]}
+    y = {"a": [0, 0, 0, 1], "b": [1, 1, 1, 0]}
+    parts = {name: tuple(np.array(v) for v in (x[name], y[name], [[9.0]], [0])) for name in x}
+    federation = Federation.from_arrays(parts, allow_duplicates=True)
+    from waffle_fl.models import FlatModel, mlp
+
+    found = distances(federation, FlatModel(lambda: mlp((1,), 2, hidden=3), precision="float64"))
+    assert found.label == [[0, 0.5], [0.5, 0]]
+    assert found.feature == [[0, 2], [2, 0]]
+    assert 0 < found.gradient[0][1] <= 1
+
+
+def test_distances_are_metrics() -> None:
+    """Symmetric, 0 to oneself, at most 1 where they are shares; labels and features keep the triangle."""
+    found = distances(make_federation(), make_model())
+    for matrix in (np.array(m) for m in (found.label, found.feature, found.gradient)):
+        assert np.allclose(matrix, matrix.T)
+        assert np.allclose(np.diag(matrix), 0)
+    assert np.max(found.label) <= 1
+    assert np.max(found.gradient) <= 1
+    for matrix in (np.array(m) for m in (found.label, found.feature)):
+        assert all(matrix[i, j] <= matrix[i, k] + matrix[k, j] + 1e-12 for i, j, k in np.ndindex(4, 4, 4))
+
+
+def test_a_feature_that_never_varies_says_nothing() -> None:
+    """Constant features neither count nor divide by 0."""
+    x = torch.tensor([[0.0, 7.0], [1.0, 7.0]])
+    assert feature_distance(x, [torch.tensor([0]), torch.tensor([1])]).tolist() == [[0, 2], [2, 0]]
+    assert feature_distance(x[:, 1:], [torch.tensor([0]), torch.tensor([1])]).tolist() == [[0, 0], [0, 0]]
+
+
+# --- words
+
+
+def test_verdicts_say_it_with_the_interval() -> None:
+    """Gain, loss and neither, each with both figures, the difference and its interval."""
+    gains = verdict(view(Interval(0.07, 0.02, 0.12)), "waffle", "accuracy")
+    assert gains == (
+        "VA gains by joining: with WAFFLE 81.0 % of its 200 test samples are right, instead of 74.0 % alone: "
+        "+7.0 points (95 % interval +2.0 to +12.0)."
+    )
+    assert verdict(view(Interval(-0.07, -0.12, -0.02)), "waffle", "accuracy").startswith("VA loses by joining: ")
+    level = verdict(view(Interval(0.01, -0.03, 0.05)), "waffle", "accuracy")
+    assert level.startswith("No clear difference for VA: ")
+    assert level.endswith("+1.0 points (95 % interval −3.0 to +5.0).")
+
+
+def test_numbers_that_round_to_nothing_have_no_sign() -> None:
+    """-0.0 points is 0.0 points."""
+    assert [signed(v, "accuracy") for v in (-0.0001, 0.0, 0.0512, -0.02)] == ["0.0", "0.0", "+5.1", "−2.0"]
+
+
+def test_an_error_is_less_or_greater() -> None:
+    """Of an error no sign has to be guessed."""
+    assert difference(Interval(0.3, 0.1, 0.5), "rmse") == "error less by 0.3 (95 % interval +0.1 to +0.5)"
+    assert difference(Interval(-0.3, -0.5, 0.1), "rmse") == "error greater by 0.3 (95 % interval −0.1 to +0.5)"
+
+
+def test_a_small_test_set_is_said_to_be_small(study: Decision) -> None:
+    """Fewer than 100 test samples, and a single seed, are told."""
+    said = caution(view(Interval(0.07, 0.02, 0.12), tests=40), replace(study, seeds=1))
+    assert any("only 40 test samples: one sample more or less is 2.5 points" in line for line in said)
+    assert any("trained once" in line for line in said)
+    assert caution(view(Interval(0.07, 0.02, 0.12)), study) == []
+
+
+def test_a_model_that_guesses_is_told(study: Decision) -> None:
+    """Where no method beats the commonest answer, an accuracy alone would mislead."""
+    lopsided = replace(view(Interval(0.01, -0.03, 0.05)), commonest=0.8)
+    assert any("always giving the commonest answer, which is right for 80.0 %" in s for s in caution(lopsided, study))
+
+
+def test_partners_who_help_and_who_hurt(study: Decision) -> None:
+    """Clear ones are named; where there are none, the most helpful is."""
+    found = {"x": Interval(0.1, 0.05, 0.15), "y": Interval(-0.1, -0.15, -0.05), "z": Interval(0.0, -0.1, 0.1)}
+    assert partners(view(Interval(0, 0, 0), partners=found), study).startswith("x clearly helps VA; y clearly hurts it")
+    dull = {"z": found["z"]}
+    assert "No single partner makes a clear difference" in partners(view(Interval(0, 0, 0), partners=dull), study)
+
+
+def test_the_worst_and_the_spread_are_told(study: Decision) -> None:
+    """Who gains, who loses, the worst off, and the spread between agents."""
+    views = (
+        replace(view(Interval(0.1, 0.05, 0.15)), name="A"),
+        replace(view(Interval(-0.1, -0.15, -0.05)), name="B"),
+        replace(view(Interval(0.0, -0.1, 0.1)), name="C"),
+    )
+    said = " ".join(everyone(replace(study, views=views), "waffle"))
+    assert "1 agent gains clearly, 1 agent loses clearly, and for 1 there is no clear difference" in said
+    assert "Clearly worse off: B." in said
+    assert "Least well served is B: −10.0 points" in said
+    assert "spreads by 8.16 points (standard deviation), alone by 0 points" in said
+
+
+def test_waffle_stands_for_joining() -> None:
+    """WAFFLE, else the first that personalises, else FedAvg; Local alone tells nothing."""
+    assert headline(("local", "ditto", "waffle")) == "waffle"
+    assert headline(("local", "fedavg", "ditto")) == "ditto"
+    assert headline(("local", "fedavg")) == "fedavg"
+    assert "besides local" in refusal(headline, ("local",))
+
+
+# --- the study
+
+
+def test_a_study_of_real_runs(study: Decision) -> None:
+    """Every agent has every method; weights sum to 1 in each round; the left-out partners of agent 1 are there."""
+    assert [v.name for v in study.views] == ["agent 0", "agent 1", "agent 2"]
+    assert study.methods == ("local", "fedavg", "weight-erosion", "waffle")
+    assert (study.method, study.metric, study.seeds) == ("waffle", "accuracy", 2)
+    for v in study.views:
+        assert set(v.standings) == set(study.methods)
+        assert all(s.scores["accuracy"].value == pytest.approx(np.mean(s.seeds)) for s in v.standings.values())
+        assert all(sum(line) == pytest.approx(1) for rounds in v.taken.values() for line in rounds)
+        assert len(v.taken["waffle"]) == SMALL.rounds
+    assert [list(v.partners) for v in study.views] == [[], ["agent 0", "agent 2"], []]
+
+
+def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
+    """Without runs of local nothing can be said to be gained."""
+    runs = read_runs([study.first.folder.parent])
+    with pytest.raises(WaffleError, match="expected runs of local"):
+        decide([run for run in runs if run.config.method != "local"])
+    odd = replace(runs[0], config=replace(runs[0].config, settings=replace(runs[0].config.settings, lr=0.5)))
+    with pytest.raises(WaffleError, match="differ in lr"):
+        decide([*runs[1:], odd])
+
+
+def test_another_metric_can_decide(study: Decision) -> None:
+    """Balanced accuracy decides if it is asked to; what the data do not define is refused."""
+    runs = read_runs([study.first.folder.parent])
+    other = decide(runs, metric="balanced_accuracy")
+    assert other.metric == "balanced_accuracy"
+    assert "its balanced accuracy is" in verdict(other.views[0], "waffle", other.metric)
+    with pytest.raises(WaffleError, match="agent 0: auc is not defined on its test data"):
+        decide(runs, metric="auc")
+
+
+def test_phases_cover_every_round_once() -> None:
+    """A slider has at most 20 stops, and every round belongs to one."""
+    for rounds in (1, 6, 20, 21, 100, 1000):
+        parts = phases(rounds)
+        assert [r for part in parts for r in part] == list(range(rounds))
+        assert len(parts) <= 20
+
+
+# --- the command
+
+
+def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
+    """One command trains, compares and says; a second one trains nothing; --json says the same."""
+    flags = ["--agents", "3", "--rounds", "2", "--model", "linear", "--samples-per-agent", "30", "--workers", "1"]
+    line = ["decide", "digits", *flags, "--methods", "waffle", "--seeds", "1", "--out", tmp_path / "d"]
+    first = waffle(*line, "--alice", "1", "--without", "1")
+    assert first.code == 0, first.err
+    assert "agent 1" in first.out
+    assert (tmp_path / "d" / "decision.html").exists()
+    again = waffle(*line, "--alice", "1", "--without", "1", "--json")
+    assert "4 already done" in again.words
+    told = json.loads(again.out)
+    assert set(told["gains"]) == {"agent 1"}
+    low, high = told["gains"]["agent 1"]["waffle"]["accuracy"][1:]
+    assert low <= high
+    assert told["says"][0] in " ".join(first.out.split())
+
+
+def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
+    """Methods twice, strangers, and an agent that nobody trains for."""
+    line = ["decide", "digits", "--out", str(tmp_path / "d")]
+    assert "none of them twice" in waffle(*line, "--seeds", "1", "1").err
+    assert "did you mean waffle?" in waffle(*line, "--methods", "wafle").err
+    assert "no model is trained for agent 1" in waffle(*line, "--alice", "0", "--without", "1").err
+    assert not (tmp_path / "d").exists()
+
+
+def test_report_makes_the_page_anew(study: Decision, tmp_path: Path) -> None:
+    """`waffle report` on the folder of a decision writes its page, though its runs have many Alices."""
+    shown = waffle("report", study.first.folder.parent, "--out", tmp_path / "r")
+    assert shown.code == 0, shown.err
+    assert together(verdict(study.views[0], "waffle", "accuracy")) in (tmp_path / "r" / "decision.html").read_text()
+
+
+# --- the page
+
+
+def test_the_page_is_self_contained(study: Decision, tmp_path: Path) -> None:
+    """It loads nothing from anywhere, and says in words what its charts show."""
+    text = write_page(study, tmp_path / "page.html").read_text()
+    assert 'src="http' not in text
+    assert 'href="http' not in text
+    for v in study.views:
+        assert together(verdict(v, "waffle", "accuracy")) in text
+    assert "Who gains by joining?" in text
+    alone = write_page(replace(study, views=study.views[:1]), tmp_path / "one.html").read_text()
+    assert "Should agent 0 join?" in alone
+    assert "<select" not in alone
+
+
+def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
+    """A name that is markup is shown, not run, in the text as in the charts' data."""
+    evil = '</script><script>alert("x")</script>&'
+    names = (evil, *study.names[1:])
+    unlike = study.distances._replace(names=list(names)) if isinstance(study.distances, Distances) else None
+    odd = replace(study, names=names, views=(replace(study.views[0], name=evil), *study.views[1:]), distances=unlike)
+    text = write_page(odd, tmp_path / "page.html").read_text()
+    assert evil not in text
+    assert "<script>alert" not in text
+
+
+@contextmanager
+def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
+    """The page in headless Chromium without a network, and all that it complains of or asks the network for."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test` installs it")
+    with sync_api.sync_playwright() as playwright:
+        own = Path(playwright.chromium.executable_path)
+        if CHROMIUM is None and not own.exists():
+            pytest.skip("no Chromium on this machine, and `playwright install chromium` could not fetch one")
+        found = str(CHROMIUM or own)
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": 1000, "height": 1100}, offline=True)
+        tab, complaints = context.new_page(), []
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("request", lambda asked: complaints.append(asked.url) if asked.url != page.as_uri() else None)
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("body[data-ready]", timeout=60_000)
+        yield tab, complaints
+        browser.close()
+
+
+def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
+    """Charts render with their alternative texts, controls work, it prints, and nothing complains."""
+    page = write_page(study, tmp_path / "page.html")
+    with browsing(page) as (tab, complaints):
+        charts = tab.locator("[data-chart] svg:visible")
+        assert charts.count() == 3  # gains, methods, company
+        told = [chart.get_attribute("aria-label") for chart in tab.locator("[data-chart][role=img]").all()]
+        assert told[0].startswith("What WAFFLE brings over training alone: agent")
+        assert tab.locator(".verdict:visible").inner_text().count("agent 0") >= 1
+        tab.select_option("#agent", label="agent 1")
+        tab.wait_for_selector('[data-chart="partners-1"] svg')
+        assert charts.count() == 4
+        said = tab.locator(".verdict:visible").inner_text().replace("\xa0", " ")
+        assert verdict(study.views[1], "waffle", "accuracy") in said
+        tab.select_option("#method", label="FedAvg")
+        tab.wait_for_selector('[data-chart="gains-fedavg"] svg')
+        assert "With FedAvg" in tab.locator('[data-of="method"]:visible').inner_text()
+        cells = tab.locator("#matrix-waffle td")
+        before = cells.all_inner_texts()
+        tab.locator("#range-waffle").focus()
+        tab.keyboard.press("End")
+        assert tab.locator("#range-waffle + output").inner_text() == "round 6"
+        last = [100 * share for v in study.views for share in v.taken["waffle"][-1]]
+        assert [float(text) for text in cells.all_inner_texts()] == pytest.approx(last, abs=0.6)
+        assert cells.all_inner_texts() != before
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert tab.pdf().startswith(b"%PDF")
+        assert complaints == []
+
+
+def test_a_page_with_markup_for_names_in_a_browser(study: Decision, tmp_path: Path) -> None:
+    """Names that are markup do nothing there."""
+    evil = '"><img src=x onerror=alert(1)></script>'
+    odd = replace(study, names=(evil, *study.names[1:]), views=(replace(study.views[0], name=evil),), distances=None)
+    with browsing(write_page(odd, tmp_path / "page.html")) as (tab, complaints):
+        assert tab.locator("h1").inner_text() == f"Should {evil} join?"
+        assert tab.locator("img").count() == 0
+        assert complaints == []
+
+
+# --- data of one's own
+
+
+OUTCOME = ("--target", "outcome", "--workers", "1")
+
+
+def folder_of_tables(folder: Path, numbers: bool) -> Path:
+    """Three hospitals whose target follows two columns; the third reads them the other way round."""
+    rng = np.random.default_rng(0)
+    for name, sign in (("north", 1), ("south", 1), ("<b>west</b>", -1)):
+        x = rng.standard_normal((80, 2))
+        signal = sign * x.sum(axis=1) + 0.3 * rng.standard_normal(80)
+        y = [f"{v:.3f}" for v in signal] if numbers else ["ill" if v > 0 else "well" for v in signal]
+        lines = [f"{a:.4f},{b:.4f},{t}" for (a, b), t in zip(x, y, strict=True)]
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name.replace('/', '')}.csv").write_text("age,pressure,outcome\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
+    """Beside it Local and FedAvg are trained, and its page has the verdict; --alone does without."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    line = [
+        "run",
+        "waffle",
+        "--data",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "4",
+        "--workers",
+        "1",
+    ]
+    shown = waffle(*line, "--out", tmp_path / "run")
+    assert shown.code == 0, shown.err
+    assert "north" in shown.out
+    assert "95 % interval" in shown.out
+    assert "Should north join?" in (tmp_path / "run" / "decision.html").read_text()
+    assert {run.config.method for run in read_runs([tmp_path / "run"])} == {"local", "fedavg", "waffle"}
+    assert "3 already done" in waffle(*line, "--out", tmp_path / "run").words
+    told = json.loads(waffle(*line, "--out", tmp_path / "run", "--json").out)
+    assert told["says"][0] in shown.out
+    assert waffle(*line, "--alone", "--out", tmp_path / "alone").code == 0
+    assert not (tmp_path / "alone" / "decision.html").exists()
+    again = waffle("report", tmp_path / "run", "--out", tmp_path / "r")
+    assert told["says"][0] in again.out
+
+
+def test_a_decision_about_numbers(tmp_path: Path) -> None:
+    """A regression is judged by its error, where less is better; whoever is unlike all others loses with FedAvg."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=True)
+    line = [
+        "decide",
+        data,
+        "--target",
+        "outcome",
+        "--rounds",
+        "8",
+        "--workers",
+        "1",
+        "--model",
+        "linear",
+        "--lr",
+        "0.05",
+    ]
+    shown = waffle(*line, "--methods", "fedavg", "waffle", "--seeds", "1", "--out", tmp_path / "d", "--json")
+    assert shown.code == 0, shown.err
+    gains = json.loads(shown.out)["gains"]
+    assert gains["<b>west<b>"]["fedavg"]["rmse"][2] < 0
+    text = (tmp_path / "d" / "decision.html").read_text()
+    assert text.count("with WAFFLE the error is") == 3
+    assert "commonest" not in text.partition("<script")[0]
+    assert "&lt;b&gt;west&lt;b&gt;" in text
+    assert "<b>" not in text.partition("<script")[0]
+
+
+@pytest.mark.data
+def test_va_learns_whether_it_gains(published: Path, tmp_path: Path) -> None:
+    """Heart Disease as published: one command, and its page says in words whether VA gains, with the interval."""
+    data = published / "heart-disease"
+    if not data.is_dir():
+        pytest.skip("no heart-disease in WAFFLE_DATA")
+    shown = waffle("run", "waffle", "--data", data, "--alice", "va", "--rounds", "5", "--out", tmp_path / "va")
+    assert shown.code == 0, shown.err
+    text = (tmp_path / "va" / "decision.html").read_text()
+    assert "Should va join?" in text
+    assert "of its 50 test samples are right" in text
+    assert "interval" in text
