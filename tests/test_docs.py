@@ -14,6 +14,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.commands import COMMANDS
 from waffle_fl.cli.decide import Comparison
 from waffle_fl.cli.flags import _flags, options_class
+from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments
 from waffle_fl.experiment import Place
 from waffle_fl.report.tables import to_markdown
@@ -45,6 +46,15 @@ def test_the_readme_s_python_runs(
     assert len(capsys.readouterr().out.splitlines()) == 20
 
 
+def test_the_estimator_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The snippet of docs/use.md runs as it stands, and prints predictions and weights."""
+    (snippet,) = blocks(ROOT / "docs" / "use.md", "python")
+    exec(snippet, {})
+    said, weights = capsys.readouterr().out.splitlines()
+    assert "(3, 2)" in said
+    assert all(name in weights for name in ("north", "south", "west"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_in_the_docs_exist(page: Path) -> None:
     """Every `waffle` command line in the docs names a real command, and real flags of it."""
@@ -55,10 +65,10 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
             words = shlex.split(line, comments=True)
             assert words[1] in COMMANDS
             if words[1] == "run":
-                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), "--out", "--alone"}
-                assert {w for w in words if w.startswith("--")} <= known
+                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched)}
+                assert {w for w in words if w.startswith("--")} <= known | {"--out", "--alone"}
             if words[1] == "decide":
-                known = {*_flags(Settings), *_flags(Comparison), *_flags(Place)}
+                known = {*_flags(Settings), *_flags(Comparison), *_flags(Place), *_flags(Watched)}
                 assert {w for w in words if w.startswith("--")} <= known
 
 

@@ -22,6 +22,7 @@ LAYERS = [
     {"config", "engines", "folders"},
     {"records"},
     {"experiment", "results"},
+    {"use", "loggers"},
     {"report"},
     {"decision"},
     {"reproduce"},

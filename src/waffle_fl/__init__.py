@@ -8,6 +8,8 @@ build(dataset, split)    a Federation: agents, Alice among them
 FlatModel(module)        any torch.nn.Module as rows of flat parameters
 Waffle(), FedAvg() ...   algorithms: pure functions over explicit state
 simulate([Cell(...)])    one process, stacked rows, CPU or GPU
+
+PersonalizedClassifier(alice="clinic").fit(federation).predict(X) is the whole of it, as scikit-learn has it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from waffle_fl.federation import Federation, build
     from waffle_fl.models.flat import FlatModel
     from waffle_fl.partition import split
+    from waffle_fl.use.estimators import PersonalizedClassifier, PersonalizedRegressor
 
 # Torch takes seconds to import, so each name is fetched when it is first used.
 _HOMES = {
@@ -44,6 +47,8 @@ _HOMES = {
     "Federation": "federation",
     "FlatModel": "models.flat",
     "Local": "algorithms.local",
+    "PersonalizedClassifier": "use.estimators",
+    "PersonalizedRegressor": "use.estimators",
     "Scaffold": "algorithms.scaffold",
     "Waffle": "algorithms.waffle",
     "WaffleError": "errors",
@@ -63,6 +68,8 @@ __all__ = [
     "Federation",
     "FlatModel",
     "Local",
+    "PersonalizedClassifier",
+    "PersonalizedRegressor",
     "Scaffold",
     "Waffle",
     "WaffleError",

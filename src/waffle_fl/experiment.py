@@ -280,7 +280,7 @@ def _open(
     if config.settings.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = model_of(config.settings, federation, place, device)
-    _check_output(config.settings, model, federation)
+    _check_once(config.settings, model, federation)
     cell = Cell(config.algorithm(), federation, config.settings.seed)
     check_stack([cell], model, config.settings.batch_size)
     _check_schedules(config)
@@ -322,12 +322,20 @@ def _open(
     return _Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
 
 
-def _check_output(s: Settings, model: FlatModel, federation: Federation) -> None:
-    """A model that does not fit the data is told before the first round; what fitted once is not tried again."""
+def _check_once(s: Settings, model: FlatModel, federation: Federation) -> None:
+    """A model that fitted such data once is not tried again."""
     kind = (s.model, s.data, federation.shape, federation.outputs, federation.task)
-    if kind in _fitting:
-        return
-    name, net = s.model, model.init(0)
+    if kind not in _fitting:
+        check_output(s.model, model, federation)
+        _fitting.add(kind)
+
+
+_fitting: set[tuple[Any, ...]] = set()
+
+
+def check_output(name: str, model: FlatModel, federation: Federation) -> None:
+    """A model that does not fit the data is told before the first round."""
+    net = model.init(0)
     sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
     try:
         found = tuple(model.predict(net.params, net.stats, sample).shape)
@@ -340,10 +348,6 @@ def _check_output(s: Settings, model: FlatModel, federation: Federation) -> None
             f"the model {name} answers one sample in the shape {found}, expected {wanted[0]}: "
             f"{'a number' if federation.task == 'regression' else 'a score for each class'}"
         )
-    _fitting.add(kind)
-
-
-_fitting: set[tuple[Any, ...]] = set()
 
 
 def _check_schedules(config: RunConfig) -> None:
@@ -534,6 +538,7 @@ __all__ = [
     "Listener",
     "Place",
     "advice",
+    "check_output",
     "device_of",
     "everyone_of",
     "execute",

@@ -107,6 +107,22 @@ def read_runs(paths: Iterable[Path]) -> list[Finished]:
     return runs
 
 
+def read_run(folder: Path) -> Finished:
+    """One run that has come to its end."""
+    if not (folder / "config.json").is_file():
+        raise WaffleError(f"{folder} is no run folder: it has no config.json")
+    run = _read(folder)
+    if run is None:
+        raise WaffleError(f"the run in {folder} is not finished: `waffle resume {folder}` goes on with it")
+    return run
+
+
+def named_weights(provenance: Mapping[str, Any], weights: Sequence[float]) -> dict[str, float]:
+    """Each agent's weight by its name; a method that trains Alice alone weighs nobody else."""
+    names = provenance["agents"] if len(weights) > 1 else [provenance["agents"][provenance["alice"]]]
+    return dict(zip(names, weights, strict=True))
+
+
 def _read(folder: Path) -> Finished | None:
     result = read_json(folder / "result.json")
     if result is None:

@@ -19,14 +19,16 @@ from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli import use
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
-from waffle_fl.cli.display import Output, live, show_everyone, show_result, show_study, show_tables
+from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
+from waffle_fl.cli.watch import Output, Watched, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import EVERYONE, Listener, Place, execute, federation_of, plan
+from waffle_fl.experiment import EVERYONE, Place, execute, federation_of, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -60,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("alone", Annotated[bool, tyro.conf.arg(help=ALONE_HELP)], field(default=False)),
             ("place", Place, field(default_factory=Place)),
-            ("output", Output, field(default_factory=Output)),
+            ("output", Watched, field(default_factory=Watched)),
         ],
     )
     kind.__doc__ = ALGORITHMS[method].__doc__
@@ -84,7 +86,7 @@ def resume(arguments: Sequence[str]) -> int:
         run: tyro.conf.Positional[Path]
         """The run's folder."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Resume, arguments, "resume")
     content = read_json(args.run / "config.json")
@@ -94,7 +96,7 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(RunConfig.from_json(content), args.run, args.place, args.output, compared)
 
 
-def _finish(config: RunConfig, folder: Path, place: Place, output: Output, compared: bool = False) -> int:
+def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
     """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
     runs = companions(config, folder) if compared else [(config, folder)]
     with live(output) as listener:
@@ -118,7 +120,7 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Output, compa
     return 0
 
 
-def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Output) -> int:
+def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
     """One run an agent, each agent the Alice of its own, all trained together."""
     s = config.settings
     grid = Experiment(
@@ -158,7 +160,7 @@ def bench(arguments: Sequence[str]) -> int:
         plan: bool = False
         """Print the plan and stop."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Bench, arguments, "bench")
     experiments = load_experiments(args.file)
@@ -173,7 +175,7 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _grid(experiment: Experiment, out: Path, place: Place, output: Output, title: str) -> int:
+def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, title: str) -> int:
     runs = plan(experiment, out, place)
     with live(output) as listener:
         results = execute(runs, place, listener)
@@ -199,7 +201,7 @@ def demo(arguments: Sequence[str]) -> int:
         out: Path = Path("demo")
         """Folder of the runs and of the report."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Demo, arguments, "demo")
     with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
@@ -270,14 +272,14 @@ def reproduce(arguments: Sequence[str]) -> int:
         runs: Path = Path("runs")
         """Folder of the runs and their checkpoints."""
         place: Place = field(default_factory=Place)
-        output: Output = field(default_factory=Output)
+        output: Watched = field(default_factory=Watched)
 
     args = parse(Reproduce, arguments, "reproduce")
     root = find_root(Path.cwd())
     if not args.check:
         with live(args.output) as listener:
             asked = (args.cell, args.seeds, args.anew)
-            run_missing(root, args.study, args.runs, args.place, listener or Listener(), *asked)
+            run_missing(root, args.study, args.runs, args.place, listener, *asked)
         write_pages(root)
     parts = read_study(root, args.study)
     wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
@@ -404,6 +406,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "decide": decide_command,
     "bench": bench,
+    "predict": use.predict,
+    "export": use.export,
     "report": report,
     "reproduce": reproduce,
     "data": data_command,

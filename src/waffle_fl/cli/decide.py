@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from waffle_fl.cli.display import Output, live
 from waffle_fl.cli.flags import parse, settings_class
+from waffle_fl.cli.watch import Output, Watched, live
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import words
 from waffle_fl.decision.bootstrap import Metric
@@ -54,7 +54,7 @@ def decide_command(arguments: Sequence[str]) -> int:
             ("comparison", Comparison, field(default_factory=Comparison)),
             ("settings", settings, field(default_factory=settings)),
             ("place", Place, field(default_factory=Place)),
-            ("output", Output, field(default_factory=Output)),
+            ("output", Watched, field(default_factory=Watched)),
         ],
     )
     kind.__doc__ = (

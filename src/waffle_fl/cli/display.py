@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
 from statistics import mean
@@ -33,21 +31,6 @@ from waffle_fl.results import (
     rows_of,
     scores,
 )
-
-
-@dataclass(frozen=True)
-class Output:
-    """What to print."""
-
-    quiet: bool = False
-    """No progress on stderr."""
-    json: bool = False
-    """Results as JSON on stdout."""
-
-
-def live(output: Output) -> AbstractContextManager[Listener | None]:
-    """Progress on stderr, unless it is not wanted."""
-    return nullcontext() if output.quiet else Live(Console(stderr=True))
 
 
 class Live(Listener):

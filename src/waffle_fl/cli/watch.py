@@ -1,0 +1,42 @@
+"""Who hears of a training: the terminal, unless it is to be quiet, and the loggers that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import tyro
+from rich.console import Console
+
+from waffle_fl.cli.display import Live
+from waffle_fl.experiment import Listener
+from waffle_fl.loggers import Log, Logger, Several, logger
+
+
+@dataclass(frozen=True)
+class Output:
+    """What to print."""
+
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Results as JSON on stdout."""
+
+
+@dataclass(frozen=True)
+class Watched(Output):
+    """What to print, and who else is told."""
+
+    log: tyro.conf.UseAppendAction[tuple[Log, ...]] = ()
+    """Also log every round to tensorboard (in the run's folder) or mlflow; may be given twice."""
+
+
+@contextmanager
+def live(output: Watched) -> Iterator[Listener]:
+    """The listeners of a training, told to end with it."""
+    heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
+    if not output.quiet:
+        heard.append(Live(Console(stderr=True)))
+    with ExitStack() as stack:
+        yield Several([stack.enter_context(listener) for listener in heard])

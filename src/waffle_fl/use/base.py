@@ -1,0 +1,28 @@
+"""As much of scikit-learn's base classes as an estimator needs where scikit-learn is absent."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Self
+
+
+class BaseEstimator:
+    """Parameters are the arguments of __init__, under the same names."""
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self, **params: Any) -> Self:
+        for name, value in params.items():
+            if name not in self.get_params():
+                raise ValueError(f"{type(self).__name__} has no parameter {name!r}")
+            setattr(self, name, value)
+        return self
+
+
+class ClassifierMixin:
+    """Predicts classes."""
+
+
+class RegressorMixin:
+    """Predicts numbers."""
