@@ -163,7 +163,10 @@ class _Simulator:
             self._hire()
         if self._workers:
             self._workers(r, attempt)
-            return [mapped(torch.clone, closed) for closed in self._closed]
+            return [
+                closed._replace(server=mapped(torch.clone, closed.server), agents=mapped(torch.clone, closed.agents))
+                for closed in self._closed  # the rest is read before the workers write again
+            ]
         with self._hiring.watched():
             self._closed = self._here(indices, r, attempt)
         return self._closed
