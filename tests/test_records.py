@@ -791,6 +791,17 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert snapshot(folder) == before
 
 
+def test_a_run_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
+    """Settings and options that its config does not know yet count as their defaults."""
+    folder = tmp_path / "run"
+    first = finish(folder, config("waffle"))
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    del content["settings"]["leave_out"], content["settings"]["augment"], content["options"]["eta_g"]
+    path.write_text(json.dumps(content))
+    assert finish(folder, config("waffle")) == first
+
+
 def test_resuming_a_finished_run_exits_with_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,20 @@ class RunConfig:
         return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
 
 
+def completed(content: Any) -> Any:
+    """A run's config as an earlier version wrote it, with the settings that came later at their defaults."""
+    method = content.get("method") if isinstance(content, dict) else None
+    if method not in ALGORITHMS:
+        return content
+    defaults = RunConfig(method=method, settings=Settings()).to_json()
+    later = {
+        part: {**defaults[part], **content[part]}
+        for part in ("settings", "options")
+        if isinstance(content.get(part), dict)
+    }
+    return {**content, **later}
+
+
 def option_types(method: str) -> dict[str, Any]:
     """The hyperparameters of a method and their types; a schedule is written as text."""
     hints = typing.get_type_hints(ALGORITHMS[method])

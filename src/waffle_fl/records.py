@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl import __version__
-from waffle_fl.config import SCHEMA, RunConfig
+from waffle_fl.config import SCHEMA, RunConfig, completed
 from waffle_fl.errors import WaffleError
 from waffle_fl.tensorfile import read_tensors, write_atomically, write_tensors
 
@@ -63,7 +63,7 @@ class Run:
             write_json(self.folder / "provenance.json", provenance)
             write_json(self.folder / "config.json", config)
             return
-        asked = list(_differences(known, json.loads(json.dumps(config))))
+        asked = list(_differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
         changes = [*asked, *_differences(ran_on, _binding(provenance), "provenance")]
         if self.result is not None:
