@@ -500,7 +500,7 @@ def test_a_gpu_that_is_too_small_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    monkeypatch.setattr(experiment, "simulate", full)
+    monkeypatch.setattr(experiment.execution, "simulate", full)
     assert "--stack" in refusal(waffle("run", "local", *SMALL, "--out", "run", "--quiet"))
 
 
@@ -869,7 +869,7 @@ def test_finished_runs_are_skipped(bench: Bench, monkeypatch: pytest.MonkeyPatch
     """A second bench trains nothing, touches no file of a run, and shows the same results."""
     files = [path for name in RUNS for path in (bench.out / name).iterdir() if path.name != ".lock"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-    monkeypatch.setattr(experiment, "simulate", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     shown = waffle("bench", bench.file, "--out", bench.out, "--json")
     assert shown.code == 0, shown.err
     assert "8 runs, 8 already done" in shown.err

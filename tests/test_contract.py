@@ -14,7 +14,7 @@ from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
 from waffle_fl.engines.closing import close, close_together, desk_of
 from waffle_fl.engines.simulate import Cell, initial_state, simulate
-from waffle_fl.experiment import _state, _tensors
+from waffle_fl.experiment.jobs import state_of, tensors_of
 from waffle_fl.tensorfile import pack, unpack
 
 every = pytest.mark.parametrize("method", list(ALGORITHMS))
@@ -128,7 +128,7 @@ def test_federation_of_one(method: str) -> None:
 def test_same_seed_same_bits(method: str) -> None:
     """Two runs of one seed are equal to the last bit; another seed differs."""
     cells = [Cell(make(method), make_federation(), seed) for seed in (3, 3, 4)]
-    a, b, c = (_tensors(last_state(cell, make_model(torch.float32))[-1].state) for cell in cells)
+    a, b, c = (tensors_of(last_state(cell, make_model(torch.float32))[-1].state) for cell in cells)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
@@ -144,7 +144,7 @@ def test_neighbours_change_no_bit(method: str, stacked: bool) -> None:
     together = list(simulate(cells, model, rounds=5, batch_size=BATCH))[-1]
     for i, cell in enumerate(cells):
         alone = last_state(cell, model, rounds=5, workers=1)[-1]
-        a, b = _tensors(alone.state), _tensors(together[i].state)
+        a, b = tensors_of(alone.state), tensors_of(together[i].state)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -153,12 +153,12 @@ def test_state_survives_save_and_load(method: str) -> None:
     """Going on from a saved state gives the bits of the unbroken run."""
     model, cell = make_model(torch.float32), Cell(make(method), make_federation(), 3)
     unbroken = [o[0] for o in simulate([cell], model, rounds=6, batch_size=BATCH)]
-    saved = _tensors(unbroken[2].state)
+    saved = tensors_of(unbroken[2].state)
     _, loaded = unpack(pack(saved, {}), saved)
-    state = _state(loaded, initial_state(cell, model))
+    state = state_of(loaded, initial_state(cell, model))
     resumed = Cell(cell.algorithm, cell.federation, 3, state=state)
     last = [o[0] for o in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
-    a, b = _tensors(unbroken[-1].state), _tensors(last.state)
+    a, b = tensors_of(unbroken[-1].state), tensors_of(last.state)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert last.measured["weights"] == unbroken[-1].measured["weights"]
 
@@ -211,7 +211,7 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
     cell = Cell(make(method), make_federation(alice=1), 3, tamper=broken)
     outcomes = last_state(cell, make_model(), rounds=6)
     assert all(outcome.error is None for outcome in outcomes)
-    assert all(torch.isfinite(t).all() for t in _tensors(outcomes[-1].state).values())
+    assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
     if method != "local":
         assert outcomes[-1].measured["weights"][3] == 0
         assert outcomes[-1].measured["screened"] == {"agent 3": "not finite"}

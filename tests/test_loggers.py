@@ -46,16 +46,16 @@ def mlflow() -> Any:
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Stop once, after so many rounds, as Ctrl-C would; nothing but the last round is saved then."""
-    log = experiment._log
+    log = experiment.execution.log
 
     def stopping(job: Any, outcome: Any, listener: Listener) -> None:
         log(job, outcome, listener)
         if outcome.round == after:
             job.latest = None  # as if the process had died before it saved anything
-            monkeypatch.setattr(experiment, "_log", log)
+            monkeypatch.setattr(experiment.execution, "log", log)
             raise experiment.Interrupted(2)
 
-    monkeypatch.setattr(experiment, "_log", stopping)
+    monkeypatch.setattr(experiment.execution, "log", stopping)
 
 
 def test_tensorboard_has_every_round(here: Path) -> None:

@@ -121,7 +121,7 @@ import torch._dynamo  # the first round would import it
 from waffle_fl import cli, experiment, records, tensorfile
 from waffle_fl.cli import commands
 
-experiment._dataset("digits", "", False)
+experiment.materials._dataset("digits", "", False)
 gc.freeze()
 
 

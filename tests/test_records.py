@@ -1,6 +1,7 @@
 """Run folders: what is written, what is read back, and what is refused."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -707,9 +708,9 @@ def test_other_data_behind_the_same_name_is_refused(tmp_path: Path, monkeypatch:
         federation = sound(*arguments)
         y = federation.y.clone()
         y[0] = (y[0] + 1) % 10
-        return experiment.replace(federation, y=y)
+        return dataclasses.replace(federation, y=y)
 
-    monkeypatch.setattr(experiment, "federation_of", mended)
+    monkeypatch.setattr(experiment.execution, "federation_of", mended)
     with pytest.raises(WaffleError, match=r"holds another run: provenance\.data was"):
         finish(folder, config())
 
@@ -763,7 +764,7 @@ def test_an_unwritable_folder_is_refused_before_training(
     file = tmp_path / "file"
     file.write_text("in the way")
     folder = {"a file": file, "under a file": file / "run", "proc": Path("/proc/waffle/run")}[place]
-    monkeypatch.setattr(experiment, "simulate", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     arguments = ["run", "local", "--data", "synthetic", "--model", "linear", "--rounds", 3, "--quiet"]
     assert command(monkeypatch, *arguments, "--out", folder) == 2
     message = capsys.readouterr().err
@@ -783,7 +784,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     before = snapshot(folder)
     tensors = {"model.safetensors", "predictions.safetensors"}
     assert set(before) == {"config.json", "provenance.json", "rounds.jsonl", "result.json", *tensors}
-    monkeypatch.setattr(experiment, "simulate", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     watcher = Watcher()
     assert finish(folder, config(method), watcher) == first
     assert (first["status"], first["rounds"]) == ("finished", ROUNDS)

@@ -20,6 +20,7 @@ from waffle_fl.errors import WaffleError, suggest
 
 SCHEMA = 1
 GRID = ("methods", "splits", "seeds")
+EVERYONE = "all"  # each agent is Alice once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
-from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import use
+from waffle_fl.cli.data import data_command
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
@@ -28,7 +25,7 @@ from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_
 from waffle_fl.data.files import data_dir
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import EVERYONE, Place, execute, federation_of, plan
+from waffle_fl.experiment import EVERYONE, Place, execute, plan
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -288,118 +285,6 @@ def reproduce(arguments: Sequence[str]) -> int:
     else:
         show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, Console())
     return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
-
-
-def data_command(arguments: Sequence[str]) -> int:
-    """Find, verify, fetch and describe a data set: waffle data NAME."""
-
-    @dataclass(frozen=True)
-    class Data:
-        """Find, verify and describe a data set; fetch what is missing where there is a network."""
-
-        name: tyro.conf.Positional[str]
-        """digits, mnist, fashion-mnist, cifar10 or synthetic."""
-        split: str = ""
-        """Also show who would hold what under this split (A, B, C, A*, B*)."""
-        agents: int = 10
-        """Number of agents of that split."""
-        samples_per_agent: int = 0
-        """Training samples an agent; 0 takes all."""
-        direction: Literal["left", "right"] = "left"
-        """Which way the split's list is rolled."""
-        out: Path = Path("labels.png")
-        """Where the picture of the split goes (.png or .pdf)."""
-        data_dir: str = ""
-        """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
-        allow_unverified: bool = False
-        """Accept files whose checksum is not the official one."""
-        output: Output = field(default_factory=Output)
-
-    args = parse(Data, arguments, "data")
-    if args.name not in data.NAMES:
-        raise WaffleError(f"unknown data set {args.name!r}{suggest(args.name, data.NAMES)}")
-    _fetch(args.name, args.data_dir, args.output.quiet)
-    found = data.load(args.name, args.data_dir, args.allow_unverified)
-    facts: dict[str, Any] = {
-        "name": found.name,
-        "origin": found.origin,
-        "verified": found.verified,
-        "note": found.note,
-        "sample": list(found.x_train.shape[1:]),
-        "classes": list(found.class_names),
-        "train": len(found.y_train),
-        "test": len(found.y_test),
-    }
-    counts: list[list[int]] = []
-    if args.split:
-        settings = {"data": args.name, "split": args.split, "agents": args.agents,
-                    "samples_per_agent": args.samples_per_agent, "direction": args.direction}  # fmt: skip
-        config = check_run("fedavg", settings, {})
-        federation = federation_of(config.settings, args.data_dir, args.allow_unverified)
-        counts = federation.label_counts().tolist()
-        facts |= {"split": args.split, "label_counts": counts, "split_hash": federation.digest()}
-        _draw(args.split, counts, args.out)
-        facts["picture"] = str(args.out)
-    if args.output.json:
-        print(json.dumps(facts))
-        return 0
-    _describe(facts, counts)
-    return 0
-
-
-def _fetch(name: str, folder: str, quiet: bool) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-        tasks: dict[str, Any] = {}
-
-        def advance(file: str, done: int, total: int) -> None:
-            task = tasks.setdefault(file, None)
-            if task is None:
-                task = tasks[file] = progress.add_task(file, total=total)
-            progress.update(task, completed=done)
-
-        data.fetch(name, folder, advance)
-
-
-def _draw(split: str, counts: list[list[int]], out: Path) -> None:
-    import vl_convert
-
-    from waffle_fl.report.charts import label_chart
-
-    if out.suffix not in (".png", ".pdf"):
-        raise WaffleError(f"expected --out to end in .png or .pdf, got {out}")
-    draw = vl_convert.vegalite_to_png if out.suffix == ".png" else vl_convert.vegalite_to_pdf
-    with writable(out):
-        out.write_bytes(draw(label_chart({split: counts}).to_json()))
-
-
-def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
-    console = Console()
-    verified = "official checksums verified" if facts["verified"] else "NOT verified"
-    shape = "x".join(map(str, facts["sample"]))
-    console.print(f"[bold]{facts['name']}[/bold]: {facts['origin']}; {verified}", highlight=False)
-    console.print(
-        f"{facts['train']:,} training and {facts['test']:,} test samples of shape {shape}, "
-        f"{len(facts['classes'])} classes: {', '.join(facts['classes'])}",
-        highlight=False,
-    )
-    if facts["note"]:
-        console.print(facts["note"], highlight=False)
-    if counts:
-        title = f"Training samples under split {facts['split']}"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in ("agent", *map(str, range(len(counts[0]))), "all"):
-            table.add_column(name, justify="left" if name == "agent" else "right", no_wrap=True)
-        for i, line in enumerate(counts):
-            table.add_row(str(i), *(str(n) if n else "·" for n in line), str(sum(line)))
-        console.print(table)
-        console.print(f"picture: {facts['picture']}", highlight=False)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -58,7 +58,7 @@ class Stacking(TorchFunctionMode):
             fuses = convolution.has_kernel and convolution.weight[0, 0].numel() <= SMALL_PATCH
             return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.made()
         if func is F.conv1d and args[1].ndim == 4:
-            return conv1d(self.rows, self.precision, *args, **kwargs)
+            return Convolution(self.rows, self.precision, *args, **kwargs).of_signals()
         if func is F.dropout:
             self.dropouts += 1
             return dropout(self.keys + self.dropouts, *args, **kwargs)
@@ -127,25 +127,6 @@ class _Linear(torch.autograd.Function):
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias
 
 
-def conv1d(
-    rows: int,
-    precision: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    """x (R*B, C, L), weight (R, O, C, K): a signal is an image of one line."""
-    if isinstance(padding, str):
-        raise NotImplementedError("named padding of a convolution in a stack")
-    stride, padding, dilation = (_pair(value)[0] for value in (stride, padding, dilation))
-    steps = (1, stride), (0, padding), (1, dilation)
-    return Convolution(rows, precision, x.unsqueeze(2), weight.unsqueeze(3), bias, *steps, groups).made().squeeze(2)
-
-
 class Convolution(NamedTuple):
     """A convolution a row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
 
@@ -189,6 +170,14 @@ class Convolution(NamedTuple):
         from waffle_fl.models import kernels
 
         return kernels.Conv2d.apply(self.x, self.weight, self.bias, _pair(self.padding), self.precision)  # type: ignore[no-any-return,no-untyped-call]
+
+    def of_signals(self) -> Tensor:
+        """The same of signals, x (R*B, C, L) and weight (R, O, C, K): images of one line."""
+        if isinstance(self.padding, str):
+            raise NotImplementedError("named padding of a convolution in a stack")
+        stride, padding, dilation = (_pair(value)[0] for value in (self.stride, self.padding, self.dilation))
+        lines = self._replace(x=self.x.unsqueeze(2), weight=self.weight.unsqueeze(3), stride=(1, stride))
+        return lines._replace(padding=(0, padding), dilation=(1, dilation)).made().squeeze(2)
 
     def pooled(self, size: int, rectified: bool) -> Tensor:
         """Its largest (rectified: or 0) output in each window, in one pass."""

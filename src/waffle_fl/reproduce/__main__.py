@@ -10,7 +10,7 @@ from typing import Any
 
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import STACK, Interrupted, Listener, Place
+from waffle_fl.experiment import Interrupted, Listener, Place
 from waffle_fl.reproduce.running import run_missing
 from waffle_fl.reproduce.studies import STUDIES, find_root, problems, read_study
 
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
-    parser.add_argument("--stack", type=int, default=STACK, help="runs that train together at most")
+    parser.add_argument("--stack", type=int, default=Place.stack, help="runs that train together at most")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")

@@ -1,0 +1,212 @@
+"""Bring runs to their end: open their folders, group those that can share a stack, train, resume."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from waffle_fl.algorithms import training_key
+from waffle_fl.config import RunConfig
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import check_stack, initial_state, simulate
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
+from waffle_fl.experiment.materials import advice, check_once, check_schedules, federation_of, model_of, origin
+from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
+from waffle_fl.models import STATS_POLICY
+from waffle_fl.records import Run, provenance
+
+FILES_A_RUN, SPARE_FILES = 2, 200
+
+
+def execute(
+    runs: Sequence[tuple[RunConfig, Path]], place: Place, listener: Listener | None = None
+) -> list[dict[str, Any]]:
+    """Bring every run to its end and return the results, in order. Finished runs are not run again."""
+    listener = listener or Listener()
+    if place.workers < 0 or place.stack < 1 or not place.minutes >= 0:
+        given = f"{place.workers}, {place.stack} and {place.minutes}"
+        raise WaffleError(f"expected workers >= 0, stack >= 1 and minutes >= 0, got {given}")
+    device = device_of(place.device)
+    _allow_files(FILES_A_RUN * len(runs))
+    results: dict[Path, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack, _stop_requests(place.minutes) as stopped:
+        jobs = []
+        for config, folder in runs:
+            job = _open(stack, config, folder, place, device, listener)
+            if isinstance(job, Job):
+                jobs.append(job)
+            else:
+                results[folder] = job
+        listener.planned(runs, len(results))
+        for group in _groups(jobs, place.stack):
+            for job, result in _train(group, place, device, listener, stopped):
+                results[job.run.folder] = result
+                listener.ended(job.config, result)
+    return [results[folder] for _, folder in runs]
+
+
+def _allow_files(count: int) -> None:
+    """Every run keeps its lock and its log open: ask the system for as many files as that takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _open(
+    stack: contextlib.ExitStack,
+    config: RunConfig,
+    folder: Path,
+    place: Place,
+    device: torch.device,
+    listener: Listener,
+) -> Job | dict[str, Any]:
+    """Lock a run's folder and find out where it stands; a run that has ended gives its result."""
+    whole = federation_of(config.settings, place.data_dir, place.allow_unverified)
+    alone = config.method == "local"  # nobody else's training could matter
+    federation = whole.only(whole.alice) if alone else whole
+    if config.settings.augment and len(federation.shape) != 3:
+        raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
+    model = model_of(config.settings, federation, place, device)
+    check_once(config.settings, model, federation)
+    cell = Cell(config.algorithm(), federation, config.settings.seed)
+    check_stack([cell], model, config.settings.batch_size)
+    check_schedules(config)
+    notes = advice(config, federation)
+    description = provenance(
+        _device_name(device),
+        whole.digest(),
+        agents=list(whole.names),
+        alice=whole.alice,
+        label_counts=whole.label_counts().tolist(),
+        test_samples=len(federation.test[federation.alice]),
+        task=whole.task,
+        classes=list(whole.class_names),
+        sample=list(whole.shape),
+        **origin(config.settings, place),
+        statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
+        parameters=model.size,
+        engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
+        notes=notes,
+    )
+    run = stack.enter_context(Run.opened(folder, config, description, place.force))
+    result = run.result
+    if result is not None:
+        for note in run.notes:
+            listener.warned(note)
+        return result
+    if federation.preprocessing:
+        run.keep("preprocessing.json", federation.preprocessing.to_json())
+    for note in notes:
+        listener.warned(f"{folder.name}: {note}")
+    template = tensors_of(initial_state(cell, model))
+    start, tensors, warnings = run.resume(template)
+    if start > config.settings.rounds:
+        raise WaffleError(f"{folder} has come to round {start} already, {config.settings.rounds} are asked for")
+    for warning in warnings:
+        listener.warned(warning)
+    state = state_of(tensors, initial_state(cell, model)) if tensors else None
+    next_save = time.monotonic() + place.checkpoint_seconds
+    return Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
+
+
+def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
+    """Runs that train their rows alike, and stand at the same round, go into one stack."""
+    groups: dict[Any, list[Job]] = {}
+    for job in jobs:
+        s = job.config.settings
+        key = (
+            training_key(job.cell.algorithm),
+            s.data,
+            s.model,
+            s.rounds,
+            s.epochs,
+            s.batch_size,
+            s.augment,
+            s.guard,
+            s.precision,
+        )
+        f = job.cell.federation
+        groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(job)
+    return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
+
+
+def _train(
+    jobs: Sequence[Job], place: Place, device: torch.device, listener: Listener, stopped: Callable[[], int]
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Train one stack to its end, logging every round and saving every few seconds."""
+    s = jobs[0].config.settings
+    model = model_of(s, jobs[0].cell.federation, place, device)
+    cells = [job.cell for job in jobs]
+    stream = simulate(
+        cells,
+        model,
+        rounds=s.rounds,
+        start=jobs[0].start,
+        batch_size=s.batch_size,
+        epochs=s.epochs,
+        augment=s.augment,
+        guard=s.guard,
+        workers=place.workers,
+    )
+    began = time.monotonic()
+    try:
+        for outcomes in stream:
+            for outcome in outcomes:
+                job = jobs[outcome.cell]
+                if outcome.error:
+                    save(job)
+                    yield job, close(job, model, "diverged", str(outcome.error))
+                else:
+                    log(job, outcome, listener)
+            if outcomes[0].round < s.rounds:
+                save_some(jobs, place.checkpoint_seconds, time.monotonic() - began)
+            if stopped():
+                raise Interrupted(stopped())
+            began = time.monotonic()
+    except torch.OutOfMemoryError:
+        raise WaffleError("the GPU ran out of memory: train fewer runs at once (--stack) or use --device cpu") from None
+    finally:
+        for job in jobs:
+            if job.run.result is None:
+                save(job)
+    for job in jobs:
+        if job.run.result is None:
+            yield job, close(job, model, "finished")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@contextlib.contextmanager
+def _stop_requests(minutes: float = 0.0) -> Iterator[Callable[[], int]]:
+    """Turn Ctrl-C, SIGTERM and the end of the time into a wish to stop after this round; a second Ctrl-C is obeyed."""
+    received: list[int] = []
+    end = time.monotonic() + 60 * minutes if minutes else math.inf
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever runs us handles the signals
+        before = {}
+    try:
+        yield lambda: received[0] if received else signal.SIGALRM * (time.monotonic() >= end)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

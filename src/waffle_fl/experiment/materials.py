@@ -1,0 +1,154 @@
+"""What settings stand for: the federation, the model, and what a careful colleague would say of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.schedules import evaluate
+from waffle_fl.config import EVERYONE, RunConfig, Settings
+from waffle_fl.data import Dataset, load
+from waffle_fl.data.files import data_dir as data_folder
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment.place import Place
+from waffle_fl.federation import Federation, build, index_of, pool_of
+from waffle_fl.folders import own_federation
+from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
+from waffle_fl.partition import split
+
+COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
+
+
+@lru_cache(maxsize=2)
+def _dataset(name: str, folder: str, allow_unverified: bool) -> Dataset:
+    return load(name, folder, allow_unverified)
+
+
+@lru_cache(maxsize=2)
+def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tensor]:
+    return pool_of(_dataset(name, folder, allow_unverified))
+
+
+def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
+    """The federation that the settings describe; runs that differ in their seed alone share it."""
+    folder = _own_folder(s.data, data_dir) if s.is_own else None
+    if folder:
+        whole = own_federation(s, folder, None if s.alice == EVERYONE else s.alice)
+    else:
+        whole = _federation(replace(s, seed=0, leave_out=()), data_dir, allow_unverified)
+    return whole.without(*s.leave_out) if s.leave_out else whole
+
+
+def _own_folder(name: str, place: str) -> Path | None:
+    """A folder of the user's own: a path, or a name beside the data sets."""
+    if os.sep in name or Path(name).is_dir():
+        return Path(name)
+    beside = data_folder(place) / name
+    return beside if beside.is_dir() else None
+
+
+@lru_cache(maxsize=16)
+def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
+    dataset = _dataset(s.data, data_dir, allow_unverified)
+    names = [f"agent {i}" for i in range(s.agents)]
+    alice = index_of(s.alice, names)
+    partition = split(
+        dataset.y_train,
+        dataset.y_test,
+        s.split,
+        agents=s.agents,
+        classes=dataset.classes,
+        alice=alice,
+        seed=s.split_seed,
+        samples_per_agent=s.samples_per_agent,
+        validation=s.validation,
+        test=s.test,
+        shares=s.shares or None,
+        sizes=s.sizes,
+        direction=s.direction,
+        permutation_seed=s.permutation_seed,
+        shared_permutation=s.shared_permutation,
+    )
+    return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
+
+
+def origin(s: Settings, place: Place) -> dict[str, Any]:
+    """What the record says of where the data came from."""
+    if s.is_own:
+        return {}
+    dataset = _dataset(s.data, place.data_dir, place.allow_unverified)
+    return {"data_verified": dataset.verified, **({"data_note": dataset.note} if dataset.note else {})}
+
+
+def advice(config: RunConfig, federation: Federation) -> list[str]:
+    """What a careful colleague would mention before the run."""
+    notes = list(federation.notes)
+    empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
+    if empty:
+        notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
+    if config.method == "waffle":
+        if federation.agents == 1:
+            notes.append("a single agent: this is Local")
+        if federation.agents == 2:
+            notes.append("two agents: the paper's weights are 0/0, both weigh the same until 95 % of the rounds")
+        if config.settings.rounds < 20:
+            notes.append("fewer than 20 rounds: the last 5 %, in which Alice trains alone, are at most one round")
+    return notes
+
+
+def model_of(s: Settings, federation: Federation, place: Place, device: torch.device) -> FlatModel:
+    """The model that the settings describe, on its device."""
+    build_module = builder(s.model, s.data, federation.shape, federation.outputs)
+    steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
+    pays = device.type == "cuda" and steps >= COMPILE_PAYS
+    return FlatModel(
+        build_module,
+        loss=squared_error if federation.task == "regression" else cross_entropy,
+        precision=s.precision,
+        device=device,
+        stacked=None if place.rows == "auto" else place.rows == "stacked",
+        compiled=pays if place.compile == "auto" else place.compile == "on",
+    )
+
+
+def check_once(s: Settings, model: FlatModel, federation: Federation) -> None:
+    """A model that fitted such data once is not tried again."""
+    kind = (s.model, s.data, federation.shape, federation.outputs, federation.task)
+    if kind not in _fitting:
+        check_output(s.model, model, federation)
+        _fitting.add(kind)
+
+
+_fitting: set[tuple[Any, ...]] = set()
+
+
+def check_output(name: str, model: FlatModel, federation: Federation) -> None:
+    """A model that does not fit the data is told before the first round."""
+    net = model.init(0)
+    sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
+    try:
+        found = tuple(model.predict(net.params, net.stats, sample).shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise WaffleError(f"the model {name} cannot take samples of shape {federation.shape}: {reason}") from None
+    wanted = [(1, federation.outputs)] + ([(1,)] if federation.task == "regression" else [])
+    if found not in wanted:
+        raise WaffleError(
+            f"the model {name} answers one sample in the shape {found}, expected {wanted[0]}: "
+            f"{'a number' if federation.task == 'regression' else 'a score for each class'}"
+        )
+
+
+def check_schedules(config: RunConfig) -> None:
+    """A schedule that leaves [0, 1] in any round is told before the first."""
+    for name in ("omega", "psi"):
+        schedule = getattr(config.algorithm(), name, None)
+        if schedule is not None:
+            for r in range(1, config.settings.rounds + 1):
+                evaluate(schedule, name, r, config.settings.rounds)

@@ -1,0 +1,50 @@
+"""The runs of a grid: one for each method, split, seed and Alice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from waffle_fl.config import EVERYONE, Experiment, RunConfig, Settings
+from waffle_fl.experiment.materials import federation_of
+from waffle_fl.experiment.place import Place
+from waffle_fl.federation import Federation
+
+
+def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[tuple[RunConfig, Path]]:
+    """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
+    place = place or Place()
+    runs = []
+    for method in experiment.methods:
+        for kind in experiment.splits:
+            for seed in experiment.seeds:
+                table = experiment.options.get(method, {})
+                options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
+                given = {k: v for k, v in options.items() if v is not None}
+                settings = replace(experiment.settings, split=kind, seed=seed)
+                for alice in alices(settings, place):
+                    config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
+                    runs.append((config, out / config.label))
+    return runs
+
+
+def alices(s: Settings, place: Place) -> list[str]:
+    """The agents that a model is wanted for: the one who is named, or each who can be."""
+    if s.alice != EVERYONE:
+        return [s.alice]
+    federation = everyone_of(s, place)
+    able = [
+        (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
+    ]
+    return [handle(i, name) for i, name in able]
+
+
+def everyone_of(s: Settings, place: Place) -> Federation:
+    """The federation of all agents, whoever is Alice."""
+    wanted = replace(s, alice=EVERYONE if s.is_own else "0", leave_out=())
+    return federation_of(wanted, place.data_dir, place.allow_unverified)
+
+
+def handle(agent: int, name: str) -> str:
+    """What a config calls an agent: its name, or its number where it has no name of its own."""
+    return str(agent) if name == f"agent {agent}" else name
