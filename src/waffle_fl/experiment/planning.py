@@ -21,11 +21,17 @@ def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[
                 table = experiment.options.get(method, {})
                 options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
                 given = {k: v for k, v in options.items() if v is not None}
-                settings = replace(experiment.settings, split=kind, seed=seed)
+                settings = _of_split(experiment.settings, kind, seed)
                 for alice in alices(settings, place):
                     config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
                     runs.append((config, out / config.label))
     return runs
+
+
+def _of_split(s: Settings, kind: str, seed: int) -> Settings:
+    """The settings of one run; where no labels are permuted the permutations' seed says nothing, so it is the default."""
+    seed_of_labels = s.permutation_seed if kind.endswith("*") else Settings.permutation_seed
+    return replace(s, split=kind, seed=seed, permutation_seed=seed_of_labels)
 
 
 def alices(s: Settings, place: Place) -> list[str]:

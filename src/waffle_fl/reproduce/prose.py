@@ -30,6 +30,8 @@ DEPARTURES = {
     "ours-tanh-no-clip": "ours, but tanh and average pooling, not clipped",
     "scaffold": "SCAFFOLD, clipped at 2 (the default)",
     "scaffold-no-clip": "SCAFFOLD, not clipped",
+    "apfl": "APFL, its share adapted once a round, as the paper's code did",
+    "apfl-step": "APFL, its share adapted at the first step (the default)",
 }
 EROSION = """
     The paper's p_d for CIFAR-10 is about a hundred times its p_d for MNIST. Taken literally, for relative distances
