@@ -117,8 +117,9 @@ def test_fixed_weights_end_in_the_minimiser(steps: int | tuple[int, ...]) -> Non
 
 
 def test_fedavg_stops_beside_it() -> None:
-    """FedAvg stops at the mean of the optima weighed by I − (I − lr H_i)^K, which is the minimiser for one step, the
-    plain mean of the optima for very many, and off by about lr (K − 1)/2 in between."""
+    """FedAvg stops at the mean of the optima weighed by I − (I − lr H_i)^K: the minimiser for one step, the plain mean
+    of the optima for very many, and to first order lr (K − 1)/2 · H⁻¹ Σ α_i H_i ∇f_i(x*) beside the minimiser in
+    between."""
     problem, lr = quadratics(1), 0.02
     eye, equal = torch.eye(2, dtype=torch.float64), torch.full((3,), 1 / 3, dtype=torch.float64)
     goal = problem.minimiser(equal)
@@ -286,8 +287,8 @@ def test_one_sharp_agent_is_enough(K: int, share: float) -> None:
 
 @pytest.mark.parametrize(("K", "share"), [(8, 0.5), (16, 0.5), (40, 0.5), (40, 0.9)])
 def test_unequal_steps_can_diverge(K: int, share: float) -> None:
-    """Beside a flat agent that makes K steps, an agent that makes one is stable if and only if lr h < 1/(α_1 α_2 (K −
-    1)): with unequal numbers of steps lr L < 2 is not enough."""
+    """An agent of curvature h that makes one step, beside a flat one that makes K, is stable for lr h < 2 if and only
+    if lr h < 1/(α_1 α_2 (K − 1)): with unequal numbers of steps lr L < 2 is not enough."""
     flat, weights = in_one_dimension((1.0, 0.0)), torch.tensor([share, 1 - share], dtype=torch.float64)
     limit = 1 / (share * (1 - share) * (K - 1))
     for lr, stable in ((0.99 * limit, True), (1.01 * limit, False)):

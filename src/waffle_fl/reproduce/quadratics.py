@@ -22,7 +22,7 @@ STEPS = 8
 ONE_SHARP = (1.0, *[0.4] * 4, *[0.1] * 5)  # curvatures of ten agents
 ONE_FLAT = (1.0, 0.001)
 SWITCH, AFTER, NEW_WEIGHTS = 30, 30, (0.8, 0.1, 0.1)
-GRID, TRIED = [round(0.1 * i, 1) for i in range(1, 25)], [0.4, 0.8, 1.2, 1.6, 2.2]
+GRID, TRIED = [round(0.05 * i, 2) for i in range(1, 49)], [0.4, 0.8, 1.2, 1.6, 2.2]
 
 
 class Quadratics(NamedTuple):
