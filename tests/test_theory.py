@@ -21,6 +21,7 @@ from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.contract import one_hot
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Scaffold
+from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
 from waffle_fl.reproduce import drift, momentum
 from waffle_fl.reproduce.quadratics import (
@@ -60,7 +61,7 @@ def same_curvature(problem: Quadratics) -> Quadratics:
     return problem._replace(curvatures=problem.curvatures[:1].expand_as(problem.curvatures))
 
 
-def end(algorithm: Any, problem: Quadratics, steps: int | Sequence[int], rounds: int = 400, **options: Any) -> Any:
+def end(algorithm: Any, problem: Quadratics, steps: int | Sequence[int], rounds: int = 250, **options: Any) -> Any:
     """The server in the end."""
     each = [steps] * len(problem.optima) if isinstance(steps, int) else steps
     *_, (server, _, _) = play(algorithm, problem.grad, START[: problem.optima.shape[1]], each, rounds, **options)
@@ -87,8 +88,8 @@ def weights_at(distances: Sequence[float], omega: float, denominator: str = "max
 
 
 def test_a_round_of_local_steps() -> None:
-    """A round moves agent i by -lr K P_i (∇f_i(x) + c − c_i) and leaves it c_i = P_i ∇f_i(x) + (I − P_i)(c_i − c),
-    with P_i the mean of the first K powers of I − lr H_i."""
+    """A round moves agent i by −lr K P_i (∇f_i(x) + c − c_i) and leaves it c_i = P_i ∇f_i(x) + (I − P_i)(c_i − c), with
+    P_i the mean of the first K powers of I − lr H_i."""
     problem, lr, K = quadratics(), 0.7, 5
     waffle = Waffle(SGD(lr), clip=0.0)
     before, after = (s for s, *_ in list(play(waffle, problem.grad, START, [K] * 3, 4, ALPHA))[-2:])
@@ -105,7 +106,7 @@ def test_a_round_of_local_steps() -> None:
 def test_fixed_weights_end_in_the_minimiser(steps: int | tuple[int, ...]) -> None:
     """With fixed weights, the anchored rule and lr L < 2 the only fixed point is the minimiser of the weighted
     objective, for any numbers of local steps, equal or not; there c = 0 and each c_i is its agent's gradient."""
-    problem, lr = quadratics(1), 0.3
+    problem, lr = quadratics(1, low=0.3), 0.3
     server = end(Waffle(SGD(lr), clip=0.0), problem, steps, weights=ALPHA)
     goal = problem.minimiser(ALPHA)
     assert close(server.x, goal)
@@ -195,10 +196,10 @@ def test_the_printed_rule_s_bias_is_a_sum() -> None:
 def test_the_bias_moves_the_fixed_point() -> None:
     """With c − Σ α_i c_i = b the fixed point is the minimiser less H_α⁻¹ b, and the printed rule keeps b for ever once
     the weights stand still."""
-    problem = quadratics(4)
+    problem = quadratics(4, low=0.3)
     g = torch.Generator().manual_seed(0)
     changing = torch.softmax(2 * torch.randn(5, 3, generator=g, dtype=torch.float64), dim=1)
-    weights = torch.cat([changing, ALPHA.expand(600, -1)])
+    weights = torch.cat([changing, ALPHA.expand(150, -1)])
     for control in ("anchored", "paper"):
         waffle = Waffle(SGD(0.3), clip=0.0, control=control)  # type: ignore[arg-type]
         way = list(play(waffle, problem.grad, START, [4] * 3, len(weights), weights))
@@ -212,7 +213,7 @@ def test_the_bias_moves_the_fixed_point() -> None:
 def test_the_printed_rule_stays_where_it_converged() -> None:
     """Where training has converged before the weights change, the printed rule leaves the model there under any later
     weights; the anchored rule goes on to the new minimiser."""
-    problem, rounds = quadratics(5), 400
+    problem, rounds = quadratics(5, low=0.3), 120
     alone = one_hot(torch.tensor(0), 3)
     weights = torch.cat([ALPHA.expand(rounds, -1), alone.expand(rounds, -1)])
     ends = {
@@ -228,8 +229,8 @@ def test_the_printed_rule_stays_where_it_converged() -> None:
 
 @pytest.mark.parametrize("control", ["anchored", "paper"])
 def test_a_round_is_a_matrix(control: Any) -> None:
-    """A round is a matrix on the errors of (x, c, c_1, …, c_N), and under the printed rule 1 is an eigenvalue of it as
-    many times as the model has parameters."""
+    """A round is a matrix on the errors of (x, c, c_1, …, c_N), and for lr L < 2 the printed rule gives it the
+    eigenvalue 1 as many times as the model has parameters, the anchored rule never."""
     problem, steps, lr = quadratics(6), [3, 1, 5], 0.4
     matrix = round_map(problem.curvatures, ALPHA, lr, steps, control=control)
     waffle = Waffle(SGD(lr), clip=0.0, control=control)
@@ -254,8 +255,8 @@ def test_stable_below_two(seed: int, K: int, lr: float, agents: int, evenness: f
 
 
 def test_more_local_steps_slow_it_down_in_the_end() -> None:
-    """Where all agents have one curvature the spectral radius is the larger of |1 − lr h|^K and 1 − p(h) over its
-    eigenvalues h, so beyond some number of local steps more of them make SCAFFOLD slower."""
+    """Where all agents have one curvature and lr L < 2, the spectral radius is the larger of |1 − lr h|^K and 1 − p(h)
+    over its eigenvalues h, so beyond some number of local steps more of them make SCAFFOLD slower."""
     problem, lr = same_curvature(quadratics(7)), 0.5
     h = torch.linalg.eigvalsh(problem.curvatures[0])
     found = {}
@@ -316,11 +317,11 @@ def test_momentum_reweighs_the_objective() -> None:
         [torch.linalg.solve(r.to_correction, r.to_gradient @ H) for r, H in zip(each, DRIFT[0], strict=True)]
     )
     stop = stationary(pulls, DRIFT.optima)
-    assert close(end(Scaffold(sgd, clip=0.0), DRIFT, momentum.STEPS, 200).x, stop)
+    assert close(end(Scaffold(sgd, clip=0.0), DRIFT, momentum.STEPS, 60).x, stop, atol=1e-6)
     recorded = momentum.models(*momentum.FORMS["outside, divided by K (ours)"])[-1]
     assert (stop - recorded).norm() < 0.001 < 0.1 < (stop - drift.common_optimum()).norm()
     equal = same_curvature(DRIFT)
-    assert close(end(Scaffold(sgd, clip=0.0), equal, momentum.STEPS, 200).x, equal.optima.mean(dim=0))
+    assert close(end(Scaffold(sgd, clip=0.0), equal, momentum.STEPS, 60).x, equal.optima.mean(dim=0), atol=1e-6)
 
 
 def test_momentum_inside_explodes() -> None:
@@ -400,17 +401,32 @@ def test_clipping_moves_no_fixed_point_of_waffle() -> None:
 
 
 def test_clipping_tames_an_unstable_step_size() -> None:
-    """Where one and sixteen steps at lr 0.6 make a spectral radius of 1.5, the model is 10^50 away after 300 rounds;
+    """Where one and sixteen steps at lr 0.6 make a spectral radius of 1.5, the model is 10^25 away after 150 rounds;
     clipped at 2 it circles around the optimum, never farther than 13, and does not converge."""
     problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
     goal = problem.minimiser(equal_weights(problem))
     far = {}
     for clip in (0.0, 2.0):
-        way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], 300, equal_weights(problem))
+        way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], 150, equal_weights(problem))
         far[clip] = [float((server.x - goal).norm()) for server, *_ in way]
-    assert far[0.0][-1] > 1e50
+    assert far[0.0][-1] > 1e25
     assert max(far[2.0]) < 13
     assert max(far[2.0][-20:]) > 1
+
+
+def test_clipping_shortens_the_recovery() -> None:
+    """After 40 and 80 such rounds Alice, alone from then on, needs 23 and 41 rounds to come within 0.01 of her optimum
+    without clipping, and 12 after either with it."""
+    problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
+    needed = {}
+    for clip in (0.0, 2.0):
+        for unstable in (40, 80):
+            alone = one_hot(torch.tensor(0), 2).expand(45, -1)
+            weights = torch.cat([equal_weights(problem).expand(unstable, -1), alone])
+            way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], len(weights), weights)
+            far = [float((server.x - problem.optima[0]).norm()) for server, *_ in way]
+            needed[clip, unstable] = 1 + next(r for r, distance in enumerate(far[unstable:]) if distance < 0.01)
+    assert needed == {(0.0, 40): 23, (0.0, 80): 41, (2.0, 40): 12, (2.0, 80): 12}
 
 
 # --------------------------------------------------------------------------------------------------------- the weights
@@ -444,6 +460,9 @@ def test_when_alice_is_alone(q: float) -> None:
     ranged = 1 + 1 / (2 * q) - math.sqrt(1 / q + 1 / (4 * q * q))
     assert ranged == pytest.approx(q * (1 - ranged) ** 2)
     assert ranged < (3 - math.sqrt(5)) / 2
+    highest = {"max": (0.2, 72), "range": ((3 - math.sqrt(5)) / 2, 58)}  # passed in this round of 100
+    for omega, r in highest.values():
+        assert evaluate("sigmoid(3.2)", "omega", r - 1, 100) > omega > evaluate("sigmoid(3.2)", "omega", r, 100)
     for reading, limit in (("max", most), ("range", ranged)):
         assert weights_at([q, 1.0, (1 + q) / 2], limit - 1e-6, reading)[0] == 1
         assert weights_at([q, 1.0, (1 + q) / 2], limit + 1e-6, reading)[0] < 1
@@ -558,9 +577,9 @@ def test_noise_looks_like_distance() -> None:
 def test_control_variates_keep_what_updates_hide() -> None:
     """While the corrected updates and with them all distances tend to 0, |c_i − c_A| tends to |∇f_i − ∇f_A| at the
     limit: the heterogeneity itself."""
-    problem = quadratics(9)
+    problem = quadratics(9, low=0.3)
     goal = problem.minimiser(ALPHA)
-    *_, (server, up, _) = play(Waffle(SGD(0.3), clip=0.0), problem.grad, START, [4] * 3, 400, ALPHA)
+    *_, (server, up, _) = play(Waffle(SGD(0.3), clip=0.0), problem.grad, START, [4] * 3, 150, ALPHA)
     g = problem.grad(goal.expand(3, -1), START)[0]
     assert up.dy.norm() < 1e-8
     assert close((server.c_i - server.c_i[0]).norm(dim=1), (g - g[0]).norm(dim=1))

@@ -245,7 +245,7 @@ def quadratics(record: Sequence[Mapping[str, Any]]) -> Any:
 def _quadratics_panel(title: str, lines: Sequence[Mapping[str, Any]]) -> Any:
     labels = [line["label"] for line in lines]
     scale = alt.Scale(domain=labels, range=[AGENTS[0], ALICE, AGENTS[2]][: len(labels)])
-    color = alt.Color("label:N", scale=scale, sort=labels, title=None, legend=alt.Legend(orient="bottom"))
+    color = alt.Color("label:N", scale=scale, sort=labels, title=None, legend=alt.Legend(orient="bottom", columns=2))
 
     def chart(values: Sequence[Mapping[str, Any]], x: alt.X, y: alt.Y) -> Any:
         return alt.Chart(alt.InlineData(values=list(values))).encode(x=x, y=y, color=color)
