@@ -41,6 +41,7 @@ class Records:
     parts: Mapping[str, Part]
     drift: Sequence[Mapping[str, Any]]
     momentum: Sequence[Mapping[str, Any]]
+    quadratics: Sequence[Mapping[str, Any]]
 
     def runs(self, name: str) -> list[Finished]:
         return self.parts[name].all_runs
