@@ -29,7 +29,7 @@ def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[
 
 
 def _of_split(s: Settings, kind: str, seed: int) -> Settings:
-    """The settings of one run; where no labels are permuted the permutations' seed says nothing, so it is the default."""
+    """The settings of one run; the seed of permutations is the default where none are drawn."""
     seed_of_labels = s.permutation_seed if kind.endswith("*") else Settings.permutation_seed
     return replace(s, split=kind, seed=seed, permutation_seed=seed_of_labels)
 
