@@ -1,8 +1,9 @@
-"""The runs of a grid: one for each method, split, seed and Alice."""
+"""The runs of a grid: one for each method, split, shift, seed and Alice."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from waffle_fl.config import EVERYONE, Experiment, RunConfig, Settings
@@ -15,16 +16,15 @@ def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[
     """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
     place = place or Place()
     runs = []
-    for method in experiment.methods:
-        for kind in experiment.splits:
-            for seed in experiment.seeds:
-                table = experiment.options.get(method, {})
-                options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
-                given = {k: v for k, v in options.items() if v is not None}
-                settings = replace(experiment.settings, split=kind, seed=seed)
-                for alice in alices(settings, place):
-                    config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
-                    runs.append((config, out / config.label))
+    shifts = experiment.shifts or (experiment.settings.shift,)
+    for method, kind, shift, seed in product(experiment.methods, experiment.splits, shifts, experiment.seeds):
+        table = experiment.options.get(method, {})
+        options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
+        given = {k: v for k, v in options.items() if v is not None}
+        settings = replace(experiment.settings, split=kind, shift=shift, seed=seed)
+        for alice in alices(settings, place):
+            config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
+            runs.append((config, out / config.label))
     return runs
 
 
