@@ -21,7 +21,7 @@ from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
 GRID = ("methods", "splits", "shifts", "seeds")
-EVERYONE = "all"  # each agent is Alice once
+EVERYONE = "all"  # each agent is Alice once; each method takes part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +250,8 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     check_schema(content.pop("schema", SCHEMA))
     tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
     grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
+    if grid.get("methods") == [EVERYONE]:
+        grid["methods"] = list(ALGORITHMS)
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
     known = [*hints, *GRID, "schema", "variants", *ALGORITHMS]

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -119,12 +119,15 @@ class Federation:
             return called
         return torch.where(self.turn[rows] < moment, self.later[agent][self.y[rows]], called)
 
-    def label_counts(self) -> Tensor:
-        """(agents, classes): how many training samples of each label, as the agent itself labels them."""
+    def label_counts(self, part: Literal["train", "test"] = "train") -> Tensor:
+        """(agents, classes): how many training or test samples of each label, as the agent itself labels them."""
         if self.task == "regression":
             return torch.empty(self.agents, 0, dtype=torch.int64)
         return torch.stack(
-            [self.labels(i, rows).bincount(minlength=len(self.class_names)) for i, rows in enumerate(self.train)]
+            [
+                self.labels(i, rows).bincount(minlength=len(self.class_names))
+                for i, rows in enumerate(getattr(self, part))
+            ]
         )
 
     def digest(self) -> str:

@@ -183,6 +183,11 @@ def split(
         ),
         strict=True,
     )
+    starved = [agent for agent, part in enumerate(parts) if sum(map(len, part)) and not len(train[agent])]
+    if shifts and starved:
+        raise WaffleError(
+            f"validation leaves agent {starved[0]} nothing to train on: expected less than {validation:g}"
+        )
     share_out = divide if test == "share" else all_allowed
     own = np.tile(np.arange(classes), (agents, 1))
     shifted = concept_shift(agents, classes, alice, permutation_seed, shared_permutation)
