@@ -151,7 +151,7 @@ def show_study(
 def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:
     """How one run ended."""
     s = config.settings
-    where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.split}"
+    where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.column}"
     table = Table(title=f"{TITLES[config.method]} on {where}", title_justify="left")
     measure = measure_of(result.get("best", {}))
     for column in ("protocol", "round", measure.title.lower()):
