@@ -527,3 +527,33 @@ def test_all_test_images_of_alice_on_mnist(mnist: data.Dataset) -> None:
     assert len(everything.test[0]) == 10000
     four = split(mnist.y_train, mnist.y_test, "B", test="all")
     assert sorted(four.test[0].tolist()) == np.flatnonzero(mnist.y_test < 4).tolist()
+
+
+# ------------------------------------------------------------------------------------------------- shifts beside splits
+
+
+@quick
+@given(kind=kinds, agents=crowds, n=sizes, seed=numbers)
+def test_no_shift_is_the_split_as_it_was(kind: str, agents: int, n: int, seed: int) -> None:
+    """An empty shift, and shifts of features and drift alone, leave who holds what to the split."""
+    train, test = labels_of(n, seed), labels_of(n // 2, seed + 1)
+    plain = split(train, test, kind, agents=agents, seed=seed)
+    if agents > 1:
+        shift = "noise(1) + drift(sudden, 0.5)"
+        assert same(plain, split(train, test, kind, agents=agents, seed=seed, shift=shift))
+    assert same(plain, split(train, test, kind, agents=agents, seed=seed, shift=""))
+
+
+@quick
+@given(kind=kinds, agents=st.integers(2, 12), extra=st.integers(0, 300), seed=numbers, alpha=st.floats(0.001, 10))
+def test_a_skewed_split_is_disjoint_and_serves_everybody(
+    kind: str, agents: int, extra: int, seed: int, alpha: float
+) -> None:
+    """With as many samples as agents or more, a Dirichlet skew of any split leaves nobody empty and nothing shared."""
+    train, test = labels_of(agents + extra, seed), labels_of(50, seed + 1)
+    made = split(train, test, kind, agents=agents, seed=seed, shift=f"dirichlet({alpha}) + quantity(2)")
+    used = together(made.train)
+    assert len(np.unique(used)) == len(used)
+    assert all(len(part) for part in made.train)
+    again = split(train, test, kind, agents=agents, seed=seed, shift=f"dirichlet({alpha}) + quantity(2)")
+    assert same(made, again)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from conftest import BATCH, last_state, make_federation, make_model, refusal
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, FedAvg
-from waffle_fl.batches import Batches
+from waffle_fl.batches import Batches, Plan
 from waffle_fl.cli.commands import main
 from waffle_fl.config import Settings, check_run, completed, load_experiments
 from waffle_fl.engines.cells import Cell
@@ -443,16 +445,21 @@ def test_a_gradual_drift_only_ever_grows(at: float, width: float, moments: list[
 
 
 def test_every_round_s_batches_bear_the_labels_of_the_round() -> None:
-    """Stacked beside a federation without drift, each batch has the labels that its agent uses in that round."""
+    """Stacked beside a federation without drift, each batch has the labels that its agent uses in that round.
+
+    All that changes with the round is copied into the buffers of the first round's plan, as a captured graph reads it.
+    """
     drifting, plain = digits("drift(gradual, 0.2, 0.8, who=all)", agents=4), digits("", agents=4)
     rounds, federations = 5, [drifting, plain]
     batches = Batches(federations, [1, 2], 32, 2, torch.float32, rounds=rounds)
     alone = Batches([plain], [2], 32, 2, torch.float32, rounds=rounds)
-    changed = []
+    changed, buffers = [], Plan(*(field.clone() for field in batches.plan(1, 0, slice(0, 8))))
     for r in range(1, rounds + 1):
         planned = batches.plan(r, 0, slice(0, 8))
+        for buffer, field in zip(buffers, planned, strict=True):
+            buffer.copy_(field)
         for t in range(max(batches.steps)):
-            found = batches.batch(planned, torch.tensor([t]), 32)
+            found = batches.batch(buffers, torch.tensor([t]), 32)
             for row in range(8):
                 federation, agent = federations[row // 4], row % 4
                 samples = planned.samples[row, t]
@@ -600,7 +607,7 @@ def test_alice_s_own_drift_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_beyond_has_every_method_and_all_kinds_of_shifts() -> None:
-    """experiments/beyond.toml runs all methods on two data sets, under the paper's splits and every shift of grey images."""
+    """experiments/beyond.toml runs all methods on two data sets, the paper's splits and all shifts of grey images."""
     experiments = {e.name.rpartition("/")[2]: e for e in load_experiments(ROOT / "experiments" / "beyond.toml")}
     assert {e.settings.data for e in experiments.values()} == {"mnist", "fashion-mnist"}
     assert all(e.methods == tuple(ALGORITHMS) for e in experiments.values())
@@ -641,3 +648,30 @@ def test_vectors_are_drawn_as_strips(tmp_path: Path) -> None:
     out = tmp_path / "strip.png"
     assert main(["data", "synthetic", "--shift", "scale(0.5)", "--out", str(out), "--quiet"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pictures_of_the_docs_are_what_their_commands_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every picture of docs/shifts.md is there once, shown, and drawn anew by its command to the same bytes."""
+    page = (ROOT / "docs" / "shifts.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("docs/shifts").mkdir(parents=True)
+    for line in re.findall(r"^waffle (data digits .*)$", page, re.MULTILINE):
+        assert main([*shlex.split(line), "--json"]) == 0
+    drawn = {path.name: path.read_text() for path in Path("docs/shifts").iterdir()}
+    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs" / "shifts").iterdir()}
+    assert set(re.findall(r"\(shifts/(.*?)\)", page)) == set(drawn)
+
+
+def test_the_snippet_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The Python of docs/shifts.md runs as it stands, and prints who is shifted."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "shifts.md").read_text(), re.DOTALL)
+    exec(snippet, {})
+    assert capsys.readouterr().out == f"{(('rotate(30)', (0, 1) * 5),)}\n"
+
+
+def test_the_docs_have_every_shift() -> None:
+    """The table of docs/shifts.md has a row for each kind, and the page draws each."""
+    page = (ROOT / "docs" / "shifts.md").read_text()
+    for kind in KINDS:
+        assert f"\n| `{kind}(" in page
+        assert re.search(rf'^waffle data digits .*"{kind}\(', page, re.MULTILINE)
