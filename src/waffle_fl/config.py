@@ -211,7 +211,10 @@ def check_schema(found: Any) -> None:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split."""
+    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split.
+
+    methods = ["all"] are all there are, also those that come later.
+    """
     first, *more = load_experiments(path)
     if more:
         raise WaffleError(f"{path}: expected one experiment, it has variants")

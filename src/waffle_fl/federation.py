@@ -119,6 +119,10 @@ class Federation:
             return called
         return torch.where(self.turn[rows] < moment, self.later[agent][self.y[rows]], called)
 
+    def drifts(self, agent: int) -> bool:
+        """Will the agent call labels otherwise before the last round?"""
+        return self.later is not None and not self.later[agent].equal(self.relabel[agent])
+
     def label_counts(self, part: Literal["train", "test"] = "train") -> Tensor:
         """(agents, classes): how many training or test samples of each label, as the agent itself labels them."""
         if self.task == "regression":

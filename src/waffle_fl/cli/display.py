@@ -101,7 +101,7 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        table.add_column("split", style="bold", no_wrap=True)
+        table.add_column("split", style="bold", no_wrap=all("(" not in row for row in rows_of(runs)))  # shifts are long
         for method in methods:
             table.add_column(TITLES[method], justify="right", no_wrap=True)
         for row in rows_of(runs):

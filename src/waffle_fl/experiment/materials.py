@@ -93,9 +93,7 @@ def advice(config: RunConfig, federation: Federation) -> list[str]:
     empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
     if empty:
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
-    if federation.later is not None and not federation.relabel[federation.alice].equal(
-        federation.later[federation.alice]
-    ):
+    if federation.drifts(federation.alice):
         notes.append("Alice's own labels drift: rounds are tested on other labels each, so read the last, not the best")
     if config.method == "waffle":
         if federation.agents == 1:

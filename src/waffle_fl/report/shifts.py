@@ -10,6 +10,7 @@ from typing import Any
 
 import altair as alt
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from waffle_fl.federation import Federation
@@ -98,10 +99,9 @@ def _concepts(relabel: list[list[int]], title: str) -> Any:
 
 def _drift(federation: Federation) -> Any:
     """The share of the drifting agents' training samples that bear their new label."""
-    assert federation.later is not None
     assert federation.turn is not None
-    drifting = (federation.later != federation.relabel).any(dim=1).nonzero()[:, 0].tolist()
-    turns = np.concatenate([federation.turn[federation.train[i]].numpy() for i in drifting])
+    held = [rows for agent, rows in enumerate(federation.train) if federation.drifts(agent)]
+    turns = federation.turn[torch.cat(held)].numpy()
     moments = np.linspace(0, 1, 101)
     values = [{"moment": round(float(m), 2), "share": round(float((turns < m).mean()), 4)} for m in moments]
     return (
