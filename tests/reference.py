@@ -52,9 +52,9 @@ def step(problem: Problem, y: Tensor, v: Tensor, g: Tensor, clip: float, correct
     """One SGD step: the new parameters and velocity; the correction is added outside the momentum."""
     v = problem.momentum * v + (g + problem.weight_decay * y)
     direction = v + correction
-    norm = float(direction.norm())
-    if clip > 0 and norm > clip:
-        direction = direction * (clip / norm)
+    norm, longest = float(direction.norm()), clip / (1 - problem.momentum)
+    if clip > 0 and norm > longest:
+        direction = direction * (longest / norm)
     return y - problem.lr * direction, v
 
 

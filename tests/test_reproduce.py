@@ -334,9 +334,9 @@ def test_our_form_under_momentum_is_scaffold_s() -> None:
 
 
 def test_computed_records_are_what_is_computed(clone: Path) -> None:
-    """The committed records of drift and momentum are those that the command writes."""
+    """The committed records of drift, momentum and quadratics are those that the command writes."""
     compute(clone)
-    for name in ("drift", "momentum"):
+    for name in ("drift", "momentum", "quadratics"):
         assert record_of(clone, name).read_text() == record_of(ROOT, name).read_text()
 
 

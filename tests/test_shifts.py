@@ -20,7 +20,7 @@ from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, FedAvg
 from waffle_fl.batches import Batches, Plan
 from waffle_fl.cli.commands import main
-from waffle_fl.config import Settings, check_run, completed, load_experiments
+from waffle_fl.config import Experiment, Settings, check_run, completed, load_experiments
 from waffle_fl.engines.cells import Cell
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import federation_of, plan
@@ -588,6 +588,13 @@ def test_shifts_in_a_grid_are_checked(tmp_path: Path) -> None:
     ):
         file.write_text(f'methods = ["fedavg"]\n{line}\n')
         assert told in refusal(load_experiments, file)
+
+
+def test_the_seed_of_permutations_counts_where_labels_are_permuted(tmp_path: Path) -> None:
+    """A grid keeps its permutation seed for stars, swaps and drifts; elsewhere it says nothing and is the default."""
+    grid = {"methods": ("local",), "splits": ("A", "A*"), "shifts": ("", "noise(1)", "swap(2)", "drift(sudden)")}
+    planned = plan(Experiment(settings=Settings(permutation_seed=3), **grid), tmp_path)
+    assert [config.settings.permutation_seed for config, _ in planned] == [0, 0, 3, 3, 3, 3, 3, 3]
 
 
 def test_data_of_one_s_own_are_not_shifted(tmp_path: Path) -> None:

@@ -81,7 +81,10 @@ class SGD:
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
     ) -> tuple[Rows, Rows]:
-        """One step. A control variate's correction joins after momentum has amplified g: docs/paper.md, section 3."""
+        """One step. A control variate's correction joins after momentum has amplified g: docs/paper.md, section 3.
+
+        No step is longer than what momentum makes of gradients of norm `clip`.
+        """
         if self.weight_decay:
             g = torch.add(g, y, alpha=self.weight_decay)
         if self.momentum:
@@ -89,7 +92,8 @@ class SGD:
         if correction is not None:
             g = g + correction
         if clip:
-            shorter = clip / g.norm(dim=1, keepdim=True).clamp(min=clip)
+            longest = clip / (1 - self.momentum)
+            shorter = longest / g.norm(dim=1, keepdim=True).clamp(min=longest)
             return torch.addcmul(y, g, shorter, value=-self.lr), velocity
         return torch.add(y, g, alpha=-self.lr), velocity
 

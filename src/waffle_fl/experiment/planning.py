@@ -10,6 +10,7 @@ from waffle_fl.config import EVERYONE, Experiment, RunConfig, Settings
 from waffle_fl.experiment.materials import federation_of
 from waffle_fl.experiment.place import Place
 from waffle_fl.federation import Federation
+from waffle_fl.shifts import Drift, Swap, read_shifts
 
 
 def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[tuple[RunConfig, Path]]:
@@ -21,11 +22,18 @@ def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[
         table = experiment.options.get(method, {})
         options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
         given = {k: v for k, v in options.items() if v is not None}
-        settings = replace(experiment.settings, split=kind, shift=shift, seed=seed)
+        settings = _of_column(experiment.settings, kind, shift, seed)
         for alice in alices(settings, place):
             config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
             runs.append((config, out / config.label))
     return runs
+
+
+def _of_column(s: Settings, kind: str, shift: str, seed: int) -> Settings:
+    """The settings of one run; where no labels are permuted the permutations' seed says nothing: the default."""
+    permutes = kind.endswith("*") or any(isinstance(part, Swap | Drift) for part in read_shifts(shift))
+    seed_of_labels = s.permutation_seed if permutes else Settings.permutation_seed
+    return replace(s, split=kind, shift=shift, seed=seed, permutation_seed=seed_of_labels)
 
 
 def alices(s: Settings, place: Place) -> list[str]:

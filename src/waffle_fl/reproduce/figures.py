@@ -230,3 +230,42 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
         chart(optima).mark_point(shape="cross", filled=True, size=90, opacity=1),
         chart([{"who": "server", "x": common[0], "y": common[1]}]).mark_point(shape="diamond", size=110, strokeWidth=2),
     ).properties(width=225, height=193, title=TITLES[line["method"]])
+
+
+def quadratics(record: Sequence[Mapping[str, Any]]) -> Any:
+    """Rates against the step size, a line computed and points measured, and the way to a new optimum."""
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for line in record:
+        panels.setdefault(line["panel"], []).append(line)
+    return styled(alt.hconcat(*(_quadratics_panel(*panel) for panel in panels.items()), spacing=20)).resolve_scale(
+        color="independent"
+    )
+
+
+def _quadratics_panel(title: str, lines: Sequence[Mapping[str, Any]]) -> Any:
+    labels = [line["label"] for line in lines]
+    scale = alt.Scale(domain=labels, range=[AGENTS[0], ALICE, AGENTS[2]][: len(labels)])
+    color = alt.Color("label:N", scale=scale, sort=labels, title=None, legend=alt.Legend(orient="bottom", columns=2))
+
+    def chart(values: Sequence[Mapping[str, Any]], x: alt.X, y: alt.Y) -> Any:
+        return alt.Chart(alt.InlineData(values=list(values))).encode(x=x, y=y, color=color)
+
+    def points(along: str, values: str) -> list[dict[str, Any]]:
+        return [
+            {"label": line["label"], "x": x, "y": y}
+            for line in lines
+            for x, y in zip(line.get(along, range(1, len(line[values]) + 1)), line[values], strict=True)
+        ]
+
+    if "distances" in lines[0]:
+        x = alt.X("x:Q", title="round", axis=alt.Axis(grid=False, tickCount=5))
+        y = alt.Y("y:Q", title="distance", scale=alt.Scale(type="log"), axis=alt.Axis(format=".0e", tickCount=5))
+        drawn = chart(points("round", "distances"), x, y).mark_line(strokeWidth=1.8)
+    else:
+        x = alt.X("x:Q", title="lr L", axis=alt.Axis(grid=False, tickCount=5))
+        y = alt.Y("y:Q", title="factor a round", scale=alt.Scale(domain=[0, 2], nice=False))
+        edge = alt.Chart(alt.InlineData(values=[{"y": 1}])).mark_rule(strokeDash=[4, 3], color=INK).encode(y="y:Q")
+        computed = chart(points("lr", "radius"), x, y).mark_line(strokeWidth=1.8, clip=True)
+        measured = chart(points("tried", "measured"), x, y).mark_circle(size=36, opacity=1, clip=True)
+        drawn = alt.layer(edge, computed, measured)
+    return drawn.properties(width=215, height=180, title=title)

@@ -29,7 +29,7 @@ from waffle_fl.results import WEIGHING
 
 def read_records(root: Path) -> Records:
     parts = {name: part for study in STUDIES for name, part in read_study(root, study).items()}
-    return Records(parts, read_lines(root, "drift"), read_lines(root, "momentum"))
+    return Records(parts, read_lines(root, "drift"), read_lines(root, "momentum"), read_lines(root, "quadratics"))
 
 
 def write(root: Path) -> list[Path]:
@@ -85,6 +85,7 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     ]
     drawn: dict[str, tuple[bool, Callable[[], Any]]] = {
         "drift": (True, lambda: figures.drift(records.drift)),
+        "quadratics": (True, lambda: figures.quadratics(records.quadratics)),
         "labels": (bool(main), lambda: figures.labels(main)),
         "omega": (bool(scheduled), lambda: figures.omega(scheduled)),
         "weights": (len(weighed) == len(WEIGHING), lambda: figures.weights(weighed)),

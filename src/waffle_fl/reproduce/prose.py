@@ -30,6 +30,8 @@ DEPARTURES = {
     "ours-tanh-no-clip": "ours, but tanh and average pooling, not clipped",
     "scaffold": "SCAFFOLD, clipped at 2 (the default)",
     "scaffold-no-clip": "SCAFFOLD, not clipped",
+    "apfl": "APFL, its share adapted once a round, as the paper's code did",
+    "apfl-step": "APFL, its share adapted at the first step (the default)",
 }
 EROSION = """
     The paper's p_d for CIFAR-10 is about a hundred times its p_d for MNIST. Taken literally, for relative distances
@@ -60,6 +62,13 @@ CAPTIONS = {
         Client drift on three quadratic losses, from `results/drift.jsonl`: the server's model over 20 rounds (black)
         and the local steps of the first three. Crosses are the agents' own optima, the diamond is that of their mean.
         FedAvg stops beside it, SCAFFOLD reaches it, WAFFLE passes it on the way to Alice.
+    """,
+    "quadratics": """
+        Stability and bias on quadratic losses, from `results/quadratics.jsonl`; lines are spectral radii of the round
+        map, points the rates at which the algorithms themselves shrink or grow, and above 1 they diverge. Left: eight
+        steps a round, one of ten agents with curvature 1, the others flatter. Middle: SCAFFOLD with agents that make
+        unequal numbers of steps. Right: WAFFLE's distance from the minimiser of the weights that hold from round 31
+        on. [theory.md](theory.md) has the theorems.
     """,
     "labels": """
         Repartition of labels between the agents, from `{record}`; on A* and B* as each agent itself names them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,16 @@ from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
 from waffle_fl.records import read_json
-from waffle_fl.reproduce import drift, momentum
+from waffle_fl.reproduce import drift, momentum, quadratics
 from waffle_fl.reproduce.studies import read_part, read_study, record_of
 from waffle_fl.results import Finished, condense, read_runs
 from waffle_fl.tensorfile import write_atomically
 
+COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
+    "drift": drift.lines,
+    "momentum": momentum.lines,
+    "quadratics": quadratics.lines,
+}
 WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes")  # their tables need accuracies alone
 
 
@@ -64,7 +69,7 @@ def _run(root: Path, part: str, missing: Mapping[str, RunConfig], runs: Path, pl
 
 def compute(root: Path) -> None:
     """Write the records that need neither data nor time."""
-    for name, lines in {"drift": drift.lines, "momentum": momentum.lines}.items():
+    for name, lines in COMPUTED.items():
         write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines()).encode())
 
 

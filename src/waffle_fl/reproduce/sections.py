@@ -41,6 +41,7 @@ class Records:
     parts: Mapping[str, Part]
     drift: Sequence[Mapping[str, Any]]
     momentum: Sequence[Mapping[str, Any]]
+    quadratics: Sequence[Mapping[str, Any]]
 
     def runs(self, name: str) -> list[Finished]:
         return self.parts[name].all_runs
@@ -136,7 +137,7 @@ def departures(records: Records) -> str:
     """One row a variant, one table a protocol."""
     part = records.parts["mnist-departures"]
     groups = {name.rpartition("/")[2]: runs for name, runs in part.runs.items()}
-    for name, method in (("ours", "waffle"), ("scaffold", "scaffold")):
+    for name, method in (("ours", "waffle"), ("scaffold", "scaffold"), ("apfl", "apfl")):
         groups[name] = [run for run in records.runs("mnist") if run.config.method == method]
     if not any(groups.values()):
         return absent(records, "mnist-departures")

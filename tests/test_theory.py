@@ -1,0 +1,602 @@
+"""docs/theory.md: each docstring is a statement of that page, checked on quadratics with the algorithms themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from waffle_fl.algorithms import SGD, Net, Round
+from waffle_fl.algorithms.contract import one_hot
+from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.scaffold import Scaffold
+from waffle_fl.algorithms.schedules import evaluate
+from waffle_fl.algorithms.waffle import Waffle, calc_weights
+from waffle_fl.reproduce import drift, momentum
+from waffle_fl.reproduce.quadratics import (
+    Quadratics,
+    Response,
+    equal_weights,
+    fedavg_radius,
+    in_one_dimension,
+    lines,
+    play,
+    response,
+    round_map,
+    scaffold_radius,
+    spectral_radius,
+    stationary,
+)
+
+PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
+STATEMENT = re.compile(r"^\*\*(\d+)\. (?:Theorem|Measured)\.\*\* (.+?)\s+\(`(test_\w+)`\)$", re.MULTILINE | re.DOTALL)
+ALPHA = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+START = torch.zeros(2, dtype=torch.float64)
+DRIFT = Quadratics(torch.diag_embed(drift.CURVATURES), drift.OPTIMA)
+ONE_STEP_FLAT = in_one_dimension((1.0, 0.001))
+
+
+def quadratics(seed: int = 0, agents: int = 3, size: int = 2, low: float = 0.1, high: float = 1.0) -> Quadratics:
+    """Random rotations of random curvatures between `low` and `high`, both of them there; optima around 0."""
+    g = torch.Generator().manual_seed(seed)
+    turns = torch.linalg.qr(torch.randn(agents, size, size, generator=g, dtype=torch.float64)).Q
+    h = low * (high / low) ** torch.rand(agents, size, generator=g, dtype=torch.float64)
+    h[0, 0], h[-1, -1] = high, low
+    curvatures = turns @ torch.diag_embed(h) @ turns.mT
+    return Quadratics((curvatures + curvatures.mT) / 2, 3 * torch.randn(agents, size, generator=g, dtype=torch.float64))
+
+
+def same_curvature(problem: Quadratics) -> Quadratics:
+    return problem._replace(curvatures=problem.curvatures[:1].expand_as(problem.curvatures))
+
+
+def end(algorithm: Any, problem: Quadratics, steps: int | Sequence[int], rounds: int = 250, **options: Any) -> Any:
+    """The server in the end."""
+    each = [steps] * len(problem.optima) if isinstance(steps, int) else steps
+    *_, (server, _, _) = play(algorithm, problem.grad, START[: problem.optima.shape[1]], each, rounds, **options)
+    return server
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-9) -> bool:
+    return torch.allclose(a, b, rtol=1e-9, atol=atol)
+
+
+def round_of(r: int, of: int, agents: int, steps: int = 1) -> Round:
+    everyone, each = torch.ones(agents, dtype=torch.bool), torch.full((agents,), steps)
+    return Round(r, of, torch.tensor(0), everyone, everyone, each, each, 1)
+
+
+def weights_at(distances: Sequence[float], omega: float, denominator: str = "max") -> Tensor:
+    """Alpha before smoothing; Alice at 0, the others at these distances from her."""
+    dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
+    past = torch.full((2, len(dy)), 1 / len(dy), dtype=torch.float64)
+    return calc_weights(dy, past, round_of(1, 100, len(dy)), omega, omega, denominator)[1]  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- fixed weights
+
+
+def test_a_round_of_local_steps() -> None:
+    """A round moves agent i by −lr K P_i (∇f_i(x) + c − c_i) and leaves it c_i = P_i ∇f_i(x) + (I − P_i)(c_i − c), with
+    P_i the mean of the first K powers of I − lr H_i."""
+    problem, lr, K = quadratics(), 0.7, 5
+    waffle = Waffle(SGD(lr), clip=0.0)
+    before, after = (s for s, *_ in list(play(waffle, problem.grad, START, [K] * 3, 4, ALPHA))[-2:])
+    *_, (_, up, _) = play(waffle, problem.grad, START, [K] * 3, 4, ALPHA)
+    eye = torch.eye(2, dtype=torch.float64)
+    for i, H in enumerate(problem.curvatures):
+        P = torch.stack([torch.linalg.matrix_power(eye - lr * H, k) for k in range(K)]).mean(dim=0)
+        g = problem.grad(before.x.expand(3, -1), START)[0][i]
+        assert close(up.dy[i], -lr * K * P @ (g + before.c - before.c_i[i]))
+        assert close(after.c_i[i], P @ g + (eye - P) @ (before.c_i[i] - before.c))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, (1, 4, 2)], ids=str)
+def test_fixed_weights_end_in_the_minimiser(steps: int | tuple[int, ...]) -> None:
+    """With fixed weights, the anchored rule and lr L < 2 the only fixed point is the minimiser of the weighted
+    objective, for any numbers of local steps, equal or not; there c = 0 and each c_i is its agent's gradient."""
+    problem, lr = quadratics(1, low=0.3), 0.3
+    server = end(Waffle(SGD(lr), clip=0.0), problem, steps, weights=ALPHA)
+    goal = problem.minimiser(ALPHA)
+    assert close(server.x, goal)
+    assert close(server.c, START)
+    assert close(server.c_i, problem.grad(goal.expand(3, -1), START)[0])
+    each = [steps] * 3 if isinstance(steps, int) else steps
+    unmoved = torch.eye(10, dtype=torch.float64) - round_map(problem.curvatures, ALPHA, lr, each)
+    assert torch.linalg.matrix_rank(unmoved) == 10
+
+
+def test_fedavg_stops_beside_it() -> None:
+    """FedAvg stops at the mean of the optima weighed by I − (I − lr H_i)^K: the minimiser for one step, the plain mean
+    of the optima for very many, and to first order lr (K − 1)/2 · H⁻¹ Σ α_i H_i ∇f_i(x*) beside the minimiser in
+    between."""
+    problem, lr = quadratics(1), 0.02
+    eye, equal = torch.eye(2, dtype=torch.float64), torch.full((3,), 1 / 3, dtype=torch.float64)
+    goal = problem.minimiser(equal)
+    for K in (1, 4, 1000):
+        pulls = eye - torch.linalg.matrix_power(eye - lr * problem.curvatures, K)
+        stop = stationary(pulls, problem.optima)
+        ((server, _, _),) = play(FedAvg(SGD(lr)), problem.grad, stop, [K] * 3, 1)
+        assert close(server.x, stop)
+        assert fedavg_radius(problem, lr, [K] * 3) < 1
+        if K == 1:
+            assert close(stop, goal)
+        elif K == 4:
+            force = torch.einsum("ipq,iq->ip", problem.curvatures, problem.grad(goal.expand(3, -1), START)[0])
+            first_order = torch.linalg.solve(problem.curvatures.mean(dim=0), force.mean(dim=0)) * lr * (K - 1) / 2
+            assert (stop - goal).norm() > 0.01
+            assert (stop - goal - first_order).norm() < 0.1 * first_order.norm()
+        else:
+            assert (stop - problem.optima.mean(dim=0)).norm() < 0.2 * (goal - problem.optima.mean(dim=0)).norm()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.1, 1))
+@settings(max_examples=15, deadline=None)
+def test_linear_convergence(seed: int, K: int, share: float) -> None:
+    """For lr K L ≤ μ/(4L) the error |x − x*| + μ/(4L²) max_i |∇f_i(x) − c_i| falls every round by a factor of at most
+    1 − 0.45 lr K μ."""
+    low, high = 0.2, 1.0
+    problem = quadratics(seed, low=low, high=high)
+    lr, goal = share * low / (4 * high**2) / K, problem.minimiser(ALPHA)
+
+    def error(x: Tensor, c_i: Tensor) -> float:
+        lag = problem.grad(x.expand(3, -1), START)[0] - c_i
+        return float((x - goal).norm() + low / (4 * high**2) * lag.norm(dim=1).max())
+
+    waffle = Waffle(SGD(lr), clip=0.0)
+    errors = [error(START, torch.zeros(3, 2, dtype=torch.float64))]
+    errors += [error(s.x, s.c_i) for s, *_ in play(waffle, problem.grad, START, [K] * 3, 12, ALPHA)]
+    assert all(new <= (1 - 0.45 * lr * K * low) * old for old, new in pairwise(errors))
+
+
+def test_a_whole_run_ends_in_alice_s_own_optimum() -> None:
+    """Once Alice holds all the weight, anchored WAFFLE is gradient descent on her own loss, so a long run ends in her
+    own minimiser, and what the others gave her is the start."""
+    lr, K, rounds = 0.05, 4, 60
+    problem = quadratics(2)
+    way = list(play(Waffle(SGD(lr), clip=0.0), problem.grad, START, [K] * 3, rounds))
+    alone = next(r for r, (_, _, info) in enumerate(way) if all(w.weights[0] == 1 for _, _, w in way[r:]))
+    assert 30 < alone < 58
+    start = way[alone][0].x
+    power = torch.linalg.matrix_power(
+        torch.eye(2, dtype=torch.float64) - lr * problem.curvatures[0], K * (rounds - 1 - alone)
+    )
+    assert close(way[-1][0].x - problem.optima[0], power @ (start - problem.optima[0]))
+
+
+# ---------------------------------------------------------------------------------------------------- the control rule
+
+
+def test_the_printed_rule_s_bias_is_a_sum() -> None:
+    """Under the printed rule c parts from the weighted mean of the c_i by the sum, over all rounds, of what the weights
+    lost times the control variates of that time; under the anchored rule it never parts."""
+    problem = quadratics(3)
+    for control in ("anchored", "paper"):
+        waffle = Waffle(SGD(0.2), clip=0.0, control=control)  # type: ignore[arg-type]
+        way = list(play(waffle, problem.grad, START, [4] * 3, 40))
+        biases = [server.c - info.weights @ server.c_i for server, _, info in way]
+        total = torch.zeros_like(START)
+        for (old, _, before), (_, _, after), bias in zip(way, way[1:], biases[1:], strict=False):
+            total = total + (before.weights - after.weights) @ old.c_i
+            assert close(bias, total if control == "paper" else START)
+        assert (biases[-1].norm() > 0.1) == (control == "paper")
+
+
+def test_the_bias_moves_the_fixed_point() -> None:
+    """With c − Σ α_i c_i = b the fixed point is the minimiser less H_α⁻¹ b, and the printed rule keeps b for ever once
+    the weights stand still."""
+    problem = quadratics(4, low=0.3)
+    g = torch.Generator().manual_seed(0)
+    changing = torch.softmax(2 * torch.randn(5, 3, generator=g, dtype=torch.float64), dim=1)
+    weights = torch.cat([changing, ALPHA.expand(150, -1)])
+    for control in ("anchored", "paper"):
+        waffle = Waffle(SGD(0.3), clip=0.0, control=control)  # type: ignore[arg-type]
+        way = list(play(waffle, problem.grad, START, [4] * 3, len(weights), weights))
+        b = way[5][0].c - ALPHA @ way[5][0].c_i
+        assert close(way[-1][0].c - ALPHA @ way[-1][0].c_i, b)
+        H = torch.einsum("i,ipq->pq", ALPHA, problem.curvatures)
+        assert close(way[-1][0].x, problem.minimiser(ALPHA) - torch.linalg.solve(H, b))
+        assert (b.norm() > 0.1) == (control == "paper")
+
+
+def test_the_printed_rule_stays_where_it_converged() -> None:
+    """Where training has converged before the weights change, the printed rule leaves the model there under any later
+    weights; the anchored rule goes on to the new minimiser."""
+    problem, rounds = quadratics(5, low=0.3), 120
+    alone = one_hot(torch.tensor(0), 3)
+    weights = torch.cat([ALPHA.expand(rounds, -1), alone.expand(rounds, -1)])
+    ends = {
+        control: end(Waffle(SGD(0.3), clip=0.0, control=control), problem, 4, 2 * rounds, weights=weights).x  # type: ignore[arg-type]
+        for control in ("anchored", "paper")
+    }
+    assert close(ends["paper"], problem.minimiser(ALPHA))
+    assert close(ends["anchored"], problem.optima[0])
+
+
+# ----------------------------------------------------------------------------------------------------------- stability
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("control", ["anchored", "paper"])
+def test_a_round_is_a_matrix(control: Any, beta: float) -> None:
+    """A round is a matrix on the errors of (x, c, c_1, …, c_N), and for lr L < 2 the printed rule gives it the
+    eigenvalue 1 as many times as the model has parameters, the anchored rule never."""
+    problem, steps, lr = quadratics(6), [3, 1, 5], 0.4
+    each = [response(H, lr, k, beta) for H, k in zip(problem.curvatures, steps, strict=True)]
+    matrix = round_map(problem.curvatures, ALPHA, lr, steps, each, control)
+    way = play(Waffle(SGD(lr, beta), clip=0.0, control=control), problem.grad, START, steps, 8, ALPHA)
+    states = [torch.cat([server.x, server.c, server.c_i.flatten()]) for server, *_ in way]
+    moves = [new - old for old, new in pairwise(states)]
+    for old, new in pairwise(moves):
+        assert close(new, matrix @ old)
+    ones = (torch.linalg.eigvals(matrix) - 1).abs() < 1e-9
+    assert ones.sum() == (2 if control == "paper" else 0)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.floats(0.01, 1.99), st.integers(2, 5), st.floats(0.1, 5))
+@settings(max_examples=60, deadline=None)
+def test_stable_below_two(seed: int, K: int, lr: float, agents: int, evenness: float) -> None:
+    """For lr L < 2 and a number of local steps that all agents share, the round map of SCAFFOLD and of anchored WAFFLE
+    has a spectral radius below 1, for all weights and all curvatures."""
+    problem = quadratics(seed, agents, 3, low=0.01)
+    g = torch.Generator().manual_seed(seed)
+    weights = torch.softmax(torch.randn(agents, generator=g, dtype=torch.float64) * 4 / evenness, dim=0)
+    assert spectral_radius(round_map(problem.curvatures, weights, lr, [K] * agents)) < 1
+
+
+def test_more_local_steps_slow_it_down_in_the_end() -> None:
+    """Where all agents have one curvature and lr L < 2, the spectral radius is the larger of |1 − lr h|^K and 1 − p(h)
+    over its eigenvalues h, so beyond some number of local steps more of them make SCAFFOLD slower."""
+    problem, lr = same_curvature(quadratics(7)), 0.5
+    h = torch.linalg.eigvalsh(problem.curvatures[0])
+    found = {}
+    for K in (1, 2, 4, 8, 16, 64):
+        p = (1 - (1 - lr * h) ** K) / (K * lr * h)
+        found[K] = spectral_radius(round_map(problem.curvatures, ALPHA, lr, [K] * 3))
+        assert found[K] == pytest.approx(float(torch.maximum((1 - lr * h).abs() ** K, 1 - p).max()))
+    best = min(found, key=lambda K: found[K])
+    assert 1 < best < 64
+    assert found[64] > 0.9
+
+
+@pytest.mark.parametrize("K", [2, 8])
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
+def test_one_sharp_agent_is_enough(K: int, share: float) -> None:
+    """In one dimension and for an even K SCAFFOLD and WAFFLE are stable if and only if lr h_i < 2 for every agent,
+    however little it weighs, where FedAvg only needs |Σ α_i (1 − lr h_i)^K| < 1."""
+    problem, weights = in_one_dimension((1.0, 0.1)), torch.tensor([share, 1 - share], dtype=torch.float64)
+
+    def radius(lr: float) -> float:
+        return spectral_radius(round_map(problem.curvatures, weights, lr, [K, K]))
+
+    assert radius(1.99) < 1 - 1e-4 * share
+    assert radius(2.0) == pytest.approx(1)
+    assert radius(2.01) > 1 + 1e-4 * share
+    ten = in_one_dimension((1.0, *[0.1] * 9))
+    assert fedavg_radius(ten, 2.1, [K] * 10) < 1 < scaffold_radius(ten, 2.1, [K] * 10)
+
+
+@pytest.mark.parametrize(("K", "share"), [(8, 0.5), (16, 0.5), (40, 0.5), (40, 0.9)])
+def test_unequal_steps_can_diverge(K: int, share: float) -> None:
+    """An agent of curvature h that makes one step, beside a flat one that makes K, is stable for lr h < 2 if and only
+    if lr h < 1/(α_1 α_2 (K − 1)): with unequal numbers of steps lr L < 2 is not enough."""
+    flat, weights = in_one_dimension((1.0, 0.0)), torch.tensor([share, 1 - share], dtype=torch.float64)
+    limit = 1 / (share * (1 - share) * (K - 1))
+    for lr, stable in ((0.99 * limit, True), (1.01 * limit, False)):
+        assert (spectral_radius(round_map(flat.curvatures, weights, lr, [1, K])) < 1) == stable
+    assert limit < 2
+
+
+def test_measured_rates_are_spectral_radii() -> None:
+    """Over 60 rounds the models of FedAvg and WAFFLE shrink or grow at the rate of the spectral radius within 5 %,
+    below 1 and above it."""
+    for line in map(json.loads, lines()):
+        if "measured" not in line:
+            continue
+        computed = dict(zip(line["lr"], line["radius"], strict=True))
+        for lr, rate in zip(line["tried"], line["measured"], strict=True):
+            assert rate == pytest.approx(computed[lr], rel=0.05)
+
+
+def test_momentum_reweighs_the_objective() -> None:
+    """Under momentum our form stops where Σ α_i B_i⁻¹ G_i ∇f_i(x) = 0, with G_i and B_i what K steps make of a gradient
+    and of a correction: at the minimiser if the curvatures are equal, beside it otherwise."""
+    sgd = SGD(momentum.LR, momentum.MOMENTUM)
+    each = [response(H, sgd.lr, momentum.STEPS, sgd.momentum) for H in DRIFT.curvatures]
+    pulls = torch.stack(
+        [torch.linalg.solve(r.to_correction, r.to_gradient @ H) for r, H in zip(each, DRIFT[0], strict=True)]
+    )
+    stop = stationary(pulls, DRIFT.optima)
+    assert close(end(Scaffold(sgd, clip=0.0), DRIFT, momentum.STEPS, 60).x, stop, atol=1e-6)
+    recorded = momentum.models(*momentum.FORMS["outside, divided by K (ours)"])[-1]
+    assert (stop - recorded).norm() < 0.001 < 0.1 < (stop - drift.common_optimum()).norm()
+    equal = same_curvature(DRIFT)
+    assert close(end(Scaffold(sgd, clip=0.0), equal, momentum.STEPS, 60).x, equal.optima.mean(dim=0), atol=1e-6)
+
+
+def test_momentum_inside_explodes() -> None:
+    """With the correction inside the velocity and division by K, what separates the c_i in a direction without
+    curvature is multiplied by 1 − S/K a round, S the sum of what momentum makes of K steps."""
+    beta, K, lr = momentum.MOMENTUM, momentum.STEPS, momentum.LR
+    S = K / (1 - beta) - beta * (1 - beta**K) / (1 - beta) ** 2
+    flat = response(torch.zeros(1, 1, dtype=torch.float64), lr, K, beta).to_gradient
+    assert 1 - flat.item() == pytest.approx(1 - S / K)
+    assert 1 - S / K < -6
+    each = [Response(r.to_gradient, r.to_gradient) for r in (response(H, lr, K, beta) for H in DRIFT.curvatures)]
+    radius = spectral_radius(round_map(DRIFT.curvatures, equal_weights(DRIFT), lr, [K] * 3, each))
+    *_, before, last = momentum.models(*momentum.FORMS["inside, divided by K"])
+    goal = drift.common_optimum()
+    assert radius == pytest.approx(float((last - goal).norm() / (before - goal).norm()), rel=0.01)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 30), st.floats(0, 0.95), st.floats(0.01, 1.9))
+@settings(max_examples=40, deadline=None)
+def test_stability_under_momentum(seed: int, K: int, beta: float, lr: float) -> None:
+    """Under momentum the round map has a spectral radius below 1 for all weights if |1 − lr K h G(h)| < 1 and
+    |1 − B(h)| < 1 for every curvature h; an agent of weight 0 has the eigenvalues 1 − B(h)."""
+    problem = quadratics(seed, low=0.01)
+    each = [response(H, lr, K, beta) for H in problem.curvatures]
+    whole = torch.stack(
+        [
+            torch.eye(2, dtype=torch.float64) - lr * K * r.to_gradient @ H
+            for r, H in zip(each, problem.curvatures, strict=True)
+        ]
+    )
+    rest = torch.eye(2, dtype=torch.float64) - torch.stack([r.to_correction for r in each])
+    if max(torch.linalg.eigvals(m).abs().max() for m in (whole, rest)) < 1:
+        assert spectral_radius(round_map(problem.curvatures, ALPHA, lr, [K] * 3, each)) < 1
+    found = torch.linalg.eigvals(round_map(problem.curvatures, one_hot(torch.tensor(0), 3), lr, [K] * 3, each))
+    for expected in torch.linalg.eigvals(rest[1:]).flatten():
+        assert (found - expected).abs().min() < 1e-6 * max(1.0, float(expected.abs()))
+
+
+def test_momentum_narrows_the_steps() -> None:
+    """With ten local steps an agent of weight 0 has stable control variates up to lr h = 2 without momentum, and only
+    up to 0.14 with momentum 0.9."""
+
+    def stable(h: float, beta: float) -> bool:
+        return abs(1 - response(torch.tensor([[h]], dtype=torch.float64), 1.0, 10, beta).to_correction.item()) < 1
+
+    assert all(stable(0.01 * i, 0.0) for i in range(1, 200))
+    assert not stable(2.01, 0.0)
+    assert [i for i in range(1, 20) if stable(0.01 * i, 0.9)] == list(range(1, 15))
+
+
+# ------------------------------------------------------------------------------------------------------------ clipping
+
+
+@given(st.integers(0, 10_000), st.floats(0.1, 5), st.integers(1, 6), st.floats(0.1, 4))
+@settings(max_examples=15, deadline=None)
+def test_clipping_bounds_a_round(seed: int, clip: float, K: int, lr: float) -> None:
+    """With corrected gradients clipped at C a round moves the model by at most lr K C, and under fixed weights c is
+    never longer than C and no c_i grows by more than 2C a round, whatever the losses and the step size."""
+    problem = quadratics(seed)
+    x, longest = START, torch.zeros(3, dtype=torch.float64)
+    for server, _, _ in play(Waffle(SGD(lr), clip=clip), problem.grad, START, [K] * 3, 8, ALPHA):
+        assert (server.x - x).norm() <= lr * K * clip * (1 + 1e-9)
+        assert server.c.norm() <= clip * (1 + 1e-9)
+        assert (server.c_i.norm(dim=1) <= longest + 2 * clip * (1 + 1e-9)).all()
+        x, longest = server.x, server.c_i.norm(dim=1)
+
+
+def test_clipping_moves_no_fixed_point_of_waffle() -> None:
+    """Clipping leaves the fixed point of WAFFLE and its rate near it unchanged, for corrected gradients vanish there;
+    FedAvg's raw gradients do not, and clipping moves where it stops."""
+    problem = in_one_dimension((1.0, 1.0, 1.0))._replace(
+        optima=torch.tensor([[0.0], [1.0], [8.0]], dtype=torch.float64)
+    )
+    assert end(Waffle(SGD(0.2), clip=0.5), problem, 4, weights=equal_weights(problem)).x.item() == pytest.approx(3)
+    assert end(FedAvg(SGD(0.2)), problem, 1).x.item() == pytest.approx(3)
+    assert end(FedAvg(SGD(0.2), clip=0.5), problem, 1).x.item() == pytest.approx(1)
+
+
+def test_clipping_tames_an_unstable_step_size() -> None:
+    """Where one and sixteen steps at lr 0.6 make a spectral radius of 1.5, the model is 10^25 away after 150 rounds;
+    clipped at 2 it circles around the optimum, never farther than 13, and does not converge."""
+    problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
+    goal = problem.minimiser(equal_weights(problem))
+    far = {}
+    for clip in (0.0, 2.0):
+        way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], 150, equal_weights(problem))
+        far[clip] = [float((server.x - goal).norm()) for server, *_ in way]
+    assert far[0.0][-1] > 1e25
+    assert max(far[2.0]) < 13
+    assert max(far[2.0][-20:]) > 1
+
+
+def test_clipping_shortens_the_recovery() -> None:
+    """After 40 and 80 such rounds Alice, alone from then on, needs 23 and 41 rounds to come within 0.01 of her optimum
+    without clipping, and 12 after either with it."""
+    problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
+    needed = {}
+    for clip in (0.0, 2.0):
+        for unstable in (40, 80):
+            alone = one_hot(torch.tensor(0), 2).expand(45, -1)
+            weights = torch.cat([equal_weights(problem).expand(unstable, -1), alone])
+            way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], len(weights), weights)
+            far = [float((server.x - problem.optima[0]).norm()) for server, *_ in way]
+            needed[clip, unstable] = 1 + next(r for r, distance in enumerate(far[unstable:]) if distance < 0.01)
+    assert needed == {(0.0, 40): 23, (0.0, 80): 41, (2.0, 40): 12, (2.0, 80): 12}
+
+
+# --------------------------------------------------------------------------------------------------------- the weights
+
+distances_among = st.lists(st.floats(0.01, 100), min_size=2, max_size=6)
+readings = st.sampled_from(["max", "range"])
+
+
+@given(distances_among, st.floats(0.01, 1), readings, st.floats(0.01, 100))
+@settings(max_examples=60, deadline=None)
+def test_weights_see_ratios_of_distances(distances: list[float], omega: float, reading: str, scale: float) -> None:
+    """CalcWeights sees ratios of distances alone: updates that are all scaled or all shifted give the same weights,
+    nobody weighs more than Alice, and who is nearer never weighs less."""
+    alpha = weights_at(distances, omega, reading)
+    assert torch.allclose(alpha, weights_at([scale * d for d in distances], omega, reading), atol=1e-6)
+    dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
+    past = torch.full((2, len(dy)), 1 / len(dy), dtype=torch.float64)
+    shifted = calc_weights(dy + scale, past, round_of(1, 100, len(dy)), omega, omega, reading)[1]  # type: ignore[arg-type]
+    assert torch.allclose(alpha, shifted, atol=1e-6)
+    assert alpha[0] >= alpha.max() - 1e-12
+    by_distance = alpha[1:][torch.tensor(distances, dtype=torch.float64).argsort()]
+    assert (by_distance.diff() <= 1e-12).all()
+
+
+@pytest.mark.parametrize("q", [0.1, 0.3, 0.5, 0.8, 0.95])
+def test_when_alice_is_alone(q: float) -> None:
+    """With Ω = Ψ and q = dm/dM Alice has all the raw weight if and only if Ω ≤ q(1 − q)/(1 + q(1 − q)) under "max",
+    which is never above 1/5, and Ω ≤ q(1 − Ω)² under "range", which is never above 0.382."""
+    most = q * (1 - q) / (1 + q * (1 - q))
+    assert most <= 0.2
+    ranged = 1 + 1 / (2 * q) - math.sqrt(1 / q + 1 / (4 * q * q))
+    assert ranged == pytest.approx(q * (1 - ranged) ** 2)
+    assert ranged < (3 - math.sqrt(5)) / 2
+    highest = {"max": (0.2, 72), "range": ((3 - math.sqrt(5)) / 2, 58)}  # passed in this round of 100
+    for omega, r in highest.values():
+        assert evaluate("sigmoid(3.2)", "omega", r - 1, 100) > omega > evaluate("sigmoid(3.2)", "omega", r, 100)
+    for reading, limit in (("max", most), ("range", ranged)):
+        assert weights_at([q, 1.0, (1 + q) / 2], limit - 1e-6, reading)[0] == 1
+        assert weights_at([q, 1.0, (1 + q) / 2], limit + 1e-6, reading)[0] < 1
+
+
+@given(distances_among)
+@settings(max_examples=30, deadline=None)
+def test_the_ends_of_omega(distances: list[float]) -> None:
+    """At Ω = Ψ = 1 the nearest agent weighs what Alice does, the farthest q = dm/dM times as much under "max" and
+    nothing under "range", so only equal distances give FedAvg's weights; at 0 Alice has all the weight."""
+    q = min(distances) / max(distances)
+    alpha = weights_at(distances, 1.0)
+    assert (alpha[1:].max() / alpha[0]).item() == pytest.approx(1)
+    assert (alpha[1:].min() / alpha[0]).item() == pytest.approx(q)
+    if q < 0.99:
+        ranged = weights_at(distances, 1.0, "range")
+        assert (ranged[1:].max() / ranged[0]).item() == pytest.approx(1)
+        assert ranged[1:].min().item() == pytest.approx(0, abs=1e-9)
+    assert weights_at([2.0, 2.0], 1.0).tolist() == pytest.approx([1 / 3] * 3)
+    for reading in ("max", "range"):
+        assert weights_at(distances, 0.0, reading)[0] == 1
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20), st.floats(0.01, 1))
+@settings(max_examples=30, deadline=None)
+def test_the_first_distances_are_of_gradients(seed: int, K: int, lr: float) -> None:
+    """In the first round d_i is lr K |∇f_i(x) − ∇f_A(x)| up to lr K · lr (K − 1) L/2 · (|∇f_i(x)| + |∇f_A(x)|), if
+    lr L ≤ 1."""
+    problem = quadratics(seed)
+    g = problem.grad(START.expand(3, -1), START)[0]
+    ((_, _, info),) = play(Waffle(SGD(lr), clip=0.0), problem.grad, START, [K] * 3, 1, of=100)
+    bound = lr * K * lr * (K - 1) / 2 * (g.norm(dim=1) + g[0].norm())
+    error = (info.distances - lr * K * (g - g[0]).norm(dim=1)).abs()
+    assert (error[1:] <= bound[1:] + 1e-9).all()
+
+
+def test_distances_among_equal_curvatures() -> None:
+    """Among agents of one curvature the distances in round r are lr K |P (I − P)^(r−1) (∇f_i − ∇f_A)| whatever the
+    weights, so in one dimension their ratios never change, and in several the sharpest direction comes to rule."""
+    lr, K = 0.3, 6
+    problem = same_curvature(quadratics(8))
+    H, eye = problem.curvatures[0], torch.eye(2, dtype=torch.float64)
+    P = response(H, lr, K).to_gradient
+    apart = (problem.optima - problem.optima[0]) @ H
+    for r, (_, _, info) in enumerate(play(Waffle(SGD(lr), clip=0.0), problem.grad, START, [K] * 3, 12, of=100)):
+        expected = lr * K * (apart @ (P @ torch.linalg.matrix_power(eye - P, r)).T).norm(dim=1)
+        assert close(info.distances[1:], expected[1:], atol=1e-12)
+    line = in_one_dimension((1.0,) * 3)._replace(optima=torch.tensor([[0.0], [1.0], [-3.0]], dtype=torch.float64))
+    for _, _, info in play(Waffle(SGD(lr), clip=0.0), line.grad, START[:1], [K] * 3, 12, of=100):
+        assert info.distances[2] / info.distances[1] == pytest.approx(3)
+    flat_and_sharp = Quadratics(
+        torch.diag_embed(torch.tensor([[1.0, 0.05]] * 3, dtype=torch.float64)),
+        torch.tensor([[0.0, 0.0], [0.2, 0.0], [0.0, 20.0]], dtype=torch.float64),
+    )
+    way = list(play(Waffle(SGD(lr), clip=0.0), flat_and_sharp.grad, START, [K] * 3, 12, of=100))
+    assert way[0][2].distances[1] < way[0][2].distances[2]
+    assert way[-1][2].distances[1] > way[-1][2].distances[2]
+
+
+def test_one_step_a_round_hides_the_optima() -> None:
+    """With one local step the distances are lr |(H_i − H_A)(x_r − x_(r−1))| from the second round on, which is blind to
+    the optima: a stranger of Alice's curvature passes for her twin, and an agent of her optimum is left out."""
+    problem = Quadratics(
+        torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64).view(-1, 1, 1),
+        torch.tensor([[1.0], [-9.0], [1.0]], dtype=torch.float64),
+    )
+    lr, x = 0.1, [START[:1]]
+    for r, (server, _, info) in enumerate(play(Waffle(SGD(lr), clip=0.0), problem.grad, x[0], [1] * 3, 12, of=100)):
+        x.append(server.x)
+        if r > 0:
+            difference = (problem.curvatures - problem.curvatures[0]).squeeze(2) * (x[r] - x[r - 1])
+            assert close(info.distances[1:], lr * difference.norm(dim=1)[1:], atol=1e-12)
+            assert info.alpha[1].item() == pytest.approx(info.alpha[0].item())
+            assert info.alpha[2] < 0.05
+
+
+@pytest.mark.parametrize(("lr", "misled"), [(0.05, True), (0.25, False)])
+def test_more_steps_look_like_another_task(lr: float, misled: bool) -> None:
+    """A twin of Alice that makes three times her K steps looks farther in the first round than an agent that sends
+    zeros if and only if (1 − lr h)^K > 0.618, the golden section."""
+    K = 4
+    assert ((1 - lr) ** K > (math.sqrt(5) - 1) / 2) == misled
+    problem = in_one_dimension((1.0, 1.0, 1.0))._replace(
+        optima=torch.tensor([[1.0], [1.0], [0.0]], dtype=torch.float64)
+    )
+    ((_, up, info),) = play(Waffle(SGD(lr), clip=0.0), problem.grad, START[:1], [K, 3 * K, K], 1, of=100)
+    assert up.dy[2] == 0
+    assert (info.distances[1] > info.distances[2]) == misled
+
+
+def test_noise_looks_like_distance() -> None:
+    """In the first round gradient noise adds lr² Σ_k tr(M_i^2k Σ_i) + tr(M_A^2k Σ_A), k < K, to the mean squared
+    distance, so a noisy twin can look farther than a quiet stranger."""
+    lr, K, size, copies = 0.1, 5, 3, 4000
+    sigma = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
+    h, away = torch.tensor([1.0, 1.0, 1.0]).double(), torch.tensor([1.0, 1.0, 1.5]).double()
+    g = torch.Generator().manual_seed(0)
+    noisy = sigma[:, None, None, None] * torch.randn(3, copies, size, K, generator=g, dtype=torch.float64)
+    steps = iter(range(K))
+
+    def grad(params: Tensor, stats: Tensor) -> Net:
+        exact = h[:, None, None] * (params.view(3, copies, size) - away[:, None, None])
+        return Net((exact + noisy[..., next(steps)]).flatten(1), stats)
+
+    ((_, up, _),) = play(FedAvg(SGD(lr)), grad, torch.zeros(copies * size, dtype=torch.float64), [K] * 3, 1)
+    squared = (up.dy - up.dy[0]).view(3, copies, size).square().sum(dim=2).mean(dim=1)
+    powers = sum((1 - lr) ** (2 * k) for k in range(K))
+    assert squared[1].item() == pytest.approx(lr**2 * powers * size * 4, rel=0.05)
+    assert squared[1] > squared[2] > 0
+
+
+def test_control_variates_keep_what_updates_hide() -> None:
+    """While the corrected updates and with them all distances tend to 0, |c_i − c_A| tends to |∇f_i − ∇f_A| at the
+    limit: the heterogeneity itself."""
+    problem = quadratics(9, low=0.3)
+    goal = problem.minimiser(ALPHA)
+    *_, (server, up, _) = play(Waffle(SGD(0.3), clip=0.0), problem.grad, START, [4] * 3, 150, ALPHA)
+    g = problem.grad(goal.expand(3, -1), START)[0]
+    assert up.dy.norm() < 1e-8
+    assert close((server.c_i - server.c_i[0]).norm(dim=1), (g - g[0]).norm(dim=1))
+    assert (g - g[0]).norm(dim=1)[1:].min() > 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_states_what_is_tested() -> None:
+    """Every statement of docs/theory.md has its number, names a test of this file, and is that test's docstring; every
+    test is named there once."""
+    found = STATEMENT.findall(PAGE.read_text())
+    assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
+    module = sys.modules[__name__]
+    tests = {name for name in dir(module) if name.startswith("test_")} - {"test_the_page_states_what_is_tested"}
+    assert sorted(name for _, _, name in found) == sorted(tests)
+    for _, statement, name in found:
+        assert " ".join(statement.split()) == " ".join(getattr(module, name).__doc__.split())
