@@ -13,8 +13,8 @@ import waffle_fl
 
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
-    {"errors", "metrics", "randomness"},
-    {"augment", "data", "models", "tensorfile"},
+    {"errors", "metrics", "notation", "randomness"},
+    {"augment", "data", "models", "shifts", "tensorfile"},
     {"own", "partition"},
     {"federation", "wire"},
     {"batches"},
@@ -33,6 +33,7 @@ BARE = (
     "data",
     "own",
     "partition",
+    "shifts",
     "federation",
     "models",
     "algorithms",

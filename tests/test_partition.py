@@ -542,3 +542,33 @@ def test_the_permutations_vote_as_the_paper_s_fedavg() -> None:
         return float((shares[0] * np.diag(winners) / winners.sum(axis=1)).sum() / shares[0].sum())
 
     assert [round(agreement(kind), 2) for kind in ("A", "B")] == [0.17, 0.44]
+
+
+# ------------------------------------------------------------------------------------------------- shifts beside splits
+
+
+@quick
+@given(kind=kinds, agents=crowds, n=sizes, seed=numbers)
+def test_no_shift_is_the_split_as_it_was(kind: str, agents: int, n: int, seed: int) -> None:
+    """An empty shift, and shifts of features and drift alone, leave who holds what to the split."""
+    train, test = labels_of(n, seed), labels_of(n // 2, seed + 1)
+    plain = split(train, test, kind, agents=agents, seed=seed)
+    if agents > 1:
+        shift = "noise(1) + drift(sudden, 0.5)"
+        assert same(plain, split(train, test, kind, agents=agents, seed=seed, shift=shift))
+    assert same(plain, split(train, test, kind, agents=agents, seed=seed, shift=""))
+
+
+@quick
+@given(kind=kinds, agents=st.integers(2, 12), extra=st.integers(0, 300), seed=numbers, alpha=st.floats(0.001, 10))
+def test_a_skewed_split_is_disjoint_and_serves_everybody(
+    kind: str, agents: int, extra: int, seed: int, alpha: float
+) -> None:
+    """With as many samples as agents or more, a Dirichlet skew of any split leaves nobody empty and nothing shared."""
+    train, test = labels_of(agents + extra, seed), labels_of(50, seed + 1)
+    made = split(train, test, kind, agents=agents, seed=seed, shift=f"dirichlet({alpha}) + quantity(2)")
+    used = together(made.train)
+    assert len(np.unique(used)) == len(used)
+    assert all(len(part) for part in made.train)
+    again = split(train, test, kind, agents=agents, seed=seed, shift=f"dirichlet({alpha}) + quantity(2)")
+    assert same(made, again)

@@ -20,8 +20,9 @@ class Plan(NamedTuple):
     samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
     active: Tensor  # (rows, steps), False once a row has made its K_i steps
-    relabel: Tensor  # (rows, classes)
+    relabel: Tensor  # (rows, classes), and where somebody drifts as many again for the later concepts
     keys: Tensor  # (rows,), the seeds of this round's dropout
+    turned: Tensor  # (rows, steps, batch): is the sample called by the later concept? Empty where nobody drifts
 
 
 class Batches:
@@ -35,6 +36,7 @@ class Batches:
         epochs: int,
         dtype: torch.dtype,
         augment: bool = False,
+        rounds: int = 1,
     ) -> None:
         self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
         self.x, self.y, offsets = _pooled(federations)
@@ -50,6 +52,13 @@ class Batches:
         samples = [f.train[i] + offset for f, _, offset, i in rows]
         self._table = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
         self._relabel = torch.cat([f.relabel for f in federations])
+        self._classes, self._rounds = self._relabel.shape[1], rounds
+        self._turns: Tensor | None = None
+        if any(f.later is not None for f in federations):
+            turns = [_turns(f, i) for f, _, _, i in rows]
+            self._turns = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
+            later = torch.cat([f.relabel if f.later is None else f.later for f in federations])
+            self._relabel = torch.cat([self._relabel, later], dim=1)
         self.steps = [epochs * -(-n // batch_size) for n in self.lengths]
 
     def sizes(self, rows: slice, padded: bool) -> list[int]:
@@ -65,19 +74,22 @@ class Batches:
         lengths, steps = self.lengths[rows], self.steps[rows]
         longest, most = max(lengths), max(steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
-        orders = []
-        for epoch in range(self.epochs):
-            order = shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest)
-            orders.append(table.gather(1, order))
+        orders = [
+            shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(self.epochs)
+        ]
         t = torch.arange(most, device=self.device)
         per_epoch = ((length + self.batch_size - 1) // self.batch_size).clamp(min=1)[:, None]
         within = (t % per_epoch)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
         epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
-        samples = torch.cat(orders, dim=1).gather(1, position).view(within.shape)
+        place = torch.cat(orders, dim=1).gather(1, position)
+        samples = table.gather(1, place).view(within.shape)
         active = t < torch.tensor(steps, device=self.device)[:, None]
         weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
-        return Plan(samples, weight, active, self._relabel[rows], self._keys("dropout", rows, r, attempt))
+        turned = weight[:, :, :0].bool()
+        if self._turns is not None:
+            turned = (self._turns[rows].gather(1, place) < r / self._rounds).view(within.shape)
+        return Plan(samples, weight, active, self._relabel[rows], self._keys("dropout", rows, r, attempt), turned)
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
         keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]
@@ -87,12 +99,21 @@ class Batches:
         """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
         samples = plan.samples.index_select(1, t)[:, 0, :size]
         labels = self.y[samples]
+        if self._turns is not None:
+            labels = labels + self._classes * plan.turned.index_select(1, t)[:, 0, :size]
         y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
         x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
         keys = plan.keys + (t << 16)
         if self._border is not None:
             x = crop_and_flip(x, keys, self._border)
         return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], keys)
+
+
+def _turns(federation: Federation, agent: int) -> Tensor:
+    rows = federation.train[agent]
+    if federation.turn is None:
+        return torch.full((len(rows),), torch.inf, dtype=torch.float64, device=rows.device)
+    return federation.turn[rows]
 
 
 def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:

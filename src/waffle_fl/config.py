@@ -8,7 +8,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
 from waffle_fl.algorithms.schedules import parse
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
-GRID = ("methods", "splits", "seeds")
-EVERYONE = "all"  # each agent is Alice once
+GRID = ("methods", "splits", "shifts", "seeds")
+EVERYONE = "all"  # each agent is Alice once; each method takes part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Settings:
     """Predict classes or a number; auto goes by the target of your data."""
     split: str = "C"
     """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
+    shift: str = ""
+    """How agents differ besides, such as rotate(45), dirichlet(0.1) or noise(0.3) + swap(4): docs/shifts.md."""
     shares: tuple[tuple[float, ...], ...] = ()
     """A share matrix of your own (agent x label) in place of the split's."""
     sizes: tuple[float, ...] = ()
@@ -97,13 +100,19 @@ class Settings:
     def data_name(self) -> str:
         return Path(self.data).resolve().name if self.is_own else self.data
 
+    @property
+    def column(self) -> str:
+        """Split and shift: what a table of results tells apart."""
+        return f"{self.split} {self.shift}" if self.shift else self.split
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A grid of runs: methods x splits x seeds, the settings they share, and each method's hyperparameters."""
+    """A grid of runs: methods x splits x shifts x seeds, the settings they share, and each method's hyperparameters."""
 
     methods: tuple[str, ...]
     splits: tuple[str, ...] = ("C",)
+    shifts: tuple[str, ...] = ()  # none: that of the settings
     seeds: tuple[int, ...] = (1,)
     settings: Settings = field(default_factory=Settings)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -126,7 +135,8 @@ class RunConfig:
     def label(self) -> str:
         s = self.settings
         split = f"shares{'*' * s.split.endswith('*')}" if s.shares else s.split
-        where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}"
+        shift = f"-{re.sub(r'[^A-Za-z0-9.]+', '-', s.shift).strip('-')}" if s.shift else ""
+        where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}{shift}"
         alice = "" if s.alice == "0" else f"-{s.alice}"
         without = "".join(f"-without-{name}" for name in s.leave_out)
         return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}{without}")
@@ -201,7 +211,10 @@ def check_schema(found: Any) -> None:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split."""
+    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split.
+
+    methods = ["all"] are all there are, also those that come later.
+    """
     first, *more = load_experiments(path)
     if more:
         raise WaffleError(f"{path}: expected one experiment, it has variants")
@@ -240,10 +253,14 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     check_schema(content.pop("schema", SCHEMA))
     tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
     grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
+    if grid.get("methods") == [EVERYONE]:
+        grid["methods"] = list(ALGORITHMS)
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
     known = [*hints, *GRID, "schema", "variants", *ALGORITHMS]
-    problems += [f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "seed") if key in content]
+    problems += [
+        f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "shift", "seed") if key in content
+    ]
     values = _tuples(content)
     problems += _problems(values, hints, known, text)
     methods, splits = _texts(grid.get("methods")), _texts(grid.get("splits", ["C"]))
@@ -273,7 +290,7 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
     problems = []
     if not grid.get("methods"):
         problems.append(f"expected methods = [...], from {', '.join(ALGORITHMS)}")
-    for key, kind in (("methods", str), ("splits", str), ("seeds", int)):
+    for key, kind in (("methods", str), ("splits", str), ("shifts", str), ("seeds", int)):
         value = grid.get(key, [])
         if not isinstance(value, list) or not all(type(v) is kind for v in value) or (key in grid and not value):
             problems.append(f"{key}: expected a list of {kind.__name__}, got {_shown(value)}")
@@ -281,6 +298,8 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
             problems.append(f"{key}: {value!r} names one twice")
         elif key == "methods":
             problems += [f"unknown method {m!r}{suggest(m, ALGORITHMS)}" for m in value if m not in ALGORITHMS]
+        elif key == "shifts":
+            problems += [problem for text in value for problem in _unreadable(read_shifts, text)]
         elif key == "seeds":
             problems += [f"seeds: expected integers >= 0, got {v}" for v in value if v < 0]
     return problems
@@ -314,17 +333,20 @@ def _problems(
             rule = RULES.get(name)
             if rule and not rule[1](value):
                 problems.append(f"{name}{_line(text, name)}: expected {rule[0]}, got {_shown(value)}")
-            elif name in ("omega", "psi"):
-                problems += _schedule_problems(value)
+            elif name in TEXTS:
+                problems += _unreadable(TEXTS[name], value)
     return problems
 
 
-def _schedule_problems(value: str) -> list[str]:
+def _unreadable(read: Callable[[str], Any], text: str) -> list[str]:
     try:
-        parse(value)
+        read(text)
     except WaffleError as error:
         return [str(error)]
     return []
+
+
+TEXTS: dict[str, Callable[[str], Any]] = {"omega": parse, "psi": parse, "shift": read_shifts}
 
 
 def _fits(value: Any, hint: Any) -> bool:

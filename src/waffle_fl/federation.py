@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from waffle_fl.data import Dataset
 from waffle_fl.errors import WaffleError
 from waffle_fl.own import Gathered, Preprocessing, Reading, Task, Wish, gather, read_folder, stacked
 from waffle_fl.partition import Partition
+from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
+from waffle_fl.shifts.covariates import materialise
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Federation:
     task: Task = "classification"
     preparations: tuple[Preprocessing, ...] = ()  # of tables: how each agent's rows became numbers
     notes: tuple[str, ...] = ()  # what a reader of results on this data must know
+    later: Tensor | None = None  # (agents, classes): what agent i calls class k once it has drifted
+    turn: Tensor | None = None  # of each sample in the pool: the share of the rounds after which that is so
+    shifted: tuple[tuple[str, tuple[int, ...]], ...] = ()  # each shift, and the group in it of every agent
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -77,6 +82,8 @@ class Federation:
             alice=0,
             ids=self.ids[one],
             preparations=self.preparations[one],
+            later=None if self.later is None else self.later[one],
+            shifted=tuple((shift, groups[one]) for shift, groups in self.shifted),
         )
 
     def without(self, *agents: str) -> Federation:
@@ -99,18 +106,32 @@ class Federation:
             alice=stay.index(self.alice),
             ids=kept(self.ids),
             preparations=kept(self.preparations) if self.preparations else (),
+            later=None if self.later is None else self.later[stay],
+            shifted=tuple((shift, kept(groups)) for shift, groups in self.shifted),
         )
 
-    def labels(self, agent: int, rows: Tensor) -> Tensor:
-        """What the agent calls these samples; numbers to predict have no names to change."""
-        return self.y[rows] if self.y.is_floating_point() else self.relabel[agent][self.y[rows]]
+    def labels(self, agent: int, rows: Tensor, moment: float = 0.0) -> Tensor:
+        """What the agent calls these samples after this share of the rounds; numbers have no names to change."""
+        if self.y.is_floating_point():
+            return self.y[rows]
+        called = self.relabel[agent][self.y[rows]]
+        if self.later is None or self.turn is None:
+            return called
+        return torch.where(self.turn[rows] < moment, self.later[agent][self.y[rows]], called)
 
-    def label_counts(self) -> Tensor:
-        """(agents, classes): how many training samples of each label, as the agent itself labels them."""
+    def drifts(self, agent: int) -> bool:
+        """Will the agent call labels otherwise before the last round?"""
+        return self.later is not None and not self.later[agent].equal(self.relabel[agent])
+
+    def label_counts(self, part: Literal["train", "test"] = "train") -> Tensor:
+        """(agents, classes): how many training or test samples of each label, as the agent itself labels them."""
         if self.task == "regression":
             return torch.empty(self.agents, 0, dtype=torch.int64)
         return torch.stack(
-            [self.labels(i, rows).bincount(minlength=len(self.class_names)) for i, rows in enumerate(self.train)]
+            [
+                self.labels(i, rows).bincount(minlength=len(self.class_names))
+                for i, rows in enumerate(getattr(self, part))
+            ]
         )
 
     def digest(self) -> str:
@@ -119,6 +140,8 @@ class Federation:
         for rows in (*self.train, *self.validation, *self.test):
             h.update(rows.cpu().numpy().tobytes() + b"|")
         h.update(self.relabel.cpu().numpy().tobytes() + self.y.cpu().numpy().tobytes())
+        if self.later is not None and self.turn is not None:
+            h.update(self.later.cpu().numpy().tobytes() + self.turn.cpu().numpy().tobytes())
         h.update(repr((self.names, tuple(self.x.shape), _pool_digest(self.x))).encode())
         return h.hexdigest()
 
@@ -134,6 +157,8 @@ class Federation:
             validation=on(self.validation),
             test=on(self.test),
             relabel=self.relabel.to(device),
+            later=None if self.later is None else self.later.to(device),
+            turn=None if self.turn is None else self.turn.to(device),
         )
 
     @classmethod
@@ -228,7 +253,22 @@ def build(
     used = torch.cat([*federation.train, *federation.validation])
     if len(torch.unique(used)) < len(used):
         raise WaffleError("a training sample belongs to two agents: the partition must be disjoint")
-    return check_alice(federation)
+    return check_alice(_shifted(federation, partition) if partition.shift else federation)
+
+
+def _shifted(federation: Federation, partition: Partition) -> Federation:
+    """The federation with its features as each agent sees them, and the moment at which each sample turns."""
+    shifts, seed, alice = read_shifts(partition.shift), partition.seed, partition.alice
+    covariates = [shift for shift in shifts if isinstance(shift, Covariate)]
+    if covariates:
+        parts = {name: getattr(federation, name) for name in ("train", "validation", "test")}
+        x, origin, moved = materialise(federation.x, parts, covariates, alice, seed)
+        federation = replace(federation, x=x, y=federation.y[origin], **moved)  # type: ignore[arg-type]
+    for drift in shifts:
+        if isinstance(drift, Drift) and partition.later is not None:
+            turn = torch.from_numpy(drift.turns(len(federation.x), seed))
+            federation = replace(federation, later=torch.from_numpy(partition.later), turn=turn)
+    return replace(federation, shifted=shifted_groups(partition.shift, federation.agents, alice))
 
 
 def _pool_digest(x: Tensor) -> str:

@@ -11,8 +11,8 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.own import Reading
 
-SPLITTING = (  # settings that make agents out of one data set
-    *("split", "shares", "sizes", "direction", "agents", "samples_per_agent"),
+SPLITTING = (  # settings that make agents out of one data set, and make them differ
+    *("split", "shift", "shares", "sizes", "direction", "agents", "samples_per_agent"),
     *("test", "permutation_seed", "shared_permutation"),
 )
 

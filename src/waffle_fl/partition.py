@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.randomness import generator
-
-Indices = NDArray[np.int64]
-Shares = NDArray[np.float64]
+from waffle_fl.shifts import Dirichlet, Drift, Prior, Quantity, Shift, Sizes, Swap, read_shifts
+from waffle_fl.shifts.labels import Indices, Shares, caps, serve
 
 DISTRIBUTIONS: dict[str, tuple[float, ...]] = {
     "A": (0.1,) * 10,
@@ -37,6 +35,9 @@ class Partition:
     relabel: Indices  # (agents, classes): agent i calls class k relabel[i, k]
     shares: Shares
     alice: int
+    shift: str = ""  # beyond the split: docs/shifts.md
+    later: Indices | None = None  # (agents, classes): what agent i calls class k once it has drifted
+    seed: int = 0
 
     @property
     def agents(self) -> int:
@@ -154,8 +155,12 @@ def split(
     direction: Literal["left", "right"] = "left",
     permutation_seed: int = 0,
     shared_permutation: bool = False,
+    shift: str = "",
 ) -> Partition:
-    """The partition called `kind`; a name that ends in * also shifts the concepts of everyone but Alice."""
+    """The partition called `kind`; a name that ends in * also shifts the concepts of everyone but Alice.
+
+    `shift` is text such as `dirichlet(0.5) + swap(4)`: labels and concepts shift here, features in `build`.
+    """
     if shares is None:
         matrix = share_matrix(kind, agents, classes, direction)
     else:
@@ -166,22 +171,72 @@ def split(
         matrix = check_shares(given, agents, classes)
     if sizes:
         matrix = matrix * check_sizes(sizes, agents)[:, None]
+    shifts = check_shifts(shift, agents)
+    matrix, kept = skewed(matrix, shifts, samples_per_agent, seed)
     parts = by_label(train_labels, matrix, generator(seed, "train split"))
+    if any(isinstance(s, Dirichlet | Quantity | Sizes) for s in shifts):
+        parts = serve(parts, train_labels, matrix)
     held_out, train = zip(
         *(
-            hold_out(part, samples_per_agent, validation, generator(seed, "validation", agent))
+            hold_out(part, kept[agent], validation, generator(seed, "validation", agent))
             for agent, part in enumerate(parts)
         ),
         strict=True,
     )
+    starved = [agent for agent, part in enumerate(parts) if sum(map(len, part)) and not len(train[agent])]
+    if shifts and starved:
+        raise WaffleError(
+            f"validation leaves agent {starved[0]} nothing to train on: expected less than {validation:g}"
+        )
     share_out = divide if test == "share" else all_allowed
     own = np.tile(np.arange(classes), (agents, 1))
     shifted = concept_shift(agents, classes, alice, permutation_seed, shared_permutation)
+    relabel, later = concepts(shifted if kind.endswith("*") else own, shifts, alice, permutation_seed)
+    tested = next((s.moved(matrix, seed) for s in shifts if isinstance(s, Prior)), matrix)
     return Partition(
         train,
         held_out,
-        tuple(share_out(test_labels, matrix, generator(seed, "test split"))),
-        shifted if kind.endswith("*") else own,
+        tuple(share_out(test_labels, tested, generator(seed, "test split"))),
+        relabel,
         matrix,
         alice,
+        shift,
+        later,
+        seed,
     )
+
+
+def check_shifts(text: str, agents: int) -> tuple[Shift, ...]:
+    """The shifts of a text, for so many agents."""
+    shifts = read_shifts(text)
+    most = max((getattr(shift, "groups", 0) for shift in shifts), default=0)
+    if most > agents:
+        raise WaffleError(f"shift: expected at most as many groups as there are agents, got {most} and {agents}")
+    return shifts
+
+
+def skewed(matrix: Shares, shifts: Sequence[Shift], samples_per_agent: int, seed: int) -> tuple[Shares, list[int]]:
+    """The share matrix after all skews, and how many samples each agent keeps of its share (0: all)."""
+    sizes = np.ones(len(matrix))
+    for shift in shifts:
+        if isinstance(shift, Dirichlet):
+            matrix = shift.skewed(matrix, seed)
+        elif isinstance(shift, Quantity | Sizes):
+            sizes = shift.sizes(len(matrix), seed)
+            matrix = matrix * sizes[:, None]
+    return matrix, caps(samples_per_agent, sizes)
+
+
+def concepts(
+    relabel: Indices, shifts: Sequence[Shift], alice: int, permutation_seed: int
+) -> tuple[Indices, Indices | None]:
+    """How each agent calls the classes before and after it drifts, if any does; swaps come on top of what is there."""
+    agents, classes = relabel.shape
+    for shift in shifts:
+        if isinstance(shift, Swap):
+            relabel = np.take_along_axis(shift.concepts(agents, classes, alice, permutation_seed), relabel, axis=1)
+    for shift in shifts:
+        if isinstance(shift, Drift):
+            drifted = shift.concepts(agents, classes, alice, permutation_seed)
+            return relabel, np.take_along_axis(drifted, relabel, axis=1)
+    return relabel, None

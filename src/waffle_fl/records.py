@@ -178,6 +178,7 @@ def code_digest() -> str:
         "batches.py",
         "federation.py",
         "partition.py",
+        "shifts",
         "randomness.py",
         "guard.py",
     )

@@ -66,7 +66,8 @@ class Finished:
         if self.config.settings.is_own:
             return self.config.settings.alice
         star = "*" if self.config.settings.split.endswith("*") else ""
-        return f"own shares{star}" if self.config.settings.shares else self.config.settings.split
+        shift = f" {self.config.settings.shift}" if self.config.settings.shift else ""
+        return f"own shares{star}{shift}" if self.config.settings.shares else self.config.settings.column
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,9 @@ def methods_of(runs: Sequence[Finished]) -> list[str]:
 
 
 def rows_of(runs: Sequence[Finished]) -> list[str]:
-    """Splits in the paper's order: A, B, C, then the starred ones."""
-    return sorted({run.row for run in runs}, key=lambda row: (row.endswith("*"), row))
+    """Splits in the paper's order: A, B, C, then the starred ones, then shifts as they come."""
+    seen = list(dict.fromkeys(run.row for run in runs))
+    return sorted(seen, key=lambda row: (1, False, "") if "(" in row else (0, row.endswith("*"), row))
 
 
 def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str], Score]:
@@ -210,7 +212,9 @@ def judged_by(runs: Sequence[Finished]) -> Measure:
     return next((measure_of(run.result["best"]) for run in runs if "best" in run.result), ACCURACY)
 
 
-def check_alike(runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "seed", "shares")) -> list[Finished]:
+def check_alike(
+    runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "shift", "seed", "shares")
+) -> list[Finished]:
     """Runs that one table can hold: of one data set and, but for the method and `besides`, of one config each."""
     known: dict[Any, tuple[dict[str, Any], Finished]] = {}
     for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,10 @@ from rich.table import Table
 from waffle_fl import data
 from waffle_fl.cli.flags import parse
 from waffle_fl.cli.watch import Output
-from waffle_fl.config import check_run
+from waffle_fl.config import Settings, check_run
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import federation_of
+from waffle_fl.federation import Federation
 
 
 def data_command(arguments: Sequence[str]) -> int:
@@ -33,6 +34,8 @@ def data_command(arguments: Sequence[str]) -> int:
         """digits, mnist, fashion-mnist, cifar10 or synthetic."""
         split: str = ""
         """Also show who would hold what under this split (A, B, C, A*, B*)."""
+        shift: str = ""
+        """How agents differ besides, such as rotate(45) or dirichlet(0.1); the split is A where none is given."""
         agents: int = 10
         """Number of agents of that split."""
         samples_per_agent: int = 0
@@ -40,7 +43,7 @@ def data_command(arguments: Sequence[str]) -> int:
         direction: Literal["left", "right"] = "left"
         """Which way the split's list is rolled."""
         out: Path = Path("labels.png")
-        """Where the picture of the split goes (.png or .pdf)."""
+        """Where the picture of the split goes (.png, .pdf or .svg)."""
         data_dir: str = ""
         """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
         allow_unverified: bool = False
@@ -63,14 +66,17 @@ def data_command(arguments: Sequence[str]) -> int:
         "test": len(found.y_test),
     }
     counts: list[list[int]] = []
-    if args.split:
-        settings = {"data": args.name, "split": args.split, "agents": args.agents,
+    if args.split or args.shift:
+        settings = {"data": args.name, "split": args.split or "A", "shift": args.shift, "agents": args.agents,
                     "samples_per_agent": args.samples_per_agent, "direction": args.direction}  # fmt: skip
         config = check_run("fedavg", settings, {})
         federation = federation_of(config.settings, args.data_dir, args.allow_unverified)
         counts = federation.label_counts().tolist()
-        facts |= {"split": args.split, "label_counts": counts, "split_hash": federation.digest()}
-        _draw(args.split, counts, args.out)
+        s = config.settings
+        facts |= {"split": s.split, "label_counts": counts, "split_hash": federation.digest()}
+        if s.shift:
+            facts |= {"shift": s.shift, "shifted": dict(federation.shifted)}
+        _draw(s, federation, args.out)
         facts["picture"] = str(args.out)
     if args.output.json:
         print(json.dumps(facts))
@@ -99,16 +105,24 @@ def _fetch(name: str, folder: str, quiet: bool) -> None:
         data.fetch(name, folder, advance)
 
 
-def _draw(split: str, counts: list[list[int]], out: Path) -> None:
+def _draw(s: Settings, federation: Federation, out: Path) -> None:
     import vl_convert
 
     from waffle_fl.report.charts import label_chart
+    from waffle_fl.report.shifts import shift_chart
+    from waffle_fl.reproduce.figures import to_svg
 
-    if out.suffix not in (".png", ".pdf"):
-        raise WaffleError(f"expected --out to end in .png or .pdf, got {out}")
-    draw = vl_convert.vegalite_to_png if out.suffix == ".png" else vl_convert.vegalite_to_pdf
+    drawers: dict[str, Callable[[Any], bytes]] = {
+        ".png": lambda chart: vl_convert.vegalite_to_png(chart.to_json()),
+        ".pdf": lambda chart: vl_convert.vegalite_to_pdf(chart.to_json()),
+        ".svg": lambda chart: to_svg(chart).encode(),
+    }
+    if out.suffix not in drawers:
+        raise WaffleError(f"expected --out to end in .png, .pdf or .svg, got {out}")
+    counts = federation.label_counts().tolist()
+    chart = shift_chart(federation, s.shift, s.split_seed) if s.shift else label_chart({s.split: counts})
     with writable(out):
-        out.write_bytes(draw(label_chart({split: counts}).to_json()))
+        out.write_bytes(drawers[out.suffix](chart))
 
 
 def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
@@ -124,11 +138,17 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
     if facts["note"]:
         console.print(facts["note"], highlight=False)
     if counts:
-        title = f"Training samples under split {facts['split']}"
+        title = f"Training samples under split {facts['split']}" + (
+            f" and {facts['shift']}" if "shift" in facts else ""
+        )
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in ("agent", *map(str, range(len(counts[0]))), "all"):
             table.add_column(name, justify="left" if name == "agent" else "right", no_wrap=True)
         for i, line in enumerate(counts):
             table.add_row(str(i), *(str(n) if n else "·" for n in line), str(sum(line)))
         console.print(table)
+        for shift, groups in facts.get("shifted", {}).items():
+            console.print(
+                f"{shift}: agents are in the groups {', '.join(map(str, groups))}; 0 is Alice's", highlight=False
+            )
         console.print(f"picture: {facts['picture']}", highlight=False)

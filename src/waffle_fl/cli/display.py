@@ -101,7 +101,7 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        table.add_column("split", style="bold", no_wrap=True)
+        table.add_column("split", style="bold", no_wrap=all("(" not in row for row in rows_of(runs)))  # shifts are long
         for method in methods:
             table.add_column(TITLES[method], justify="right", no_wrap=True)
         for row in rows_of(runs):
@@ -151,7 +151,7 @@ def show_study(
 def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:
     """How one run ended."""
     s = config.settings
-    where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.split}"
+    where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.column}"
     table = Table(title=f"{TITLES[config.method]} on {where}", title_justify="left")
     measure = measure_of(result.get("best", {}))
     for column in ("protocol", "round", measure.title.lower()):

@@ -149,7 +149,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
 def decidable(runs: Sequence[Finished]) -> bool:
     """Do these runs, of one split, hold training alone and another method, and what each said of the test data?"""
     told = {run.config.method for run in runs if (run.folder / SAID).exists()}
-    return ALONE in told and len(told) > 1 and len({run.config.settings.split for run in runs}) == 1
+    return ALONE in told and len(told) > 1 and len({run.config.settings.column for run in runs}) == 1
 
 
 def _alice(run: Finished) -> str:

@@ -78,12 +78,12 @@ def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *setti
 
 
 @torch.no_grad()
-def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor) -> dict[str, Tensor]:
+def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor, moment: float = 0.0) -> dict[str, Tensor]:
     """Accuracy, or the error of a regression in its target's own unit, and mean loss of one model on these samples."""
     correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
     for part in torch.split(rows, SCORE_ROWS):
         output = model.predict(net.params, net.stats, federation.x[part])
-        target = federation.labels(federation.alice, part)
+        target = federation.labels(federation.alice, part, moment)
         total += model.losses(output, target).double().sum()
         if output.ndim == 2:
             correct += (output.argmax(dim=1) == target).sum()
@@ -103,16 +103,22 @@ class Examination:
     def __init__(self, federations: Sequence[Federation], parts: Sequence[Tensor]) -> None:
         self.federations, self.x = federations, federations[0].x
         self.rows = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-        self.target = torch.stack([f.labels(f.alice, rows) for f, rows in zip(federations, self.rows, strict=True)])
+        self._still = all(f.later is None for f in federations)
+        self._target = self._called(0.0)
         lengths = torch.tensor([len(part) for part in parts], device=self.rows.device)
         self.lengths = lengths.double()
         self.held = torch.arange(self.rows.shape[1], device=self.rows.device) < lengths[:, None]
 
+    def _called(self, moment: float) -> Tensor:
+        pairs = zip(self.federations, self.rows, strict=True)
+        return torch.stack([f.labels(f.alice, rows, moment) for f, rows in pairs])
+
     @torch.no_grad()
-    def score(self, model: FlatModel, nets: Sequence[Net]) -> list[dict[str, Tensor]]:
+    def score(self, model: FlatModel, nets: Sequence[Net], moment: float = 0.0) -> list[dict[str, Tensor]]:
+        target = self._target if self._still else self._called(moment)
         output = model.predict_rows(torch.stack([net.params for net in nets]), self.x[self.rows])
-        losses = model.losses(output.flatten(0, 1), self.target.flatten()).view(self.held.shape).double()
-        right = (output.argmax(dim=2) == self.target) & self.held if output.ndim == 3 else torch.zeros_like(self.held)
+        losses = model.losses(output.flatten(0, 1), target.flatten()).view(self.held.shape).double()
+        right = (output.argmax(dim=2) == target) & self.held if output.ndim == 3 else torch.zeros_like(self.held)
         accuracy, loss = right.sum(dim=1) / self.lengths, torch.where(self.held, losses, 0.0).sum(dim=1) / self.lengths
         return [_graded(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
 
@@ -128,18 +134,18 @@ class Examiner:
         self.model, self._on_gpu = model, model.device.type == "cuda"
         self._known: dict[tuple[int, ...], Examination] = {}
 
-    def examine(self, federations: Sequence[Federation], nets: Sequence[Net]) -> list[dict[str, Tensor]]:
-        """Each Alice's model on her own test data, and on validation data where she has some."""
-        scores = self.score(federations, [f.test[f.alice] for f in federations], nets)
+    def examine(self, federations: Sequence[Federation], nets: Sequence[Net], moment: float) -> list[dict[str, Tensor]]:
+        """Each Alice's model on her own test data, and on validation data where she has some, as she sees them now."""
+        scores = self.score(federations, [f.test[f.alice] for f in federations], nets, moment)
         judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
         theirs = [federations[k] for k in judged]
-        more = self.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged])
+        more = self.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
         for k, found in zip(judged, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
         return scores
 
     def score(
-        self, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net]
+        self, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net], moment: float
     ) -> list[dict[str, Tensor]]:
         """Accuracy and loss of each net on its part of the samples."""
         groups: dict[Any, list[int]] = {}
@@ -149,12 +155,12 @@ class Examiner:
         for group in (few for alike in groups.values() for few in self._cut(alike, len(parts[alike[0]]))):
             if len(group) == 1:
                 (k,) = group
-                found[k] = score(self.model, nets[k], federations[k], parts[k])
+                found[k] = score(self.model, nets[k], federations[k], parts[k], moment)
                 continue
             key = tuple(id(parts[k]) for k in group)
             if key not in self._known:
                 self._known[key] = Examination([federations[k] for k in group], [parts[k] for k in group])
-            found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group]), strict=True)
+            found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group], moment), strict=True)
         return [found[k] for k in range(len(nets))]
 
     def _cut(self, group: list[int], length: int) -> list[list[int]]:

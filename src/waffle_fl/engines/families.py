@@ -25,7 +25,7 @@ def families_of(cells: Sequence[Cell]) -> list[list[int]]:
             cell.algorithm,
             cell.seed,
             id(cell.state),
-            *(id(part) for part in (f.x, f.y, f.train, f.relabel)),
+            *(id(part) for part in (f.x, f.y, f.train, f.relabel, f.later, f.turn)),
             f.ids,
         )
         families.setdefault(i if alone else same, []).append(i)
@@ -45,7 +45,7 @@ def once_a_family(
         for outcome in next(stream, []):
             first = leaders[outcome.cell]
             done.append(replace(outcome, cell=first))
-            shared, lost = _shared(outcome, followers[first], cells, model, examiner)
+            shared, lost = _shared(outcome, followers[first], cells, model, examiner, r / rounds)
             done += shared
             for i in lost:  # it goes on by itself from where the family stood
                 strays[i] = each([replace(cells[i], state=states[first])], r - 1)
@@ -59,14 +59,19 @@ def once_a_family(
 
 
 def _shared(
-    outcome: Outcome, followers: Sequence[int], cells: Sequence[Cell], model: FlatModel, examiner: Examiner
+    outcome: Outcome,
+    followers: Sequence[int],
+    cells: Sequence[Cell],
+    model: FlatModel,
+    examiner: Examiner,
+    moment: float,
 ) -> tuple[list[Outcome], list[int]]:
     """What a family's round is to each of the others, and those to whom it is nothing."""
     screened = outcome.measured.get("screened", {})
     names = {i: cells[i].federation.names[cells[i].federation.alice] for i in followers}
     able = [i for i in followers if not outcome.error and names[i] not in screened]
     nets = [_own(cells[i], outcome.state) for i in able]
-    scores = to_numbers(examiner.examine([cells[i].federation for i in able], nets)) if able else []
+    scores = to_numbers(examiner.examine([cells[i].federation for i in able], nets, moment)) if able else []
     shared = {
         i: replace(outcome, cell=i, measured={**outcome.measured, **found})
         for i, found in zip(able, scores, strict=True)

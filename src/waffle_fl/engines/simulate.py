@@ -207,7 +207,9 @@ class _Simulator:
         if indices not in self._trainings:
             cells = [self.cells[i] for i in indices]
             federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
-            batches = Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment)
+            batches = Batches(
+                federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment, self.rounds
+            )
             agents = [f.agents for f in federations]
             cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
             self._trainings[indices] = Training(cells[0].algorithm, self.model, batches, self._graphs, agents, cores)
@@ -225,7 +227,8 @@ class _Simulator:
             else:
                 done = [close(algorithm, *settings, *work[i]) for i in group]
             closed |= dict(zip(group, done, strict=True))
-        scores = self._examiner.examine([self.cells[i].federation for i in indices], [closed[i].own for i in indices])
+        federations, nets = [self.cells[i].federation for i in indices], [closed[i].own for i in indices]
+        scores = self._examiner.examine(federations, nets, r / self.rounds)
         return [
             closed[i]._replace(measured={**scored, **closed[i].measured})
             for i, scored in zip(indices, scores, strict=True)

@@ -94,6 +94,7 @@ def _open(
         task=whole.task,
         classes=list(whole.class_names),
         sample=list(whole.shape),
+        **({"shifted": dict(whole.shifted)} if whole.shifted else {}),
         **origin(config.settings, place),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         parameters=model.size,
@@ -133,7 +134,7 @@ def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
             s.rounds,
             s.epochs,
             s.batch_size,
-            s.augment,
+            s.augment and ("augment", s.shift),  # the border of a crop is the darkest pixel of all that are stacked
             s.guard,
             s.precision,
         )

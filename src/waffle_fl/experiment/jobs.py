@@ -81,7 +81,7 @@ def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str,
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
     output = torch.cat([model.predict(*net, federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
-    said = {"output": output, "target": federation.labels(federation.alice, rows)}
+    said = {"output": output, "target": federation.labels(federation.alice, rows, moment=1.0)}
     prepared = federation.preprocessing
     if prepared is None or federation.task == "classification":
         return said

@@ -53,7 +53,7 @@ def _own_folder(name: str, place: str) -> Path | None:
     return beside if beside.is_dir() else None
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)  # as many columns as a table may have: each shift of features is a pool of its own
 def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     dataset = _dataset(s.data, data_dir, allow_unverified)
     names = [f"agent {i}" for i in range(s.agents)]
@@ -74,6 +74,7 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
         direction=s.direction,
         permutation_seed=s.permutation_seed,
         shared_permutation=s.shared_permutation,
+        shift=s.shift,
     )
     return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
 
@@ -92,6 +93,8 @@ def advice(config: RunConfig, federation: Federation) -> list[str]:
     empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
     if empty:
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
+    if federation.drifts(federation.alice):
+        notes.append("Alice's own labels drift: rounds are tested on other labels each, so read the last, not the best")
     if config.method == "waffle":
         if federation.agents == 1:
             notes.append("a single agent: this is Local")

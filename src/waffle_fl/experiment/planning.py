@@ -1,37 +1,39 @@
-"""The runs of a grid: one for each method, split, seed and Alice."""
+"""The runs of a grid: one for each method, split, shift, seed and Alice."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from waffle_fl.config import EVERYONE, Experiment, RunConfig, Settings
 from waffle_fl.experiment.materials import federation_of
 from waffle_fl.experiment.place import Place
 from waffle_fl.federation import Federation
+from waffle_fl.shifts import Drift, Swap, read_shifts
 
 
 def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[tuple[RunConfig, Path]]:
     """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
     place = place or Place()
     runs = []
-    for method in experiment.methods:
-        for kind in experiment.splits:
-            for seed in experiment.seeds:
-                table = experiment.options.get(method, {})
-                options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
-                given = {k: v for k, v in options.items() if v is not None}
-                settings = _of_split(experiment.settings, kind, seed)
-                for alice in alices(settings, place):
-                    config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
-                    runs.append((config, out / config.label))
+    shifts = experiment.shifts or (experiment.settings.shift,)
+    for method, kind, shift, seed in product(experiment.methods, experiment.splits, shifts, experiment.seeds):
+        table = experiment.options.get(method, {})
+        options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
+        given = {k: v for k, v in options.items() if v is not None}
+        settings = _of_column(experiment.settings, kind, shift, seed)
+        for alice in alices(settings, place):
+            config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
+            runs.append((config, out / config.label))
     return runs
 
 
-def _of_split(s: Settings, kind: str, seed: int) -> Settings:
-    """The settings of one run; the seed of permutations is the default where none are drawn."""
-    seed_of_labels = s.permutation_seed if kind.endswith("*") else Settings.permutation_seed
-    return replace(s, split=kind, seed=seed, permutation_seed=seed_of_labels)
+def _of_column(s: Settings, kind: str, shift: str, seed: int) -> Settings:
+    """The settings of one run; where no labels are permuted the permutations' seed says nothing: the default."""
+    permutes = kind.endswith("*") or any(isinstance(part, Swap | Drift) for part in read_shifts(shift))
+    seed_of_labels = s.permutation_seed if permutes else Settings.permutation_seed
+    return replace(s, split=kind, shift=shift, seed=seed, permutation_seed=seed_of_labels)
 
 
 def alices(s: Settings, place: Place) -> list[str]:

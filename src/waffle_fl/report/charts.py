@@ -45,7 +45,8 @@ def _color(runs: Sequence[Finished]) -> Any:
     )
 
 
-def _styled(chart: Any) -> Any:
+def styled(chart: Any) -> Any:
+    """One look for every chart."""
     return (
         chart.configure(font="Inter, Helvetica, Arial, sans-serif")
         .configure_view(strokeWidth=0)
@@ -83,7 +84,7 @@ def accuracy(runs: Sequence[Finished]) -> Any:
         .add_params(hover)
     )
     panels = line.facet(facet=alt.Facet("split:N", sort=rows_of(runs), title=None), columns=3)
-    return _styled(panels.resolve_scale(x="independent", y="independent"))
+    return styled(panels.resolve_scale(x="independent", y="independent"))
 
 
 def weights(runs: Sequence[Finished]) -> Any:
@@ -143,7 +144,7 @@ def weights(runs: Sequence[Finished]) -> Any:
             row=alt.Row("method:N", sort=["WE", "WAFFLE"], title=None),
         )
     )
-    return _styled(chart)
+    return styled(chart)
 
 
 def labels(runs: Sequence[Finished]) -> Any:
@@ -158,6 +159,11 @@ def labels(runs: Sequence[Finished]) -> Any:
 
 def label_chart(counts: dict[str, list[list[int]]]) -> Any:
     """The paper's repartition figure, for any number of splits."""
+    return styled(label_panels({row: counts[row] for row in sorted(counts, key=lambda row: (row.endswith("*"), row))}))
+
+
+def label_panels(counts: dict[str, list[list[int]]]) -> Any:
+    """Its panels, to be put beside others."""
     values = [
         {"split": row, "agent": i, "label": k, "samples": n}
         for row, matrix in counts.items()
@@ -165,8 +171,7 @@ def label_chart(counts: dict[str, list[list[int]]]) -> Any:
         for k, n in enumerate(line)
         if n
     ]
-    rows = sorted(counts, key=lambda row: (row.endswith("*"), row))
-    chart = (
+    return (
         alt.Chart(alt.InlineData(values=values))
         .mark_circle(opacity=0.9, color="#4c78a8")
         .encode(
@@ -178,9 +183,8 @@ def label_chart(counts: dict[str, list[list[int]]]) -> Any:
             tooltip=["agent:O", "label:O", "samples:Q"],
         )
         .properties(width=WIDTH * 0.62, height=WIDTH * 0.62)
-        .facet(facet=alt.Facet("split:N", sort=rows, title=None), columns=5)
+        .facet(facet=alt.Facet("split:N", sort=list(counts), title=None), columns=5)
     )
-    return _styled(chart)
 
 
 def omega(runs: Sequence[Finished]) -> Any:
@@ -200,4 +204,4 @@ def omega(runs: Sequence[Finished]) -> Any:
         )
         .properties(width=WIDTH * 1.4, height=HEIGHT)
     )
-    return _styled(chart)
+    return styled(chart)

@@ -35,7 +35,7 @@ class Part:
     def planned(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
         """The runs that the file asks for, by names such as mnist/C/waffle/1; `seeds` replace the file's."""
         return {
-            f"{experiment.name}/{config.settings.split}/{config.method}/{config.settings.seed}": config
+            f"{experiment.name}/{config.settings.column}/{config.method}/{config.settings.seed}": config
             for experiment in self.experiments
             for config, _ in plan(replace(experiment, seeds=tuple(seeds) or experiment.seeds), Path())
         }
@@ -43,7 +43,7 @@ class Part:
     def missing(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
         """Those of them that the record lacks."""
         known = {
-            f"{name}/{run.config.settings.split}/{run.config.method}/{run.config.settings.seed}"
+            f"{name}/{run.config.settings.column}/{run.config.method}/{run.config.settings.seed}"
             for name, runs in self.runs.items()
             for run in runs
         }
@@ -71,7 +71,7 @@ def read_part(root: Path, name: str) -> Part:
     record = record_of(root, name)
     recorded = read_condensed(record) if record.exists() else []
     asked = {
-        (experiment.name, config.settings.split, config.method): config.to_json()
+        (experiment.name, config.settings.column, config.method): config.to_json()
         for experiment in experiments
         for config, _ in plan(replace(experiment, seeds=(0,)), Path())
     }

@@ -1,0 +1,28 @@
+"""How a choice with numbers is written, the same in TOML, on the command line and in the record: `kind(3.2, by=4)`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Call(NamedTuple):
+    """A kind and what stands in its brackets, still as text."""
+
+    kind: str
+    values: tuple[str, ...]
+    named: dict[str, str]
+
+
+def read_call(text: str) -> Call | None:
+    """`noise(0.3, groups=2)` in its parts; None where it is not written so."""
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
+    if not match:
+        return None
+    kind, inside = match.groups()
+    parts = [part.strip() for part in (inside or "").split(",") if part.strip()]
+    values = tuple(part for part in parts if "=" not in part)
+    pairs = [part.partition("=") for part in parts if "=" in part]
+    if parts[: len(values)] != list(values) or len({name.strip() for name, _, _ in pairs}) < len(pairs):
+        return None
+    return Call(kind, values, {name.strip(): value.strip() for name, _, value in pairs})

@@ -1,0 +1,203 @@
+"""Shifts of the features: rotation, blur, noise, contrast, colour, feature scaling.
+
+Sums and products of single elements only, in one order, so that every machine makes the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from waffle_fl.errors import WaffleError
+from waffle_fl.randomness import generator
+from waffle_fl.shifts.groups import Member, check_groups, members
+
+
+@runtime_checkable
+class Covariate(Protocol):
+    """What changes features; the shape and who is shifted stay."""
+
+    @property
+    def groups(self) -> int: ...
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        """The samples x of a part (train, validation, test) as the agent sees them; `black` (C,) is an image's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Images turned anticlockwise about their centre, bilinearly; what comes in from outside is black."""
+
+    degrees: float
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if not abs(self.degrees) <= 360:
+            raise WaffleError(f"rotate: expected degrees from -360 to 360, got {self.degrees:g}")
+        check_groups("rotate", self.groups)
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        check_images("rotate", x)
+        return rotated(x, self.degrees * who.degree, black)
+
+
+@dataclass(frozen=True)
+class Blur:
+    """Images seen through a Gaussian lens of `sigma` pixels."""
+
+    sigma: float
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma <= 10:
+            raise WaffleError(f"blur: expected sigma above 0 and up to 10 pixels, got {self.sigma:g}")
+        check_groups("blur", self.groups)
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        check_images("blur", x)
+        return blurred(x, self.sigma * who.degree)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Gaussian noise of deviation `std` on every feature, the same each time that a sample is seen."""
+
+    std: float
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.std <= 100:
+            raise WaffleError(f"noise: expected a deviation above 0 and up to 100, got {self.std:g}")
+        check_groups("noise", self.groups)
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        drawn = generator(who.seed, "noise", who.agent, part).standard_normal(tuple(x.shape), dtype=np.float32)
+        return x + self.std * who.degree * torch.from_numpy(drawn)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Features stretched about 0, the data set's mean: below 1 they grow faint, above 1 harsh."""
+
+    factor: float
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.factor <= 100:
+            raise WaffleError(f"contrast: expected a factor from 0.01 to 100, got {self.factor:g}")
+        check_groups("contrast", self.groups)
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        return x * math.pow(self.factor, who.degree)
+
+
+@dataclass(frozen=True)
+class Colour:
+    """The light of each colour channel stretched by exp(sigma z), one z a group and channel; black stays black."""
+
+    sigma: float
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma <= 3:
+            raise WaffleError(f"colour: expected sigma above 0 and up to 3, got {self.sigma:g}")
+        check_groups("colour", self.groups)
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        check_images("colour", x)
+        if not who.group:
+            return x
+        dark = black.view(-1, 1, 1)
+        return dark + (x - dark) * _gains(self.sigma, "colour", who, tuple(dark.shape))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Every feature scaled by exp(sigma z), one z a group and feature: instruments that were calibrated apart."""
+
+    sigma: float
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma <= 3:
+            raise WaffleError(f"scale: expected sigma above 0 and up to 3, got {self.sigma:g}")
+        check_groups("scale", self.groups)
+
+    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+        return x * _gains(self.sigma, "scale", who, tuple(x.shape[1:])) if who.group else x
+
+
+def _gains(sigma: float, purpose: str, who: Member, shape: tuple[int, ...]) -> Tensor:
+    drawn = generator(who.seed, purpose, who.group).standard_normal(shape)
+    return torch.from_numpy(np.exp(sigma * drawn).astype(np.float32))
+
+
+def check_images(kind: str, x: Tensor) -> None:
+    if x.ndim != 4:
+        raise WaffleError(f"{kind} is for images; this data has samples of shape {tuple(x.shape[1:])}")
+
+
+def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
+    """Images (n, C, H, W), turned; a pixel is the mean of the four that it comes from, by its distance from each."""
+    if not degrees:
+        return x
+    height, width = x.shape[-2:]
+    angle = math.radians(degrees)
+    down = torch.arange(height, dtype=torch.float64)[:, None] - (height - 1) / 2
+    across = torch.arange(width, dtype=torch.float64)[None] - (width - 1) / 2
+    i = down * math.cos(angle) + across * math.sin(angle) + (height - 1) / 2
+    j = across * math.cos(angle) - down * math.sin(angle) + (width - 1) / 2
+    light = x - black.view(-1, 1, 1)
+    found = torch.zeros_like(x)
+    for top in (0, 1):
+        for left in (0, 1):
+            row, column = i.floor() + top, j.floor() + left
+            weight = (1 - (i - row).abs()) * (1 - (j - column).abs())
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            place = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
+            pixels = light.flatten(2)[:, :, place.flatten()].view(x.shape)
+            found += pixels * (weight * inside).to(x.dtype)
+    return found + black.view(-1, 1, 1)
+
+
+def blurred(x: Tensor, sigma: float) -> Tensor:
+    """Images (n, C, H, W) under a Gaussian of three sigma, down and across; edges are continued."""
+    if not sigma:
+        return x
+    reach = math.ceil(3 * sigma)
+    weights = [math.exp(-0.5 * (step / sigma) ** 2) for step in range(-reach, reach + 1)]
+    for axis in (2, 3):
+        at = torch.arange(x.shape[axis])
+        moved = (x.index_select(axis, (at + step).clamp(0, len(at) - 1)) for step in range(-reach, reach + 1))
+        x = sum((w / sum(weights) * m for w, m in zip(weights, moved, strict=True)), torch.zeros_like(x))
+    return x
+
+
+def materialise(
+    x: Tensor, parts: dict[str, tuple[Tensor, ...]], shifts: Sequence[Covariate], alice: int, seed: int
+) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, ...]]]:
+    """A pool of what the agents hold, as each sees it: (samples, where in the old pool they lay, the new parts)."""
+    black = x.amin(dim=(0, 2, 3)) if x.ndim == 4 else x[:0]
+    agents = len(parts["train"])
+    company = [members(agents, alice, shift.groups, seed) for shift in shifts]
+    seen, origin, moved = [], [], {}
+    edge = 0
+    for part, rows in parts.items():
+        places = []
+        for agent, held in enumerate(rows):
+            samples = x[held]
+            for shift, people in zip(shifts, company, strict=True):
+                samples = shift.transform(samples, people[agent], part, black)
+            seen.append(samples)
+            origin.append(held)
+            places.append(torch.arange(edge, edge + len(held)))
+            edge += len(held)
+        moved[part] = tuple(places)
+    return torch.cat(seen), torch.cat(origin), moved

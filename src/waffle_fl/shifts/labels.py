@@ -1,0 +1,133 @@
+"""Shifts of how many samples an agent has, and of which labels: functions of the share matrix (agent x label)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.errors import WaffleError
+from waffle_fl.randomness import generator
+
+Indices = NDArray[np.int64]
+Shares = NDArray[np.float64]
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Dirichlet:
+    """Label skew: an agent's labels are drawn about the split's, Dir(alpha K p); a small alpha leaves few."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not 1e-3 <= self.alpha <= 1e6:
+            raise WaffleError(f"dirichlet: expected alpha from 0.001 to 1e6, got {self.alpha:g}")
+
+    def skewed(self, shares: Shares, seed: int) -> Shares:
+        """One draw an agent: no sampling until it fits, so it ends for any data."""
+        rows = np.zeros_like(shares)
+        for agent, row in enumerate(shares):
+            held = row > 0
+            concentration = self.alpha * len(row) * row[held] / row.sum()
+            rows[agent, held] = row.sum() * generator(seed, "dirichlet", agent).dirichlet(concentration)
+        return rows
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Quantity skew: sizes are log-normal, exp(sigma z)."""
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sigma <= 5:
+            raise WaffleError(f"quantity: expected sigma from 0 to 5, got {self.sigma:g}")
+
+    def sizes(self, agents: int, seed: int) -> Shares:
+        """Relative to their mean."""
+        drawn = [generator(seed, "quantity", agent).standard_normal() for agent in range(agents)]
+        return _relative(np.exp(self.sigma * np.asarray(drawn)))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Quantity skew by hand: relative sizes, the list repeated as often as needed."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values or not all(0 < value <= 1e6 for value in self.values):
+            raise WaffleError("sizes: expected numbers above 0 and up to 1e6, as in sizes(4, 1, 1)")
+
+    def sizes(self, agents: int, seed: int) -> Shares:
+        """Relative to their mean."""
+        return _relative(np.resize(np.asarray(self.values, np.float64), agents))
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Prior shift: the labels of an agent's test data are `amount` away from those it trains on, in total variation."""
+
+    amount: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.amount <= 1:
+            raise WaffleError(f"prior: expected an amount from 0 to 1, got {self.amount:g}")
+
+    def moved(self, shares: Shares, seed: int) -> Shares:
+        """What some labels lose the others gain, both in proportion."""
+        return np.stack([self._moved(row, generator(seed, "prior", agent)) for agent, row in enumerate(shares)])
+
+    def _moved(self, row: Shares, rng: np.random.Generator) -> Shares:
+        """A row with too few labels to move so much moves what it can; one with a single label nothing."""
+        order = rng.permutation(np.flatnonzero(row))
+        if len(order) < 2:
+            return row
+        p = row / row.sum()
+        losers = _shortest(order, p, max(self.amount, HALF))
+        if len(losers) == len(order):  # the last one is so common that it must be the one to lose
+            losers = _shortest(order[::-1], p, max(self.amount, HALF))[: len(order) - 1]
+        lost = np.zeros(len(row), bool)
+        lost[losers] = True
+        amount = min(self.amount, p[lost].sum())
+        moved: Shares = row * np.where(lost, 1 - amount / p[lost].sum(), 1 + amount / p[~lost].sum())
+        return moved
+
+
+def _relative(sizes: Shares) -> Shares:
+    found: Shares = sizes / sizes.mean()
+    return found
+
+
+def _shortest(order: Indices, p: Shares, mass: float) -> Indices:
+    """The first labels that together hold this much."""
+    return order[: int(np.searchsorted(np.cumsum(p[order]), mass - 1e-12)) + 1]
+
+
+def serve(parts: list[list[Indices]], labels: Indices, shares: Shares) -> list[list[Indices]]:
+    """Nobody is left without a sample: who has none takes a spare one, of the label it wants most, or the fullest's."""
+    if len(labels) < len(parts):
+        raise WaffleError(f"{len(labels)} training samples are too few for {len(parts)} agents: expected one for each")
+    parts = [list(part) for part in parts]
+    used = np.concatenate([samples for part in parts for samples in part])
+    spare = set(np.setdiff1d(np.arange(len(labels)), used).tolist())
+    for agent, part in enumerate(parts):
+        if any(map(len, part)):
+            continue
+        if spare:
+            taken = max(sorted(spare), key=lambda sample: shares[agent, labels[sample]])
+            spare.remove(taken)
+        else:
+            fullest = parts[int(np.argmax([sum(map(len, other)) for other in parts]))]
+            commonest = int(np.argmax([len(samples) for samples in fullest]))
+            taken, fullest[commonest] = int(fullest[commonest][-1]), fullest[commonest][:-1]
+        part[labels[taken]] = np.array([taken], np.int64)
+    return parts
+
+
+def caps(samples_per_agent: int, sizes: Sequence[float] | Shares) -> list[int]:
+    """How many samples each agent keeps, so many on average; 0 keeps all."""
+    return [max(1, round(samples_per_agent * size)) if samples_per_agent else 0 for size in sizes]
