@@ -13,6 +13,7 @@ from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
 from waffle_fl.engines.closing import close, close_together, desk_of
+from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.simulate import Cell, initial_state, simulate
 from waffle_fl.experiment.jobs import state_of, tensors_of
 from waffle_fl.tensorfile import pack, unpack
@@ -55,6 +56,9 @@ class Stage:
         batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
         self.batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
         self.down = self.algorithm.broadcast(self.server, AGENTS)
+        if hasattr(self.algorithm, "candidates"):
+            judge = Judge(self.algorithm, self.model, [self.federation], [3])
+            self.down = judge.informed(self.down, self.agents, slice(None))
         self.local = self.algorithm.begin(self.down, self.agents)
         self.stepped = self.algorithm.step(self.local, self.grad())
         _, self.up = self.algorithm.finish(self.down, self.agents, self.stepped)
@@ -114,7 +118,13 @@ def test_rows_only(method: str) -> None:
 def test_federation_of_one(method: str) -> None:
     """A single agent trains as Local does (clipped alike, and its personal model left to itself)."""
     federation, model = make_federation().only(2), make_model()
-    unmixed = {"ditto": {"lam": 0.0}, "apfl": {"mix": 1.0, "adaptive": "off"}}
+    unmixed = {
+        "ditto": {"lam": 0.0},
+        "apfl": {"mix": 1.0, "adaptive": "off"},
+        "fedamp": {"lam": 0.0},
+        "apple": {"eta_p": 0.0},
+        "ifca": {"clusters": 1},
+    }
     algorithm = ALGORITHMS[method](sgd=SGD(0.1), clip=2.0, **unmixed.get(method, {}))
     local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)
     nets = []

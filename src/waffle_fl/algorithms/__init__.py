@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from waffle_fl.algorithms.apfl import APFL
+from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.contract import SGD, Algorithm, Net, Round, training_key
 from waffle_fl.algorithms.ditto import Ditto
+from waffle_fl.algorithms.fedala import FedALA
+from waffle_fl.algorithms.fedamp import FedAMP
 from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.fedfomo import FedFomo
+from waffle_fl.algorithms.ifca import IFCA
+from waffle_fl.algorithms.knn_per import KNNPer
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.waffle import Waffle
@@ -19,6 +25,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "waffle": Waffle,
     "apfl": APFL,
     "ditto": Ditto,
+    "fedamp": FedAMP,
+    "fedfomo": FedFomo,
+    "apple": APPLE,
+    "fedala": FedALA,
+    "ifca": IFCA,
+    "knn-per": KNNPer,
 }
 
 TITLES = {
@@ -29,6 +41,12 @@ TITLES = {
     "waffle": "WAFFLE",
     "apfl": "APFL",
     "ditto": "Ditto",
+    "fedamp": "FedAMP",
+    "fedfomo": "FedFomo",
+    "apple": "APPLE",
+    "fedala": "FedALA",
+    "ifca": "IFCA",
+    "knn-per": "kNN-Per",
 }
 
 __all__ = ["ALGORITHMS", "SGD", "TITLES", "Algorithm", "Net", "Round", "training_key"]

@@ -124,6 +124,11 @@ def everyone(net: Net, agents: int) -> Net:
     return Net(net.params.expand(agents, -1), net.stats.expand(agents, -1))
 
 
+def inner(a: Rows, b: Rows) -> Tensor:
+    """<a_i, b_i> of each row."""
+    return torch.bmm(a[:, None], b[:, :, None]).flatten()
+
+
 def blocks(rows: Rows) -> tuple[Rows, ...]:
     """The rows, on a CPU few at a time, so that a thousand agents need no copy of all their numbers in float64."""
     return (rows,) if rows.is_cuda else torch.split(rows, max(1, BLOCK // max(1, rows.shape[1])))

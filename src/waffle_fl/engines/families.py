@@ -66,13 +66,20 @@ def _shared(
     names = {i: cells[i].federation.names[cells[i].federation.alice] for i in followers}
     able = [i for i in followers if not outcome.error and names[i] not in screened]
     nets = [_own(cells[i], outcome.state) for i in able]
-    scores = to_numbers(examiner.examine([cells[i].federation for i in able], nets)) if able else []
+    algorithms, federations = [cells[i].algorithm for i in able], [cells[i].federation for i in able]
+    scores = to_numbers(examiner.examine(algorithms, federations, nets)) if able else []
     shared = {
-        i: replace(outcome, cell=i, measured={**outcome.measured, **found})
+        i: replace(outcome, cell=i, measured={**outcome.measured, **found, **_weights(cells[i], outcome.state)})
         for i, found in zip(able, scores, strict=True)
         if math.isfinite(found["loss"])
     }
     return list(shared.values()), [i for i in followers if i not in shared]
+
+
+def _weights(cell: Cell, state: State) -> dict[str, list[float]]:
+    """Her own, where each agent's model takes the others' in proportions of its own."""
+    relations = getattr(cell.algorithm, "relations", None)
+    return {"weights": relations(state.server)[cell.federation.alice].tolist()} if relations else {}
 
 
 def _own(cell: Cell, state: State) -> Net:

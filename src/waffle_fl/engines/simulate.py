@@ -21,6 +21,7 @@ from waffle_fl.batches import Batches
 from waffle_fl.engines.cells import Cell, Outcome, State, on_device
 from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
 from waffle_fl.engines.families import families_of, once_a_family
+from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.states import mapped
 from waffle_fl.engines.steps import Graphs, products
 from waffle_fl.engines.training import Training
@@ -210,7 +211,9 @@ class _Simulator:
             batches = Batches(federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment)
             agents = [f.agents for f in federations]
             cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
-            self._trainings[indices] = Training(cells[0].algorithm, self.model, batches, self._graphs, agents, cores)
+            algorithm = cells[0].algorithm
+            judge = Judge(algorithm, self.model, federations, seeds) if hasattr(algorithm, "candidates") else None
+            self._trainings[indices] = Training(algorithm, self.model, batches, self._graphs, agents, cores, judge)
         return self._trainings[indices]
 
     def _close(self, indices: Sequence[int], r: int, trained: Sequence[tuple[Any, Any]]) -> list[Closed]:
@@ -225,7 +228,10 @@ class _Simulator:
             else:
                 done = [close(algorithm, *settings, *work[i]) for i in group]
             closed |= dict(zip(group, done, strict=True))
-        scores = self._examiner.examine([self.cells[i].federation for i in indices], [closed[i].own for i in indices])
+        cells = [self.cells[i] for i in indices]
+        scores = self._examiner.examine(
+            [cell.algorithm for cell in cells], [cell.federation for cell in cells], [closed[i].own for i in indices]
+        )
         return [
             closed[i]._replace(measured={**scored, **closed[i].measured})
             for i, scored in zip(indices, scores, strict=True)

@@ -23,7 +23,7 @@ from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.models.flat import Precision
 from waffle_fl.own import Preprocessing
-from waffle_fl.use.trained import filled, outputs
+from waffle_fl.use.trained import check_portable, filled, outputs
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -71,6 +71,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
     def fit(self, federation: Agents) -> Self:
         """Train the model of one agent."""
         config = self._config()
+        check_portable(config)
         given = isinstance(federation, Federation)
         agents = self._checked(federation) if isinstance(federation, Federation) else self._gathered(federation)
         if config.method == "local":  # nobody else's training could matter
