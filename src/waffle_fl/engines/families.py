@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from waffle_fl.algorithms import Net
-from waffle_fl.engines.cells import Cell, Outcome, State
+from waffle_fl.engines.cells import Cell, Outcome, own_net
 from waffle_fl.engines.closing import Examiner, to_numbers
 from waffle_fl.models import FlatModel
 
@@ -65,7 +64,7 @@ def _shared(
     screened = outcome.measured.get("screened", {})
     names = {i: cells[i].federation.names[cells[i].federation.alice] for i in followers}
     able = [i for i in followers if not outcome.error and names[i] not in screened]
-    nets = [_own(cells[i], outcome.state) for i in able]
+    nets = [own_net(cells[i], outcome.state, model) for i in able]
     scores = to_numbers(examiner.examine([cells[i].federation for i in able], nets)) if able else []
     shared = {
         i: replace(outcome, cell=i, measured={**outcome.measured, **found})
@@ -73,9 +72,3 @@ def _shared(
         if math.isfinite(found["loss"])
     }
     return list(shared.values()), [i for i in followers if i not in shared]
-
-
-def _own(cell: Cell, state: State) -> Net:
-    alice = cell.federation.alice
-    net = cell.algorithm.personal(state.server, state.agents, cell.federation.agents)
-    return Net(net.params[alice], net.stats[alice])

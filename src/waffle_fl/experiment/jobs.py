@@ -12,7 +12,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell, Outcome, State
+from waffle_fl.engines.cells import Cell, Outcome, State, own_net
 from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.experiment.place import Listener
 from waffle_fl.federation import Federation
@@ -67,10 +67,8 @@ def close(job: Job, model: FlatModel, status: str, message: str = "") -> dict[st
     if status != "finished" or state is None:
         job.run.close(result)
         return result
-    federation = job.cell.federation
-    net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
-    own = Net(net.params[federation.alice], net.stats[federation.alice])
-    said = predictions(model, own, federation)
+    own = own_net(job.cell, state, model)
+    said = predictions(model, own, job.cell.federation)
     result |= {"metrics": measure(said["output"], said["target"])}
     job.run.close(result, model.state_dict(own), said)
     return result
