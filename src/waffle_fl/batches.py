@@ -20,6 +20,7 @@ class Plan(NamedTuple):
     samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
     active: Tensor  # (rows, steps), False once a row has made its K_i steps
+    steps: Tensor  # (rows,), K_i
     relabel: Tensor  # (rows, classes)
     keys: Tensor  # (rows,), the seeds of this round's dropout
 
@@ -75,9 +76,10 @@ class Batches:
         epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
         samples = torch.cat(orders, dim=1).gather(1, position).view(within.shape)
-        active = t < torch.tensor(steps, device=self.device)[:, None]
+        count = torch.tensor(steps, device=self.device)
+        active = t < count[:, None]
         weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
-        return Plan(samples, weight, active, self._relabel[rows], self._keys("dropout", rows, r, attempt))
+        return Plan(samples, weight, active, count, self._relabel[rows], self._keys("dropout", rows, r, attempt))
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
         keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]

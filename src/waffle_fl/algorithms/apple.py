@@ -1,7 +1,7 @@
 """APPLE (Luo & Wu 2022): each agent learns by how much it takes each other agent's core model into its own.
 
 Agent i uses w = sum_j p_ij core_j. Per mini-batch, with g = grad F_i(w):
-core_i -= lr p_ii g;  p_ij -= eta_p (<g, core_j> + lambda(r) mu (p_ij - p0_j)). p0 are the agents' shares of all samples;
+core_i -= lr p_ii g;  p_ij -= eta_p (<g, core_j> + lambda(r) mu (p_ij - p0_j)). p0 are the agents' shares of samples;
 lambda falls from 1 to 0 over the first rounds, so that training is global first and personal later.
 """
 

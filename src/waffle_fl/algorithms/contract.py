@@ -11,6 +11,7 @@ split by who holds it, and the names of the types are the privacy story:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.models.flat import Net as Net
+from waffle_fl.models.layers import Layers
 
 Vector: TypeAlias = Tensor  # (P,)
 Rows: TypeAlias = Tensor  # (N, P)
@@ -29,13 +31,19 @@ NEARLY_EQUAL = 1e-12
 BLOCK = 1 << 20  # numbers at a time that a CPU takes from its caches, not from its memory
 
 
-class Grad(Protocol):
+class Grad(NamedTuple):
     """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
 
-    A row may have several models: then all rows' first models come first, all second ones after them.
+    A row may have several models: then all rows' first models come first, all second ones after them. Where in its
+    round the mini-batch stands is told in tensors, so that a captured graph can count.
     """
 
-    def __call__(self, params: Rows, stats: Rows) -> Net: ...
+    gradient: Callable[[Rows, Rows], Net]
+    t: Tensor  # (1,): the steps that were made before this one
+    steps: Tensor  # (N,): K_i, of how many
+
+    def __call__(self, params: Rows, stats: Rows) -> Net:
+        return self.gradient(params, stats)
 
 
 class Round(NamedTuple):
@@ -57,6 +65,7 @@ class Algorithm(Protocol):
     `begin`, `step` and `finish` are row-local: row i reads row i alone. So an engine may loop over rows, stack them,
     stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
     One whose `aggregate` reads who Alice is says so by `for_alice = True`; others train alike for every Alice.
+    One that treats layers differently has `for_model(layers)`, which returns it with its cut of the model filled in.
     """
 
     @property
@@ -101,6 +110,23 @@ class SGD:
 def server_side(default: Any) -> Any:
     """A hyperparameter that only `aggregate` reads: federations that differ in it can still train in one stack."""
     return dataclasses.field(default=default, metadata={"server_side": True})
+
+
+def of_the_model(default: Any) -> Any:
+    """A field that the algorithm's `for_model` fills in: no hyperparameter, so neither a flag nor part of a config."""
+    return dataclasses.field(default=default, metadata={"of_the_model": True}, repr=False)
+
+
+def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
+    """The algorithm as it trains a model of these layers. Engines see to it, wherever an algorithm meets its model."""
+    fitted: Algorithm = algorithm.for_model(layers) if hasattr(algorithm, "for_model") else algorithm
+    return fitted
+
+
+def hyperparameters(algorithm: type[Algorithm]) -> list[str]:
+    """What a user may set of an algorithm besides its optimiser."""
+    fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
+    return [f.name for f in fields if f.name != "sgd" and not f.metadata.get("of_the_model")]
 
 
 def training_key(algorithm: Algorithm) -> tuple[Any, ...]:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, server_side
-from waffle_fl.algorithms.fedavg import Agents, Down, FedAvg, Info, Local, Server, Up
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, everyone, server_side
+from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
 
 PAIRS = 1 << 24  # distances that are held at a time
 IMPROBABLE = 1e-30  # where no neighbour is of a class its logarithm must stay finite
@@ -36,7 +37,7 @@ def neighbours(features: Tensor, known: Tensor, said: Tensor, k: int, scale: flo
 class KNNPer:
     """A global model, corrected for every agent by its nearest training samples."""
 
-    trains_as: ClassVar[type] = FedAvg
+    trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0
@@ -48,30 +49,26 @@ class KNNPer:
     scale: float = server_side(0.1)
     """Width of the neighbourhood: a squared distance of scale times the number of features weighs 1/e."""
 
-    @property
-    def base(self) -> FedAvg:
-        return FedAvg(self.sgd, self.clip)
-
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return self.base.init(net, agents)
+        return Server(*net), Agents()
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return self.base.broadcast(server, agents)
+        return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return self.base.begin(down, agents)
+        return fedavg.begin(self.sgd, down)
 
     def step(self, local: Local, grad: Grad) -> Local:
-        return self.base.step(local, grad)
+        return fedavg.step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return self.base.finish(down, agents, local)
+        return agents, Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return self.base.aggregate(server, up, now)
+        return fedavg.aggregate(server, up, now)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return self.base.personal(server, agents, count)
+        return everyone(Net(server.x, server.stats), count)
 
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
         """Logarithms of the mixed probabilities; of numbers to predict, their mixed value."""

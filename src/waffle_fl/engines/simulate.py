@@ -18,7 +18,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import training_key
 from waffle_fl.batches import Batches
-from waffle_fl.engines.cells import Cell, Outcome, State, on_device
+from waffle_fl.engines.cells import Cell, Outcome, State, fitted, on_device
 from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
 from waffle_fl.engines.families import families_of, once_a_family
 from waffle_fl.engines.judging import Judge
@@ -47,6 +47,7 @@ def simulate(
     workers: int = 0,
 ) -> Iterator[list[Outcome]]:
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
+    cells = [fitted(cell, model) for cell in cells]
     check_stack(cells, model, batch_size)
 
     def each(some: Sequence[Cell], start: int) -> Iterator[list[Outcome]]:
@@ -82,7 +83,7 @@ def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> Non
 
 def initial_state(cell: Cell, model: FlatModel) -> State:
     """A2.1: one random model for everyone."""
-    server, agents = cell.algorithm.init(model.init(cell.seed), cell.federation.agents)
+    server, agents = fitted(cell, model).algorithm.init(model.init(cell.seed), cell.federation.agents)
     return State(server, agents)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from waffle_fl.algorithms import Algorithm
+from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
 from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.states import mapped, rows_of, stack, stack_into, where_rows
@@ -92,7 +92,7 @@ class Training:
         if self._judge:
             down = self._judge.informed(down, agents, rows)
         local = self.algorithm.begin(down, agents)  # A2.5
-        if hasattr(self.algorithm, "rehearse"):
+        if hasattr(self.algorithm, "rehearse") and hasattr(self.algorithm, "rehearsed"):
             local = self._rehearsed(self.algorithm.rehearse, self.algorithm.rehearsed, local, r, attempt, rows)
         local = self._steps(local, r, attempt, rows)  # A2.6-8
         return self.algorithm.finish(down, agents, local)  # A2.9-12
@@ -105,7 +105,7 @@ class Training:
         counts = [math.ceil(share * steps / self.batches.epochs) for steps in self.batches.steps[rows]]
         last = torch.tensor(counts, device=self.model.device)
         for t, size in zip(torch.arange(max(counts), device=self.model.device)[:, None], sizes, strict=False):
-            grad = partial(self.model.grad, batch=self.batches.batch(plan, t, size))
+            grad = Grad(partial(self.model.grad, batch=self.batches.batch(plan, t, size)), t, plan.steps)
             local = where_rows(t < last, rehearse(local, grad), local)
         return local
 

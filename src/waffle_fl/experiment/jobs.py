@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell, Outcome, State
+from waffle_fl.engines.cells import Cell, Outcome, State, own_net
 from waffle_fl.engines.closing import SCORE_ROWS, Answer, answering
 from waffle_fl.experiment.place import Listener
 from waffle_fl.federation import Federation
@@ -67,9 +66,7 @@ def close(job: Job, model: FlatModel, status: str, message: str = "") -> dict[st
     if status != "finished" or state is None:
         job.run.close(result)
         return result
-    federation = job.cell.federation
-    net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
-    own = Net(net.params[federation.alice], net.stats[federation.alice])
+    own, federation = own_net(job.cell, state, model), job.cell.federation
     said = predictions(model, answering(job.cell.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(said["output"], said["target"])}
     job.run.close(result, model.state_dict(own), said)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.models.layers import Layers
 from waffle_fl.models.stacked import SeededDropout, Stacking
 from waffle_fl.models.vessel import Layout, Vessel, abreast
 from waffle_fl.randomness import derive
@@ -84,6 +85,7 @@ class FlatModel:
         moving = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         self._params, self._stats = Layout(trained), Layout({**frozen, **moving})
         self.normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self.layers = Layers.of(module, self._params, self._stats)
         self._check()
         self.size, self.stats_size = self._params.size, self._stats.size
         self.stacked = self._stacks_well() if stacked is None else stacked
