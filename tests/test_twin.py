@@ -55,6 +55,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fedrep", {"head_share": 0.7, "clip": 0.4}),
     ("fedbn", {}),
     ("fedbn", {"weighting": "samples", "clip": 0.4}),
+    ("fedamp", {}),
+    ("fedamp", {"lam": 0.5, "alpha": 0.4, "sigma": 2.0, "clip": 0.6}),
+    ("fedfomo", {}),
+    ("fedfomo", {"clip": 0.4}),
+    ("apple", {}),
+    ("apple", {"eta_p": 0.02, "mu": 2.0, "global_share": 0.5, "core_step": "paper", "clip": 0.4}),
+    ("fedala", {}),
+    ("fedala", {"eta_w": 5.0, "rehearsed": 0.3, "head_layers": 1, "clip": 0.4}),
+    ("ifca", {}),
+    ("ifca", {"clusters": 2, "clip": 0.4}),
+    ("knn-per", {}),
 ]
 
 

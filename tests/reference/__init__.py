@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
+from reference.collaboration import apple, fedala, fedamp, fedfomo, ifca, knn_per
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
 from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
@@ -30,6 +31,12 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "fedper": fedper,
     "fedrep": fedrep,
     "fedbn": fedbn,
+    "fedamp": fedamp,
+    "fedfomo": fedfomo,
+    "apple": apple,
+    "fedala": fedala,
+    "ifca": ifca,
+    "knn-per": knn_per,
 }
 
 
