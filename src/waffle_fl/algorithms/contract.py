@@ -67,6 +67,19 @@ class Algorithm(Protocol):
     stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
     One whose `aggregate` reads who Alice is says so by `for_alice = True`; others train alike for every Alice.
     One that treats layers differently has `for_model(layers)`, which returns it with its cut of the model filled in.
+
+    What else an algorithm may have; an engine looks for it by name:
+
+    `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on its own
+        samples and writes it into `down.losses` (N, M), which was sent empty. `judged_on` says by which samples:
+        "training", or "validation" where the agent has some.
+    `rehearse(local, grad) -> local`, between `begin` and the first `step`, on the first mini-batches of the round: a
+        share `rehearsed` of an epoch. It is as row-local as `step`, and changes where training starts.
+    `relations(server) -> (N, N)`: row i, by how much each agent's model is in agent i's. Alice's row is recorded as
+        `weights`, in place of an `Info` that says them.
+    `answer(output, features, known, labels) -> output`: what the agent says of samples, given what its model says of
+        them, what the last layer sees of them, and the same of its own training samples with their labels. It is asked
+        wherever a model is measured; such a method's model is of no use elsewhere.
     """
 
     @property
