@@ -31,7 +31,8 @@ NEARLY_EQUAL = 1e-12
 BLOCK = 1 << 20  # numbers at a time that a CPU takes from its caches, not from its memory
 
 
-class Grad(NamedTuple):
+@dataclass(frozen=True)
+class Grad:
     """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
 
     A row may have several models: then all rows' first models come first, all second ones after them. Where in its
