@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from waffle_fl.algorithms.ifca import IFCA, starts
 from waffle_fl.algorithms.knn_per import KNNPer
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.offers import best_others, packed, spread
-from waffle_fl.cli import main
+from waffle_fl.cli import _run as waffle
 from waffle_fl.engines import judging
 from waffle_fl.engines.closing import answering
 from waffle_fl.engines.families import families_of
 from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.simulate import Cell, State, initial_state
+from waffle_fl.engines.states import rows_of
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, Net, cnn, linear
 from waffle_fl.tensorfile import read_named
@@ -92,7 +94,7 @@ def test_attention_is_a_convex_combination(points: list[float], sigma: float, al
         others = [j for j in range(len(points)) if j != i]
         assert all(xi[i, j] == 0 for j in others if not heard[j])
         ranked = sorted((j for j in others if heard[j]), key=lambda j: abs(points[i] - points[j]))
-        assert all(xi[i, a] >= xi[i, b] - 1e-15 for a, b in zip(ranked, ranked[1:], strict=False))
+        assert all(xi[i, a] >= xi[i, b] - 1e-15 for a, b in pairwise(ranked))
 
 
 def test_ifca_with_one_cluster_is_fedavg() -> None:
@@ -150,10 +152,10 @@ def test_offers(agents: int, places: int, explore: float, r: int) -> None:
 def test_offers_change_from_round_to_round() -> None:
     """Where not everybody fits, exploring brings everybody's model to an agent in time; without it, always the same."""
     score, there = torch.zeros(9, 9, dtype=torch.float64), torch.ones(9, dtype=torch.bool)
-    seen = {
-        explore: {n for r in range(60) for n in best_others(score, there, 2, explore, torch.tensor(r)).ids[0].tolist()}
-        for explore in (0.0, 0.5)
-    }
+    seen: dict[float, set[int]] = {0.0: set(), 0.5: set()}
+    for explore, met in seen.items():
+        for r in range(60):
+            met.update(best_others(score, there, 2, explore, torch.tensor(r)).ids[0].tolist())
     assert seen == {0.0: {1, 2}, 0.5: set(range(1, 9))}
 
 
@@ -195,7 +197,7 @@ def test_fedala_without_learning_is_fedavg() -> None:
 
 
 def test_fedala_of_the_last_layer_takes_the_others_from_the_global_model() -> None:
-    """With head_layers = 1 there are weights for the last layer's numbers only, and training starts at x before them."""
+    """With head_layers = 1 only the last layer has weights; what comes before it starts at the global model."""
     ala = fitted(FedALA(LR, head_layers=1))
     state = run(ala)[-1].state
     head = 6 * CLASSES + CLASSES
@@ -214,7 +216,9 @@ def test_candidates_are_judged_on_own_samples(stacked: bool, held_out: bool) -> 
     federation = replace(federation, validation=validation)
     fomo = FedFomo(LR)
     server, agents = last_state(Cell(fomo, federation, 3), model, rounds=3)[-1].state
-    down = Judge(fomo, model, [federation], [3]).informed(fomo.broadcast(server, 4), agents, slice(1, 3))
+    rows = slice(1, 3)
+    down, agents = rows_of(fomo.broadcast(server, 4), rows), rows_of(agents, rows)
+    down = Judge(fomo, model, [federation], [3]).informed(down, agents, rows)
     nets = fomo.candidates(down, agents)
     for row, agent in ((0, 1), (1, 2)):
         own = validation[agent] if held_out else federation.train[agent]
@@ -285,7 +289,7 @@ def test_knn_per_of_numbers() -> None:
     ],
 )
 def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
-    """Features are what the last linear layer sees; the sample's own numbers where it is the first, or there is none."""
+    """Features are what the last linear layer sees; the sample's own numbers where that is the first, or none is."""
     model, x = FlatModel(build), torch.randn(5, *shape)
     net = model.init(1)
     output, features = model.features(*net, x)
@@ -318,16 +322,16 @@ def test_a_knn_per_run_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Its folder holds the mixed answers, the decision reads them, and what would answer otherwise is refused."""
     settings = ["--rounds", "2", "--samples-per-agent", "20", "--agents", "3", "--quiet"]
     for method in ("local", "knn-per"):
-        assert main(["run", method, *settings, "--out", str(tmp_path / method)]) == 0
+        assert waffle(["run", method, *settings, "--out", str(tmp_path / method)]) == 0
     said = read_named(tmp_path / "knn-per" / "predictions.safetensors", ("output", "target"))
     torch.testing.assert_close(said["output"].exp().sum(dim=1), torch.ones(len(said["output"])))
     result = json.loads((tmp_path / "knn-per" / "result.json").read_text())
     right = (said["output"].argmax(dim=1) == said["target"]).double().mean()
     assert result["metrics"]["accuracy"] == pytest.approx(float(right))
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page"), "--quiet"]) == 0
+    assert waffle(["report", str(tmp_path), "--out", str(tmp_path / "page"), "--quiet"]) == 0
     capsys.readouterr()
     for command in (["export", str(tmp_path / "knn-per")], ["predict", str(tmp_path / "knn-per"), "x.npy"]):
-        assert main(command) == 2
+        assert waffle(command) == 2
         assert "kNN-Per answers with Alice's training data at hand" in capsys.readouterr().err
     features = torch.zeros(4, FEATURES).numpy()
     fit = partial(PersonalizedClassifier("knn-per", rounds=1).fit, {"a": (features, [0, 1, 0, 1])})

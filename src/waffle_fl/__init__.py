@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.contract import SGD
     from waffle_fl.algorithms.ditto import Ditto
     from waffle_fl.algorithms.fedavg import FedAvg
+    from waffle_fl.algorithms.fedavg_ft import FedAvgFT
+    from waffle_fl.algorithms.fedbn import FedBN
+    from waffle_fl.algorithms.fedper import FedPer
+    from waffle_fl.algorithms.fedprox import FedProx
+    from waffle_fl.algorithms.fedrep import FedRep
     from waffle_fl.algorithms.local import Local
+    from waffle_fl.algorithms.per_fedavg import PerFedAvg
+    from waffle_fl.algorithms.pfedme import PFedMe
     from waffle_fl.algorithms.scaffold import Scaffold
     from waffle_fl.algorithms.waffle import Waffle
     from waffle_fl.algorithms.weight_erosion import WeightErosion
@@ -44,9 +51,16 @@ _HOMES = {
     "Cell": "engines.cells",
     "Ditto": "algorithms.ditto",
     "FedAvg": "algorithms.fedavg",
+    "FedAvgFT": "algorithms.fedavg_ft",
+    "FedBN": "algorithms.fedbn",
+    "FedPer": "algorithms.fedper",
+    "FedProx": "algorithms.fedprox",
+    "FedRep": "algorithms.fedrep",
     "Federation": "federation",
     "FlatModel": "models.flat",
     "Local": "algorithms.local",
+    "PFedMe": "algorithms.pfedme",
+    "PerFedAvg": "algorithms.per_fedavg",
     "PersonalizedClassifier": "use.estimators",
     "PersonalizedRegressor": "use.estimators",
     "Scaffold": "algorithms.scaffold",
@@ -65,9 +79,16 @@ __all__ = [
     "Cell",
     "Ditto",
     "FedAvg",
+    "FedAvgFT",
+    "FedBN",
+    "FedPer",
+    "FedProx",
+    "FedRep",
     "Federation",
     "FlatModel",
     "Local",
+    "PFedMe",
+    "PerFedAvg",
     "PersonalizedClassifier",
     "PersonalizedRegressor",
     "Scaffold",

@@ -85,9 +85,9 @@ def pfedme(
     problem: Problem,
     *,
     clip: float = 0.0,
-    lam: float = 15.0,
+    lam: float = 1.0,
     inner_steps: int = 5,
-    eta: float = 0.05,
+    eta: float = 0.5,
     beta: float = 1.0,
 ) -> Trace:
     """pFedMe, Algorithm 1; the inner problem is left to some SGD steps on the same mini-batch."""

@@ -70,7 +70,7 @@ class Algorithm(Protocol):
 
     What else an algorithm may have; an engine looks for it by name:
 
-    `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on its own
+    `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on own
         samples and writes it into `down.losses` (N, M), which was sent empty. `judged_on` says by which samples:
         "training", or "validation" where the agent has some.
     `rehearse(local, grad) -> local`, between `begin` and the first `step`, on the first mini-batches of the round: a

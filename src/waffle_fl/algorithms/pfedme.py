@@ -44,11 +44,11 @@ class PFedMe:
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0
     """Largest norm of a gradient; 0 turns clipping off."""
-    lam: float = 15.0
+    lam: float = 1.0
     """Pull of the personal model towards the global one; lr * lam must stay below 2."""
     inner_steps: int = 5
     """Steps of the personal model on each mini-batch."""
-    eta: float = 0.05
+    eta: float = 0.5
     """Step size with which the global model follows, times lam: 1 / lam takes it all the way to the personal one."""
     beta: float = server_side(1.0)
     """How far the server moves towards the mean of the agents' models."""
