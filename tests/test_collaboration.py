@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from conftest import CLASSES, FEATURES, fitted, last_state, make_federation, make_model, refusal
 from reference.collaboration import nearest
 from test_families import alike, everyone, outcomes
-from waffle_fl.algorithms import SGD
+from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES
 from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.fedala import FedALA
 from waffle_fl.algorithms.fedamp import FedAMP, attention
@@ -28,6 +28,7 @@ from waffle_fl.algorithms.knn_per import KNNPer
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.offers import best_others, packed, spread
 from waffle_fl.cli import _run as waffle
+from waffle_fl.decision.words import METHODS as WORDS
 from waffle_fl.engines import judging
 from waffle_fl.engines.closing import answering
 from waffle_fl.engines.families import families_of
@@ -36,6 +37,7 @@ from waffle_fl.engines.simulate import Cell, State, initial_state
 from waffle_fl.engines.states import rows_of
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, Net, cnn, linear
+from waffle_fl.report.charts import COLORS
 from waffle_fl.tensorfile import read_named
 from waffle_fl.use.estimators import PersonalizedClassifier
 
@@ -336,3 +338,10 @@ def test_a_knn_per_run_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[st
     features = torch.zeros(4, FEATURES).numpy()
     fit = partial(PersonalizedClassifier("knn-per", rounds=1).fit, {"a": (features, [0, 1, 0, 1])})
     assert "training data at hand" in refusal(fit)
+
+
+@pytest.mark.parametrize("method", list(ALGORITHMS))
+def test_every_method_has_a_colour_and_words(method: str) -> None:
+    """Charts and the decision page know each method by title, colour and a sentence."""
+    assert TITLES[method] in COLORS
+    assert WORDS[method]

@@ -32,6 +32,12 @@ METHODS = {
     "fedper": "one network for everybody but for its last layers, which are the agent's own",
     "fedrep": "one network for everybody but for its last layers, the agent's own and trained first in each round",
     "fedbn": "one network for everybody but for its batch normalisation, which is the agent's own",
+    "fedamp": "a model of its own, drawn towards the agents' models that are like it",
+    "fedfomo": "a model of its own, mixed with those that do well on its data",
+    "apple": "a mix of all agents' models, in proportions that the agent learns",
+    "fedala": "a model of its own, which takes from one model for everybody what helps, number by number",
+    "ifca": "one model for each of a few groups of agents, who find their group by themselves",
+    "knn-per": "one model for everybody, corrected by the agent's own most similar samples",
 }
 MINUS = "−"
 
