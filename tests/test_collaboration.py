@@ -28,13 +28,16 @@ from waffle_fl.algorithms.knn_per import KNNPer
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.offers import best_others, packed, spread
 from waffle_fl.cli import _run as waffle
+from waffle_fl.config import Settings, check_run
 from waffle_fl.decision.words import METHODS as WORDS
 from waffle_fl.engines import judging
+from waffle_fl.engines.cells import on_device
 from waffle_fl.engines.closing import answering
 from waffle_fl.engines.families import families_of
 from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.simulate import Cell, State, initial_state
+from waffle_fl.engines.simulate import Cell, State, initial_state, simulate
 from waffle_fl.engines.states import rows_of
+from waffle_fl.experiment import Place, advice, federation_of, model_of
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, Net, cnn, linear
 from waffle_fl.report.charts import COLORS
@@ -230,6 +233,21 @@ def test_candidates_are_judged_on_own_samples(stacked: bool, held_out: bool) -> 
             assert float(down.losses[row, k]) == pytest.approx(float(expected), rel=1e-12)
 
 
+def test_a_site_judges_alone() -> None:
+    """Where only one agent's data and row are at hand, its losses have the bits that they have among all."""
+    federation, model = make_federation(), make_model(torch.float32)
+    ifca = IFCA(LR)
+    (cell,) = on_device([Cell(ifca, federation, 3)], model)
+    server, agents = last_state(cell, model, rounds=2)[-1].state
+    down = ifca.broadcast(server, 4)
+    among = Judge(ifca, model, [cell.federation], [3]).informed(down, agents, slice(None)).losses
+    for i in range(4):
+        row = slice(i, i + 1)
+        alone = Judge(ifca, model, [cell.federation.only(i)], [3])
+        losses = alone.informed(rows_of(down, row), rows_of(agents, row), slice(None)).losses
+        assert torch.equal(losses[0], among[i])
+
+
 def test_few_samples_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many samples an agent has, a bounded number judges, spread over all of them."""
     monkeypatch.setattr(judging, "SAMPLES", 10)
@@ -318,6 +336,25 @@ def test_knn_per_and_fedavg_share_a_stack() -> None:
     first, second = outcomes(cells)[-1]
     assert torch.equal(first.state.server.x, second.state.server.x)
     assert first.measured["loss"] != second.measured["loss"]
+
+
+@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "knn-per"])
+def test_defaults_learn(method: str) -> None:
+    """As it is set, each method learns the digits of split C in 20 rounds."""
+    config = check_run(method, {"validation": 0.2}, {})
+    federation = federation_of(config.settings)
+    model = model_of(config.settings, federation, Place(), torch.device("cpu"))
+    cells = [Cell(config.algorithm(), replace(federation, alice=i), 1) for i in range(3)]
+    *_, last = simulate(cells, model, rounds=20, workers=1)
+    assert sum(outcome.measured["accuracy"] for outcome in last) / 3 > 0.85
+
+
+def test_a_fedfomo_run_without_validation_data_says_so() -> None:
+    """Judged by its training data, an agent's own model looks better than it is: that is noted before the run."""
+    notes = [
+        advice(check_run("fedfomo", {"validation": v}, {}), federation_of(Settings(validation=v))) for v in (0.0, 0.2)
+    ]
+    assert [any("no validation data" in note for note in said) for said in notes] == [True, False]
 
 
 def test_a_knn_per_run_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

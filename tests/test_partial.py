@@ -24,6 +24,7 @@ from waffle_fl.cli.flags import options_class
 from waffle_fl.config import RunConfig, Settings, check_run
 from waffle_fl.engines.simulate import Cell, initial_state, simulate
 from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment.materials import advice
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, LeNet5
 
@@ -188,3 +189,17 @@ def test_states_begin_with_the_model_of_the_seed() -> None:
         net = for_model(cell.algorithm, model.layers).personal(*initial_state(cell, model), 4)
         assert torch.equal(net.params, model.init(3).params.expand(4, -1))
         assert torch.equal(net.stats, model.init(3).stats.expand(4, -1))
+
+
+def test_a_method_that_is_another_says_so() -> None:
+    """Nothing kept at home, nothing shared, and too few mini-batches for an update are mentioned before the run."""
+    federation = make_federation((23, 8))
+
+    def said(method: str, **options: Any) -> list[str]:
+        config = RunConfig(method=method, settings=Settings(batch_size=BATCH), options=options)
+        return advice(config, federation, getattr(fitted(config.algorithm()), "parts", None))
+
+    assert said("fedbn") == ["no layer of this model stays with its agent: one model for all"]
+    assert said("fedper", head_layers=2) == ["every layer of this model stays with its agent: this is Local"]
+    assert said("per-fedavg") == ["agent 1: fewer than 2 mini-batches a round, which an update takes"]
+    assert said("fedper") == said("fedrep") == said("fedavg") == []

@@ -60,20 +60,21 @@ class PerFedAvg:
         d = down.x[:, :0] if self.variant == "first-order" else down.x
         return Local(down.x, down.stats, self.sgd.rest(down.x), down.x, d, *agents)
 
+    @property
+    def batches_an_update(self) -> int:
+        return 2 if self.variant == "first-order" else 3
+
     def step(self, local: Local, grad: Grad) -> Local:
+        phase = grad.t % self.batches_an_update
+        at = torch.where(phase == 1, local.adapted, local.w)
         if self.variant == "first-order":
-            phase = grad.t % 2
-            g, stats = grad(torch.where(phase == 0, local.w, local.adapted), local.stats)
-            d = local.d
-            moving, direction = phase == 1, g
+            g, stats = grad(at, local.stats)
+            d, moving, direction = local.d, phase == 1, g
         else:
-            phase = grad.t % 3
-            at = torch.where(phase == 1, local.adapted, local.w)
             aside = torch.where(phase == 2, self.delta * local.d, 0.0)
-            (ahead, stats), (behind, _) = gradients(grad, Net(at + aside, local.stats), Net(at - aside, local.stats))
-            g, curvature = ahead, (ahead - behind) / (2 * self.delta)
-            d = torch.where(phase == 1, g, local.d)
-            moving, direction = phase == 2, local.d - self.inner_lr * curvature
+            (g, stats), (behind, _) = gradients(grad, Net(at + aside, local.stats), Net(at - aside, local.stats))
+            curvature = (g - behind) / (2 * self.delta)
+            d, moving, direction = torch.where(phase == 1, g, local.d), phase == 2, local.d - self.inner_lr * curvature
         adapted = torch.where(phase == 0, local.w - self.inner_lr * g, local.adapted)
         w, velocity = self._moved(local, direction, moving)
         first = grad.t == 0

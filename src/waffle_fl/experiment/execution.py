@@ -83,7 +83,7 @@ def _open(
     cell = fitted(Cell(config.algorithm(), federation, config.settings.seed), model)
     check_stack([cell], model, config.settings.batch_size)
     check_schedules(config)
-    notes = advice(config, federation)
+    notes = advice(config, federation, getattr(cell.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
         whole.digest(),
