@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import CLASSES, FEATURES, fitted, last_state, make_federation, make_model, refusal
-from reference.collaboration import nearest
+from reference.collaboration import bipartition, nearest
 from test_families import alike, everyone, outcomes
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES
 from waffle_fl.algorithms.apple import APPLE
+from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, parted
 from waffle_fl.algorithms.fedala import FedALA
 from waffle_fl.algorithms.fedamp import FedAMP, attention
 from waffle_fl.algorithms.fedavg import FedAvg
@@ -125,6 +126,39 @@ def test_clusters_start_apart_and_alike() -> None:
     assert torch.equal(theta.abs(), params.abs().expand(3, -1))
     assert (theta[:, -5:] == 1).all()
     assert 0.3 < float((theta[1] != theta[2]).double().mean()) < 0.7
+
+
+def test_cfl_that_is_never_parted_is_fedavg() -> None:
+    """eps_mean = 0 keeps all agents together."""
+    last = run(CFL(LR, eps_mean=0.0))[-1]
+    expected = run(FedAvg(LR))[-1].state.server.x.expand(4, -1)
+    torch.testing.assert_close(last.state.server.theta, expected, rtol=1e-12, atol=1e-12)
+    assert last.measured["clusters"] == 1
+
+
+def test_cfl_parts_two_camps() -> None:
+    """Agents who read the same samples in opposite ways are parted, and each camp then trains a model of its own."""
+    last = run(CFL(LR, eps_mean=0.3, eps_max=0.5), two_camps(), rounds=12)[-1]
+    assert last.measured["weights"] == [0.5, 0.0, 0.5, 0.0]
+    assert last.measured["clusters"] == 2
+    assert torch.equal(last.state.server.theta[0], last.state.server.theta[2])
+
+
+@given(agents=st.integers(2, 6), seed=st.integers(0, 999), absent=st.integers(0, 9))
+def test_the_bipartition_is_the_best_of_all(agents: int, seed: int, absent: int) -> None:
+    """Cutting the weakest link gives the parts that trying them all gives; who was not heard stays with the first."""
+    dy = torch.randn(agents, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    heard = torch.arange(agents) != absent
+    together = heard & heard[:, None]
+    members = [i for i in range(agents) if heard[i]]
+    label = parted(torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, heard)
+    if len(members) < 2:
+        assert label.tolist() == [0] * agents
+        return
+    parts = {frozenset(i for i in members if label[i] == k) for k in label[members].tolist()}
+    assert parts == {frozenset(part) for part in bipartition(members, dict(enumerate(dy)))}
+    assert all(label[i] == label[members[0]] == 0 for i in range(agents) if not heard[i])
+    assert all(int(k) == min(i for i in members if label[i] == k) for k in label[members].unique() if k)
 
 
 def test_fedfomo_keeps_to_its_camp() -> None:
@@ -319,7 +353,7 @@ def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
         assert torch.equal(features, x.flatten(1))
 
 
-@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "knn-per"])
+@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per"])
 def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
     """All agents' models are trained at once, and each agent's scores and weights are its own."""
     cells = everyone(method, make_federation())
@@ -338,7 +372,7 @@ def test_knn_per_and_fedavg_share_a_stack() -> None:
     assert first.measured["loss"] != second.measured["loss"]
 
 
-@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "knn-per"])
+@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per"])
 def test_defaults_learn(method: str) -> None:
     """As it is set, each method learns the digits of split C in 20 rounds."""
     config = check_run(method, {"validation": 0.2}, {})

@@ -65,6 +65,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fedala", {"eta_w": 5.0, "rehearsed": 0.3, "head_layers": 1, "clip": 0.4}),
     ("ifca", {}),
     ("ifca", {"clusters": 2, "clip": 0.4}),
+    ("cfl", {"eps_mean": 0.4, "eps_max": 0.3}),
+    ("cfl", {"eps_mean": 9.0, "eps_max": 0.0, "clip": 0.4}),
     ("knn-per", {}),
 ]
 

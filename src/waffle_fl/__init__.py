@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from waffle_fl.algorithms.apfl import APFL
     from waffle_fl.algorithms.apple import APPLE
+    from waffle_fl.algorithms.cfl import CFL
     from waffle_fl.algorithms.contract import SGD
     from waffle_fl.algorithms.ditto import Ditto
     from waffle_fl.algorithms.fedala import FedALA
@@ -56,6 +57,7 @@ _HOMES = {
     "APPLE": "algorithms.apple",
     "IFCA": "algorithms.ifca",
     "SGD": "algorithms.contract",
+    "CFL": "algorithms.cfl",
     "Cell": "engines.cells",
     "Ditto": "algorithms.ditto",
     "FedALA": "algorithms.fedala",
@@ -88,6 +90,7 @@ _HOMES = {
 __all__ = [
     "APFL",
     "APPLE",
+    "CFL",
     "IFCA",
     "SGD",
     "Cell",

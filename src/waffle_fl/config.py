@@ -418,6 +418,8 @@ RULES: dict[str, tuple[str, Any]] = {
     "alpha": POSITIVE,
     "sigma": POSITIVE,
     "clusters": at_least(1),
+    "eps_mean": NOT_NEGATIVE,
+    "eps_max": NOT_NEGATIVE,
     "models": at_least(1),
     "eta_p": NOT_NEGATIVE,
     "eta_w": NOT_NEGATIVE,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from reference.collaboration import apple, fedala, fedamp, fedfomo, ifca, knn_per
+from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
 from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
@@ -36,6 +36,7 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "apple": apple,
     "fedala": fedala,
     "ifca": ifca,
+    "cfl": cfl,
     "knn-per": knn_per,
 }
 

@@ -1,14 +1,15 @@
-"""Twins of the methods in which agents choose among each other: FedAMP, FedFomo, APPLE, FedALA, kNN-Per, IFCA.
+"""Twins of the methods in which agents choose among each other: FedAMP, FedFomo, APPLE, FedALA, kNN-Per, IFCA, CFL.
 
 Written from the papers' pseudo-code, with the changes that docs/algorithms names. Every agent's data are the samples of
 its mini-batches of an epoch; there is no validation data.
 """
 
 import math
+from itertools import combinations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 from torch.nn.utils import vector_to_parameters
 
 from reference.paper import fedavg
@@ -198,3 +199,37 @@ def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3) -> Trace:
         trace.models.append(theta[mine])
         trace.weights.append([1 / chosen.count(mine) if other == mine else 0.0 for other in chosen])
     return trace
+
+
+def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.15, eps_max: float = 0.5) -> Trace:
+    """CFL, Algorithm 3, each bipartition found by trying them all; every part keeps the model of the whole."""
+    trace, N = Trace(), len(problem.nets)
+    clusters = [(list(range(N)), problem.start)]
+    for r in range(1, len(problem.batches) + 1):
+        after = []
+        for members, theta in clusters:
+            dy = {i: train(problem, r, i, theta, clip) - theta for i in members}
+            mean = weighted_sum([1 / len(members)] * len(members), list(dy.values()))
+            theta = theta + mean
+            if problem.alice in members:
+                trace.models.append(theta)
+                trace.weights.append([1 / len(members) if i in members else 0.0 for i in range(N)])
+            longest = max(float(update.norm()) for update in dy.values())
+            if len(members) > 1 and float(mean.norm()) < eps_mean and longest > eps_max:
+                after += [(part, theta) for part in bipartition(members, dy)]
+            else:
+                after.append((members, theta))
+        clusters = after
+    return trace
+
+
+def bipartition(members: list[int], dy: dict[int, Tensor]) -> tuple[list[int], list[int]]:
+    """The two parts whose most similar members across are the least similar, of all ways to part them."""
+    found = []
+    for size in range(1, len(members)):
+        for part in combinations(members, size):
+            rest = [i for i in members if i not in part]
+            cross = max(float(cosine_similarity(dy[i], dy[j], dim=0)) for i in part for j in rest)
+            found.append((cross, list(part), rest))
+    _, one, other = min(found, key=lambda candidate: candidate[0])
+    return one, other

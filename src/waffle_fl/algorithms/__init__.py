@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.apple import APPLE
+from waffle_fl.algorithms.cfl import CFL
 from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, for_model, hyperparameters, training_key
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedala import FedALA
@@ -44,6 +45,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "apple": APPLE,
     "fedala": FedALA,
     "ifca": IFCA,
+    "cfl": CFL,
     "knn-per": KNNPer,
 }
 
@@ -67,6 +69,7 @@ TITLES = {
     "apple": "APPLE",
     "fedala": "FedALA",
     "ifca": "IFCA",
+    "cfl": "CFL",
     "knn-per": "kNN-Per",
 }
 

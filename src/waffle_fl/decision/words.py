@@ -37,6 +37,7 @@ METHODS = {
     "apple": "a mix of all agents' models, in proportions that the agent learns",
     "fedala": "a model of its own, which takes from one model for everybody what helps, number by number",
     "ifca": "one model for each of a few groups of agents, who find their group by themselves",
+    "cfl": "one model for everybody, parted in two whenever the agents pull in different directions",
     "knn-per": "one model for everybody, corrected by the agent's own most similar samples",
 }
 MINUS = "−"
