@@ -213,9 +213,26 @@ def test_apple_with_all_proportion_on_itself_is_local() -> None:
     server, agents = initial_state(Cell(apple, federation, 3), model)
     samples = federation.samples.double()
     shift = torch.eye(4, dtype=torch.float64) - samples / samples.sum()
-    last = run(apple, state=State(server._replace(samples=samples, shift=shift), agents))[-1]
+    last = run(apple, state=State(server._replace(samples=samples, heard=samples > 0, shift=shift), agents))[-1]
     torch.testing.assert_close(models(apple, last), local_models(), rtol=1e-11, atol=1e-12)
     assert last.measured["weights"] == pytest.approx([1, 0, 0, 0], abs=1e-12)
+
+
+def test_an_apple_agent_that_was_missed_keeps_its_proportions() -> None:
+    """Whose update was lost is not sent to others in the next round, and goes on itself as it would have."""
+
+    def lost(up: Any, r: int) -> Any:
+        return type(up)(*(field.index_fill(0, torch.tensor([3]), torch.nan) if r == 4 else field for field in up))
+
+    apple = APPLE(LR, eta_p=0.02)
+    cell = Cell(apple, make_federation(), 3, tamper=lost)
+    before, missed, after, _ = (o.state.server for o in last_state(cell, make_model(), rounds=6)[2:])
+    assert torch.equal(missed.taken[3], before.taken[3])
+    down = apple.broadcast(missed, 4)
+    assert down.offered.sum(dim=1).tolist() == [2, 2, 2, 3]
+    assert (down.p0[3] > 0).sum() == 4
+    assert after.taken[0, 3] == 0
+    assert after.taken[3, 0] != 0
 
 
 def test_apple_pulls_proportions_back() -> None:

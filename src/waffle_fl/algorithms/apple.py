@@ -22,7 +22,8 @@ class Server(NamedTuple):
     core: Rows
     shift: Tensor  # (N, N), float64: row i, how far p_i has moved from p0
     taken: Tensor  # (N, N), float64: row i, p_i of the last round
-    samples: Tensor  # (N,), float64: of those that were heard, and so have a core model to send; else 0
+    samples: Tensor  # (N,), float64, as registered; unknown, 0, before the first round
+    heard: Tensor  # (N,), bool: whose core models are there to be sent
     pull: Tensor  # lambda(r) mu of the next round
     r: Tensor
 
@@ -87,10 +88,10 @@ class APPLE:
         zeros = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
         r = torch.zeros((), dtype=torch.int64, device=zeros.device)
         pull = torch.full((), self.mu, dtype=torch.float64, device=zeros.device)
-        return Server(rows.clone(), zeros, zeros, zeros[0], pull, r), Agents(rows, rows, stats)
+        return Server(rows.clone(), zeros, zeros, zeros[0], zeros[0] > 0, pull, r), Agents(rows, rows, stats)
 
     def offer(self, server: Server) -> Offer:
-        return best_others(server.taken.abs(), server.samples > 0, self.models, self.explore, server.r)
+        return best_others(server.taken.abs(), server.heard, self.models, self.explore, server.r)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         offer = self.offer(server)
@@ -102,9 +103,7 @@ class APPLE:
     def _shares(self, server: Server, offer: Offer) -> Tensor:
         """p0: shares of the samples of the agent itself and of those whose models it is sent; alone it is 1."""
         others = torch.where(offer.offered, server.samples[offer.ids], 0.0)
-        samples = torch.cat([server.samples[:, None], others], dim=1)
-        alone = (torch.arange(samples.shape[1], device=samples.device) == 0).double()
-        samples = torch.where(server.samples[:, None] > 0, samples, alone)
+        samples = torch.cat([server.samples[:, None].clamp(min=1), others], dim=1)
         return samples / samples.sum(dim=1, keepdim=True)
 
     def begin(self, down: Down, agents: Agents) -> Local:
@@ -134,8 +133,7 @@ class APPLE:
         shift = spread(moved[:, 1:], offer) + torch.diag(moved[:, 0])
         shift = torch.where(intact & (known > 0), shift, server.shift)
         pull = torch.full_like(server.pull, self.mu * self.loss_schedule(now.r, now.of))
-        samples = now.heard * now.samples.double()
-        return Server(core, shift, taken, samples, pull, server.r + 1), Info()
+        return Server(core, shift, taken, now.samples.double(), now.heard, pull, server.r + 1), Info()
 
     def loss_schedule(self, r: int, rounds: int) -> float:
         """lambda(r): half a cosine from 1 to 0 over the first rounds, r counted from 0."""
@@ -143,7 +141,7 @@ class APPLE:
         return (math.cos(math.pi * r / last) + 1) / 2 if r < last else 0.0
 
     def relations(self, server: Server) -> Tensor:
-        size = server.taken.abs() * (server.samples > 0)
+        size = server.taken.abs() * server.heard
         return size / size.sum(dim=1, keepdim=True).clamp(min=TINY)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

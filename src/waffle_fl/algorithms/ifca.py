@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, averaged, moved, normalised, row_of
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, averaged, moved, normalised
 from waffle_fl.randomness import noise
 
 
@@ -121,7 +121,5 @@ class IFCA:
         return together / together.sum(dim=1, keepdim=True).clamp(min=1)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        models = [
-            Net(row_of(server.theta, cluster), row_of(server.stats, cluster)) for cluster in agents.chosen.argmax(dim=1)
-        ]
-        return Net(*(torch.stack(rows) for rows in zip(*models, strict=True)))
+        cluster = agents.chosen.argmax(dim=1)
+        return Net(server.theta.index_select(0, cluster), server.stats.index_select(0, cluster))
