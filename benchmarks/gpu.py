@@ -30,7 +30,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.batches import Batches
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset
-from waffle_fl.engines.steps import products
+from waffle_fl.engines.steps import one_step, products
 from waffle_fl.experiment import Listener, Place, execute, federation_of, plan
 from waffle_fl.federation import Federation, build
 from waffle_fl.models import DLA, LeNet5
@@ -118,7 +118,7 @@ def steps() -> dict[str, Any]:
                 state = algorithm.init(model.init(1), 250)
                 local = algorithm.begin(algorithm.broadcast(state[0], 250), state[1])
                 plan_, t = batches.plan(1, 0, slice(None)), torch.zeros(1, dtype=torch.int64, device="cuda")
-                work = partial(one_step_work, algorithm, model, batches, local, plan_, t)
+                work = partial(one_step, algorithm, model, batches, local, plan_, t, 32, True)
                 result[f"{method}_{precision}_ms"] = round(graph_ms(work), 4)
     few = batches.batch(batches.plan(1, 0, slice(0, 20)), torch.zeros(1, dtype=torch.int64, device="cuda"), 32)
     exact = FlatModel(LeNet5, precision="float64", device="cuda", stacked=True)
@@ -131,10 +131,6 @@ def steps() -> dict[str, Any]:
             found = model.grad(params.float(), stats.float(), few).params
         result[f"gradient_error_{precision}"] = float((found - truth).norm() / truth.norm())
     return result
-
-
-def one_step_work(algorithm: Any, model: FlatModel, batches: Batches, local: Any, plan_: Any, t: Any) -> Any:
-    return algorithm.step(local, partial(model.grad, batch=batches.batch(plan_, t, 32)))
 
 
 def loop() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from waffle_fl.algorithms import Grad, for_model
 from waffle_fl.engines.simulate import Cell, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
-from waffle_fl.models import FlatModel, mlp
+from waffle_fl.models import Batch, FlatModel, mlp
 from waffle_fl.models.flat import Precision
 from waffle_fl.randomness import generator
 
@@ -38,6 +40,16 @@ def make_federation(sizes: tuple[int, ...] = SIZES, alice: int = 0, seed: int = 
 def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) -> FlatModel:
     precision: Precision = "float64" if dtype == torch.float64 else "float32"
     return FlatModel(lambda: mlp((FEATURES,), CLASSES, hidden=6), precision=precision, stacked=stacked)
+
+
+def fitted(algorithm: Any) -> Any:
+    """The algorithm as it trains the model of these tests."""
+    return for_model(algorithm, make_model().layers)
+
+
+def grad_of(model: FlatModel, batch: Batch) -> Grad:
+    """The gradient of a mini-batch that is the first of two in every row."""
+    return Grad(partial(model.grad, batch=batch), torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
 
 
 def last_state(cell: Cell, model: FlatModel, rounds: int = 6, **options: object):

@@ -14,7 +14,7 @@ from waffle_fl.engines.cells import Outcome
 from waffle_fl.engines.families import families_of
 from waffle_fl.engines.simulate import _Simulator
 
-BLIND = ("fedavg", "scaffold", "apfl", "ditto")
+BLIND = tuple(name for name, kind in ALGORITHMS.items() if not getattr(kind, "for_alice", False))
 
 
 def everyone(method: str, federation: Federation, **options: object) -> list[Cell]:

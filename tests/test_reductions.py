@@ -7,17 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, last_state, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, fitted, last_state, make_federation, make_model
 from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.fedavg_ft import FedAvgFT
+from waffle_fl.algorithms.fedbn import FedBN
+from waffle_fl.algorithms.fedper import FedPer
+from waffle_fl.algorithms.fedprox import FedProx
+from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
+from waffle_fl.algorithms.per_fedavg import PerFedAvg
+from waffle_fl.algorithms.pfedme import PFedMe
 from waffle_fl.algorithms.scaffold import Scaffold, Up
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.weight_erosion import WeightErosion
+from waffle_fl.batches import Batches
 from waffle_fl.engines.simulate import Cell, State, simulate
-from waffle_fl.models import Batch, Net
+from waffle_fl.models import Batch, Net, mlp
 
 LR = SGD(0.2)
 
@@ -197,3 +205,119 @@ def test_strong_pull_holds_ditto_at_the_global_model() -> None:
         state = last_state(Cell(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.v[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
+
+
+def test_fedprox_without_pull_is_fedavg() -> None:
+    """mu = 0 leaves the proximal term out; with it, agents stay nearer to the global model."""
+    assert close(alice_s_model(FedProx(LR, mu=0.0)), alice_s_model(FedAvg(LR)))
+    norms = [last_state(Cell(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
+    lengths = [sum(outcome.measured["norms"]) for outcome in norms]
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
+def test_fine_tuning_trains_on_from_fedavg() -> None:
+    """With F rounds of tuning, the last model is FedAvg's after R - F rounds and F rounds of Local from there."""
+    federation, model = make_federation(), make_model()
+    fedavg = last_state(Cell(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
+    agents = Local(LR).init(Net(fedavg, fedavg[:0]), 4)
+    cell = Cell(Local(LR), federation, 3, state=State(*agents))
+    alone = [o[0] for o in simulate([cell], model, rounds=5, start=3, batch_size=BATCH)]
+    assert close(alice_s_model(FedAvgFT(LR, tuning=2), rounds=5), alone[-1].state.agents.y[0])
+
+
+def test_nothing_but_fine_tuning_is_local() -> None:
+    """As many rounds of tuning as there are rounds, or more: nobody ever hears of the others."""
+    for tuning in (6, 9):
+        assert close(alice_s_model(FedAvgFT(LR, tuning=tuning)), alice_s_model(Local(LR)))
+
+
+def test_per_fedavg_without_adaptation() -> None:
+    """inner_lr = 0 is FedAvg on every second mini-batch, and the personal model is the global one."""
+    algorithm = PerFedAvg(LR, inner_lr=0.0)
+    federation, model = make_federation((16, 16)), make_model()
+    state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state
+    batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
+    second = batches.batch(batches.plan(1, 0, slice(None)), torch.ones(1, dtype=torch.int64), BATCH)
+    start = model.init(3)
+    g = model.grad(start.params.expand(2, -1), start.stats.expand(2, -1), second).params
+    assert close(state.server.x, start.params - LR.lr * g.mean(dim=0))
+    assert close(algorithm.personal(*state, 2).params[0], start.params)
+
+
+def test_the_difference_of_gradients_is_the_hessian() -> None:
+    """As delta falls, a Hessian-free update tends to (I - inner_lr H) d with the exact Hessian H."""
+    module = mlp((FEATURES,), CLASSES, hidden=6).double()
+    shapes = [p.shape for p in module.parameters()]
+    names = [name for name, _ in module.named_parameters()]
+
+    def loss(flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        tensors = {n: part.view(shape) for n, part, shape in zip(names, parts, shapes, strict=True)}
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(module, tensors, (x,)), y)
+
+    federation, model = make_federation((24,)), make_model()
+    batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
+    plan = batches.plan(1, 0, slice(None))
+    first, second, third = (batches.batch(plan, torch.tensor([t]), BATCH) for t in range(3))
+    w = model.init(3).params
+    slope = torch.func.grad(loss)
+    d = slope(w - 0.5 * slope(w, first.x[0], first.y[0]), second.x[0], second.y[0])
+    _, curvature = torch.autograd.functional.hvp(lambda at: loss(at, third.x[0], third.y[0]), w, d)
+    expected = w - LR.lr * (d - 0.5 * curvature)
+    errors = []
+    for delta in (1e-1, 1e-2, 1e-3):
+        algorithm = PerFedAvg(LR, inner_lr=0.5, variant="hessian-free", delta=delta)
+        state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state
+        errors.append(float((state.server.x - expected).norm()))
+    assert errors[0] > errors[1] >= errors[2]
+    assert errors[2] < 1e-7
+
+
+def test_pfedme_that_follows_all_the_way_is_fedavg() -> None:
+    """One inner step from w, and eta lam = 1: w goes where plain SGD goes, and so does the server."""
+    federation, model = make_federation(), make_model()
+    pfedme = last_state(Cell(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
+    assert close(pfedme.server.x, last_state(Cell(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+
+
+def test_strong_pull_holds_pfedme_at_the_global_model() -> None:
+    """The stronger the pull, the nearer the personal model stays to the model it belongs to."""
+    distances = []
+    for lam in (0.5, 2.0, 4.0):
+        state = last_state(Cell(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
+        distances.append(float((state.agents.theta[0] - state.server.x).norm()))
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_fedper_between_fedavg_and_local() -> None:
+    """No head is FedAvg, nothing but head is Local."""
+    assert close(alice_s_model(fitted(FedPer(LR, head_layers=0))), alice_s_model(FedAvg(LR)))
+    assert close(alice_s_model(fitted(FedPer(LR, head_layers=2))), alice_s_model(Local(LR)))
+
+
+def test_fedrep_trains_one_part_at_a_time() -> None:
+    """Without a head it is FedAvg; with one, body and head each have the gradients of their own share of the steps."""
+    assert close(alice_s_model(fitted(FedRep(LR, head_layers=0, head_share=0.0))), alice_s_model(FedAvg(LR)))
+    federation, model = make_federation((16,)), make_model()
+    algorithm = fitted(FedRep(LR))
+    state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state
+    start, at = model.init(3), len(state.server.x)
+    batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
+    plan, y = batches.plan(1, 0, slice(None)), start.params.clone()
+    for t, part in ((0, slice(at, None)), (1, slice(at))):
+        g = model.grad(y[None], start.stats[None], batches.batch(plan, torch.tensor([t]), BATCH)).params[0]
+        y[part] -= LR.lr * g[part]
+    assert close(algorithm.personal(*state, 1).params[0], y)
+
+
+def test_an_agent_of_one_mini_batch_trains_head_and_body() -> None:
+    """FedRep's phases need two steps; of one step only, both parts are trained, as by FedPer."""
+    assert close(
+        alice_s_model(fitted(FedRep(LR)), rounds=3, sizes=(8, 5)),
+        alice_s_model(fitted(FedPer(LR)), rounds=3, sizes=(8, 5)),
+    )
+
+
+def test_fedbn_without_batch_normalisation_is_fedavg() -> None:
+    """Where nothing is kept at home, everything is averaged."""
+    assert close(alice_s_model(fitted(FedBN(LR))), alice_s_model(FedAvg(LR)))

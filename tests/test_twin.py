@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model
 from reference import run as twin
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
@@ -38,6 +38,36 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("apfl", {"adaptive": "off", "mix": 0.8}),
     ("ditto", {}),
     ("ditto", {"lam": 0.3, "clip": 0.4}),
+    ("fedprox", {}),
+    ("fedprox", {"mu": 2.0, "clip": 0.5, "weighting": "samples"}),
+    ("fedavg-ft", {}),
+    ("fedavg-ft", {"tuning": 3, "clip": 0.4, "weighting": "samples"}),
+    ("fedavg-ft", {"tuning": 9}),
+    ("per-fedavg", {}),
+    ("per-fedavg", {"inner_lr": 0.3, "clip": 0.4}),
+    ("per-fedavg", {"variant": "hessian-free", "delta": 0.1}),
+    ("pfedme", {}),
+    ("pfedme", {"lam": 0.7, "inner_steps": 2, "eta": 0.5, "beta": 1.5, "clip": 0.4}),
+    ("fedper", {}),
+    ("fedper", {"head_layers": 2, "clip": 0.4}),
+    ("fedper", {"weighting": "samples"}),
+    ("fedrep", {}),
+    ("fedrep", {"head_share": 0.7, "clip": 0.4}),
+    ("fedbn", {}),
+    ("fedbn", {"weighting": "samples", "clip": 0.4}),
+    ("fedamp", {}),
+    ("fedamp", {"lam": 0.5, "alpha": 0.4, "sigma": 2.0, "clip": 0.6}),
+    ("fedfomo", {}),
+    ("fedfomo", {"clip": 0.4}),
+    ("apple", {}),
+    ("apple", {"eta_p": 0.02, "mu": 2.0, "global_share": 0.5, "core_step": "paper", "clip": 0.4}),
+    ("fedala", {}),
+    ("fedala", {"eta_w": 5.0, "rehearsed": 0.3, "head_layers": 1, "clip": 0.4}),
+    ("ifca", {}),
+    ("ifca", {"clusters": 2, "clip": 0.4}),
+    ("cfl", {"eps_mean": 0.4, "eps_max": 0.3}),
+    ("cfl", {"eps_mean": 9.0, "eps_max": 0.0, "clip": 0.4}),
+    ("knn-per", {}),
 ]
 
 
@@ -71,7 +101,7 @@ def test_the_stack_agrees_with_the_twin(method: str, options: dict[str, Any], mo
     """In float64 the stacked path and the loops of the twin differ by rounding only, round after round."""
     federation, model = make_federation(alice=2), make_model()
     decay = 0.01 if momentum else 0.0
-    algorithm = ALGORITHMS[method](sgd=SGD(0.2, momentum, decay), **options)
+    algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2, momentum, decay), **options))
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
     trace = twin(
         method, module_of(model), batches_of(federation), alice=2, lr=0.2, momentum=momentum, weight_decay=decay,
@@ -88,7 +118,7 @@ def test_the_stack_agrees_with_the_twin(method: str, options: dict[str, Any], mo
 def test_row_by_row_agrees_with_the_twin(method: str) -> None:
     """The path for models that do not stack gives the twin's result too, over two epochs a round."""
     federation, model = make_federation(), make_model(stacked=False)
-    algorithm = ALGORITHMS[method](sgd=SGD(0.2))
+    algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2)))
     trace = twin(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
     cell = Cell(algorithm, federation, SEED)
     for outcomes, expected in zip(

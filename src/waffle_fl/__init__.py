@@ -21,10 +21,24 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from waffle_fl.algorithms.apfl import APFL
+    from waffle_fl.algorithms.apple import APPLE
+    from waffle_fl.algorithms.cfl import CFL
     from waffle_fl.algorithms.contract import SGD
     from waffle_fl.algorithms.ditto import Ditto
+    from waffle_fl.algorithms.fedala import FedALA
+    from waffle_fl.algorithms.fedamp import FedAMP
     from waffle_fl.algorithms.fedavg import FedAvg
+    from waffle_fl.algorithms.fedavg_ft import FedAvgFT
+    from waffle_fl.algorithms.fedbn import FedBN
+    from waffle_fl.algorithms.fedfomo import FedFomo
+    from waffle_fl.algorithms.fedper import FedPer
+    from waffle_fl.algorithms.fedprox import FedProx
+    from waffle_fl.algorithms.fedrep import FedRep
+    from waffle_fl.algorithms.ifca import IFCA
+    from waffle_fl.algorithms.knn_per import KNNPer
     from waffle_fl.algorithms.local import Local
+    from waffle_fl.algorithms.per_fedavg import PerFedAvg
+    from waffle_fl.algorithms.pfedme import PFedMe
     from waffle_fl.algorithms.scaffold import Scaffold
     from waffle_fl.algorithms.waffle import Waffle
     from waffle_fl.algorithms.weight_erosion import WeightErosion
@@ -40,13 +54,27 @@ if TYPE_CHECKING:
 # Torch takes seconds to import, so each name is fetched when it is first used.
 _HOMES = {
     "APFL": "algorithms.apfl",
+    "APPLE": "algorithms.apple",
+    "IFCA": "algorithms.ifca",
     "SGD": "algorithms.contract",
+    "CFL": "algorithms.cfl",
     "Cell": "engines.cells",
     "Ditto": "algorithms.ditto",
+    "FedALA": "algorithms.fedala",
+    "FedAMP": "algorithms.fedamp",
     "FedAvg": "algorithms.fedavg",
+    "FedAvgFT": "algorithms.fedavg_ft",
+    "FedBN": "algorithms.fedbn",
+    "FedFomo": "algorithms.fedfomo",
+    "FedPer": "algorithms.fedper",
+    "FedProx": "algorithms.fedprox",
+    "FedRep": "algorithms.fedrep",
     "Federation": "federation",
     "FlatModel": "models.flat",
+    "KNNPer": "algorithms.knn_per",
     "Local": "algorithms.local",
+    "PFedMe": "algorithms.pfedme",
+    "PerFedAvg": "algorithms.per_fedavg",
     "PersonalizedClassifier": "use.estimators",
     "PersonalizedRegressor": "use.estimators",
     "Scaffold": "algorithms.scaffold",
@@ -61,13 +89,27 @@ _HOMES = {
 
 __all__ = [
     "APFL",
+    "APPLE",
+    "CFL",
+    "IFCA",
     "SGD",
     "Cell",
     "Ditto",
+    "FedALA",
+    "FedAMP",
     "FedAvg",
+    "FedAvgFT",
+    "FedBN",
+    "FedFomo",
+    "FedPer",
+    "FedProx",
+    "FedRep",
     "Federation",
     "FlatModel",
+    "KNNPer",
     "Local",
+    "PFedMe",
+    "PerFedAvg",
     "PersonalizedClassifier",
     "PersonalizedRegressor",
     "Scaffold",

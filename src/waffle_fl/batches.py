@@ -20,6 +20,7 @@ class Plan(NamedTuple):
     samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
     active: Tensor  # (rows, steps), False once a row has made its K_i steps
+    steps: Tensor  # (rows,), K_i
     relabel: Tensor  # (rows, classes), and where somebody drifts as many again for the later concepts
     keys: Tensor  # (rows,), the seeds of this round's dropout
     turned: Tensor  # (rows, steps, batch): is the sample called by the later concept? Empty where nobody drifts
@@ -84,12 +85,14 @@ class Batches:
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
         place = torch.cat(orders, dim=1).gather(1, position)
         samples = table.gather(1, place).view(within.shape)
-        active = t < torch.tensor(steps, device=self.device)[:, None]
+        count = torch.tensor(steps, device=self.device)
+        active = t < count[:, None]
         weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
         turned = weight[:, :, :0].bool()
         if self._turns is not None:
             turned = (self._turns[rows].gather(1, place) < r / self._rounds).view(within.shape)
-        return Plan(samples, weight, active, self._relabel[rows], self._keys("dropout", rows, r, attempt), turned)
+        keys = self._keys("dropout", rows, r, attempt)
+        return Plan(samples, weight, active, count, self._relabel[rows], keys, turned)
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
         keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]

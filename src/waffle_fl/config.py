@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
+from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, hyperparameters
 from waffle_fl.algorithms.schedules import parse
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
@@ -143,7 +143,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
-        options = {key: value for key, value in given.items() if key != "sgd"}
+        options = {key: given[key] for key in hyperparameters(ALGORITHMS[self.method])}
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -179,7 +179,7 @@ def completed(content: Any) -> Any:
 def option_types(method: str) -> dict[str, Any]:
     """The hyperparameters of a method and their types; a schedule is written as text."""
     hints = typing.get_type_hints(ALGORITHMS[method])
-    names = [f.name for f in dataclasses.fields(ALGORITHMS[method]) if f.name != "sgd"]  # type: ignore[arg-type]
+    names = hyperparameters(ALGORITHMS[method])
     return {name: str if _is_schedule(hints[name]) else hints[name] for name in names}
 
 
@@ -428,4 +428,26 @@ RULES: dict[str, tuple[str, Any]] = {
     "p_s": NOT_NEGATIVE,
     "mix": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
     "lam": NOT_NEGATIVE,
+    "mu": NOT_NEGATIVE,
+    "tuning": at_least(1),
+    "inner_lr": NOT_NEGATIVE,
+    "inner_steps": at_least(1),
+    "delta": POSITIVE,
+    "eta": POSITIVE,
+    "beta": POSITIVE,
+    "head_layers": NOT_NEGATIVE,
+    "head_share": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
+    "alpha": POSITIVE,
+    "sigma": POSITIVE,
+    "clusters": at_least(1),
+    "eps_mean": NOT_NEGATIVE,
+    "eps_max": NOT_NEGATIVE,
+    "models": at_least(1),
+    "eta_p": NOT_NEGATIVE,
+    "eta_w": NOT_NEGATIVE,
+    "rehearsed": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "global_share": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "k": at_least(1),
+    "scale": POSITIVE,
+    "explore": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
 }

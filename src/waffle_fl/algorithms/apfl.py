@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients, inner
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 
 
@@ -33,11 +33,6 @@ class Local(NamedTuple):
     v_velocity: Rows
     mix: Tensor
     first: Tensor  # is this the round's first step?
-
-
-def _inner(a: Rows, b: Rows) -> Tensor:
-    """<a_i, b_i> of each row."""
-    return torch.bmm(a[:, None], b[:, :, None]).flatten()
 
 
 @final
@@ -74,7 +69,7 @@ class APFL:
         v, v_velocity = self.sgd.step(local.v, local.v_velocity, share * g_mixed, clip=self.clip)
         mix = local.mix
         if self.adaptive == "step":
-            slope = _inner(local.v - local.w, g_mixed)
+            slope = inner(local.v - local.w, g_mixed)
             mix = torch.where(local.first, self._adapted(mix, slope), mix)
         return Local(w, stats, velocity, v, mixed_stats, v_velocity, mix, torch.zeros_like(local.first))
 

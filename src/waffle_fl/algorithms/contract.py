@@ -11,6 +11,7 @@ split by who holds it, and the names of the types are the privacy story:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.models.flat import Net as Net
+from waffle_fl.models.layers import Layers
 
 Vector: TypeAlias = Tensor  # (P,)
 Rows: TypeAlias = Tensor  # (N, P)
@@ -29,13 +31,20 @@ NEARLY_EQUAL = 1e-12
 BLOCK = 1 << 20  # numbers at a time that a CPU takes from its caches, not from its memory
 
 
-class Grad(Protocol):
+@dataclass(frozen=True)
+class Grad:
     """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
 
-    A row may have several models: then all rows' first models come first, all second ones after them.
+    A row may have several models: then all rows' first models come first, all second ones after them. Where in its
+    round the mini-batch stands is told in tensors, so that a captured graph can count.
     """
 
-    def __call__(self, params: Rows, stats: Rows) -> Net: ...
+    gradient: Callable[[Rows, Rows], Net]
+    t: Tensor  # (1,): the steps that were made before this one
+    steps: Tensor  # (N,): K_i, of how many
+
+    def __call__(self, params: Rows, stats: Rows) -> Net:
+        return self.gradient(params, stats)
 
 
 class Round(NamedTuple):
@@ -57,6 +66,20 @@ class Algorithm(Protocol):
     `begin`, `step` and `finish` are row-local: row i reads row i alone. So an engine may loop over rows, stack them,
     stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
     One whose `aggregate` reads who Alice is says so by `for_alice = True`; others train alike for every Alice.
+    One that treats layers differently has `for_model(layers)`, which returns it with its cut of the model filled in.
+
+    What else an algorithm may have; an engine looks for it by name:
+
+    `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on own
+        samples and writes it into `down.losses` (N, M), which was sent empty. `judged_on` says by which samples:
+        "training", or "validation" where the agent has some.
+    `rehearse(local, grad) -> local`, between `begin` and the first `step`, on the first mini-batches of the round: a
+        share `rehearsed` of an epoch. It is as row-local as `step`, and changes where training starts.
+    `relations(server) -> (N, N)`: row i, by how much each agent's model is in agent i's. Alice's row is recorded as
+        `weights`, in place of an `Info` that says them.
+    `answer(output, features, known, labels) -> output`: what the agent says of samples, given what its model says of
+        them, what the last layer sees of them, and the same of its own training samples with their labels. It is asked
+        wherever a model is measured; such a method's model is of no use elsewhere.
     """
 
     @property
@@ -107,6 +130,23 @@ def server_side(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"server_side": True})
 
 
+def of_the_model(default: Any) -> Any:
+    """A field that the algorithm's `for_model` fills in: no hyperparameter, so neither a flag nor part of a config."""
+    return dataclasses.field(default=default, metadata={"of_the_model": True}, repr=False)
+
+
+def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
+    """The algorithm as it trains a model of these layers. Engines see to it, wherever an algorithm meets its model."""
+    fitted: Algorithm = algorithm.for_model(layers) if hasattr(algorithm, "for_model") else algorithm
+    return fitted
+
+
+def hyperparameters(algorithm: type[Algorithm]) -> list[str]:
+    """What a user may set of an algorithm besides its optimiser."""
+    fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
+    return [f.name for f in fields if f.name != "sgd" and not f.metadata.get("of_the_model")]
+
+
 def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
     """Two algorithms with equal keys train their rows alike, whatever their servers do.
 
@@ -126,6 +166,11 @@ def gradients(grad: Grad, *nets: Net) -> list[Net]:
 def everyone(net: Net, agents: int) -> Net:
     """The same model for every agent, as rows that share memory."""
     return Net(net.params.expand(agents, -1), net.stats.expand(agents, -1))
+
+
+def inner(a: Rows, b: Rows) -> Tensor:
+    """<a_i, b_i> of each row."""
+    return torch.bmm(a[:, None], b[:, :, None]).flatten()
 
 
 def blocks(rows: Rows) -> tuple[Rows, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 from waffle_fl.algorithms.contract import (
     SGD,
@@ -51,6 +51,32 @@ class Info(NamedTuple):
     weights: Weights
 
 
+Weighting: TypeAlias = Literal["equal", "samples"]
+
+
+def send(server: Server, agents: int) -> Down:
+    return Down(*everyone(Net(server.x, server.stats), agents))
+
+
+def begin(sgd: SGD, net: Net | Down) -> Local:
+    params, stats = net
+    return Local(params, stats, sgd.rest(params))
+
+
+def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
+    g, stats = grad(local.y, local.stats)
+    y, velocity = sgd.step(local.y, local.velocity, g, clip=clip)
+    return Local(y, stats, velocity)
+
+
+def aggregate(server: Server, up: Up, now: Round, weighting: Weighting = "equal") -> tuple[Server, Info]:
+    """The mean of what was heard, each agent counted once or as often as it has samples."""
+    weights = uniform(now.heard) if weighting == "equal" else normalised(now.heard * now.samples.double(), now.heard)
+    x = moved(server.x, weights, up.dy)
+    stats = averaged(server.stats, weights, up.stats)
+    return Server(x, stats), Info(weights)
+
+
 @final
 @dataclass(frozen=True)
 class FedAvg:
@@ -59,34 +85,26 @@ class FedAvg:
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0
     """Largest norm of a gradient; 0 turns clipping off."""
-    weighting: Literal["equal", "samples"] = server_side("equal")
+    weighting: Weighting = server_side("equal")
     """Weigh agents equally (the paper's authors) or by their number of samples (McMahan et al.)."""
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(net.params, net.stats), Agents()
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(*everyone(Net(server.x, server.stats), agents))
+        return send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return Local(down.x, down.stats, self.sgd.rest(down.x))
+        return begin(self.sgd, down)
 
     def step(self, local: Local, grad: Grad) -> Local:
-        g, stats = grad(local.y, local.stats)
-        y, velocity = self.sgd.step(local.y, local.velocity, g, clip=self.clip)
-        return Local(y, stats, velocity)
+        return step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
         return agents, Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        if self.weighting == "samples":
-            weights = normalised(now.heard * now.samples.double(), now.heard)
-        else:
-            weights = uniform(now.heard)
-        x = moved(server.x, weights, up.dy)
-        stats = averaged(server.stats, weights, up.stats)
-        return Server(x, stats), Info(weights)
+        return aggregate(server, up, now, self.weighting)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -25,6 +25,20 @@ METHODS = {
     "waffle": "a model for one agent: everybody counts at first, then ever more those who pull the way it does",
     "apfl": "a mix of a model of its own with one model for everybody",
     "ditto": "a model of its own, held near one model for everybody",
+    "fedprox": "one model for everybody, no agent allowed to stray far from it in a round",
+    "fedavg-ft": "one model for everybody, trained on by each agent on its own data",
+    "per-fedavg": "one model for everybody that is made to be adapted, and one step of each agent from there",
+    "pfedme": "a model of its own around one model for everybody, which follows all of them",
+    "fedper": "one network for everybody but for its last layers, which are the agent's own",
+    "fedrep": "one network for everybody but for its last layers, the agent's own and trained first in each round",
+    "fedbn": "one network for everybody but for its batch normalisation, which is the agent's own",
+    "fedamp": "a model of its own, drawn towards the agents' models that are like it",
+    "fedfomo": "a model of its own, mixed with those that do well on its data",
+    "apple": "a mix of all agents' models, in proportions that the agent learns",
+    "fedala": "a model of its own, which takes from one model for everybody what helps, number by number",
+    "ifca": "one model for each of a few groups of agents, who find their group by themselves",
+    "cfl": "one model for everybody, parted in two whenever the agents pull in different directions",
+    "knn-per": "one model for everybody, corrected by the agent's own most similar samples",
 }
 MINUS = "−"
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from waffle_fl.algorithms import Algorithm
+from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.errors import Diverged
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
@@ -45,6 +45,18 @@ class Outcome:
     measured: dict[str, Any]
     state: State
     error: Diverged | None = None
+
+
+def fitted(cell: Cell, model: FlatModel) -> Cell:
+    """The cell, its algorithm knowing the model's layers if it asks for them."""
+    return replace(cell, algorithm=for_model(cell.algorithm, model.layers))
+
+
+def own_net(cell: Cell, state: State, model: FlatModel) -> Net:
+    """Alice's model in this state."""
+    alice, algorithm = cell.federation.alice, fitted(cell, model).algorithm
+    net = algorithm.personal(state.server, state.agents, cell.federation.agents)
+    return Net(net.params[alice], net.stats[alice])
 
 
 def on_device(cells: Sequence[Cell], model: FlatModel) -> list[Cell]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from waffle_fl.guard import OK, Guard, screen
 from waffle_fl.models import FlatModel
 
 SCORE_ROWS = 2000
+Answer = Callable[[Tensor], Tensor]  # samples -> what is said of them
 
 
 class Desk(NamedTuple):
@@ -64,6 +65,8 @@ def close(
     net = algorithm.personal(server, agents, len(heard))
     device = heard.device
     measured = {k: torch.as_tensor(v, dtype=torch.float64, device=device) for k, v in info._asdict().items()}
+    if hasattr(algorithm, "relations"):
+        measured["weights"] = row_of(algorithm.relations(server), desk.alice)
     if hasattr(up, "dy"):
         measured["norms"] = lengths(up.dy)
     own = Net(row_of(net.params, desk.alice), row_of(net.stats, desk.alice))
@@ -77,12 +80,26 @@ def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *setti
     return [mapped(itemgetter(i), closed) for i in range(len(work))]
 
 
+def answering(algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, moment: float = 1.0) -> Answer:
+    """How Alice answers samples: as her model does, or as the algorithm does with her training data at hand."""
+    answer = getattr(algorithm, "answer", None)
+    if answer is None:
+        return partial(model.predict, *net)
+    own = federation.train[federation.alice]
+    parts = (federation.x[part].to(model.device, model.dtype) for part in torch.split(own, SCORE_ROWS))
+    known = torch.cat([model.features(*net, x)[1] for x in parts])
+    labels = federation.labels(federation.alice, own, moment).to(model.device)
+    return lambda x: answer(*model.features(*net, x), known, labels)  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
-def score(model: FlatModel, net: Net, federation: Federation, rows: Tensor, moment: float = 0.0) -> dict[str, Tensor]:
+def score(
+    model: FlatModel, answer: Answer, federation: Federation, rows: Tensor, moment: float = 0.0
+) -> dict[str, Tensor]:
     """Accuracy, or the error of a regression in its target's own unit, and mean loss of one model on these samples."""
     correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
     for part in torch.split(rows, SCORE_ROWS):
-        output = model.predict(net.params, net.stats, federation.x[part])
+        output = answer(federation.x[part])
         target = federation.labels(federation.alice, part, moment)
         total += model.losses(output, target).double().sum()
         if output.ndim == 2:
@@ -134,28 +151,41 @@ class Examiner:
         self.model, self._on_gpu = model, model.device.type == "cuda"
         self._known: dict[tuple[int, ...], Examination] = {}
 
-    def examine(self, federations: Sequence[Federation], nets: Sequence[Net], moment: float) -> list[dict[str, Tensor]]:
+    def examine(
+        self,
+        algorithms: Sequence[Algorithm],
+        federations: Sequence[Federation],
+        nets: Sequence[Net],
+        moment: float,
+    ) -> list[dict[str, Tensor]]:
         """Each Alice's model on her own test data, and on validation data where she has some, as she sees them now."""
-        scores = self.score(federations, [f.test[f.alice] for f in federations], nets, moment)
+        scores = self.score(algorithms, federations, [f.test[f.alice] for f in federations], nets, moment)
         judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
-        theirs = [federations[k] for k in judged]
-        more = self.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
+        asked, theirs = [algorithms[k] for k in judged], [federations[k] for k in judged]
+        more = self.score(asked, theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
         for k, found in zip(judged, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
         return scores
 
     def score(
-        self, federations: Sequence[Federation], parts: Sequence[Tensor], nets: Sequence[Net], moment: float
+        self,
+        algorithms: Sequence[Algorithm],
+        federations: Sequence[Federation],
+        parts: Sequence[Tensor],
+        nets: Sequence[Net],
+        moment: float,
     ) -> list[dict[str, Tensor]]:
         """Accuracy and loss of each net on its part of the samples."""
         groups: dict[Any, list[int]] = {}
-        for k, (federation, part) in enumerate(zip(federations, parts, strict=True)):
-            groups.setdefault((id(federation.x), None if self._on_gpu else len(part)), []).append(k)
+        for k, (algorithm, federation, part) in enumerate(zip(algorithms, federations, parts, strict=True)):
+            alone = k if hasattr(algorithm, "answer") else None
+            groups.setdefault((alone, id(federation.x), None if self._on_gpu else len(part)), []).append(k)
         found: dict[int, dict[str, Tensor]] = {}
         for group in (few for alike in groups.values() for few in self._cut(alike, len(parts[alike[0]]))):
-            if len(group) == 1:
-                (k,) = group
-                found[k] = score(self.model, nets[k], federations[k], parts[k], moment)
+            k = group[0]
+            if len(group) == 1 or hasattr(algorithms[k], "answer"):
+                answer = answering(algorithms[k], self.model, nets[k], federations[k], moment)
+                found[k] = score(self.model, answer, federations[k], parts[k], moment)
                 continue
             key = tuple(id(parts[k]) for k in group)
             if key not in self._known:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from waffle_fl.algorithms import Net
-from waffle_fl.engines.cells import Cell, Outcome, State
+from waffle_fl.engines.cells import Cell, Outcome, State, own_net
 from waffle_fl.engines.closing import Examiner, to_numbers
 from waffle_fl.models import FlatModel
 
@@ -70,17 +69,18 @@ def _shared(
     screened = outcome.measured.get("screened", {})
     names = {i: cells[i].federation.names[cells[i].federation.alice] for i in followers}
     able = [i for i in followers if not outcome.error and names[i] not in screened]
-    nets = [_own(cells[i], outcome.state) for i in able]
-    scores = to_numbers(examiner.examine([cells[i].federation for i in able], nets, moment)) if able else []
+    nets = [own_net(cells[i], outcome.state, model) for i in able]
+    algorithms, federations = [cells[i].algorithm for i in able], [cells[i].federation for i in able]
+    scores = to_numbers(examiner.examine(algorithms, federations, nets, moment)) if able else []
     shared = {
-        i: replace(outcome, cell=i, measured={**outcome.measured, **found})
+        i: replace(outcome, cell=i, measured={**outcome.measured, **found, **_weights(cells[i], outcome.state)})
         for i, found in zip(able, scores, strict=True)
         if math.isfinite(found["loss"])
     }
     return list(shared.values()), [i for i in followers if i not in shared]
 
 
-def _own(cell: Cell, state: State) -> Net:
-    alice = cell.federation.alice
-    net = cell.algorithm.personal(state.server, state.agents, cell.federation.agents)
-    return Net(net.params[alice], net.stats[alice])
+def _weights(cell: Cell, state: State) -> dict[str, list[float]]:
+    """Her own, where each agent's model takes the others' in proportions of its own."""
+    relations = getattr(cell.algorithm, "relations", None)
+    return {"weights": relations(state.server)[cell.federation.alice].tolist()} if relations else {}

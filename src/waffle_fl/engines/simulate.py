@@ -18,9 +18,10 @@ from torch import Tensor
 
 from waffle_fl.algorithms import training_key
 from waffle_fl.batches import Batches
-from waffle_fl.engines.cells import Cell, Outcome, State, on_device
+from waffle_fl.engines.cells import Cell, Outcome, State, fitted, on_device
 from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
 from waffle_fl.engines.families import families_of, once_a_family
+from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.states import mapped
 from waffle_fl.engines.steps import Graphs, products
 from waffle_fl.engines.training import Training
@@ -46,6 +47,7 @@ def simulate(
     workers: int = 0,
 ) -> Iterator[list[Outcome]]:
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
+    cells = [fitted(cell, model) for cell in cells]
     check_stack(cells, model, batch_size)
 
     def each(some: Sequence[Cell], start: int) -> Iterator[list[Outcome]]:
@@ -81,7 +83,7 @@ def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> Non
 
 def initial_state(cell: Cell, model: FlatModel) -> State:
     """A2.1: one random model for everyone."""
-    server, agents = cell.algorithm.init(model.init(cell.seed), cell.federation.agents)
+    server, agents = fitted(cell, model).algorithm.init(model.init(cell.seed), cell.federation.agents)
     return State(server, agents)
 
 
@@ -212,7 +214,9 @@ class _Simulator:
             )
             agents = [f.agents for f in federations]
             cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
-            self._trainings[indices] = Training(cells[0].algorithm, self.model, batches, self._graphs, agents, cores)
+            algorithm = cells[0].algorithm
+            judge = Judge(algorithm, self.model, federations, seeds) if hasattr(algorithm, "candidates") else None
+            self._trainings[indices] = Training(algorithm, self.model, batches, self._graphs, agents, cores, judge)
         return self._trainings[indices]
 
     def _close(self, indices: Sequence[int], r: int, trained: Sequence[tuple[Any, Any]]) -> list[Closed]:
@@ -227,8 +231,10 @@ class _Simulator:
             else:
                 done = [close(algorithm, *settings, *work[i]) for i in group]
             closed |= dict(zip(group, done, strict=True))
-        federations, nets = [self.cells[i].federation for i in indices], [closed[i].own for i in indices]
-        scores = self._examiner.examine(federations, nets, r / self.rounds)
+        cells = [self.cells[i] for i in indices]
+        algorithms, federations = [cell.algorithm for cell in cells], [cell.federation for cell in cells]
+        nets = [closed[i].own for i in indices]
+        scores = self._examiner.examine(algorithms, federations, nets, r / self.rounds)
         return [
             closed[i]._replace(measured={**scored, **closed[i].measured})
             for i, scored in zip(indices, scores, strict=True)

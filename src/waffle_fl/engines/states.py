@@ -34,4 +34,4 @@ def rows_of(state: Any, rows: slice) -> Any:
 
 def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
     """New rows where the mask holds, old ones elsewhere."""
-    return mapped(lambda n, o: torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
+    return mapped(lambda n, o: o if n is o else torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Algorithm, training_key
+from waffle_fl.algorithms import Algorithm, Grad, training_key
 from waffle_fl.batches import Batches, Plan
 from waffle_fl.engines.states import where_rows
 from waffle_fl.models import FlatModel
@@ -32,7 +32,7 @@ def one_step(
     together: bool,
 ) -> Any:
     """A2.7-8; where not all rows go `together`, those that have made their steps stand still."""
-    grad = partial(model.grad, batch=batches.batch(plan, t, size))
+    grad = Grad(partial(model.grad, batch=batches.batch(plan, t, size)), t, plan.steps)
     stepped = algorithm.step(local, grad)
     return stepped if together else where_rows(plan.active.index_select(1, t)[:, 0], stepped, local)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from waffle_fl.algorithms import Algorithm
+from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
-from waffle_fl.engines.states import mapped, rows_of, stack, stack_into
+from waffle_fl.engines.judging import Judge
+from waffle_fl.engines.states import mapped, rows_of, stack, stack_into, where_rows
 from waffle_fl.engines.steps import Graphs, one_step
 from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.models import FlatModel
@@ -25,9 +28,17 @@ class Training:
     """
 
     def __init__(
-        self, algorithm: Algorithm, model: FlatModel, batches: Batches, graphs: Graphs, sizes: Sequence[int], cores: int
+        self,
+        algorithm: Algorithm,
+        model: FlatModel,
+        batches: Batches,
+        graphs: Graphs,
+        sizes: Sequence[int],
+        cores: int,
+        judge: Judge | None = None,
     ) -> None:
         self.algorithm, self.model, self.batches, self._graphs = algorithm, model, batches, graphs
+        self._judge = judge
         self._edges = _edges(sizes)
         self._hiring = Hiring(min(cores, len(batches.lengths)))
         self._like: list[Any] = []  # what a round's rows look like: down, agents, agents afterwards, up
@@ -57,7 +68,7 @@ class Training:
 
     def _here(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int) -> list[Any]:
         down, agents = (stack(states) for states in zip(*given, strict=True))
-        results = [self._train(down, agents, r, attempt, chunk) for chunk in self._chunks(1)]
+        results = [self._train(down, agents, r, attempt, chunk) for chunk in self._chunks(1, down)]
         made = [stack(states) for states in zip(*results, strict=True)]
         self._like = [down, agents, *made]
         return made
@@ -66,7 +77,7 @@ class Training:
         self._shared = [shared(state) for state in self._like]
         down, agents, *made = self._shared
         shares = self._hiring.cores
-        chunks = self._chunks(shares)
+        chunks = self._chunks(shares, down)
 
         def work(share: int, r: int, attempt: int) -> None:
             for chunk in chunks[share::shares]:
@@ -78,9 +89,25 @@ class Training:
     def _train(self, down: Any, agents: Any, r: int, attempt: int, rows: slice) -> tuple[Any, Any]:
         """A2.5-12 for the rows of one chunk."""
         down, agents = rows_of(down, rows), rows_of(agents, rows)
+        if self._judge:
+            down = self._judge.informed(down, agents, rows)
         local = self.algorithm.begin(down, agents)  # A2.5
+        if hasattr(self.algorithm, "rehearse") and hasattr(self.algorithm, "rehearsed"):
+            local = self._rehearsed(self.algorithm.rehearse, self.algorithm.rehearsed, local, r, attempt, rows)
         local = self._steps(local, r, attempt, rows)  # A2.6-8
         return self.algorithm.finish(down, agents, local)  # A2.9-12
+
+    def _rehearsed(
+        self, rehearse: Callable[..., Any], share: float, local: Any, r: int, attempt: int, rows: slice
+    ) -> Any:
+        """The first mini-batches of the round, on which an algorithm may adapt where it starts; they train nothing."""
+        plan, sizes = self.batches.plan(r, attempt, rows), self.batches.sizes(rows, padded=self.model.stacked)
+        counts = [math.ceil(share * steps / self.batches.epochs) for steps in self.batches.steps[rows]]
+        last = torch.tensor(counts, device=self.model.device)
+        for t, size in zip(torch.arange(max(counts), device=self.model.device)[:, None], sizes, strict=False):
+            grad = Grad(partial(self.model.grad, batch=self.batches.batch(plan, t, size)), t, plan.steps)
+            local = where_rows(t < last, rehearse(local, grad), local)
+        return local
 
     def _steps(self, local: Any, r: int, attempt: int, rows: slice) -> Any:
         """All mini-batches of a round, for the rows of one chunk."""
@@ -93,13 +120,13 @@ class Training:
             local = one_step(self.algorithm, self.model, self.batches, local, plan, step, size, t < together)
         return local
 
-    def _chunks(self, shares: int) -> list[slice]:
+    def _chunks(self, shares: int, down: Any) -> list[slice]:
         """Rows that train together: a share, or as many as memory holds; unstacked, as many alike as go abreast."""
         lengths = self.batches.lengths
         if not self.model.stacked:
             alike = _edges([len(list(group)) for _, group in groupby(lengths)])
             return [chunk for rows in alike for chunk in _cut(rows, self.model.abreast)]
-        row_bytes = 16 * self.model.size * self.model.dtype.itemsize
+        row_bytes = max(16 * self.model.size * self.model.dtype.itemsize, 4 * sum(field[0].nbytes for field in down))
         most = max(1, CHUNK_BYTES[self.model.device.type] // row_bytes)
         return _cut(slice(0, len(lengths)), min(most, -(-len(lengths) // shares)))
 

@@ -16,7 +16,7 @@ import torch
 
 from waffle_fl.algorithms import training_key
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.cells import Cell, fitted
 from waffle_fl.engines.simulate import check_stack, initial_state, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
@@ -80,10 +80,10 @@ def _open(
         raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
     model = model_of(config.settings, federation, place, device)
     check_once(config.settings, model, federation)
-    cell = Cell(config.algorithm(), federation, config.settings.seed)
+    cell = fitted(Cell(config.algorithm(), federation, config.settings.seed), model)
     check_stack([cell], model, config.settings.batch_size)
     check_schedules(config)
-    notes = advice(config, federation)
+    notes = advice(config, federation, getattr(cell.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
         whole.digest(),

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell, Outcome, State
-from waffle_fl.engines.closing import SCORE_ROWS
+from waffle_fl.engines.cells import Cell, Outcome, State, own_net
+from waffle_fl.engines.closing import SCORE_ROWS, Answer, answering
 from waffle_fl.experiment.place import Listener
 from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
@@ -67,20 +66,18 @@ def close(job: Job, model: FlatModel, status: str, message: str = "") -> dict[st
     if status != "finished" or state is None:
         job.run.close(result)
         return result
-    federation = job.cell.federation
-    net = job.cell.algorithm.personal(state.server, state.agents, federation.agents)
-    own = Net(net.params[federation.alice], net.stats[federation.alice])
-    said = predictions(model, own, federation)
+    own, federation = own_net(job.cell, state, model), job.cell.federation
+    said = predictions(model, answering(job.cell.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(said["output"], said["target"])}
     job.run.close(result, model.state_dict(own), said)
     return result
 
 
-def predictions(model: FlatModel, net: Net, federation: Federation) -> dict[str, Tensor]:
-    """What a model says of Alice's test data, beside the truth; numbers in the target's own unit."""
+def predictions(model: FlatModel, answer: Answer, federation: Federation) -> dict[str, Tensor]:
+    """What Alice's model says of her test data, beside the truth; numbers in the target's own unit."""
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
-    output = torch.cat([model.predict(*net, federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
+    output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
     said = {"output": output, "target": federation.labels(federation.alice, rows, moment=1.0)}
     prepared = federation.preprocessing
     if prepared is None or federation.task == "classification":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from waffle_fl.algorithms.partial import Parts
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.config import EVERYONE, RunConfig, Settings
 from waffle_fl.data import Dataset, load
@@ -87,9 +88,21 @@ def origin(s: Settings, place: Place) -> dict[str, Any]:
     return {"data_verified": dataset.verified, **({"data_note": dataset.note} if dataset.note else {})}
 
 
-def advice(config: RunConfig, federation: Federation) -> list[str]:
-    """What a careful colleague would mention before the run."""
+def advice(config: RunConfig, federation: Federation, parts: Parts | None = None) -> list[str]:
+    """What a careful colleague would mention before the run; `parts` is where the method cuts its model, if it does."""
     notes = list(federation.notes)
+    if parts and not any((*parts.params[1::2], *parts.stats[1::2])):
+        notes.append("no layer of this model stays with its agent: one model for all")
+    if parts and not any(parts.params[::2]):
+        notes.append("every layer of this model stays with its agent: this is Local")
+    if config.method == "per-fedavg":
+        s, needed = config.settings, config.algorithm().batches_an_update  # type: ignore[attr-defined]
+        steps = (s.epochs * -(-n // s.batch_size) for n in federation.samples.tolist())
+        short = [name for name, k in zip(federation.names, steps, strict=True) if 0 < k < needed]
+        if short:
+            notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches a round, which an update takes")
+    if config.method == "fedfomo" and not len(federation.validation[federation.alice]):
+        notes.append("no validation data: models are judged by samples that Alice trains on (set validation)")
     empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
     if empty:
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.models.layers import Layers
 from waffle_fl.models.stacked import SeededDropout, Stacking
 from waffle_fl.models.vessel import Layout, Vessel, abreast
 from waffle_fl.randomness import derive
@@ -84,6 +85,7 @@ class FlatModel:
         moving = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         self._params, self._stats = Layout(trained), Layout({**frozen, **moving})
         self.normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self.layers = Layers.of(module, self._params, self._stats)
         self._check()
         self.size, self.stats_size = self._params.size, self._stats.size
         self.stacked = self._stacks_well() if stacked is None else stacked
@@ -133,10 +135,14 @@ class FlatModel:
             batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
         if not self.stacked:
             return self._grad_row_by_row(params, stats, batch)
+        folds = self._fits(params, stats, batch)
+        gradient = self._folded_grad(params, batch) if folds else self._vmapped_grad(params, stats, batch)
+        return Net(gradient, stats)
+
+    def _fits(self, params: Tensor, stats: Tensor, batch: Batch) -> bool:
         if self._folds is None:
             self._folds = self._folding_is_right(params, stats, batch)
-        gradient = self._folded_grad(params, batch) if self._folds else self._vmapped_grad(params, stats, batch)
-        return Net(gradient, stats)
+        return self._folds
 
     def _grad_row_by_row(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
         """Each row in a vessel of its own, as many abreast as the device bears."""
@@ -226,6 +232,18 @@ class FlatModel:
         tensors = {**self._params.unflatten(params), **self._stats.unflatten(stats)}
         return torch.func.functional_call(self._module(training=False), tensors, (x,))  # type: ignore[no-any-return]
 
+    def features(self, params: Tensor, stats: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of one model, and what its last linear layer was given; the samples, where it has no such layer."""
+        seen = [x]
+        layers = [part for part in self._module(training=False).modules() if isinstance(part, nn.Linear)]
+        hooks = [layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers]
+        try:
+            output = self.predict(params, stats, x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return output, seen[-1].flatten(1)
+
     @torch.no_grad()
     def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:
         """Outputs of many models without running statistics, each on samples of its own: (N, B, ...)."""
@@ -237,6 +255,17 @@ class FlatModel:
             output = torch.func.functional_call(self._module(training=False), tensors, (x.flatten(0, 1),))
             output = stack.settled(output)
         return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def batch_losses(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
+        """(N, B): what each row's model, its statistics frozen, loses on each sample of its batch; 0 on padding."""
+        if self.stacked and self._fits(params, stats, batch):
+            pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one adds up in another order
+            output = self.predict_rows(pair, batch.x.expand(len(pair), *batch.x.shape[1:]))[: len(params)]
+        else:
+            output = torch.stack([self.predict(*row) for row in zip(params, stats, batch.x, strict=True)])
+        losses = self._loss(output.flatten(0, 1), batch.y.flatten()).view(batch.weight.shape)
+        return torch.where(batch.weight > 0, losses, 0.0)
 
     @property
     def products(self) -> str:

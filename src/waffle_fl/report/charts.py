@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from statistics import mean
 from typing import Any
 
@@ -12,7 +13,7 @@ from waffle_fl.algorithms import TITLES
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
 from waffle_fl.results import WEIGHING, Finished, judged_by, methods_of, rows_of
 
-COLORS = {
+CHOSEN = {
     "Local": "#8c8c8c",
     "FedAvg": "#4c78a8",
     "SCAFFOLD": "#72b7b2",
@@ -20,6 +21,14 @@ COLORS = {
     "WAFFLE": "#d1495b",
     "APFL": "#6a51a3",
     "Ditto": "#3a7d44",
+}
+FURTHER = (
+    *("#9ecae9", "#f58518", "#b279a2", "#54a24b", "#ff9da6", "#9d755d", "#79706e"),
+    *("#1f4e79", "#c9b458", "#008b8b", "#a0522d", "#88d27a", "#d67195"),
+)
+COLORS = {
+    **dict(zip((title for title in TITLES.values() if title not in CHOSEN), cycle(FURTHER), strict=False)),
+    **CHOSEN,
 }
 WIDTH, HEIGHT = 285, 200
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import SGD, Algorithm, Net, Round
+from waffle_fl.algorithms import SGD, Algorithm, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.waffle import Waffle
@@ -47,8 +47,8 @@ def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[T
         down = algorithm.broadcast(server, agents_count)
         local = algorithm.begin(down, agents)
         path = [local.y]
-        for _ in range(STEPS):
-            local = algorithm.step(local, gradient)
+        for t in range(STEPS):
+            local = algorithm.step(local, Grad(gradient, torch.tensor([t]), steps))
             path.append(local.y)
         agents, up = algorithm.finish(down, agents, local)
         now = Round(r, ROUNDS, torch.tensor(0), everyone, everyone, steps, steps, 1)

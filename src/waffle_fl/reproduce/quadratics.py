@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -99,7 +99,7 @@ def spectral_radius(matrix: Tensor) -> float:
 
 def play(
     algorithm: Any,
-    grad: Grad,
+    gradient: Callable[[Rows, Rows], Net],
     start: Vector,
     steps: Sequence[int],
     rounds: int,
@@ -116,7 +116,7 @@ def play(
         down = algorithm.broadcast(server, agents_count)
         local = algorithm.begin(down, agents)
         for k in range(max(steps)):
-            stepped = algorithm.step(local, grad)
+            stepped = algorithm.step(local, Grad(gradient, torch.tensor([k]), planned))
             local = stepped if k < min(steps) else where_rows(planned > k, stepped, local)
         agents, up = algorithm.finish(down, agents, local)
         now = Round(r, of or rounds, torch.tensor(0), everyone, everyone, planned, planned, 1)

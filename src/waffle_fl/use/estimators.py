@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.cells import Cell, own_net
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import check_output, device_of
@@ -23,7 +23,7 @@ from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.models.flat import Precision
 from waffle_fl.own import Preprocessing
-from waffle_fl.use.trained import filled, outputs
+from waffle_fl.use.trained import check_portable, filled, outputs
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -71,6 +71,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
     def fit(self, federation: Agents) -> Self:
         """Train the model of one agent."""
         config = self._config()
+        check_portable(config)
         given = isinstance(federation, Federation)
         agents = self._checked(federation) if isinstance(federation, Federation) else self._gathered(federation)
         if config.method == "local":  # nobody else's training could matter
@@ -196,17 +197,15 @@ class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc
 
 
 def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net, list[dict[str, Any]]]:
-    s, algorithm = config.settings, config.algorithm()
+    s, cell = config.settings, Cell(config.algorithm(), agents, config.settings.seed)
     history, state = [], None
-    cell = Cell(algorithm, agents, s.seed)
     for (outcome,) in simulate([cell], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs):
         if outcome.error:
             raise outcome.error
         history.append(outcome.measured)
         state = outcome.state
     assert state is not None
-    net = algorithm.personal(state.server, state.agents, agents.agents)
-    return Net(net.params[agents.alice], net.stats[agents.alice]), history
+    return own_net(cell, state, model), history
 
 
 def _pairs(agents: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:

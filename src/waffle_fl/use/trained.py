@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from waffle_fl.algorithms import TITLES
+from waffle_fl.config import RunConfig
 from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import FlatModel, builder
@@ -48,6 +50,7 @@ def open_run(folder: Path) -> Trained:
         raise WaffleError(
             f"{folder}: provenance.json lacks `sample`, `task` or `classes`: run it again with this waffle-fl"
         ) from None
+    check_portable(run.config)
     s = run.config.settings
     build = builder(s.model, s.data, shape, len(classes) if task == "classification" else 1)
     fitted = read_json(folder / "preprocessing.json")
@@ -58,6 +61,15 @@ def open_run(folder: Path) -> Trained:
     if task == "regression" and preprocessing:
         module = nn.Sequential(module, InUnit(preprocessing)).eval()
     return Trained(run, module, model.dtype, shape, task, classes, preprocessing)
+
+
+def check_portable(config: RunConfig) -> None:
+    """A model can be used elsewhere only if it answers without its agent's training data."""
+    if hasattr(config.algorithm(), "answer"):
+        raise WaffleError(
+            f"{TITLES[config.method]} answers with Alice's training data at hand, which no model holds: its answers to "
+            "her test data are in predictions.safetensors; for a model to use elsewhere train another method"
+        )
 
 
 class InUnit(nn.Module):

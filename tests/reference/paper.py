@@ -1,84 +1,14 @@
-"""A slow twin of every method: plain loops in float64, written from the paper and its facts, never from the package.
+"""The paper's method and those it is compared with."""
 
-One flat vector holds a model. "Algorithm 1" is the paper's CalcWeights, "Algorithm 2" its WAFFLE; sections are those of
-shared/algorithms.md. Every agent takes part in every round with at least one mini-batch, and every update is finite:
-the twin knows no faults.
-"""
-
-import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
-Batches = list[list[list[Batch]]]  # batches[round][agent] = the (x, y) mini-batches of that agent in that round
+from reference.problem import Problem, Trace, gradient, samples, step, train, weighted_sum
+
 Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of globality, r from 1 to R
-
-
-@dataclass
-class Trace:
-    """What Alice sees after each round."""
-
-    models: list[Tensor] = field(default_factory=list)  # the flat parameters of the model she would use
-    weights: list[list[float]] = field(default_factory=list)  # the normalised aggregation weights
-
-
-@dataclass
-class Problem:
-    """What all methods share: the start, the data, Alice and the settings of local SGD."""
-
-    nets: list[nn.Module]  # one ordinary network per agent
-    start: Tensor
-    batches: Batches
-    alice: int
-    lr: float
-    momentum: float
-    weight_decay: float
-
-
-def gradient(net: nn.Module, at: Tensor, batch: Batch) -> Tensor:
-    """The flat gradient of the mean cross-entropy of one mini-batch at the given parameters."""
-    vector_to_parameters(at.clone(), net.parameters())
-    loss = cross_entropy(net(batch[0]), batch[1])
-    return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(net.parameters()))])
-
-
-def step(problem: Problem, y: Tensor, v: Tensor, g: Tensor, clip: float, correction: Tensor) -> tuple[Tensor, Tensor]:
-    """One SGD step: the new parameters and velocity; the correction is added outside the momentum."""
-    v = problem.momentum * v + (g + problem.weight_decay * y)
-    direction = v + correction
-    norm, longest = float(direction.norm()), clip / (1 - problem.momentum)
-    if clip > 0 and norm > longest:
-        direction = direction * (longest / norm)
-    return y - problem.lr * direction, v
-
-
-def train(problem: Problem, r: int, i: int, x: Tensor, clip: float, correction: Tensor | None = None) -> Tensor:
-    """Agent i's local pass of round r from x (Algorithm 2, lines 5 to 8)."""
-    if correction is None:
-        correction = torch.zeros_like(x)
-    y, v = x, torch.zeros_like(x)
-    for batch in problem.batches[r - 1][i]:
-        y, v = step(problem, y, v, gradient(problem.nets[i], y, batch), clip, correction)
-    return y
-
-
-def samples(problem: Problem, r: int, i: int) -> int:
-    """How many samples agent i has: the rows of its mini-batches of the round."""
-    return sum(len(y) for _, y in problem.batches[r - 1][i])
-
-
-def weighted_sum(weights: list[float], vectors: list[Tensor]) -> Tensor:
-    """sum_i weights_i vectors_i."""
-    total = torch.zeros_like(vectors[0])
-    for weight, vector in zip(weights, vectors, strict=True):
-        total = total + weight * vector
-    return total
 
 
 def local(problem: Problem, *, clip: float = 0.0) -> Trace:
@@ -280,32 +210,3 @@ def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
         trace.models.append(personal[problem.alice])
         trace.weights.append([1 / N] * N)
     return trace
-
-
-METHODS: dict[str, Callable[..., Trace]] = {
-    "local": local,
-    "fedavg": fedavg,
-    "scaffold": scaffold,
-    "weight-erosion": weight_erosion,
-    "waffle": waffle,
-    "apfl": apfl,
-    "ditto": ditto,
-}
-
-
-def run(
-    method: str,
-    module: nn.Module,
-    batches: Batches,
-    *,
-    alice: int = 0,
-    lr: float = 0.1,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    **options: object,
-) -> Trace:
-    """Run one method from the module's parameters over all rounds; the module itself is left alone."""
-    assert all(agent for agents in batches for agent in agents), "every agent needs a mini-batch in every round"
-    nets = [copy.deepcopy(module).double() for _ in batches[0]]
-    start = parameters_to_vector(nets[0].parameters()).detach().clone()
-    return METHODS[method](Problem(nets, start, batches, alice, lr, momentum, weight_decay), **options)

@@ -1,0 +1,148 @@
+"""APPLE (Luo & Wu 2022): each agent learns by how much it takes each other agent's core model into its own.
+
+Agent i uses w = sum_j p_ij core_j. Per mini-batch, with g = grad F_i(w):
+core_i -= lr p_ii g;  p_ij -= eta_p (<g, core_j> + lambda(r) mu (p_ij - p0_j)). p0 are the agents' shares of samples;
+lambda falls from 1 to 0 over the first rounds, so that training is global first and personal later.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone, inner
+from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
+
+
+class Server(NamedTuple):
+    core: Rows
+    shift: Tensor  # (N, N), float64: row i, how far p_i has moved from p0
+    taken: Tensor  # (N, N), float64: row i, p_i of the last round
+    samples: Tensor  # (N,), float64, as registered; unknown, 0, before the first round
+    heard: Tensor  # (N,), bool: whose core models are there to be sent
+    pull: Tensor  # lambda(r) mu of the next round
+    r: Tensor
+
+
+class Agents(NamedTuple):
+    core: Rows  # which others may see
+    w: Rows  # the mixture that the agent uses
+    stats: Rows  # of the mixture's forward passes
+
+
+class Down(NamedTuple):
+    theta: Tensor  # (N, M, P): other agents' core models
+    offered: Tensor  # (N, M), bool
+    p0: Tensor  # (N, 1 + M), float64: of the agent's own core model and of those
+    p: Tensor  # (N, 1 + M), float64
+    pull: Tensor  # (N,), float64
+
+
+class Local(NamedTuple):
+    core: Rows
+    stats: Rows
+    velocity: Rows
+    p: Tensor
+    theta: Tensor
+    there: Tensor  # (N, 1 + M): 1 for models that are there, 0 for empty places
+    p0: Tensor
+    pull: Tensor
+
+
+class Up(NamedTuple):
+    dy: Rows
+    p: Tensor
+
+
+class Info(NamedTuple):
+    pass
+
+
+@final
+@dataclass(frozen=True)
+class APPLE:
+    """A model for every agent: a mixture of all agents' core models, in proportions that it learns."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    eta_p: float = 0.001
+    """Step size of the proportions p; 0 keeps them at the agents' shares of all samples."""
+    mu: float = 0.1
+    """Pull of the proportions towards those shares, in the first rounds."""
+    global_share: float = 0.1
+    """Share of the rounds over which that pull fades."""
+    core_step: Literal["lr", "paper"] = "lr"
+    """The core model's gradient: p_ii g as in the paper, or that over p0_i, so that its first steps are those of lr."""
+    models: int = 9
+    """Other agents' models that an agent is sent in a round; they take as many times the memory of its own."""
+    explore: float = 0.3
+    """Share of them that are drawn at random, where there are more agents; the others are those of largest |p|."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        rows, stats = everyone(net, agents)
+        zeros = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
+        r = torch.zeros((), dtype=torch.int64, device=zeros.device)
+        pull = torch.full((), self.mu, dtype=torch.float64, device=zeros.device)
+        return Server(rows.clone(), zeros, zeros, zeros[0], zeros[0] > 0, pull, r), Agents(rows, rows, stats)
+
+    def offer(self, server: Server) -> Offer:
+        return best_others(server.taken.abs(), server.heard, self.models, self.explore, server.r)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        offer = self.offer(server)
+        p0 = self._shares(server, offer)
+        moved = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
+        p = p0 + torch.where(p0 > 0, moved, 0.0)
+        return Down(packed(server.core, offer), offer.offered, p0, p, server.pull.expand(agents))
+
+    def _shares(self, server: Server, offer: Offer) -> Tensor:
+        """p0: shares of the samples of the agent itself and of those whose models it is sent; alone it is 1."""
+        others = torch.where(offer.offered, server.samples[offer.ids], 0.0)
+        samples = torch.cat([server.samples[:, None].clamp(min=1), others], dim=1)
+        return samples / samples.sum(dim=1, keepdim=True)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1).double()
+        rest = self.sgd.rest(agents.core)
+        return Local(agents.core, agents.stats, rest, down.p * there, down.theta, there, down.p0, down.pull)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(mixed(local.p, local.core, local.theta), local.stats)
+        along = [inner(g, core).double() for core in (local.core, *local.theta.unbind(1))]
+        slope = torch.stack(along, dim=1) + local.pull[:, None] * (local.p - local.p0)
+        own = local.p[:, :1] / (local.p0[:, :1] if self.core_step == "lr" else 1)
+        core, velocity = self.sgd.step(local.core, local.velocity, own.to(g.dtype) * g, clip=self.clip)
+        p = local.p - self.eta_p * local.there * slope
+        return local._replace(core=core, stats=stats, velocity=velocity, p=p)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        w = mixed(local.p, local.core, local.theta)
+        return Agents(local.core, w, local.stats), Up(local.core - agents.core, local.p)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        offer, intact = self.offer(server), now.intact[:, None]
+        core = torch.where(intact, server.core + up.dy, server.core)
+        taken = torch.where(intact, spread(up.p[:, 1:], offer) + torch.diag(up.p[:, 0]), server.taken)
+        moved = up.p - self._shares(server, offer)
+        known = spread(torch.ones_like(up.p[:, 1:]), offer) + torch.eye(len(core), dtype=up.p.dtype, device=core.device)
+        shift = spread(moved[:, 1:], offer) + torch.diag(moved[:, 0])
+        shift = torch.where(intact & (known > 0), shift, server.shift)
+        pull = torch.full_like(server.pull, self.mu * self.loss_schedule(now.r, now.of))
+        return Server(core, shift, taken, now.samples.double(), now.heard, pull, server.r + 1), Info()
+
+    def loss_schedule(self, r: int, rounds: int) -> float:
+        """lambda(r): half a cosine from 1 to 0 over the first rounds, r counted from 0."""
+        last = self.global_share * rounds
+        return (math.cos(math.pi * r / last) + 1) / 2 if r < last else 0.0
+
+    def relations(self, server: Server) -> Tensor:
+        size = server.taken.abs() * server.heard
+        return size / size.sum(dim=1, keepdim=True).clamp(min=TINY)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.w, agents.stats)

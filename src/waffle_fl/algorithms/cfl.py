@@ -1,0 +1,110 @@
+"""CFL (Sattler et al. 2020): one model for all, until agents pull apart; then a cluster is parted in two, each its own.
+
+A cluster trains as in FedAvg. Once its mean update is short (eps_mean: the common model has settled) though an agent's
+is long (eps_max: it would rather be elsewhere), the cluster is parted so that the largest cosine between updates across
+the parts is the smallest possible. Parts start from the model that they shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone, lengths, server_side
+from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+
+
+class Server(NamedTuple):
+    theta: Rows  # row i: the model of agent i's cluster
+    stats: Rows
+    label: Tensor  # (N,): of its cluster, the number of its first agent
+    weights: Tensor  # (N, N), float64: row i, of the updates in theta_i
+
+
+class Info(NamedTuple):
+    clusters: Tensor  # how many there are
+
+
+def cosines(dy: Rows) -> Tensor:
+    """(N, N), float64."""
+    directions = dy.double() / lengths(dy).clamp(min=TINY)[:, None]
+    return directions @ directions.T
+
+
+def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
+    """How similar two agents are through others: the weakest link of the best chain between them in their cluster."""
+    own = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
+    links = torch.where(own, torch.inf, torch.where(together, similarity, -torch.inf))
+    for k in range(len(links)):
+        links = torch.maximum(links, torch.minimum(links[:, k : k + 1], links[k : k + 1]))
+    return links
+
+
+def parted(label: Tensor, links: Tensor, together: Tensor, apart: Tensor) -> Tensor:
+    """New labels: where `apart`, a cluster falls in two at its weakest link, which is the paper's best bipartition.
+
+    Those on the side of its first agent that was heard keep the label, and so do all that were not heard.
+    """
+    numbers = torch.arange(len(label), device=label.device)
+    weakest = torch.where(together, links, torch.inf).min(dim=1).values
+    first = torch.where(together, numbers, len(label) - 1).min(dim=1).values
+    leaves = apart & (numbers != first) & (links.gather(1, first[:, None])[:, 0] <= weakest)
+    gone = together & leaves & leaves[:, None]
+    return torch.where(leaves, torch.where(gone, numbers, len(label)).min(dim=1).values, label)
+
+
+@final
+@dataclass(frozen=True)
+class CFL:
+    """A model for every cluster of agents; a cluster is parted when its agents pull in different directions."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    eps_mean: float = server_side(0.15)
+    """A cluster may be parted once its mean update is shorter than this; 0 is FedAvg."""
+    eps_max: float = server_side(0.5)
+    """And while its longest update is longer than this."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        rows, stats = everyone(net, agents)
+        one = torch.zeros(agents, dtype=torch.int64, device=net.params.device)
+        none = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
+        return Server(rows.clone(), stats.clone(), one, none), Agents()
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down(server.theta, server.stats)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return fedavg.begin(self.sgd, down)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return fedavg.step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return agents, Up(local.y - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        same = server.label == server.label[:, None]
+        members = (same & now.heard).double()
+        weights = members / members.sum(dim=1, keepdim=True).clamp(min=1)
+        mean = (weights @ up.dy.double()).index_select(0, server.label)  # of a cluster all rows are one
+        theta = (server.theta.double() + mean).to(server.theta.dtype)
+        stats = (weights @ up.stats.double()).to(server.stats.dtype)
+        stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
+        longest = torch.where(same & now.heard, lengths(up.dy), 0.0).max(dim=1).values
+        apart = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
+        together = same & now.heard & now.heard[:, None]
+        label = parted(server.label, bottlenecks(cosines(up.dy), together), together, apart & now.heard)
+        clusters = (label == torch.arange(len(label), device=label.device)).sum()
+        return Server(theta, stats, label, weights), Info(clusters)
+
+    def relations(self, server: Server) -> Tensor:
+        return server.weights
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(server.theta, server.stats)

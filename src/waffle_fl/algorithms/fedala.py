@@ -1,0 +1,88 @@
+"""FedALA (Zhang et al. 2023): each agent learns, number by number, how much of the global model to take into its own.
+
+A round begins at y = own + (x - own) * W, W elementwise in [0, 1]. On a part of its mini-batches the agent first learns
+W -= eta_w grad F(y) * (x - own), then it trains y as in FedAvg. W starts at 1 and goes on from round to round. Layers
+before the last `head_layers` are taken from the global model as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, final
+
+import torch
+
+from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, of_the_model, server_side
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
+from waffle_fl.algorithms.partial import Runs, cut, joined
+from waffle_fl.models.layers import Layers
+
+
+class Agents(NamedTuple):
+    y: Rows  # as the agent's last training left it
+    stats: Rows
+    W: Rows  # of the head alone
+
+
+class Local(NamedTuple):
+    y: Rows
+    stats: Rows
+    velocity: Rows
+    W: Rows
+    own: Rows  # the agent's head and the global one, constant through the round
+    x: Rows
+
+
+@final
+@dataclass(frozen=True)
+class FedALA:
+    """A model for every agent, begun each round at a learned elementwise mixture of its own and the global one."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient in training; 0 turns clipping off."""
+    eta_w: float = 30.0
+    """Step size of the elementwise weights W; 0 keeps them at 1, and the global model is FedAvg's."""
+    rehearsed: float = 0.8
+    """Share of an epoch's mini-batches on which the weights are learned before each training."""
+    head_layers: int = 0
+    """How many of the last layers are mixed; the others are the global model's. 0 is all."""
+    weighting: Weighting = server_side("equal")
+    """Weigh agents equally in the global model or, as printed, by their number of samples."""
+    runs: Runs = of_the_model(())
+
+    def for_model(self, layers: Layers) -> FedALA:
+        head = layers.head(self.head_layers) if self.head_layers else frozenset(layers.names)
+        return replace(self, runs=partial.parts(layers, head).params)
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        rows, stats = everyone(net, agents)
+        return Server(*net), Agents(rows, stats, torch.ones_like(cut(rows, self.runs)[1]))
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        (body, x), (_, own) = cut(down.x, self.runs), cut(agents.y, self.runs)
+        y = joined(body, torch.lerp(own, x, agents.W), self.runs)
+        return Local(y, down.stats, self.sgd.rest(y), agents.W, own, x)
+
+    def rehearse(self, local: Local, grad: Grad) -> Local:
+        (body, _), (_, g) = cut(local.y, self.runs), cut(grad(local.y, local.stats).params, self.runs)
+        W = (local.W - self.eta_w * g * (local.x - local.own)).clamp(0, 1)
+        return local._replace(y=joined(body, torch.lerp(local.own, local.x, W), self.runs), W=W)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(local.y, local.stats)
+        y, velocity = self.sgd.step(local.y, local.velocity, g, clip=self.clip)
+        return local._replace(y=y, stats=stats, velocity=velocity)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return Agents(local.y, local.stats, local.W), Up(local.y - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now, self.weighting)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.y, agents.stats)

@@ -1,0 +1,101 @@
+"""FedAMP (Huang et al. 2021): every agent has a model of its own, drawn towards those that are like it already.
+
+Server and agents minimise sum_i F_i(w_i) + lam sum_{i<j} A(|w_i - w_j|^2), A(d) = 1 - exp(-d / sigma), by turns. A step
+of size alpha on the second sum gives each agent its cloud model u_i = sum_j xi_ij w_j; the agent then minimises
+F_i(w) + lam / (2 alpha) |w - u_i|^2 by SGD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, lengths, server_side
+
+
+class Server(NamedTuple):
+    w: Rows  # the server's copy of each agent's model
+    xi: Tensor  # (N, N), float64: row i, how much of each agent's model is in u_i
+
+
+class Agents(NamedTuple):
+    w: Rows
+    stats: Rows  # of its own data: they are not mixed
+
+
+class Down(NamedTuple):
+    u: Rows
+
+
+class Local(NamedTuple):
+    w: Rows
+    stats: Rows
+    velocity: Rows
+    u: Rows  # the anchor, constant through the round
+
+
+class Up(NamedTuple):
+    dy: Rows
+
+
+class Info(NamedTuple):
+    pass
+
+
+def attention(w: Rows, heard: Tensor, alpha: float, sigma: float) -> Tensor:
+    """xi: xi_ij = alpha A'(|w_i - w_j|^2) for j other than i, and xi_ii what is left of 1."""
+    squared = torch.stack([lengths(w, row) for row in w]) ** 2
+    own = torch.eye(len(w), dtype=torch.float64, device=w.device)
+    others = alpha / sigma * torch.exp(-squared / sigma) * heard.double() * (1 - own)
+    # Differs from the paper: near models must not push each other past their mean, so others weigh 1 at most in all.
+    others = others / others.sum(dim=1, keepdim=True).clamp(min=1)
+    return others + own * (1 - others.sum(dim=1, keepdim=True))
+
+
+@final
+@dataclass(frozen=True)
+class FedAMP:
+    """A model for every agent, drawn towards the models that are near it."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    lam: float = 1.0
+    """Strength of the attraction: 0 is Local; lr * lam / alpha must stay below 2."""
+    alpha: float = 1.0
+    """Step size of the server on the attraction; the agent's pull towards its cloud model is lam / alpha."""
+    sigma: float = server_side(0.3)
+    """Squared distance at which the attention has fallen to 1/e."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        rows, stats = everyone(net, agents)
+        xi = torch.eye(agents, dtype=torch.float64, device=net.params.device)
+        return Server(rows.clone(), xi), Agents(rows, stats)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down((server.xi @ server.w.double()).to(server.w.dtype))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return Local(agents.w, agents.stats, self.sgd.rest(agents.w), down.u)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(local.w, local.stats)
+        pull = self.lam / self.alpha * (local.w - local.u)
+        w, velocity = self.sgd.step(local.w, local.velocity, g + pull, clip=self.clip)
+        return Local(w, stats, velocity, local.u)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return Agents(local.w, local.stats), Up(local.w - agents.w)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        w = torch.where(now.intact[:, None], server.w + up.dy, server.w)
+        return Server(w, attention(w, now.heard, self.alpha, self.sigma)), Info()
+
+    def relations(self, server: Server) -> Tensor:
+        return server.xi
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.w, agents.stats)

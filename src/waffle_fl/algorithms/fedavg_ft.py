@@ -1,0 +1,74 @@
+"""FedAvg + fine-tuning: each agent's model is the global one, trained on by the agent on its own data.
+
+A round's local training is itself a fine-tuning of the model it starts from, so after every round an agent has its
+fine-tuned model at no cost. In the last rounds nothing is averaged, and agents train on from where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Vector, everyone, server_side
+from waffle_fl.algorithms.fedavg import Info, Local, Up, Weighting
+
+
+class Server(NamedTuple):
+    x: Vector
+    stats: Vector
+    tuned: Tensor  # (), bool: is the global model done, and the agents' own already on their way from it?
+
+
+class Agents(NamedTuple):
+    y: Rows
+    y_stats: Rows
+
+
+class Down(NamedTuple):
+    x: Rows
+    stats: Rows
+    tuned: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class FedAvgFT:
+    """A model for every agent: FedAvg's, fine-tuned on the agent's own data."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    tuning: int = server_side(1)
+    """Rounds at the end that are fine-tuning alone; each is as many epochs as a round of training."""
+    weighting: Weighting = server_side("equal")
+    """Weigh agents equally or by their number of samples."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(*net, torch.zeros((), dtype=torch.bool, device=net.params.device)), Agents(*everyone(net, agents))
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down(*everyone(Net(server.x, server.stats), agents), server.tuned.expand(agents))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        y, stats = (torch.where(down.tuned[:, None], own, new) for own, new in zip(agents, down[:2], strict=True))
+        return fedavg.begin(self.sgd, Net(y, stats))
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return fedavg.step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return Agents(local.y, local.stats), Up(local.y - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        if now.r > now.of - self.tuning:
+            nobody = torch.zeros_like(now.heard, dtype=torch.float64)
+            return server._replace(tuned=torch.ones_like(server.tuned)), Info(nobody)
+        averaged, info = fedavg.aggregate(fedavg.Server(server.x, server.stats), up, now, self.weighting)
+        return Server(*averaged, server.tuned), info
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.y, agents.y_stats)

@@ -1,0 +1,49 @@
+"""FedBN (Li et al. 2021): all is averaged but batch normalisation: its scale, shift and statistics are the agent's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, of_the_model, server_side
+from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
+from waffle_fl.algorithms.partial import Agents, Parts
+from waffle_fl.models.layers import Layers
+
+
+@final
+@dataclass(frozen=True)
+class FedBN:
+    """A model for every agent: one for all, but for the batch normalisation, which is its own."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    weighting: Weighting = server_side("equal")
+    """Weigh agents equally, as the authors do, or by their number of samples."""
+    parts: Parts = of_the_model(Parts())
+
+    def for_model(self, layers: Layers) -> FedBN:
+        return replace(self, parts=partial.parts(layers, layers.batch_norms))
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return partial.start(self.parts, net, agents)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return fedavg.begin(self.sgd, partial.whole(self.parts, down, agents))
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return fedavg.step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return partial.finish(self.parts, down, Net(local.y, local.stats))
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now, self.weighting)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return partial.personal(self.parts, server, agents, count)

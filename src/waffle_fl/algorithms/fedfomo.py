@@ -1,0 +1,147 @@
+"""FedFomo (Zhang et al. 2021): each agent mixes the models it is sent by how much better they serve its own data.
+
+Per round agent i is sent up to M other agents' models. Each of them, and its own, is weighed by what it gains over the
+model with which the agent began the round before, (L_i(before) - L_i(theta_n)) / |theta_n - before|; negative weights
+are cut off, the rest scaled to sum to 1. The agent trains the mixture and sends it to the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
+
+
+class Server(NamedTuple):
+    y: Rows  # the server's copy of each agent's model
+    stats: Rows
+    affinity: (
+        Tensor  # (N, N), float64: row i, the gains that agent i has reported of each other, summed over the rounds
+    )
+    taken: Tensor  # (N, N), float64: row i, the weights by which agent i mixed last
+    heard: Tensor  # (N,), bool: whose models are there to be sent
+    r: Tensor
+
+
+class Agents(NamedTuple):
+    y: Rows
+    stats: Rows
+    before: Rows  # with which it began its last training
+    before_stats: Rows
+
+
+class Down(NamedTuple):
+    theta: Tensor  # (N, M, P)
+    stats: Tensor  # (N, M, S)
+    offered: Tensor  # (N, M), bool
+    losses: Tensor  # (N, 2 + M), float64, which the agent fills in: of the model before, its own, and the others
+
+
+class Local(NamedTuple):
+    y: Rows
+    stats: Rows
+    velocity: Rows
+    before: Rows
+    before_stats: Rows
+    gains: Tensor
+
+
+class Up(NamedTuple):
+    dy: Rows
+    stats: Rows
+    gains: Tensor  # (N, 1 + M), float64: of its own model and of those that it was sent
+
+
+class Info(NamedTuple):
+    pass
+
+
+def gains(down: Down, agents: Agents) -> Tensor:
+    """(N, 1 + M): by how much each model beats the one before, per distance from it; 0 where there is none."""
+    thetas = torch.cat([agents.y[:, None], down.theta], dim=1)
+    distance = torch.stack([(theta - agents.before).double().norm(dim=1) for theta in thetas.unbind(1)], dim=1)
+    gain = (down.losses[:, :1] - down.losses[:, 1:]) / distance.clamp(min=TINY)
+    there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1)
+    return torch.where(there & (distance > 0) & torch.isfinite(gain), gain, 0.0)
+
+
+def weights(gain: Tensor) -> Tensor:
+    """(N, 1 + M): shares of what gains; where nothing does, the agent goes on with its own model."""
+    gain = gain.clamp(min=0)
+    total = gain.sum(dim=1, keepdim=True)
+    alone = (torch.arange(gain.shape[1], device=gain.device) == 0).to(gain)
+    return torch.where(total > 0, gain / total.clamp(min=TINY), alone)
+
+
+@final
+@dataclass(frozen=True)
+class FedFomo:
+    """A model for every agent, mixed of those that serve its own held-out data."""
+
+    judged_on: ClassVar[Literal["training", "validation"]] = "validation"
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    models: int = 5
+    """Other agents' models that an agent is sent in a round, M; they take M times the memory of its own."""
+    explore: float = 0.3
+    """Share of them that are drawn at random, the others being those that gained most so far."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        rows, stats = everyone(net, agents)
+        device = net.params.device
+        none = torch.zeros(agents, agents, dtype=torch.float64, device=device)
+        heard, r = (
+            torch.zeros(agents, dtype=torch.bool, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+        return Server(rows.clone(), stats.clone(), none, none, heard, r), Agents(rows, stats, rows, stats)
+
+    def offer(self, server: Server) -> Offer:
+        return best_others(server.affinity, server.heard, self.models, self.explore, server.r)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        offer = self.offer(server)
+        unknown = torch.zeros(agents, 2 + self.models, dtype=torch.float64, device=server.y.device)
+        return Down(packed(server.y, offer), packed(server.stats, offer), offer.offered, unknown)
+
+    def candidates(self, down: Down, agents: Agents) -> Net:
+        own = torch.stack([agents.before, agents.y], dim=1), torch.stack([agents.before_stats, agents.stats], dim=1)
+        return Net(torch.cat([own[0], down.theta], dim=1), torch.cat([own[1], down.stats], dim=1))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        gain = gains(down, agents)
+        weight = weights(gain)
+        y, stats = mixed(weight, agents.y, down.theta), mixed(weight, agents.stats, down.stats)
+        return Local(y, stats, self.sgd.rest(y), y, stats, gain)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(local.y, local.stats)
+        y, velocity = self.sgd.step(local.y, local.velocity, g, clip=self.clip)
+        return local._replace(y=y, stats=stats, velocity=velocity)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        after = Agents(local.y, local.stats, local.before, local.before_stats)
+        return after, Up(local.y - agents.y, local.stats, local.gains)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        offer, intact = self.offer(server), now.intact[:, None]
+        weight = weights(up.gains) * now.heard[:, None]
+        taken = spread(weight[:, 1:], offer) + torch.diag(weight[:, 0])
+        y = torch.where(intact, server.y + up.dy, server.y)
+        stats = torch.where(intact, up.stats, server.stats)
+        return Server(
+            y, stats, server.affinity + spread(up.gains[:, 1:], offer), taken, now.heard, server.r + 1
+        ), Info()
+
+    def relations(self, server: Server) -> Tensor:
+        return server.taken
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.y, agents.stats)

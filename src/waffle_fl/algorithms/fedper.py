@@ -1,0 +1,51 @@
+"""FedPer (Arivazhagan et al. 2019): the body of the network is averaged, its last layers are each agent's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, of_the_model, server_side
+from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
+from waffle_fl.algorithms.partial import Agents, Parts
+from waffle_fl.models.layers import Layers
+
+
+@final
+@dataclass(frozen=True)
+class FedPer:
+    """A model for every agent: a body for all, trained together with a head of its own."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    head_layers: int = 1
+    """How many of the last layers are each agent's own: 0 is FedAvg, all of them Local."""
+    weighting: Weighting = server_side("equal")
+    """Weigh agents equally or, as printed, by their number of samples."""
+    parts: Parts = of_the_model(Parts())
+
+    def for_model(self, layers: Layers) -> FedPer:
+        return replace(self, parts=partial.parts(layers, layers.head(self.head_layers)))
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return partial.start(self.parts, net, agents)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return fedavg.begin(self.sgd, partial.whole(self.parts, down, agents))
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return fedavg.step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return partial.finish(self.parts, down, Net(local.y, local.stats))
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now, self.weighting)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return partial.personal(self.parts, server, agents, count)

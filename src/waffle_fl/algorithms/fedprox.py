@@ -1,0 +1,58 @@
+"""FedProx (Li et al. 2020): FedAvg with a proximal term that keeps local training near the model it started from.
+
+Per mini-batch: y -= lr (grad F(y) + mu (y - x)). x is the global model of the round's start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, server_side
+from waffle_fl.algorithms.fedavg import Agents, Down, Info, Server, Up, Weighting
+
+
+class Local(NamedTuple):
+    y: Rows
+    stats: Rows
+    velocity: Rows
+    x: Rows  # the anchor, constant through the round
+
+
+@final
+@dataclass(frozen=True)
+class FedProx:
+    """One global model: FedAvg, with each agent held near it while it trains."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    mu: float = 0.1
+    """Pull towards the global model: 0 is FedAvg; lr * mu must stay below 2."""
+    weighting: Weighting = server_side("equal")
+    """Weigh agents equally or by their number of samples."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(*net), Agents()
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return Local(down.x, down.stats, self.sgd.rest(down.x), down.x)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(local.y, local.stats)
+        pull = self.mu * (local.y - local.x)
+        y, velocity = self.sgd.step(local.y, local.velocity, g + pull, clip=self.clip)
+        return Local(y, stats, velocity, local.x)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return agents, Up(local.y - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now, self.weighting)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return everyone(Net(server.x, server.stats), count)

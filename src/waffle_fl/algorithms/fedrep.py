@@ -1,0 +1,76 @@
+"""FedRep (Collins et al. 2021): in every round an agent trains its own head first, then the body that all share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, final
+
+import torch
+
+from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, of_the_model
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.algorithms.partial import Agents, Parts, cut, joined
+from waffle_fl.models.layers import Layers
+
+
+class Local(NamedTuple):
+    body: Rows
+    head: Rows
+    stats: Rows  # of the whole model
+    body_velocity: Rows
+    head_velocity: Rows
+
+
+@final
+@dataclass(frozen=True)
+class FedRep:
+    """A model for every agent: a body for all, and a head of its own, trained in turn."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient, that of the head or that of the body; 0 turns clipping off."""
+    head_layers: int = 1
+    """How many of the last layers are each agent's own."""
+    head_share: float = 0.5
+    """Share of a round's steps in which the head is trained, before the body is."""
+    parts: Parts = of_the_model(Parts())
+
+    def for_model(self, layers: Layers) -> FedRep:
+        return replace(self, parts=partial.parts(layers, layers.head(self.head_layers)))
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return partial.start(self.parts, net, agents)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        _, stats = partial.whole(self.parts, down, agents)
+        return Local(down.x, agents.own, stats, self.sgd.rest(down.x), self.sgd.rest(agents.own))
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(joined(local.body, local.head, self.parts.params), local.stats)
+        g_body, g_head = cut(g, self.parts.params)
+        body, body_velocity = self.sgd.step(local.body, local.body_velocity, g_body, clip=self.clip)
+        head, head_velocity = self.sgd.step(local.head, local.head_velocity, g_head, clip=self.clip)
+        on_head = grad.t < (self.head_share * grad.steps).floor()
+        alone = grad.steps == 1  # a single step has no turns to take
+        trains_head, trains_body = (on_head | alone)[:, None], (~on_head)[:, None]
+        return Local(
+            torch.where(trains_body, body, local.body),
+            torch.where(trains_head, head, local.head),
+            stats,
+            torch.where(trains_body, body_velocity, local.body_velocity),
+            torch.where(trains_head, head_velocity, local.head_velocity),
+        )
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        stats, own_stats = cut(local.stats, self.parts.stats)
+        return Agents(local.head, own_stats), Up(local.body - down.x, stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return partial.personal(self.parts, server, agents, count)

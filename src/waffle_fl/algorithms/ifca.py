@@ -1,0 +1,125 @@
+"""IFCA (Ghosh et al. 2020): a few models for all; each agent trains the one that fits its data best.
+
+Per round an agent is sent all k cluster models theta_j, takes the one of least loss on its training data and trains it.
+The server averages the updates of those that took the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, averaged, moved, normalised
+from waffle_fl.randomness import noise
+
+
+class Server(NamedTuple):
+    theta: Rows  # (k, P)
+    stats: Rows  # (k, S)
+    chosen: Tensor  # (N, k), float64: which cluster each agent took last; none where it was not heard
+
+
+class Agents(NamedTuple):
+    chosen: Tensor  # (N, k), float64
+
+
+class Down(NamedTuple):
+    theta: Tensor  # (N, k, P)
+    stats: Tensor  # (N, k, S)
+    losses: Tensor  # (N, k), float64, which the agent fills in
+
+
+class Local(NamedTuple):
+    y: Rows
+    stats: Rows
+    velocity: Rows
+
+
+class Up(NamedTuple):
+    dy: Rows
+    stats: Rows
+    chosen: Tensor
+
+
+class Info(NamedTuple):
+    pass
+
+
+def starts(net: Net, clusters: int) -> Rows:
+    """k initial models of one distribution: numbers that are drawn evenly about 0 are as likely with other signs.
+
+    The first is the initial model itself. What starts at 1, the gain of a normalisation, stays there.
+    """
+    draws = noise(torch.arange(clusters, device=net.params.device), len(net.params))
+    flipped = (draws % 2 == 1) & (torch.arange(clusters, device=draws.device) > 0)[:, None] & (net.params != 1)
+    return torch.where(flipped, -net.params, net.params)
+
+
+def best(down: Down) -> Tensor:
+    """The number of the cluster of least loss; one whose loss is not finite is never the best."""
+    return torch.where(torch.isfinite(down.losses), down.losses, torch.inf).argmin(dim=1)
+
+
+def taken(stack: Tensor, cluster: Tensor) -> Rows:
+    """Row i of model cluster_i, out of (N, k, P)."""
+    return stack.gather(1, cluster[:, None, None].expand(-1, 1, stack.shape[2])).squeeze(1)
+
+
+@final
+@dataclass(frozen=True)
+class IFCA:
+    """A model for every cluster of agents; each agent joins the cluster whose model fits it best."""
+
+    judged_on: ClassVar[Literal["training", "validation"]] = "training"
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    clusters: int = 3
+    """Number of models k; 1 is FedAvg."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        nobody = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)
+        server = Server(starts(net, self.clusters), net.stats.repeat(self.clusters, 1), nobody)
+        return server, Agents(nobody)
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        unknown = torch.zeros(agents, self.clusters, dtype=torch.float64, device=server.theta.device)
+        return Down(server.theta.expand(agents, -1, -1), server.stats.expand(agents, -1, -1), unknown)
+
+    def candidates(self, down: Down, agents: Agents) -> Net:
+        return Net(down.theta, down.stats)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        y = taken(down.theta, best(down))
+        return Local(y, taken(down.stats, best(down)), self.sgd.rest(y))
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        g, stats = grad(local.y, local.stats)
+        y, velocity = self.sgd.step(local.y, local.velocity, g, clip=self.clip)
+        return Local(y, stats, velocity)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        cluster = best(down)
+        chosen = (cluster[:, None] == torch.arange(self.clusters, device=cluster.device)).double()
+        return Agents(chosen), Up(local.y - taken(down.theta, cluster), local.stats, chosen)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        theta, stats = [], []
+        for x, x_stats, members in zip(server.theta, server.stats, up.chosen.T, strict=True):
+            weights = normalised(members * now.heard, torch.zeros_like(now.heard))  # all 0 where nobody took it
+            theta.append(moved(x, weights, up.dy))
+            stats.append(torch.where(weights.sum() > 0, averaged(x_stats, weights, up.stats), x_stats))
+        chosen = up.chosen * now.heard[:, None]
+        return Server(torch.stack(theta), torch.stack(stats), chosen), Info()
+
+    def relations(self, server: Server) -> Tensor:
+        together = server.chosen @ server.chosen.T
+        return together / together.sum(dim=1, keepdim=True).clamp(min=1)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        cluster = agents.chosen.argmax(dim=1)
+        return Net(server.theta.index_select(0, cluster), server.stats.index_select(0, cluster))

@@ -1,0 +1,80 @@
+"""kNN-Per (Marfoq et al. 2022): one global model, and beside it each agent's memory of its own training samples.
+
+The agent answers a sample by mix times what its k nearest training samples say, nearest in what the model's last layer
+sees, plus 1 - mix times what the model says. The model is FedAvg's; nothing of the memory leaves the agent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, everyone, server_side
+from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
+
+PAIRS = 1 << 24  # distances that are held at a time
+IMPROBABLE = 1e-30  # where no neighbour is of a class its logarithm must stay finite
+
+
+def neighbours(features: Tensor, known: Tensor, said: Tensor, k: int, scale: float) -> Tensor:
+    """What the k nearest known samples say of each sample: their mean, weighed by exp(-|a - b|^2 / (D scale))."""
+    found = []
+    for part in torch.split(features, max(1, PAIRS // len(known))):
+        distance = torch.cdist(part, known, compute_mode="donot_use_mm_for_euclid_dist")
+        near, ids = distance.topk(min(k, len(known)), largest=False)
+        weight = torch.softmax(-(near.double() ** 2) / (features.shape[1] * scale), dim=1)
+        found.append((weight[:, :, None] * said[ids].double()).sum(dim=1))
+    return torch.cat(found)
+
+
+@final
+@dataclass(frozen=True)
+class KNNPer:
+    """A global model, corrected for every agent by its nearest training samples."""
+
+    trains_as: ClassVar[type] = fedavg.FedAvg
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    k: int = server_side(10)
+    """Number of neighbours."""
+    mix: float = server_side(0.5)
+    """Share of the neighbours in the answer: 0 is FedAvg."""
+    scale: float = server_side(0.1)
+    """Width of the neighbourhood: a squared distance of scale times the number of features weighs 1/e."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(*net), Agents()
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return fedavg.begin(self.sgd, down)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return fedavg.step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return agents, Up(local.y - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return everyone(Net(server.x, server.stats), count)
+
+    def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
+        """Logarithms of the mixed probabilities; of numbers to predict, their mixed value."""
+        numbers = labels.is_floating_point()
+        said = labels[:, None] if numbers else F.one_hot(labels, output.shape[1])
+        nearest = neighbours(features, known, said, self.k, self.scale)
+        own = output.double().view(len(output), -1) if numbers else output.double().softmax(dim=1)
+        mixed = torch.lerp(own, nearest, self.mix)
+        return (mixed if numbers else mixed.clamp(min=IMPROBABLE).log()).to(output.dtype).view(output.shape)

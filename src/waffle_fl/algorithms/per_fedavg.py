@@ -1,0 +1,95 @@
+"""Per-FedAvg (Fallah et al. 2020): a global model that is good after one gradient step on an agent's own data.
+
+One update takes mini-batches D, D' and, where the Hessian is not left out, D'':
+
+    adapted = w - inner_lr grad f(w; D);   d = grad f(adapted; D')
+    w      -= lr d                                                                        first order
+    w      -= lr (d - inner_lr (grad f(w + delta d; D'') - grad f(w - delta d; D'')) / 2 delta)    Hessian-free
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+
+
+class Agents(NamedTuple):
+    v: Rows  # the round's global model after one step on the agent's first mini-batch
+    v_stats: Rows
+
+
+class Local(NamedTuple):
+    w: Rows
+    stats: Rows
+    velocity: Rows
+    adapted: Rows
+    d: Rows  # the gradient at `adapted`; without numbers where the Hessian is left out
+    v: Rows
+    v_stats: Rows
+
+
+@final
+@dataclass(frozen=True)
+class PerFedAvg:
+    """A model for every agent: one gradient step away from a global one that is trained for that."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of an update's gradient; 0 turns clipping off."""
+    inner_lr: float = 0.1
+    """Step size of the adaptation."""
+    variant: Literal["first-order", "hessian-free"] = "first-order"
+    """Leave the Hessian out, or take it from a difference of gradients; an update takes 2 mini-batches, or 3."""
+    delta: float = 0.001
+    """How far apart these gradients are, in lengths of the gradient after adaptation."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(*net), Agents(*everyone(net, agents))
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        d = down.x[:, :0] if self.variant == "first-order" else down.x
+        return Local(down.x, down.stats, self.sgd.rest(down.x), down.x, d, *agents)
+
+    @property
+    def batches_an_update(self) -> int:
+        return 2 if self.variant == "first-order" else 3
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        phase = grad.t % self.batches_an_update
+        at = torch.where(phase == 1, local.adapted, local.w)
+        if self.variant == "first-order":
+            g, stats = grad(at, local.stats)
+            d, moving, direction = local.d, phase == 1, g
+        else:
+            aside = torch.where(phase == 2, self.delta * local.d, 0.0)
+            (g, stats), (behind, _) = gradients(grad, Net(at + aside, local.stats), Net(at - aside, local.stats))
+            curvature = (g - behind) / (2 * self.delta)
+            d, moving, direction = torch.where(phase == 1, g, local.d), phase == 2, local.d - self.inner_lr * curvature
+        adapted = torch.where(phase == 0, local.w - self.inner_lr * g, local.adapted)
+        w, velocity = self._moved(local, direction, moving)
+        first = grad.t == 0
+        v, v_stats = torch.where(first, adapted, local.v), torch.where(first, stats, local.v_stats)
+        return Local(w, stats, velocity, adapted, d, v, v_stats)
+
+    def _moved(self, local: Local, direction: Rows, moving: Tensor) -> tuple[Rows, Rows]:
+        w, velocity = self.sgd.step(local.w, local.velocity, direction, clip=self.clip)
+        return torch.where(moving, w, local.w), torch.where(moving, velocity, local.velocity)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return Agents(local.v, local.v_stats), Up(local.w - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        return fedavg.aggregate(server, up, now)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.v, agents.v_stats)

@@ -1,0 +1,81 @@
+"""pFedMe (T. Dinh et al. 2020): personal models found by a proximal problem around w, which then follows them.
+
+Per mini-batch: theta -= lr (grad f(theta) + lam (theta - w)), a few times; then w -= eta lam (w - theta).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import (
+    SGD,
+    Grad,
+    Net,
+    Round,
+    Rows,
+    averaged,
+    everyone,
+    moved,
+    server_side,
+    uniform,
+)
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+
+
+class Agents(NamedTuple):
+    theta: Rows
+    stats: Rows
+
+
+class Local(NamedTuple):
+    w: Rows
+    theta: Rows
+    stats: Rows
+    velocity: Rows
+
+
+@final
+@dataclass(frozen=True)
+class PFedMe:
+    """A model for every agent: the best one near a global model, which moves towards all of them."""
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    lam: float = 1.0
+    """Pull of the personal model towards the global one; lr * lam must stay below 2."""
+    inner_steps: int = 5
+    """Steps of the personal model on each mini-batch."""
+    eta: float = 0.5
+    """Step size with which the global model follows, times lam: 1 / lam takes it all the way to the personal one."""
+    beta: float = server_side(1.0)
+    """How far the server moves towards the mean of the agents' models."""
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        return Server(*net), Agents(*everyone(net, agents))
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return fedavg.send(server, agents)
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return Local(down.x, down.x, down.stats, self.sgd.rest(down.x))
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        w, theta, stats, velocity = local
+        for _ in range(self.inner_steps):
+            g, stats = grad(theta, stats)
+            theta, velocity = self.sgd.step(theta, velocity, g + self.lam * (theta - w), clip=self.clip)
+        return Local(w - self.eta * self.lam * (w - theta), theta, stats, velocity)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return Agents(local.theta, local.stats), Up(local.w - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        weights = uniform(now.heard)
+        x = moved(server.x, weights, up.dy, self.beta)
+        return Server(x, averaged(server.stats, weights, up.stats)), Info(weights)
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return Net(agents.theta, agents.stats)

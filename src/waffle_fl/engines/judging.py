@@ -1,0 +1,55 @@
+"""What several models lose on an agent's own samples before it trains, for algorithms that choose among models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import Algorithm
+from waffle_fl.batches import Batches
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel
+
+SAMPLES = 512  # of an agent, at most, that its models are judged by
+WIDTH = 128  # samples at a time, so that a row's bits depend on no other's number of them
+
+
+class Judge:
+    """The samples of every row by which it judges models: validation data where it has some and the algorithm asks."""
+
+    def __init__(
+        self, algorithm: Algorithm, model: FlatModel, federations: Sequence[Federation], seeds: Sequence[int]
+    ) -> None:
+        self.model, self._candidates = model, getattr(algorithm, "candidates")  # noqa: B009
+        held_out = getattr(algorithm, "judged_on", "training") == "validation"
+        judged = [replace(f, train=tuple(_some(part) for part in _judged_by(f, held_out))) for f in federations]
+        self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype)
+
+    def informed(self, down: Any, agents: Any, rows: slice) -> Any:
+        """Down, with the mean loss of each candidate in its place."""
+        nets = self._candidates(down, agents)
+        total = torch.zeros(nets.params.shape[:2], dtype=torch.float64, device=self.model.device)
+        count = total[:, :1]
+        plan = self._batches.plan(0, 0, rows)
+        for t in torch.arange(plan.samples.shape[1], device=self.model.device)[:, None]:
+            batch = self._batches.batch(plan, t, WIDTH)
+            losses = [
+                self.model.batch_losses(*net, batch).double().sum(dim=1)
+                for net in zip(nets.params.unbind(1), nets.stats.unbind(1), strict=True)
+            ]
+            total, count = total + torch.stack(losses, dim=1), count + batch.weight.double().sum(dim=1, keepdim=True)
+        return down._replace(losses=total / count.clamp(min=1))
+
+
+def _judged_by(federation: Federation, held_out: bool) -> list[Tensor]:
+    pairs = zip(federation.train, federation.validation, strict=True)
+    return [validation if held_out and len(validation) else train for train, validation in pairs]
+
+
+def _some(rows: Tensor) -> Tensor:
+    """At most SAMPLES of them, evenly spaced."""
+    return rows[:: max(1, -(-len(rows) // SAMPLES))]

@@ -1,0 +1,59 @@
+"""A slow twin of every method: plain loops in float64, written from the paper and its facts, never from the package.
+
+One flat vector holds a model. "Algorithm 1" is the paper's CalcWeights, "Algorithm 2" its WAFFLE; sections are those of
+shared/algorithms.md. Every agent takes part in every round with at least one mini-batch, and every update is finite:
+the twin knows no faults.
+"""
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
+from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
+from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
+from reference.problem import Batches, Problem, Trace
+
+METHODS: dict[str, Callable[..., Trace]] = {
+    "local": local,
+    "fedavg": fedavg,
+    "scaffold": scaffold,
+    "weight-erosion": weight_erosion,
+    "waffle": waffle,
+    "apfl": apfl,
+    "ditto": ditto,
+    "fedprox": fedprox,
+    "fedavg-ft": fedavg_ft,
+    "per-fedavg": per_fedavg,
+    "pfedme": pfedme,
+    "fedper": fedper,
+    "fedrep": fedrep,
+    "fedbn": fedbn,
+    "fedamp": fedamp,
+    "fedfomo": fedfomo,
+    "apple": apple,
+    "fedala": fedala,
+    "ifca": ifca,
+    "cfl": cfl,
+    "knn-per": knn_per,
+}
+
+
+def run(
+    method: str,
+    module: nn.Module,
+    batches: Batches,
+    *,
+    alice: int = 0,
+    lr: float = 0.1,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    **options: object,
+) -> Trace:
+    """Run one method from the module's parameters over all rounds; the module itself is left alone."""
+    assert all(agent for agents in batches for agent in agents), "every agent needs a mini-batch in every round"
+    nets = [copy.deepcopy(module).double() for _ in batches[0]]
+    start = parameters_to_vector(nets[0].parameters()).detach().clone()
+    return METHODS[method](Problem(nets, start, batches, alice, lr, momentum, weight_decay), **options)

@@ -1,0 +1,174 @@
+"""Personalised methods that others have published, each from its pseudo-code."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from reference.problem import Problem, Trace, gradient, samples, step, train, weighted_sum
+
+
+def shares(problem: Problem, r: int, weighting: str) -> list[float]:
+    """What each agent weighs in round r."""
+    sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(len(problem.nets))]
+    return [size / sum(sizes) for size in sizes]
+
+
+def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: str = "equal") -> Trace:
+    """FedProx, Algorithm 2: each agent minimises F_i(y) + mu/2 |y - x|^2 from x."""
+    trace, x = Trace(), problem.start
+    nothing = torch.zeros_like(x)
+    for r in range(1, len(problem.batches) + 1):
+        trained = []
+        for i, net in enumerate(problem.nets):
+            y, velocity = x, nothing
+            for batch in problem.batches[r - 1][i]:
+                y, velocity = step(problem, y, velocity, gradient(net, y, batch) + mu * (y - x), clip, nothing)
+            trained.append(y)
+        weights = shares(problem, r, weighting)
+        x = weighted_sum(weights, trained)
+        trace.models.append(x)
+        trace.weights.append(weights)
+    return trace
+
+
+def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting: str = "equal") -> Trace:
+    """FedAvg for all rounds but the last `tuning`; then Alice trains on from the global model, alone."""
+    trace, x, N, R = Trace(), problem.start, len(problem.nets), len(problem.batches)
+    for r in range(1, R - tuning + 1):
+        trained = [train(problem, r, i, x, clip) for i in range(N)]
+        trace.models.append(trained[problem.alice])
+        trace.weights.append(shares(problem, r, weighting))
+        x = weighted_sum(trace.weights[-1], trained)
+    y = x
+    for r in range(max(R - tuning, 0) + 1, R + 1):
+        y = train(problem, r, problem.alice, y, clip)
+        trace.models.append(y)
+        trace.weights.append([0.0] * N)
+    return trace
+
+
+def per_fedavg(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    inner_lr: float = 0.1,
+    variant: str = "first-order",
+    delta: float = 0.001,
+) -> Trace:
+    """Per-FedAvg, Algorithm 1, with the Hessian dropped (FO, section 5) or by differences (HF, Eq. 19 there)."""
+    assert variant in ("first-order", "hessian-free")
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    nothing = torch.zeros_like(x)
+    per_update = 2 if variant == "first-order" else 3
+    for r in range(1, len(problem.batches) + 1):
+        trained = []
+        for i, net in enumerate(problem.nets):
+            w, velocity, left = x, nothing, list(problem.batches[r - 1][i])
+            while len(left) >= per_update:
+                adapted = w - inner_lr * gradient(net, w, left.pop(0))
+                d = gradient(net, adapted, left.pop(0))
+                if variant == "hessian-free":
+                    batch = left.pop(0)
+                    ahead, behind = gradient(net, w + delta * d, batch), gradient(net, w - delta * d, batch)
+                    d = d - inner_lr * (ahead - behind) / (2 * delta)
+                w, velocity = step(problem, w, velocity, d, clip, nothing)
+            trained.append(w)
+        first = problem.batches[r - 1][problem.alice][0]
+        trace.models.append(x - inner_lr * gradient(problem.nets[problem.alice], x, first))
+        trace.weights.append([1 / N] * N)
+        x = weighted_sum([1 / N] * N, trained)
+    return trace
+
+
+def pfedme(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    lam: float = 1.0,
+    inner_steps: int = 5,
+    eta: float = 0.5,
+    beta: float = 1.0,
+) -> Trace:
+    """pFedMe, Algorithm 1; the inner problem is left to some SGD steps on the same mini-batch."""
+    trace, x, N = Trace(), problem.start, len(problem.nets)
+    nothing = torch.zeros_like(x)
+    for r in range(1, len(problem.batches) + 1):
+        trained, personal = [], []
+        for i, net in enumerate(problem.nets):
+            w, theta, velocity = x, x, nothing
+            for batch in problem.batches[r - 1][i]:
+                for _ in range(inner_steps):
+                    g = gradient(net, theta, batch) + lam * (theta - w)
+                    theta, velocity = step(problem, theta, velocity, g, clip, nothing)
+                w = w - eta * lam * (w - theta)
+            trained.append(w)
+            personal.append(theta)
+        trace.models.append(personal[problem.alice])
+        trace.weights.append([1 / N] * N)
+        x = (1 - beta) * x + beta * weighted_sum([1 / N] * N, trained)
+    return trace
+
+
+def layers(net: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The layers with parameters of their own, and how many numbers these are, in order."""
+    sizes = [(module, sum(p.numel() for p in module.parameters(recurse=False))) for module in net.modules()]
+    return [(module, size) for module, size in sizes if size]
+
+
+def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighting: str = "equal") -> Trace:
+    """FedPer, Algorithms 1 and 2: base layers averaged, personalisation layers kept; both trained at once."""
+    sizes = [size for _, size in layers(problem.nets[0])]
+    at = sum(sizes[: len(sizes) - head_layers])
+    trace, N = Trace(), len(problem.nets)
+    body, heads = problem.start[:at], [problem.start[at:]] * N
+    for r in range(1, len(problem.batches) + 1):
+        trained = [train(problem, r, i, torch.cat([body, heads[i]]), clip) for i in range(N)]
+        heads = [y[at:] for y in trained]
+        trace.weights.append(shares(problem, r, weighting))
+        body = weighted_sum(trace.weights[-1], [y[:at] for y in trained])
+        trace.models.append(torch.cat([body, heads[problem.alice]]))
+    return trace
+
+
+def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_share: float = 0.5) -> Trace:
+    """FedRep, Algorithm 1: first the head with the body fixed, then the body with the head fixed."""
+    sizes = [size for _, size in layers(problem.nets[0])]
+    at = sum(sizes[: len(sizes) - head_layers])
+    trace, N = Trace(), len(problem.nets)
+    body, heads = problem.start[:at], [problem.start[at:]] * N
+    for r in range(1, len(problem.batches) + 1):
+        bodies: list[Tensor] = []
+        for i, net in enumerate(problem.nets):
+            batches, b, h = problem.batches[r - 1][i], body, heads[i]
+            on_head = math.floor(head_share * len(batches))
+            velocity = torch.zeros_like(h)
+            for batch in batches[:on_head]:
+                g = gradient(net, torch.cat([b, h]), batch)[at:]
+                h, velocity = step(problem, h, velocity, g, clip, torch.zeros_like(h))
+            velocity = torch.zeros_like(b)
+            for batch in batches[on_head:]:
+                g = gradient(net, torch.cat([b, h]), batch)
+                b, velocity = step(problem, b, velocity, g[:at], clip, torch.zeros_like(b))
+                if len(batches) == 1:
+                    h, _ = step(problem, h, torch.zeros_like(h), g[at:], clip, torch.zeros_like(h))
+            heads[i] = h
+            bodies.append(b)
+        body = weighted_sum([1 / N] * N, bodies)
+        trace.models.append(torch.cat([body, heads[problem.alice]]))
+        trace.weights.append([1 / N] * N)
+    return trace
+
+
+def fedbn(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> Trace:
+    """FedBN, Algorithm 1; each agent's network keeps its own running statistics by itself."""
+    kinds = [torch.full((size,), isinstance(layer, nn.BatchNorm1d)) for layer, size in layers(problem.nets[0])]
+    own, trace, N = torch.cat(kinds), Trace(), len(problem.nets)
+    models = [problem.start] * N
+    for r in range(1, len(problem.batches) + 1):
+        trained = [train(problem, r, i, models[i], clip) for i in range(N)]
+        trace.weights.append(shares(problem, r, weighting))
+        mean = weighted_sum(trace.weights[-1], trained)
+        models = [torch.where(own, y, mean) for y in trained]
+        trace.models.append(models[problem.alice])
+    return trace
