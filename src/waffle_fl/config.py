@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
-from waffle_fl.algorithms.schedules import parse
+from waffle_fl.algorithms.schedules import ADAPTIVE, parse
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
 
@@ -314,7 +314,7 @@ def _problems(
             rule = RULES.get(name)
             if rule and not rule[1](value):
                 problems.append(f"{name}{_line(text, name)}: expected {rule[0]}, got {_shown(value)}")
-            elif name in ("omega", "psi"):
+            elif name in ("omega", "psi") and value != ADAPTIVE:
                 problems += _schedule_problems(value)
     return problems
 

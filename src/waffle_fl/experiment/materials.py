@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.schedules import evaluate
+from waffle_fl.algorithms.schedules import ADAPTIVE, evaluate
 from waffle_fl.config import EVERYONE, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.data.files import data_dir as data_folder
@@ -149,6 +149,6 @@ def check_schedules(config: RunConfig) -> None:
     """A schedule that leaves [0, 1] in any round is told before the first."""
     for name in ("omega", "psi"):
         schedule = getattr(config.algorithm(), name, None)
-        if schedule is not None:
+        if schedule not in (None, ADAPTIVE):
             for r in range(1, config.settings.rounds + 1):
                 evaluate(schedule, name, r, config.settings.rounds)
