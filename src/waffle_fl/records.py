@@ -47,7 +47,7 @@ class Run:
         run = cls(folder)
         with _readable_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             with _readable_errors(folder):
                 run._settle(config.to_json(), dict(provenance), force)
                 run._log = (folder / "rounds.jsonl").open("ab")
@@ -274,7 +274,7 @@ def _readable_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """One process a folder; the kernel frees the lock when its holder dies."""
     with _readable_errors(folder):
         stream = (folder / ".lock").open("a+")

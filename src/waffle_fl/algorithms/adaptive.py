@@ -24,6 +24,8 @@ from torch import Tensor
 
 from waffle_fl.algorithms.contract import TINY, Round, Rows, blocks, lengths, row_of, uniform, weighted_sum
 
+PULL = 0.25
+
 
 class Witness(NamedTuple):
     """What the server remembers of the rounds so far: four numbers."""
@@ -48,7 +50,7 @@ def observe(before: Witness, c_i: Rows, now: Round) -> Witness:
     t = _cosines(weighted_sum(uniform(others), c_i)[None], own).squeeze(0)
     squares, cubes = before.squares + s**2, before.cubes + s**3
     kinship = cubes / squares.clamp(min=TINY)
-    strife = before.strife - t.clamp(max=0)
+    strife = before.strife + (PULL - t).clamp(min=0)
     degree = kinship + (1 - kinship) * torch.exp(-strife)
     return Witness(squares, cubes, strife, torch.minimum(before.degree, degree))
 

@@ -45,7 +45,7 @@ def _color(runs: Sequence[Finished]) -> Any:
     )
 
 
-def _styled(chart: Any) -> Any:
+def styled(chart: Any) -> Any:
     return (
         chart.configure(font="Inter, Helvetica, Arial, sans-serif")
         .configure_view(strokeWidth=0)
@@ -83,7 +83,7 @@ def accuracy(runs: Sequence[Finished]) -> Any:
         .add_params(hover)
     )
     panels = line.facet(facet=alt.Facet("split:N", sort=rows_of(runs), title=None), columns=3)
-    return _styled(panels.resolve_scale(x="independent", y="independent"))
+    return styled(panels.resolve_scale(x="independent", y="independent"))
 
 
 def weights(runs: Sequence[Finished]) -> Any:
@@ -143,7 +143,7 @@ def weights(runs: Sequence[Finished]) -> Any:
             row=alt.Row("method:N", sort=["WE", "WAFFLE"], title=None),
         )
     )
-    return _styled(chart)
+    return styled(chart)
 
 
 def labels(runs: Sequence[Finished]) -> Any:
@@ -180,7 +180,7 @@ def label_chart(counts: dict[str, list[list[int]]]) -> Any:
         .properties(width=WIDTH * 0.62, height=WIDTH * 0.62)
         .facet(facet=alt.Facet("split:N", sort=rows, title=None), columns=5)
     )
-    return _styled(chart)
+    return styled(chart)
 
 
 def omega(runs: Sequence[Finished]) -> Any:
@@ -200,4 +200,4 @@ def omega(runs: Sequence[Finished]) -> Any:
         )
         .properties(width=WIDTH * 1.4, height=HEIGHT)
     )
-    return _styled(chart)
+    return styled(chart)

@@ -1,0 +1,262 @@
+"""The search: ask for a few trials, train them together, give up on some, tell how the others did; again.
+
+A trial is a run like any other, in a folder of its own, or one run for each Alice. Trials of a batch share what changes
+the training, so that those which differ at the server alone train in one stack. Test data is never looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from waffle_fl.config import Experiment, RunConfig
+from waffle_fl.errors import WaffleError, writable
+from waffle_fl.experiment import Interrupted, Listener, Place, execute, federation_of, plan
+from waffle_fl.records import locked, read_json, read_rounds, write_json
+from waffle_fl.results import Measure, measure_of
+from waffle_fl.tuning.space import check_drawn, drawn, trained
+from waffle_fl.tuning.study import Asked, Pruning, Study
+
+Runs = Sequence[tuple[RunConfig, Path]]
+
+RUNGS = (0.5, 0.75)  # parts of the rounds after which hopeless trials are given up
+TIE = 1e-3  # the most that a loss counts beside an accuracy: it decides between equal ones
+STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "diverged"}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is searched, where it starts from, and how much may be spent."""
+
+    config: RunConfig
+    space: Mapping[str, Any]
+    trials: int
+    together: int
+    pruning: Pruning
+
+    def to_json(self) -> dict[str, Any]:
+        """All that makes a search this one; a longer search is the same."""
+        how = {"space": dict(self.space), "together": self.together, "pruning": self.pruning}
+        return {**self.config.to_json(), **how}
+
+
+class Trial(NamedTuple):
+    """A trial that has ended, or the default."""
+
+    number: int  # -1 is the default
+    state: str
+    config: RunConfig
+    score: float | None  # larger is better; None where Alice's training diverged
+    validation: float | None  # accuracy or error on validation data, in the round that these select
+    rounds: int
+    folder: Path
+
+
+class Found(NamedTuple):
+    """What a search has found so far."""
+
+    trials: list[Trial]
+    default: Trial
+    best: Trial  # the default, unless a trial beat it
+    measure: Measure
+    time_is_up: bool
+
+
+class Watcher(Listener):
+    """A front end that also wants to hear of trials; the default hears nothing."""
+
+    def begun(self, wish: Wish, runs: int, ended: int) -> None: ...
+    def told(self, trial: Trial, best: Trial, measure: Measure) -> None: ...
+
+
+def search(wish: Wish, out: Path, place: Place, watcher: Watcher) -> Found:
+    """Search until the trials or the minutes are spent. The same wish in the same folder goes on where it stopped."""
+    if wish.trials < 1 or wish.together < 1:
+        raise WaffleError(f"expected trials >= 1 and together >= 1, got {wish.trials} and {wish.together}")
+    check_drawn(wish.space, wish.config)
+    _check_validation(wish.config, place)
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out), Study.opened(out, wish.config.settings.seed, wish.pruning) as study:
+        _settle(wish, out)
+        return _Search(wish, out, place, watcher, study).run()
+
+
+class _Search:
+    """A search on its way."""
+
+    def __init__(self, wish: Wish, out: Path, place: Place, watcher: Watcher, study: Study) -> None:
+        self.wish, self.out, self.place, self.watcher, self.study = wish, out, place, watcher, study
+        self._end = time.monotonic() + 60 * place.minutes if place.minutes else math.inf
+
+    def run(self) -> Found:
+        runs = self._runs(self.wish.config, self.out / "default")
+        self.watcher.begun(self.wish, len(runs), len(self.study.ended))
+        self._train(runs)
+        default = self._judged(-1, "finished", self.wish.config, self.out / "default")
+        if default.score is None:
+            raise WaffleError("the training diverged with the values to begin with: lower lr, or set clip")
+        time_is_up = False
+        try:
+            for first in range(0, self.wish.trials, self.wish.together):
+                self._batch(range(first, min(first + self.wish.together, self.wish.trials)), default)
+        except Interrupted as stop:
+            if stop.signal != signal.SIGALRM:
+                raise
+            time_is_up = True
+        return self._found(default, time_is_up)
+
+    def _batch(self, numbers: range, default: Trial) -> None:
+        """Trials that are asked for before any of them is trained, and then train together."""
+        ended = {trial.number for trial in self.study.ended}
+        if ended >= set(numbers):
+            return
+        asked, fixed = [], {}
+        shared = trained(self.wish.space, self.wish.config.method)
+        alike = shared < self.wish.space.keys()  # something is left for the server to differ in
+        for number in numbers:
+            trial = self.study.ask(number)
+            trial.fixed = fixed
+            config = drawn(self.wish.space, self.wish.config, trial)
+            if alike:
+                fixed = {name: value for name, value in trial.params.items() if name in shared}
+            if number not in ended:
+                asked.append((trial, config))
+        rounds = self.wish.config.settings.rounds
+        for rung in sorted({math.ceil(part * rounds) for part in RUNGS} - {rounds}):
+            asked = self._climb(asked, default, rung)
+        self._climb(asked, default, rounds)
+
+    def _climb(
+        self, asked: Sequence[tuple[Asked, RunConfig]], default: Trial, rung: int
+    ) -> list[tuple[Asked, RunConfig]]:
+        """Train up to a rung, and tell which of the trials end there."""
+        runs = {trial.index: self._runs(config, self._folder(trial.index)) for trial, config in asked}
+        results = self._train([run for few in runs.values() for run in few], rung)
+        going_on = []
+        for trial, config in asked:
+            diverged = any(results[folder]["status"] == "diverged" for _, folder in runs[trial.index])
+            score = None if diverged else self._score(runs[trial.index], rung)[0]
+            if score is None:
+                self._tell(trial, config, None, "FAIL", default)
+            elif rung == config.settings.rounds:
+                self._tell(trial, config, score, "COMPLETE", default)
+            elif trial.report(score, rung):
+                self._tell(trial, config, score, "PRUNED", default)
+            else:
+                going_on.append((trial, config))
+        return going_on
+
+    def _tell(self, trial: Asked, config: RunConfig, score: float | None, state: Any, default: Trial) -> None:
+        self.study.tell(trial.index, score, state)
+        folder = self._folder(trial.index)
+        for left in folder.glob("*/checkpoint-*.safetensors"):
+            left.unlink()
+        told = self._judged(trial.index, STATES[state], config, folder)
+        self.watcher.told(told, self._found(default).best, self._measure)
+
+    def _train(self, runs: Runs, until: int | None = None) -> dict[Path, dict[str, Any]]:
+        left = (self._end - time.monotonic()) / 60
+        if left <= 0:
+            raise Interrupted(signal.SIGALRM)
+        place = replace(self.place, minutes=left if math.isfinite(left) else 0.0)
+        results = execute(runs, place, self.watcher, until)
+        return {folder: result for (_, folder), result in zip(runs, results, strict=True)}
+
+    def _runs(self, config: RunConfig, folder: Path) -> Runs:
+        return plan(_grid(config), folder, self.place)
+
+    def _folder(self, number: int) -> Path:
+        return self.out / f"trial-{number:04d}"
+
+    def _judged(self, number: int, state: str, config: RunConfig, folder: Path) -> Trial:
+        runs = self._runs(config, folder)
+        made = min(len(read_rounds(run / "rounds.jsonl")) for _, run in runs)
+        diverged = any((read_json(run / "result.json") or {}).get("status") == "diverged" for _, run in runs)
+        score, validation = (None, None) if diverged or not made else self._score(runs, made)
+        return Trial(number, "diverged" if diverged else state, config, score, validation, made, folder)
+
+    def _score(self, runs: Runs, rung: int) -> tuple[float | None, float | None]:
+        """(what is searched for, the measure alone): the best round up to the rung, mean over the Alices."""
+        best = [_best(read_rounds(folder / "rounds.jsonl")[:rung]) for _, folder in runs]
+        known = [line for line in best if line is not None]
+        if len(known) < len(best):
+            return None, None
+        self._measure = measure_of(known[0])
+        key = f"validation_{self._measure.key}"
+        return mean(_merit(line) for line in known), mean(line[key] for line in known)
+
+    def _found(self, default: Trial, time_is_up: bool = False) -> Found:
+        trials = [
+            self._judged(trial.number, STATES[trial.state.name], self._config(trial), self._folder(trial.number))
+            for trial in self.study.ended
+        ]
+        complete = [trial for trial in trials if trial.state == "finished" and trial.score is not None]
+        best = max([default, *complete], key=lambda trial: trial.score or -math.inf)
+        return Found(trials, default, best, self._measure, time_is_up)
+
+    def _config(self, trial: Any) -> RunConfig:
+        return drawn(self.wish.space, self.wish.config, _Known(trial.params))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a trial drew."""
+
+    params: Mapping[str, Any]
+
+    def choose(self, name: str, choices: list[Any]) -> Any:
+        return self.params[name]
+
+    def number(self, name: str, low: float, high: float, log: bool) -> float:
+        return float(self.params[name])
+
+
+def _best(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    judged = [line for line in rounds if line.get("validation_loss") is not None]
+    return max(judged, key=_merit, default=None)
+
+
+def _merit(line: Mapping[str, Any]) -> float:
+    """The larger the better, on validation data: accuracy, the loss where accuracies are equal; or less error."""
+    if "validation_rmse" in line:
+        return -float(line["validation_rmse"])
+    return float(line["validation_accuracy"]) + TIE * math.exp(-float(line["validation_loss"]))
+
+
+def _check_validation(config: RunConfig, place: Place) -> None:
+    for run, _ in plan(_grid(config), Path(), place):
+        federation = federation_of(run.settings, place.data_dir, place.allow_unverified)
+        if not len(federation.validation[federation.alice]):
+            name = federation.names[federation.alice]
+            raise WaffleError(
+                f"Alice ({name}) has no validation data, and a search must not see her test data: "
+                f"hold a share of the samples out, such as --validation 0.2 (it is {config.settings.validation})"
+            )
+
+
+def _settle(wish: Wish, out: Path) -> None:
+    """The folder is this search's, or becomes it."""
+    asked = json.loads(json.dumps(wish.to_json()))
+    known = read_json(out / "search.json")
+    if known is None:
+        write_json(out / "search.json", asked)
+    elif known != asked:
+        odd = next(key for key in {**known, **asked} if known.get(key) != asked.get(key))
+        raise WaffleError(
+            f"{out} holds another search (its {odd} was {known.get(odd)}): choose another --out, or the same flags"
+        )
+
+
+def _grid(config: RunConfig) -> Experiment:
+    """The runs of one config: one, or one for each Alice."""
+    s = config.settings
+    options = {config.method: config.options}
+    return Experiment(methods=(config.method,), splits=(s.split,), seeds=(s.seed,), settings=s, options=options)
