@@ -57,5 +57,5 @@ def observe(before: Witness, c_i: Rows, now: Round) -> Witness:
 
 def _cosines(rows: Rows, vector: Tensor) -> Tensor:
     """Of each row with the vector, in float64; 0 where one of them is 0."""
-    products = torch.cat([part.double() @ vector for part in blocks(rows)])
-    return products / (lengths(rows) * vector.norm()).clamp(min=TINY)
+    products = torch.cat([torch.mv(part.double(), vector) for part in blocks(rows)])
+    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY))

@@ -118,7 +118,8 @@ class _Search:
         ended = {trial.number for trial in self.study.ended}
         if ended >= set(numbers):
             return
-        asked, fixed = [], {}
+        asked: list[tuple[Asked, RunConfig]] = []
+        fixed: dict[str, Any] = {}
         shared = trained(self.wish.space, self.wish.config.method)
         alike = shared < self.wish.space.keys()  # something is left for the server to differ in
         for number in numbers:
