@@ -143,7 +143,11 @@ def waffle(
 
 
 def controlled(
-    problem: Problem, clip: float, eta_g: float, control: str, weigh: Callable[[int, list[Tensor], list[Tensor]], list[float]]
+    problem: Problem,
+    clip: float,
+    eta_g: float,
+    control: str,
+    weigh: Callable[[int, list[Tensor], list[Tensor]], list[float]],
 ) -> Trace:
     """Algorithm 2 for any rule that gives the aggregation weights of round r from the updates."""
     assert control in ("anchored", "paper")

@@ -22,7 +22,7 @@ from waffle_fl.experiment import Interrupted, Listener, Place, execute, federati
 from waffle_fl.records import locked, read_json, read_rounds, write_json
 from waffle_fl.results import Measure, measure_of
 from waffle_fl.tuning.space import check_drawn, drawn, trained
-from waffle_fl.tuning.study import Asked, Pruning, Study
+from waffle_fl.tuning.study import Asked, Pruning, Study, needed
 
 Runs = Sequence[tuple[RunConfig, Path]]
 
@@ -78,15 +78,17 @@ class Watcher(Listener):
 
 def search(wish: Wish, out: Path, place: Place, watcher: Watcher) -> Found:
     """Search until the trials or the minutes are spent. The same wish in the same folder goes on where it stopped."""
+    needed()
     if wish.trials < 1 or wish.together < 1:
         raise WaffleError(f"expected trials >= 1 and together >= 1, got {wish.trials} and {wish.together}")
     check_drawn(wish.space, wish.config)
     _check_validation(wish.config, place)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
-    with locked(out), Study.opened(out, wish.config.settings.seed, wish.pruning) as study:
+    with locked(out):
         _settle(wish, out)
-        return _Search(wish, out, place, watcher, study).run()
+        with Study.opened(out, wish.config.settings.seed, wish.pruning) as study:
+            return _Search(wish, out, place, watcher, study).run()
 
 
 class _Search:

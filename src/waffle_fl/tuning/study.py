@@ -22,7 +22,8 @@ UNPRUNED_TRIALS = 4
 FILE = "study.db"
 
 
-def _optuna() -> Any:
+def needed() -> Any:
+    """Optuna, or the line that says how to get it."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
@@ -40,7 +41,7 @@ class Study:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, folder: Path, seed: int, pruning: Pruning) -> Iterator[Study]:
-        optuna = _optuna()
+        optuna = needed()
         pruners = optuna.pruners
         pruner = {
             "median": lambda: pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS),
