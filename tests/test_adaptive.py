@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import numpy as np
@@ -68,7 +69,7 @@ rows = st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size
 def test_it_only_falls(rounds: list[list[list[float]]]) -> None:
     """Whatever the gradients, zeros among them, the degree lies in [0, 1] and never rises."""
     degrees = [1.0] + [seen(*rounds[: r + 1]).degree.item() for r in range(len(rounds))]
-    assert all(0 <= after <= before for before, after in zip(degrees, degrees[1:], strict=False))
+    assert all(0 <= after <= before for before, after in pairwise(degrees))
 
 
 @given(rows, st.floats(0.01, 100), st.permutations([1, 2, 3]))

@@ -78,7 +78,8 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
 import sys
 for name in {BARE!r}:
     __import__("waffle_fl." + name)
-heavy = [m for m in ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL", "optuna") if m in sys.modules]
+front = ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL", "optuna")
+heavy = [m for m in front if m in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
