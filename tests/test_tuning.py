@@ -301,8 +301,8 @@ def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
     heard = []
 
     class Ear(Watcher):
-        def told(self, trial: Any, best: Any, measure: Any) -> None:
-            heard.append((trial.number, best.score))
+        def told(self, trial: Any, found: Any) -> None:
+            heard.append((trial.number, found.best.score))
 
     config = check_run("local", {"rounds": 4, "validation": 0.3, "samples_per_agent": 30, "model": "linear"}, {})
     found = search(Wish(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Place(workers=1), Ear())

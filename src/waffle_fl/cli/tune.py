@@ -21,9 +21,8 @@ from waffle_fl.cli.watch import Output
 from waffle_fl.config import RunConfig, check_name, check_run
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import Place
-from waffle_fl.results import Measure
 from waffle_fl.tuning.report import BEST, CHART, command, record, test_of, values_of, write
-from waffle_fl.tuning.search import Found, Trial, Watcher, Wish, search
+from waffle_fl.tuning.search import DEFAULT, Found, Trial, Watcher, Wish, search
 from waffle_fl.tuning.space import space_of
 from waffle_fl.tuning.study import Pruning
 
@@ -70,17 +69,17 @@ class Live(Watcher):
     def begun(self, wish: Wish, runs: int, ended: int) -> None:
         note = f", {ended} already done" if ended else ""
         self.console.print(f"{wish.trials} trials of {TITLES[wish.config.method]}{note}", highlight=False)
-        self._rounds = wish.config.settings.rounds * runs
-        total = self._rounds * wish.trials
-        self._task = self.progress.add_task("rounds", total=total, completed=ended * self._rounds, state="")
+        self._runs, self._rounds = runs, wish.config.settings.rounds * runs
+        total, done = self._rounds * max(wish.trials, ended), self._rounds * ended
+        self._task = self.progress.add_task("rounds", total=total, completed=done, state="")
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         self.progress.advance(self._task)
 
-    def told(self, trial: Trial, best: Trial, measure: Measure) -> None:
-        state = f"best on validation data {measure.text(best.validation or 0.0)}"
-        completed = max(self.progress.tasks[0].completed, (trial.number + 1) * self._rounds)
-        self.progress.update(self._task, state=state, completed=completed)
+    def told(self, trial: Trial, found: Found) -> None:
+        state = f"best on validation data {found.measure.text(found.best.validation or 0.0)}"
+        saved = self._rounds - trial.rounds * self._runs  # by giving up
+        self.progress.update(self._task, state=state, advance=max(saved, 0))
 
     def warned(self, message: str) -> None:
         note = message.partition(": ")[2] or message  # every trial has the same ones
@@ -125,7 +124,7 @@ def tune(arguments: Sequence[str]) -> int:
     write(found, wish.space, out)
     if args.output.json:
         entries = list(record(found, wish.space))
-        best = "default" if found.best.number < 0 else found.best.number
+        best = "default" if found.best.number == DEFAULT else found.best.number
         print(json.dumps({"best": best, "file": str(out / BEST), "trials": entries}))
     else:
         _show(found, wish, out, Console())
@@ -145,7 +144,7 @@ def _show(found: Found, wish: Wish, out: Path, console: Console) -> None:
         scores = [trial.validation, test_of(trial, measure.key) if trial in (found.default, found.best) else None]
         values = values_of(trial.config, wish.space)
         table.add_row(
-            "default" if trial.number < 0 else f"{trial.number}{state}",
+            "default" if trial.number == DEFAULT else f"{trial.number}{state}",
             *("" if score is None else measure.text(score) for score in scores),
             str(trial.rounds),
             *(_number(values[name]) for name in names),
@@ -162,7 +161,7 @@ def _sentences(found: Found, wish: Wish, out: Path) -> list[str]:
     lines = [f"{len(states)} of {wish.trials} trials: {counts or 'none'}"]
     if found.time_is_up:
         lines.append("the time is up; the same command goes on from here")
-    if found.best.number < 0:
+    if found.best.number == DEFAULT:
         lines.append("no trial beat the default on validation data")
     else:
         tests = [test_of(trial, found.measure.key) for trial in (found.default, found.best)]

@@ -18,7 +18,7 @@ from waffle_fl.errors import writable
 from waffle_fl.records import read_json
 from waffle_fl.report.charts import HEIGHT, WIDTH, styled
 from waffle_fl.tensorfile import write_atomically
-from waffle_fl.tuning.search import Found, Trial
+from waffle_fl.tuning.search import DEFAULT, Found, Trial
 from waffle_fl.tuning.space import SETTINGS
 
 BEST, RECORD, CHART = "best.toml", "trials.jsonl", "trials.png"
@@ -39,7 +39,7 @@ def record(found: Found, space: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     """One entry a trial, the default first; only it and the winner are judged on test data."""
     for trial in (found.default, *found.trials):
         entry: dict[str, Any] = {
-            "trial": "default" if trial.number < 0 else trial.number,
+            "trial": "default" if trial.number == DEFAULT else trial.number,
             "state": trial.state,
             "values": values_of(trial.config, space),
             "score": trial.score,

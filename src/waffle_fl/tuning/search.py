@@ -20,15 +20,16 @@ from waffle_fl.config import Experiment, RunConfig
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Interrupted, Listener, Place, execute, federation_of, plan
 from waffle_fl.records import locked, read_json, read_rounds, write_json
-from waffle_fl.results import Measure, measure_of
+from waffle_fl.results import ACCURACY, Measure, measure_of
 from waffle_fl.tuning.space import check_drawn, drawn, trained
-from waffle_fl.tuning.study import Asked, Pruning, Study, needed
+from waffle_fl.tuning.study import Asked, Pruning, State, Study, needed
 
 Runs = Sequence[tuple[RunConfig, Path]]
 
 RUNGS = (0.5, 0.75)  # parts of the rounds after which hopeless trials are given up
+DEFAULT = -1  # the number of the run with the values to begin with
 TIE = 1e-3  # the most that a loss counts beside an accuracy: it decides between equal ones
-STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "diverged"}
+STATES: dict[State, str] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "diverged"}
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class Wish:
 class Trial(NamedTuple):
     """A trial that has ended, or the default."""
 
-    number: int  # -1 is the default
+    number: int  # or DEFAULT
     state: str
     config: RunConfig
     score: float | None  # larger is better; None where Alice's training diverged
     validation: float | None  # accuracy or error on validation data, in the round that these select
+    measure: Measure
     rounds: int
     folder: Path
 
@@ -65,15 +67,18 @@ class Found(NamedTuple):
     trials: list[Trial]
     default: Trial
     best: Trial  # the default, unless a trial beat it
-    measure: Measure
     time_is_up: bool
+
+    @property
+    def measure(self) -> Measure:
+        return self.default.measure
 
 
 class Watcher(Listener):
     """A front end that also wants to hear of trials; the default hears nothing."""
 
     def begun(self, wish: Wish, runs: int, ended: int) -> None: ...
-    def told(self, trial: Trial, best: Trial, measure: Measure) -> None: ...
+    def told(self, trial: Trial, found: Found) -> None: ...
 
 
 def search(wish: Wish, out: Path, place: Place, watcher: Watcher) -> Found:
@@ -97,73 +102,73 @@ class _Search:
     def __init__(self, wish: Wish, out: Path, place: Place, watcher: Watcher, study: Study) -> None:
         self.wish, self.out, self.place, self.watcher, self.study = wish, out, place, watcher, study
         self._end = time.monotonic() + 60 * place.minutes if place.minutes else math.inf
+        self._trials = {
+            trial.number: self._judged(trial.number, STATES[trial.state.name], self._config(trial))
+            for trial in study.ended
+        }
 
     def run(self) -> Found:
-        runs = self._runs(self.wish.config, self.out / "default")
-        self.watcher.begun(self.wish, len(runs), len(self.study.ended))
+        config = self.wish.config
+        runs = self._runs(DEFAULT, config)
+        self.watcher.begun(self.wish, len(runs), len(self._trials))
         self._train(runs)
-        default = self._judged(-1, "finished", self.wish.config, self.out / "default")
+        default = self._judged(DEFAULT, "finished", config)
         if default.score is None:
             raise WaffleError("the training diverged with the values to begin with: lower lr, or set clip")
-        time_is_up = False
+        numbers = range(self.wish.trials)
         try:
-            for first in range(0, self.wish.trials, self.wish.together):
-                self._batch(range(first, min(first + self.wish.together, self.wish.trials)), default)
+            for batch in (numbers[i : i + self.wish.together] for i in range(0, len(numbers), self.wish.together)):
+                if not self._trials.keys() >= set(batch):
+                    self._batch(batch, default)
         except Interrupted as stop:
             if stop.signal != signal.SIGALRM:
                 raise
-            time_is_up = True
-        return self._found(default, time_is_up)
+            return self._found(default, time_is_up=True)
+        return self._found(default)
 
     def _batch(self, numbers: range, default: Trial) -> None:
         """Trials that are asked for before any of them is trained, and then train together."""
-        ended = {trial.number for trial in self.study.ended}
-        if ended >= set(numbers):
-            return
         asked: list[tuple[Asked, RunConfig]] = []
-        fixed: dict[str, Any] = {}
         shared = trained(self.wish.space, self.wish.config.method)
         alike = shared < self.wish.space.keys()  # something is left for the server to differ in
+        fixed: dict[str, Any] = {}
         for number in numbers:
-            trial = self.study.ask(number)
-            trial.fixed = fixed
+            trial = self.study.ask(number, fixed)
             config = drawn(self.wish.space, self.wish.config, trial)
             if alike:
                 fixed = {name: value for name, value in trial.params.items() if name in shared}
-            if number not in ended:
+            if number not in self._trials:
                 asked.append((trial, config))
         rounds = self.wish.config.settings.rounds
-        for rung in sorted({math.ceil(part * rounds) for part in RUNGS} - {rounds}):
-            asked = self._climb(asked, default, rung)
-        self._climb(asked, default, rounds)
+        for rung in sorted({math.ceil(part * rounds) for part in (*RUNGS, 1)}):
+            asked = self._climb(asked, rung, rounds, default)
 
     def _climb(
-        self, asked: Sequence[tuple[Asked, RunConfig]], default: Trial, rung: int
+        self, asked: Sequence[tuple[Asked, RunConfig]], rung: int, rounds: int, default: Trial
     ) -> list[tuple[Asked, RunConfig]]:
         """Train up to a rung, and tell which of the trials end there."""
-        runs = {trial.index: self._runs(config, self._folder(trial.index)) for trial, config in asked}
+        runs = {trial.index: self._runs(trial.index, config) for trial, config in asked}
         results = self._train([run for few in runs.values() for run in few], rung)
         going_on = []
         for trial, config in asked:
             diverged = any(results[folder]["status"] == "diverged" for _, folder in runs[trial.index])
-            score = None if diverged else self._score(runs[trial.index], rung)[0]
+            score = None if diverged else _score(runs[trial.index], rung)[0]
             if score is None:
                 self._tell(trial, config, None, "FAIL", default)
-            elif rung == config.settings.rounds:
+            elif rung == rounds:
                 self._tell(trial, config, score, "COMPLETE", default)
             elif trial.report(score, rung):
-                self._tell(trial, config, score, "PRUNED", default)
+                self._tell(trial, config, None, "PRUNED", default)
             else:
                 going_on.append((trial, config))
         return going_on
 
-    def _tell(self, trial: Asked, config: RunConfig, score: float | None, state: Any, default: Trial) -> None:
+    def _tell(self, trial: Asked, config: RunConfig, score: float | None, state: State, default: Trial) -> None:
         self.study.tell(trial.index, score, state)
-        folder = self._folder(trial.index)
-        for left in folder.glob("*/checkpoint-*.safetensors"):
+        told = self._trials[trial.index] = self._judged(trial.index, STATES[state], config)
+        for left in told.folder.glob("*/checkpoint-*.safetensors"):
             left.unlink()
-        told = self._judged(trial.index, STATES[state], config, folder)
-        self.watcher.told(told, self._found(default).best, self._measure)
+        self.watcher.told(told, self._found(default))
 
     def _train(self, runs: Runs, until: int | None = None) -> dict[Path, dict[str, Any]]:
         left = (self._end - time.monotonic()) / 60
@@ -173,40 +178,27 @@ class _Search:
         results = execute(runs, place, self.watcher, until)
         return {folder: result for (_, folder), result in zip(runs, results, strict=True)}
 
-    def _runs(self, config: RunConfig, folder: Path) -> Runs:
-        return plan(_grid(config), folder, self.place)
-
     def _folder(self, number: int) -> Path:
-        return self.out / f"trial-{number:04d}"
+        return self.out / ("default" if number == DEFAULT else f"trial-{number:04d}")
 
-    def _judged(self, number: int, state: str, config: RunConfig, folder: Path) -> Trial:
-        runs = self._runs(config, folder)
-        made = min(len(read_rounds(run / "rounds.jsonl")) for _, run in runs)
-        diverged = any((read_json(run / "result.json") or {}).get("status") == "diverged" for _, run in runs)
-        score, validation = (None, None) if diverged or not made else self._score(runs, made)
-        return Trial(number, "diverged" if diverged else state, config, score, validation, made, folder)
-
-    def _score(self, runs: Runs, rung: int) -> tuple[float | None, float | None]:
-        """(what is searched for, the measure alone): the best round up to the rung, mean over the Alices."""
-        best = [_best(read_rounds(folder / "rounds.jsonl")[:rung]) for _, folder in runs]
-        known = [line for line in best if line is not None]
-        if len(known) < len(best):
-            return None, None
-        self._measure = measure_of(known[0])
-        key = f"validation_{self._measure.key}"
-        return mean(_merit(line) for line in known), mean(line[key] for line in known)
-
-    def _found(self, default: Trial, time_is_up: bool = False) -> Found:
-        trials = [
-            self._judged(trial.number, STATES[trial.state.name], self._config(trial), self._folder(trial.number))
-            for trial in self.study.ended
-        ]
-        complete = [trial for trial in trials if trial.state == "finished" and trial.score is not None]
-        best = max([default, *complete], key=lambda trial: trial.score or -math.inf)
-        return Found(trials, default, best, self._measure, time_is_up)
+    def _runs(self, number: int, config: RunConfig) -> Runs:
+        return plan(_grid(config), self._folder(number), self.place)
 
     def _config(self, trial: Any) -> RunConfig:
         return drawn(self.wish.space, self.wish.config, _Known(trial.params))
+
+    def _judged(self, number: int, state: str, config: RunConfig) -> Trial:
+        runs = self._runs(number, config)
+        made = min(len(read_rounds(folder / "rounds.jsonl")) for _, folder in runs)
+        diverged = any((read_json(folder / "result.json") or {}).get("status") == "diverged" for _, folder in runs)
+        scores = (None, None, ACCURACY) if diverged else _score(runs, made)
+        return Trial(number, "diverged" if diverged else state, config, *scores, made, self._folder(number))
+
+    def _found(self, default: Trial, time_is_up: bool = False) -> Found:
+        trials = [self._trials[number] for number in sorted(self._trials)]
+        finished = [trial for trial in trials if trial.state == "finished"]
+        best = max([default, *finished], key=lambda trial: -math.inf if trial.score is None else trial.score)
+        return Found(trials, default, best, time_is_up)
 
 
 @dataclass(frozen=True)
@@ -220,6 +212,16 @@ class _Known:
 
     def number(self, name: str, low: float, high: float, log: bool) -> float:
         return float(self.params[name])
+
+
+def _score(runs: Runs, rung: int) -> tuple[float | None, float | None, Measure]:
+    """(what is searched for, the measure alone, which one): the best round up to the rung, mean over the Alices."""
+    best = [_best(read_rounds(folder / "rounds.jsonl")[:rung]) for _, folder in runs]
+    known = [line for line in best if line is not None]
+    if len(known) < len(best):
+        return None, None, ACCURACY
+    measure = measure_of(known[0])
+    return mean(map(_merit, known)), mean(line[f"validation_{measure.key}"] for line in known), measure
 
 
 def _best(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

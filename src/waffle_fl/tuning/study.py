@@ -17,6 +17,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.randomness import derive
 
 Pruning: TypeAlias = Literal["median", "halving", "off"]
+State: TypeAlias = Literal["COMPLETE", "PRUNED", "FAIL"]
 RANDOM_TRIALS = 8  # before the sampler has something to learn from
 UNPRUNED_TRIALS = 4
 FILE = "study.db"
@@ -67,54 +68,50 @@ class Study:
     def ended(self) -> list[Any]:
         return [trial for trial in self.trials if trial.state.is_finished()]
 
-    def ask(self, number: int) -> Asked:
-        """The trial of this number: one that was asked for before and has not ended, or a new one."""
+    def ask(self, number: int, fixed: Mapping[str, Any]) -> Asked:
+        """The trial of this number, one that was asked for before or a new one; what is fixed is not drawn."""
         known = self.trials
         trial = (
             self._optuna.trial.Trial(self._study, known[number]._trial_id) if number < len(known) else self._study.ask()
         )
-        return Asked(self, trial)
+        return Asked(self, trial, fixed)
 
-    def sampler(self, number: int, name: str, fixed: Mapping[str, Any]) -> Any:
+    def draw_by(self, number: int, name: str, fixed: Mapping[str, Any]) -> None:
+        """Let the next draw be made by a sampler of its own."""
         samplers = self._optuna.samplers
         seed = derive(self.seed, "tuning", number, name) % 2**32
         sampler = samplers.TPESampler(seed=seed, n_startup_trials=RANDOM_TRIALS, constant_liar=True)
-        if name not in fixed:
-            return sampler
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
-            return samplers.PartialFixedSampler(dict(fixed), sampler)
-
-    def draw_by(self, sampler: Any) -> None:
+        if name in fixed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+                sampler = samplers.PartialFixedSampler(dict(fixed), sampler)
         self._study.sampler = sampler
 
-    def tell(self, number: int, score: float | None, state: Literal["COMPLETE", "PRUNED", "FAIL"]) -> None:
-        score = score if state == "COMPLETE" else None  # of a pruned one Optuna has the reports
+    def tell(self, number: int, score: float | None, state: State) -> None:
         self._study.tell(number, score, state=self._optuna.trial.TrialState[state])
 
 
 class Asked:
     """A trial on its way: it draws, reports, and may be given up."""
 
-    def __init__(self, study: Study, trial: Any) -> None:
-        self._study, self._trial = study, trial
+    def __init__(self, study: Study, trial: Any, fixed: Mapping[str, Any]) -> None:
+        self._study, self._trial, self._fixed = study, trial, fixed
         self.index: int = trial.number
-        self.fixed: Mapping[str, Any] = {}
 
     @property
     def params(self) -> dict[str, Any]:
         return dict(self._trial.params)
 
     def choose(self, name: str, choices: Sequence[Any]) -> Any:
-        self._study.draw_by(self._study.sampler(self.index, name, self.fixed))
+        self._study.draw_by(self.index, name, self._fixed)
         return self._trial.suggest_categorical(name, choices)
 
     def number(self, name: str, low: float, high: float, log: bool) -> float:
-        self._study.draw_by(self._study.sampler(self.index, name, self.fixed))
+        self._study.draw_by(self.index, name, self._fixed)
         return float(self._trial.suggest_float(name, low, high, log=log))
 
     def report(self, score: float, rung: int) -> bool:
         """Whether to give up, now that the score at a rung is known."""
-        if rung not in self._trial.storage.get_trial(self._trial._trial_id).intermediate_values:
+        if rung not in self._study.trials[self.index].intermediate_values:
             self._trial.report(score, rung)
         return bool(self._trial.should_prune())
