@@ -17,7 +17,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 Batch = tuple[Tensor, Tensor]
 Batches = list[list[list[Batch]]]  # batches[round][agent] = the (x, y) mini-batches of that agent in that round
-PULL = 0.25  # the least cosine with which others are said to help
 Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of globality, r from 1 to R
 
 
@@ -181,7 +180,7 @@ def adaptive_degree(gradients: list[list[Tensor]], alice: int) -> float:
     for g in gradients:
         others = [g[i] for i in range(len(g)) if i != alice]
         s.append(sum(max(cosine(other, g[alice]), 0.0) for other in others) / len(others))
-        z += max(PULL - cosine(sum(others[1:], others[0]) / len(others), g[alice]), 0.0)
+        z += max(0.5 - cosine(sum(others[1:], others[0]) / len(others), g[alice]), 0.0)
         k = sum(value**3 for value in s) / sum(value**2 for value in s) if any(s) else 0.0
         degree = min(degree, k + (1 - k) * math.exp(-z))
     return degree

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from conftest import BATCH, CLASSES, FEATURES, last_state, make_federation, make_model
 from waffle_fl.algorithms import SGD, Round
-from waffle_fl.algorithms.adaptive import PULL, Witness, observe, start
+from waffle_fl.algorithms.adaptive import Witness, observe, start
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.config import check_run
 from waffle_fl.engines.closing import close, close_together, desk_of
@@ -44,12 +44,12 @@ def test_by_hand() -> None:
     """One agent at 60 degrees from Alice, one opposite: s = (1/2 + 0)/2 = 1/4, and their mean points away from her.
 
     The mean of (1/2, sqrt(3)/2) and (-1, 0) is (-1/4, sqrt(3)/4), of length 1/2: t = -1/2. So k = 1/4 and
-    z = PULL + 1/2; after a second such round z is twice that, and k the same.
+    z = 1/2 + 1/2; after a second such round z is twice that, and k the same.
     """
     gradients = [[1.0, 0.0], [0.5, math.sqrt(3) / 2], [-1.0, 0.0]]
     for times in (1, 2):
         witness = seen(*[gradients] * times)
-        z = times * (PULL + 0.5)
+        z = times * 1.0
         assert witness.strife.item() == pytest.approx(z)
         assert witness.degree.item() == pytest.approx(1 / 4 + 3 / 4 * math.exp(-z))
 

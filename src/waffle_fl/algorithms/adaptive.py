@@ -9,8 +9,8 @@ alike; so the server can compare agents without any data. Of every round it take
 and from them two numbers and the degree of both Omega and Psi:
 
     kinship   k = sum s_r^3 / sum s_r^2        how much alike the agents are: rounds in which all is noise say little
-    strife    z = sum max(-t_r, 0)             how long and how much the others have pulled away from Alice
-    degree    k + (1 - k) exp(-z)              global until they do, then as personal as the agents are unlike
+    strife    z = sum max(1/2 - t_r, 0)        how long and how much the others have been of little help to Alice
+    degree    k + (1 - k) exp(-z)              global while they help, then as personal as the agents are unlike
 
 The degree begins at 1 and only ever falls.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms.contract import TINY, Round, Rows, blocks, lengths, row_of, uniform, weighted_sum
 
-PULL = 0.25
+HELPFUL = 0.5  # cosine of the others' mean gradient with Alice's
 
 
 class Witness(NamedTuple):
@@ -50,7 +50,7 @@ def observe(before: Witness, c_i: Rows, now: Round) -> Witness:
     t = _cosines(weighted_sum(uniform(others), c_i)[None], own).squeeze(0)
     squares, cubes = before.squares + s**2, before.cubes + s**3
     kinship = cubes / squares.clamp(min=TINY)
-    strife = before.strife + (PULL - t).clamp(min=0)
+    strife = before.strife + (HELPFUL - t).clamp(min=0)
     degree = kinship + (1 - kinship) * torch.exp(-strife)
     return Witness(squares, cubes, strife, torch.minimum(before.degree, degree))
 
