@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -105,8 +106,8 @@ def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) ->
     return Federation.from_arrays(parts, class_names=("a", "b", "c"))
 
 
-def weights_of(federation: Federation, rounds: int = 40) -> list[list[float]]:
-    cell = Cell(Waffle(SGD(0.1), **ADAPTIVE), federation, 3)
+def weights_of(federation: Federation, rounds: int = 40, **options: Any) -> list[list[float]]:
+    cell = Cell(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
     return [outcome.measured["weights"] for outcome in last_state(cell, make_model(), rounds=rounds)]
 
 
@@ -123,6 +124,13 @@ def test_the_other_concept_ends_with_nothing() -> None:
     assert last[2:] == [0, 0, 0, 0]
     assert last[0] > 0
     assert sum(last[:2]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("relabelled", "ends"), [((), True), ((1,), False)])
+def test_two_agents_part_where_they_must(relabelled: tuple[int, ...], ends: bool) -> None:
+    """Divided by the range, one partner stays with Alice to the end if it shares her concept, and only then."""
+    last = weights_of(concepts(relabelled, agents=2), denominator="range")[-1]
+    assert (last[1] > 0) is ends
 
 
 def test_adaptive_weights_are_weights() -> None:
