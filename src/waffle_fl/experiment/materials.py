@@ -95,11 +95,12 @@ def advice(config: RunConfig, federation: Federation) -> list[str]:
     if config.method == "waffle":
         if federation.agents == 1:
             notes.append("a single agent: this is Local")
-        if federation.agents == 2 and config.options.get("psi") == ADAPTIVE:
+        adaptive = config.options.get("psi") == ADAPTIVE
+        if federation.agents == 2 and adaptive and config.options.get("denominator", "max") == "max":
             notes.append("two agents: with the denominator max both weigh the same; choose range")
-        elif federation.agents == 2:
+        if federation.agents == 2 and not adaptive:
             notes.append("two agents: the paper's weights are 0/0, both weigh the same until 95 % of the rounds")
-        if config.settings.rounds < 20:
+        if config.settings.rounds < 20 and not adaptive:
             notes.append("fewer than 20 rounds: the last 5 %, in which Alice trains alone, are at most one round")
     return notes
 

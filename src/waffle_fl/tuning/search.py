@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from waffle_fl.config import Experiment, RunConfig
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Interrupted, Listener, Place, execute, federation_of, plan
-from waffle_fl.records import locked, read_json, read_rounds, write_json
+from waffle_fl.records import differences, locked, read_json, read_rounds, write_json
 from waffle_fl.results import ACCURACY, Measure, measure_of
 from waffle_fl.tuning.space import check_drawn, drawn, trained
 from waffle_fl.tuning.study import Asked, Pruning, State, Study, needed
@@ -254,10 +254,7 @@ def _settle(wish: Wish, out: Path) -> None:
     if known is None:
         write_json(out / "search.json", asked)
     elif known != asked:
-        odd = next(key for key in {**known, **asked} if known.get(key) != asked.get(key))
-        raise WaffleError(
-            f"{out} holds another search (its {odd} was {known.get(odd)}): choose another --out, or the same flags"
-        )
+        raise WaffleError(f"{out} holds another search: {next(differences(known, asked))}; choose another --out")
 
 
 def _grid(config: RunConfig) -> Experiment:
