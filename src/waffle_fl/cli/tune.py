@@ -70,7 +70,8 @@ class Live(Watcher):
         note = f", {ended} already done" if ended else ""
         self.console.print(f"{wish.trials} trials of {TITLES[wish.config.method]}{note}", highlight=False)
         self._runs, self._rounds = runs, wish.config.settings.rounds * runs
-        total, done = self._rounds * max(wish.trials, ended), self._rounds * ended
+        total = self._rounds * (1 + max(wish.trials, ended))  # the default is the first
+        done = self._rounds * (1 + ended) if ended else 0
         self._task = self.progress.add_task("rounds", total=total, completed=done, state="")
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
