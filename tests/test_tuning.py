@@ -321,3 +321,13 @@ def test_a_method_without_a_space_searches_its_step_size(monkeypatch: pytest.Mon
     """A method that states no space of its own is tuned in lr."""
     monkeypatch.delitem(SPACES, "ditto")
     assert set(space_of("ditto")) == {"lr"}
+
+
+def test_the_terminal_tells_how_far_it_is(whole: Path) -> None:
+    """Unless it is quiet a search says on stderr what is done; a search that has ended trains nothing more."""
+    loud = [flag for flag in SMALL if flag != "--quiet"]
+    shown = waffle("tune", "waffle", *loud, "--out", whole, "--trials", "8", "--together", "4")
+    assert shown.code == 0
+    assert "8 trials of WAFFLE, 8 already done" in shown.err
+    assert "default" in shown.out
+    assert "8 of 8 trials" in shown.out
