@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from waffle_fl.algorithms import Grad, for_model
 from waffle_fl.engines.simulate import Cell, simulate
@@ -19,6 +20,9 @@ from waffle_fl.federation import Federation
 from waffle_fl.models import Batch, FlatModel, mlp
 from waffle_fl.models.flat import Precision
 from waffle_fl.randomness import generator
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 SIZES = (23, 9, 32, 14)
 CLASSES, FEATURES, BATCH = 3, 5, 8

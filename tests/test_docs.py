@@ -14,6 +14,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.commands import COMMANDS
 from waffle_fl.cli.decide import Comparison
 from waffle_fl.cli.flags import _flags, options_class
+from waffle_fl.cli.tune import Budget
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments
 from waffle_fl.experiment import Place
@@ -67,6 +68,9 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
             if words[1] == "run":
                 known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched)}
                 assert {w for w in words if w.startswith("--")} <= known | {"--out", "--alone"}
+            if words[1] == "tune":
+                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Place)}
+                assert {w for w in words if w.startswith("--")} <= known | set(_flags(Watched))
             if words[1] == "decide":
                 known = {*_flags(Settings), *_flags(Comparison), *_flags(Place), *_flags(Watched)}
                 assert {w for w in words if w.startswith("--")} <= known

@@ -25,7 +25,7 @@ LAYERS = [
     {"use", "loggers"},
     {"report"},
     {"decision"},
-    {"reproduce"},
+    {"reproduce", "tuning"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -79,7 +79,8 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
 import sys
 for name in {BARE!r}:
     __import__("waffle_fl." + name)
-heavy = [m for m in ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL") if m in sys.modules]
+front = ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL", "optuna")
+heavy = [m for m in front if m in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

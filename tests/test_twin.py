@@ -33,6 +33,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("waffle", {"control": "paper", "denominator": "max", "clip": 0.5}),
     ("waffle", {"control": "anchored", "denominator": "range", "eta_g": 0.8}),
     ("waffle", {"omega": sigmoid(6.0), "psi": sigmoid(2.0, 1.0)}),
+    ("waffle", {"omega": "adaptive", "psi": "adaptive"}),
+    ("waffle", {"omega": "adaptive", "psi": sigmoid(2.0), "denominator": "range", "control": "paper"}),
     ("apfl", {}),
     ("apfl", {"adaptive": "round", "mix": 0.3}),
     ("apfl", {"adaptive": "off", "mix": 0.8}),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, hyperparameters
-from waffle_fl.algorithms.schedules import parse
+from waffle_fl.algorithms.schedules import ADAPTIVE, parse
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.shifts import read_shifts
@@ -346,7 +346,12 @@ def _unreadable(read: Callable[[str], Any], text: str) -> list[str]:
     return []
 
 
-TEXTS: dict[str, Callable[[str], Any]] = {"omega": parse, "psi": parse, "shift": read_shifts}
+def _read_degree(text: str) -> None:
+    if text != ADAPTIVE:
+        parse(text)
+
+
+TEXTS: dict[str, Callable[[str], Any]] = {"omega": _read_degree, "psi": _read_degree, "shift": read_shifts}
 
 
 def _fits(value: Any, hint: Any) -> bool:

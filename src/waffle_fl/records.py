@@ -47,7 +47,7 @@ class Run:
         run = cls(folder)
         with _readable_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             with _readable_errors(folder):
                 run._settle(config.to_json(), dict(provenance), force)
                 run._log = (folder / "rounds.jsonl").open("ab")
@@ -63,9 +63,9 @@ class Run:
             write_json(self.folder / "provenance.json", provenance)
             write_json(self.folder / "config.json", config)
             return
-        asked = list(_differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
+        asked = list(differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
-        changes = [*asked, *_differences(ran_on, _binding(provenance), "provenance")]
+        changes = [*asked, *differences(ran_on, _binding(provenance), "provenance")]
         if self.result is not None:
             if asked:
                 raise WaffleError(f"{self.folder} holds a finished run: {'; '.join(asked)}; choose another --out")
@@ -256,10 +256,11 @@ def _binding(content: Mapping[str, Any]) -> dict[str, Any]:
     return dict(content.get("binding", {}))
 
 
-def _differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """What has changed between two contents, one line a value."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in before | after:
-            yield from _differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
     elif before != after:
         yield f"{path} was {before!r}, now {after!r}"
 
@@ -275,7 +276,7 @@ def _readable_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """One process a folder; the kernel frees the lock when its holder dies."""
     with _readable_errors(folder):
         stream = (folder / ".lock").open("a+")

@@ -38,7 +38,7 @@ def fedavg(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> 
 def scaffold(problem: Problem, *, clip: float = 2.0, eta_g: float = 1.0) -> Trace:
     """SCAFFOLD with option II (section 3): Algorithm 2 with all weights 1/N and c averaged by its changes."""
     N = len(problem.nets)
-    return controlled(problem, clip, eta_g, "paper", lambda _r, _dy: [1 / N] * N)
+    return controlled(problem, clip, eta_g, "paper", lambda _r, _dy, _c_i: [1 / N] * N)
 
 
 def waffle(
@@ -47,18 +47,24 @@ def waffle(
     clip: float = 2.0,
     control: str = "anchored",
     denominator: str = "max",
-    omega: Schedule | None = None,
-    psi: Schedule | None = None,
+    omega: Schedule | str | None = None,
+    psi: Schedule | str | None = None,
     eta_g: float = 1.0,
 ) -> Trace:
-    """WAFFLE (Algorithm 2)."""
+    """WAFFLE (Algorithm 2); "adaptive" in place of a schedule is the degree of docs/algorithms/waffle.md."""
     omega, psi = omega or sigmoid, psi or sigmoid
     N, R = len(problem.nets), len(problem.batches)
     past = ([1 / N] * N, [1 / N] * N)  # line 1: alpha^{r-2}, alpha^{r-1}
+    gradients: list[list[Tensor]] = []
 
-    def weigh(r: int, dy: list[Tensor]) -> list[float]:
+    def at(schedule: Schedule | str, r: int) -> float:
+        return schedule(r, R) if callable(schedule) else adaptive_degree(gradients, problem.alice)
+
+    def weigh(r: int, dy: list[Tensor], c_i: list[Tensor]) -> list[float]:
         nonlocal past
-        alpha_bar, alpha = calc_weights(dy, past, problem.alice, r, R, omega(r, R), psi(r, R), denominator)  # line 13
+        gradients.append(list(c_i))
+        last = 10**9 if psi == "adaptive" else R  # then no round is the 95th of a hundred
+        alpha_bar, alpha = calc_weights(dy, past, problem.alice, r, last, at(omega, r), at(psi, r), denominator)  # 13
         past = (past[1], alpha)  # line 14: the history keeps the weights before smoothing
         return alpha_bar
 
@@ -66,7 +72,11 @@ def waffle(
 
 
 def controlled(
-    problem: Problem, clip: float, eta_g: float, control: str, weigh: Callable[[int, list[Tensor]], list[float]]
+    problem: Problem,
+    clip: float,
+    eta_g: float,
+    control: str,
+    weigh: Callable[[int, list[Tensor], list[Tensor]], list[float]],
 ) -> Trace:
     """Algorithm 2 for any rule that gives the aggregation weights of round r from the updates."""
     assert control in ("anchored", "paper")
@@ -82,12 +92,28 @@ def controlled(
             dy.append(y - x)  # line 10
             dc.append(c_plus - c_i[i])
             c_i[i] = c_plus  # line 11
-        weights = weigh(r, dy)  # lines 13 and 14
+        weights = weigh(r, dy, c_i)  # lines 13 and 14
         x = x + eta_g * weighted_sum(weights, dy)  # lines 15 and 16
         c = c + weighted_sum(weights, dc) if control == "paper" else weighted_sum(weights, c_i)
         trace.models.append(x)
         trace.weights.append(weights)
     return trace
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b) / (float(a.norm()) * float(b.norm()))
+
+
+def adaptive_degree(gradients: list[list[Tensor]], alice: int) -> float:
+    """The degree after these rounds, gradients[round][agent]: the lowest k + (1 - k) exp(-z) of any of them."""
+    s, z, degree = [], 0.0, 1.0
+    for g in gradients:
+        others = [g[i] for i in range(len(g)) if i != alice]
+        s.append(sum(max(cosine(other, g[alice]), 0.0) for other in others) / len(others))
+        z += max(0.5 - cosine(sum(others[1:], others[0]) / len(others), g[alice]), 0.0)
+        k = sum(value**3 for value in s) / sum(value**2 for value in s) if any(s) else 0.0
+        degree = min(degree, k + (1 - k) * math.exp(-z))
+    return degree
 
 
 def sigmoid(r: int, R: int) -> float:

@@ -1,7 +1,8 @@
 """Omega and Psi: the degree of personalisation of each round, from 1 (global training) to 0 (local training).
 
 A schedule is written as text, the same in TOML, on the command line and in the record: `sigmoid(3.2)`, `linear(1, 0)`,
-`step(0.7)`, `constant(0.5)`, `exponential(3)`, or `package.module:function` for a function of (r, R) of your own.
+`step(0.7)`, `constant(0.5)`, `exponential(3)`, or `package.module:function` for a function of (r, R) of your own. These
+go by the clock; `adaptive` goes by what is measured in the run (adaptive.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.notation import read_call
 
 Schedule: TypeAlias = Callable[[int, int], float]
+
+ADAPTIVE = "adaptive"
 
 
 def sigmoid(slope: float = 3.2, shift: float = 0.0) -> Schedule:
@@ -62,7 +65,7 @@ def parse(text: str) -> Schedule:
     if not call:
         raise WaffleError(f"expected a schedule such as sigmoid(3.2) or module:function, got {text!r}")
     if call.kind not in KINDS:
-        raise WaffleError(f"unknown schedule {call.kind!r}{suggest(call.kind, KINDS)}")
+        raise WaffleError(f"unknown schedule {call.kind!r}{suggest(call.kind, (*KINDS, ADAPTIVE))}")
     try:
         named = {name: float(value) for name, value in call.named.items()}
         return KINDS[call.kind](*map(float, call.values), **named)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import torch
+from torch import Tensor
 
-from waffle_fl.algorithms import scaffold
+from waffle_fl.algorithms import adaptive, scaffold
 from waffle_fl.algorithms.contract import (
     NEARLY_EQUAL,
     SGD,
@@ -34,8 +35,9 @@ from waffle_fl.algorithms.contract import (
     weighted_sum,
 )
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
-from waffle_fl.algorithms.schedules import Schedule, evaluate
+from waffle_fl.algorithms.schedules import ADAPTIVE, Schedule, evaluate
 
+Degree: TypeAlias = float | Tensor  # of personalisation: by the clock, or measured
 LOCAL_FROM = 95  # percent of the rounds, A1.7
 
 
@@ -45,18 +47,28 @@ class Server(NamedTuple):
     c: Vector
     c_i: Rows
     past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1
+    squares: Tensor  # this and the rest: adaptive.Witness
+    cubes: Tensor
+    strife: Tensor
+    degree: Tensor
 
 
 class Info(NamedTuple):
     weights: Weights  # alpha_bar, the weights used
     alpha: Weights  # this round's own, before smoothing
     distances: Weights  # d_i, with Alice's assigned distance in her place
-    omega: float
-    psi: float
+    omega: Degree
+    psi: Degree
 
 
 def calc_weights(
-    dy: Rows, past: Rows, now: Round, omega: float, psi: float, denominator: Literal["max", "range"] = "max"
+    dy: Rows,
+    past: Rows,
+    now: Round,
+    omega: Degree,
+    psi: Degree,
+    denominator: Literal["max", "range"] = "max",
+    ends_alone: bool = True,
 ) -> tuple[Weights, Weights, Weights]:
     """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
@@ -71,11 +83,11 @@ def calc_weights(
     ratio = (d - d_alice) / span.clamp(min=TINY)
     # Differs from the paper: with equal distances "range" is 0/0; the nearest agent's limit takes its place.
     all_equal = span <= NEARLY_EQUAL * d_max
-    limit = 0.0 if denominator == "max" else (1 - omega) / (2 - min(omega, 1))
+    limit = 0.0 if denominator == "max" else (1 - omega) / (2 - _at_most_1(omega))
     ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
     alone = one_hot(now.alice, len(dy))
-    if 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
+    if ends_alone and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
         alpha = alone  # A1.8
     alpha = normalised(alpha, alone)  # A1.9
     past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alone) for earlier in past])
@@ -83,6 +95,10 @@ def calc_weights(
     # Differs from the paper: an agent that was not heard has nothing to weigh, so the others share its history.
     alpha_bar = normalised(torch.where(now.heard, alpha_bar, 0.0), alone)
     return alpha_bar, alpha, d
+
+
+def _at_most_1(degree: Degree) -> Degree:
+    return degree.clamp(max=1) if isinstance(degree, Tensor) else min(degree, 1)
 
 
 @final
@@ -110,7 +126,7 @@ class Waffle:
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         server, rows = scaffold.start(net, agents)
         past = torch.full((2, agents), 1 / agents, dtype=torch.float64, device=net.params.device)  # A2.1
-        return Server(*server, past), rows
+        return Server(*server, past, *adaptive.start(net.params.device)), rows
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return scaffold.send(server, agents)  # A2.3
@@ -125,10 +141,16 @@ class Waffle:
         return scaffold.finish(self.sgd, down, agents, local)  # A2.9-12
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        omega = evaluate(self.omega, "omega", now.r, now.of)
-        psi = evaluate(self.psi, "psi", now.r, now.of)
-        alpha_bar, alpha, d = calc_weights(up.dy, server.past, now, omega, psi, self.denominator)  # A2.13
+        witness = adaptive.Witness(server.squares, server.cubes, server.strife, server.degree)
+        if ADAPTIVE in (self.omega, self.psi):
+            c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
+            witness = adaptive.observe(witness, c_i, now)
+        omega, psi = self._degree("omega", now, witness), self._degree("psi", now, witness)
+        ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
+        reading = (self.denominator, ends_alone)
+        alpha_bar, alpha, d = calc_weights(up.dy, server.past, now, omega, psi, *reading)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
+        server = server._replace(**witness._asdict())
         return self.combine(server, up, now, alpha_bar, past), Info(alpha_bar, alpha, d, omega, psi)
 
     def combine(self, server: Server, up: Up, now: Round, alpha_bar: Weights, past: Rows) -> Server:
@@ -142,7 +164,11 @@ class Waffle:
         else:
             c = server.c.double() + weighted_sum(alpha_bar, c_i - server.c_i)  # A2.15-16
         stats = averaged(server.stats, alpha_bar, up.stats)
-        return Server(x, stats, c.to(server.c.dtype), c_i, past)
+        return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i, past=past)
+
+    def _degree(self, name: Literal["omega", "psi"], now: Round, witness: adaptive.Witness) -> Degree:
+        schedule = getattr(self, name)
+        return witness.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -20,6 +20,7 @@ from waffle_fl.cli.data import data_command
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables
 from waffle_fl.cli.flags import options_class, parse, settings_class
+from waffle_fl.cli.tune import tune
 from waffle_fl.cli.watch import Output, Watched, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
@@ -291,6 +292,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "decide": decide_command,
     "bench": bench,
+    "tune": tune,
     "predict": use.predict,
     "export": use.export,
     "report": report,

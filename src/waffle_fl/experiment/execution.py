@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ FILES_A_RUN, SPARE_FILES = 2, 200
 
 
 def execute(
-    runs: Sequence[tuple[RunConfig, Path]], place: Place, listener: Listener | None = None
+    runs: Sequence[tuple[RunConfig, Path]], place: Place, listener: Listener | None = None, until: int | None = None
 ) -> list[dict[str, Any]]:
-    """Bring every run to its end and return the results, in order. Finished runs are not run again."""
+    """Bring every run to its end and return the results, in order. Finished runs are not run again.
+
+    With `until` they pause after that round, saved: the result of a run that has not ended says `paused`.
+    """
     listener = listener or Listener()
     if place.workers < 0 or place.stack < 1 or not place.minutes >= 0:
         given = f"{place.workers}, {place.stack} and {place.minutes}"
@@ -48,11 +52,12 @@ def execute(
             else:
                 results[folder] = job
         listener.planned(runs, len(results))
-        for group in _groups(jobs, place.stack):
-            for job, result in _train(group, place, device, listener, stopped):
+        waiting = [job for job in jobs if until is None or job.start < until]
+        for group in _groups(waiting, place.stack):
+            for job, result in _train(group, place, device, listener, stopped, until):
                 results[job.run.folder] = result
                 listener.ended(job.config, result)
-    return [results[folder] for _, folder in runs]
+    return [results.get(folder, {"status": "paused", "rounds": until}) for _, folder in runs]
 
 
 def _allow_files(count: int) -> None:
@@ -144,10 +149,16 @@ def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
 
 
 def _train(
-    jobs: Sequence[Job], place: Place, device: torch.device, listener: Listener, stopped: Callable[[], int]
+    jobs: Sequence[Job],
+    place: Place,
+    device: torch.device,
+    listener: Listener,
+    stopped: Callable[[], int],
+    until: int | None,
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Train one stack to its end, logging every round and saving every few seconds."""
+    """Train one stack to its end, or to its pause, logging every round and saving every few seconds."""
     s = jobs[0].config.settings
+    last = s.rounds if until is None else min(until, s.rounds)
     model = model_of(s, jobs[0].cell.federation, place, device)
     cells = [job.cell for job in jobs]
     stream = simulate(
@@ -163,7 +174,7 @@ def _train(
     )
     began = time.monotonic()
     try:
-        for outcomes in stream:
+        for outcomes in islice(stream, last - jobs[0].start):
             for outcome in outcomes:
                 job = jobs[outcome.cell]
                 if outcome.error:
@@ -171,7 +182,7 @@ def _train(
                     yield job, close(job, model, "diverged", str(outcome.error))
                 else:
                     log(job, outcome, listener)
-            if outcomes[0].round < s.rounds:
+            if outcomes[0].round < last:
                 save_some(jobs, place.checkpoint_seconds, time.monotonic() - began)
             if stopped():
                 raise Interrupted(stopped())
@@ -183,7 +194,7 @@ def _train(
             if job.run.result is None:
                 save(job)
     for job in jobs:
-        if job.run.result is None:
+        if job.run.result is None and last == s.rounds:
             yield job, close(job, model, "finished")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.partial import Parts
-from waffle_fl.algorithms.schedules import evaluate
+from waffle_fl.algorithms.schedules import ADAPTIVE, evaluate
 from waffle_fl.config import EVERYONE, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.data.files import data_dir as data_folder
@@ -111,9 +111,12 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
     if config.method == "waffle":
         if federation.agents == 1:
             notes.append("a single agent: this is Local")
-        if federation.agents == 2:
+        adaptive = config.options.get("psi") == ADAPTIVE
+        if federation.agents == 2 and adaptive and config.options.get("denominator", "max") == "max":
+            notes.append("two agents: with the denominator max both weigh the same; choose range")
+        if federation.agents == 2 and not adaptive:
             notes.append("two agents: the paper's weights are 0/0, both weigh the same until 95 % of the rounds")
-        if config.settings.rounds < 20:
+        if config.settings.rounds < 20 and not adaptive:
             notes.append("fewer than 20 rounds: the last 5 %, in which Alice trains alone, are at most one round")
     return notes
 
@@ -165,6 +168,6 @@ def check_schedules(config: RunConfig) -> None:
     """A schedule that leaves [0, 1] in any round is told before the first."""
     for name in ("omega", "psi"):
         schedule = getattr(config.algorithm(), name, None)
-        if schedule is not None:
+        if schedule not in (None, ADAPTIVE):
             for r in range(1, config.settings.rounds + 1):
                 evaluate(schedule, name, r, config.settings.rounds)

@@ -1,0 +1,171 @@
+"""What a search goes through: a table for each method, in the form in which a user writes one in TOML.
+
+    name = [...]                              one of these
+    name = { low = 1, high = 10 }             a number between; log = true draws its logarithm; of = "rounds" counts
+                                              in rounds of the run, so 0.5 is its half
+    name = "other"                            what `other` is
+    name = 2.0                                this value
+
+A text among choices may name numbers of the same table: "sigmoid(slope, shift)" draws both where it is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.config import RunConfig, check_run, option_types
+from waffle_fl.errors import WaffleError, suggest
+
+SETTINGS = ("lr", "momentum", "weight_decay", "batch_size", "epochs")  # of a run, that a search may change
+
+LR = {"low": 0.01, "high": 0.5, "log": True}
+CLIP = [0.0, 0.5, 1.0, 2.0, 5.0]
+SPACES: dict[str, dict[str, Any]] = {
+    "local": {"lr": LR, "clip": CLIP},
+    "fedavg": {"lr": LR, "clip": CLIP, "weighting": ["equal", "samples"]},
+    "scaffold": {"lr": LR, "clip": CLIP, "eta_g": {"low": 0.3, "high": 1.5}},
+    "weight-erosion": {"lr": LR, "p_d": {"low": 0.001, "high": 0.3, "log": True}},
+    "waffle": {
+        "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
+        "psi": "omega",
+        "slope": {"low": 1.0, "high": 12.0},
+        "shift": {"low": -0.3, "high": 0.3, "of": "rounds"},
+        "rate": {"low": 1.0, "high": 12.0},
+        "at": {"low": 0.05, "high": 0.9},
+        "level": {"low": 0.1, "high": 1.0},
+        "clip": CLIP,
+        "lr": LR,
+    },
+    "apfl": {"lr": LR, "mix": {"low": 0.0, "high": 1.0}, "adaptive": ["step", "round", "off"]},
+    "ditto": {"lr": LR, "lam": {"low": 0.01, "high": 3.0, "log": True}},
+}
+
+
+class Draw(Protocol):
+    """Who chooses: Optuna in a search, anybody in a test."""
+
+    def choose(self, name: str, choices: list[Any]) -> Any: ...
+    def number(self, name: str, low: float, high: float, log: bool) -> float: ...
+
+
+def space_of(method: str, file: str = "", over: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The method's space: the file's, or the one above; of it only what is named in `over`, where something is."""
+    space = _read(Path(file), method) if file else SPACES.get(method, {"lr": LR})
+    _check(space, method)
+    strange = next((name for name in over if name not in space), None)
+    if strange:
+        raise WaffleError(f"over: {strange!r} is not in the search space of {method}{suggest(strange, space)}")
+    known = {**option_types(method), **dict.fromkeys(SETTINGS)}
+    kept = {name: rule for name, rule in space.items() if not over or name in over or name not in known}
+    if not any(isinstance(rule, list | dict) for name, rule in kept.items() if name in known):
+        raise WaffleError(f"nothing is left to search in {', '.join(kept) or 'an empty space'}: name more, or a range")
+    return kept
+
+
+def drawn(space: Mapping[str, Any], config: RunConfig, draw: Draw) -> RunConfig:
+    """The run with what is drawn in place of its own."""
+    rounds, hyper = config.settings.rounds, option_types(config.method)
+    found: dict[str, Any] = {}
+    for name, rule in space.items():
+        if name in hyper or name in SETTINGS:
+            found[name] = found[rule] if isinstance(rule, str) and rule in found else _value(name, space, rounds, draw)
+    settings = {k: v for k, v in found.items() if k not in hyper}
+    options = {**config.options, **{k: v for k, v in found.items() if k in hyper}}
+    given = {f.name: getattr(config.settings, f.name) for f in dataclasses.fields(config.settings)}
+    return check_run(config.method, {**given, **settings}, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Corner:
+    """The k-th choice, the lowest number."""
+
+    k: int
+
+    def choose(self, name: str, choices: list[Any]) -> Any:
+        return choices[min(self.k, len(choices) - 1)]
+
+    def number(self, name: str, low: float, high: float, log: bool) -> float:
+        return low
+
+
+def check_drawn(space: Mapping[str, Any], config: RunConfig) -> None:
+    """A choice or bound that no run could take is told before the first trial."""
+    for k in range(max((len(rule) for rule in space.values() if isinstance(rule, list)), default=1)):
+        drawn(space, config, _Corner(k))
+
+
+def trained(space: Mapping[str, Any], method: str) -> set[str]:
+    """What of a space changes the training itself: runs that differ in it cannot share a stack."""
+    fields = dataclasses.fields(ALGORITHMS[method])  # type: ignore[arg-type]
+    free = {f.name for f in fields if f.metadata.get("server_side")}
+    inner = {word for name in free & set(space) for word in _named(space[name])}
+    return set(space) - free - inner
+
+
+def _value(name: str, space: Mapping[str, Any], rounds: int, draw: Draw) -> Any:
+    rule = space[name]
+    if isinstance(rule, list):
+        chosen = draw.choose(name, rule)
+        if not isinstance(chosen, str):
+            return chosen
+        numbers = {word: _value(word, space, rounds, draw) for word in _named([chosen]) if word in space}
+        return re.sub(r"[a-z_]+", lambda m: f"{numbers[m[0]]:.4g}" if m[0] in numbers else m[0], chosen)
+    if isinstance(rule, dict):
+        times = rounds if rule.get("of") == "rounds" else 1
+        return float(f"{times * draw.number(name, rule['low'], rule['high'], rule.get('log', False)):.4g}")
+    return rule
+
+
+def _named(rule: Any) -> list[str]:
+    """The words in the parentheses of a rule's texts."""
+    texts = [text for text in rule if isinstance(text, str)] if isinstance(rule, list) else []
+    return [
+        word for text in texts for inside in re.findall(r"\((.*?)\)", text) for word in re.findall("[a-z_]+", inside)
+    ]
+
+
+def _read(file: Path, method: str) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WaffleError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WaffleError(f"{file} is not valid TOML: {error}") from None
+    table = content.get(method)
+    if not isinstance(table, dict) or not table:
+        raise WaffleError(f"{file}: expected a table [{method}] that says what to search, it has {', '.join(content)}")
+    return table
+
+
+def _check(space: Mapping[str, Any], method: str) -> None:
+    """Every name means something, every range is one."""
+    inner = {word for rule in space.values() for word in _named(rule)}
+    known = [*option_types(method), *SETTINGS]
+    for name, rule in space.items():
+        if name not in known and name not in inner:
+            raise WaffleError(f"search space of {method}: unknown {name!r}{suggest(name, known)}")
+        if isinstance(rule, list) and not rule:
+            raise WaffleError(f"search space of {method}: {name} has no choices")
+        if isinstance(rule, dict):
+            _check_range(method, name, rule)
+    missing = next((word for word in sorted(inner) if word not in space), None)
+    if missing:
+        raise WaffleError(f"search space of {method}: {missing} is named in a text but has no range")
+
+
+def _check_range(method: str, name: str, rule: Mapping[str, Any]) -> None:
+    where = f"search space of {method}: {name}"
+    low, high = rule.get("low"), rule.get("high")
+    odd = next((key for key in rule if key not in ("low", "high", "log", "of")), None)
+    if odd:
+        raise WaffleError(f"{where} has an unknown key {odd!r}{suggest(odd, ('low', 'high', 'log', 'of'))}")
+    if not all(type(v) in (int, float) for v in (low, high)) or not low < high:  # type: ignore[operator]
+        raise WaffleError(f"{where} needs numbers low < high, got {low!r} and {high!r}")
+    if rule.get("log") and not low > 0:  # type: ignore[operator]
+        raise WaffleError(f"{where} draws logarithms, so low must be above 0, got {low!r}")

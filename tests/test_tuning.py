@@ -1,0 +1,333 @@
+"""waffle tune, with the real Optuna, on small budgets."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from conftest import refusal
+from test_cli import Shown, waffle
+from test_process import start
+from waffle_fl.algorithms import ALGORITHMS, training_key
+from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, option_types
+from waffle_fl.experiment import Place, execute, plan
+from waffle_fl.records import read_rounds
+from waffle_fl.tuning.report import command
+from waffle_fl.tuning.search import Watcher, Wish, search
+from waffle_fl.tuning.space import SPACES, drawn, space_of, trained
+
+ROUNDS = 8
+SMALL = (
+    *("--samples-per-agent", "40", "--batch-size", "16", "--rounds", str(ROUNDS), "--model", "linear"),
+    *("--workers", "1", "--quiet"),
+)
+
+
+def tune(out: Path, *flags: str, method: str = "waffle") -> Shown:
+    return waffle("tune", method, *SMALL, "--out", out, *flags)
+
+
+def recorded(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search of eight trials in two batches, unbroken."""
+    out = tmp_path_factory.mktemp("tune") / "whole"
+    shown = tune(out, "--trials", "8", "--together", "4")
+    assert (shown.code, shown.err) == (0, "")
+    return out
+
+
+# --- the space
+
+
+class Dice:
+    """Draws by a list of fractions."""
+
+    def __init__(self, fractions: list[float]) -> None:
+        self._next = iter(fractions)
+
+    def choose(self, name: str, choices: list[Any]) -> Any:
+        return choices[min(int(next(self._next) * len(choices)), len(choices) - 1)]
+
+    def number(self, name: str, low: float, high: float, log: bool) -> float:
+        return low + next(self._next) * (high - low)
+
+
+@pytest.mark.parametrize("method", list(ALGORITHMS))
+@given(fractions=st.lists(st.floats(0, 1), min_size=12, max_size=12))
+@settings(max_examples=25, deadline=None)
+def test_every_draw_is_a_run(method: str, fractions: list[float]) -> None:
+    """Whatever is drawn from a method's default space, it is a config that passes every check."""
+    config = drawn(space_of(method), RunConfig(method=method, settings=Settings()), Dice(fractions))
+    assert check_run(method, {}, config.options).options == config.options
+    config.algorithm()
+
+
+def test_a_schedule_is_drawn_with_its_numbers() -> None:
+    """sigmoid(slope, shift) becomes text with both numbers, the shift in rounds, and psi is what omega is."""
+    config = drawn(space_of("waffle"), RunConfig(method="waffle", settings=Settings()), Dice([0, 0, 1, 0, 0]))
+    assert config.options["omega"] == config.options["psi"] == "sigmoid(1, 30)"
+
+
+def test_what_the_server_alone_reads_is_not_trained() -> None:
+    """Of WAFFLE's space only clip and lr change the training; draws that agree in these share a stack."""
+    assert trained(space_of("waffle"), "waffle") == {"clip", "lr"}
+    base = RunConfig(method="waffle", settings=Settings())
+    a, b = (
+        drawn(space_of("waffle", over=("omega", "psi")), base, Dice([first, 0.5, 0.5])).algorithm() for first in (0, 1)
+    )
+    assert a != b
+    assert training_key(a) == training_key(b)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[ditto]\nlam = [1.0]", "expected a table [waffle]"),
+        ("[waffle]\nslop = [1.0]", "unknown 'slop'"),
+        ("[waffle]\nclip = []", "clip has no choices"),
+        ("[waffle]\nlr = { low = 2, high = 1 }", "low < high"),
+        ("[waffle]\nlr = { low = 0, high = 1, log = true }", "above 0"),
+        ("[waffle]\nlr = { low = 0.1, high = 1, lok = true }", "unknown key 'lok'"),
+        ('[waffle]\nomega = ["sigmoid(slope)"]', "slope is named in a text but has no range"),
+        ("[waffle]\nclip = 1.0", "nothing is left to search"),
+        ("[waffle", "not valid TOML"),
+    ],
+)
+def test_a_wrong_space_is_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    """A mistake in the file of a search space is told in one line."""
+    file = tmp_path / "space.toml"
+    file.write_text(text)
+    assert expected in refusal(space_of, "waffle", str(file))
+
+
+@pytest.mark.parametrize("text", ["batch_size = { low = 2, high = 9 }", 'omega = ["sigmoyd(3)"]', "clip = [-1.0, 1.0]"])
+def test_a_value_no_run_could_take_is_told_first(tmp_path: Path, text: str) -> None:
+    """A choice or bound that fails a run's checks is refused before anything is trained."""
+    (tmp_path / "space.toml").write_text(f"[waffle]\n{text}")
+    shown = tune(tmp_path / "out", "--space", str(tmp_path / "space.toml"))
+    assert shown.code == 2
+    assert shown.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# --- a search
+
+
+def test_what_it_leaves(whole: Path) -> None:
+    """A table of trials, a chart, a record with the default and every trial, and test data for at most two of them."""
+    lines = recorded(whole)
+    assert [line["trial"] for line in lines] == ["default", *range(8)]
+    assert {line["state"] for line in lines} <= {"finished", "pruned", "diverged"}
+    assert (whole / "trials.png").read_bytes().startswith(b"\x89PNG")
+    best = max((line for line in lines if line["state"] == "finished"), key=lambda line: line["score"])
+    assert {line["trial"] for line in lines if "test_accuracy" in line} == {"default", best["trial"]}
+
+
+def test_the_winner_is_a_run(whole: Path, tmp_path: Path) -> None:
+    """best.toml is an experiment file, whose run scores on validation and test data what the search said."""
+    experiment = load_experiment(whole / "best.toml")
+    (result,) = execute(plan(experiment, tmp_path), Place())
+    best = max((line for line in recorded(whole) if line["state"] == "finished"), key=lambda line: line["score"])
+    assert result["selected"]["accuracy"] == best["test_accuracy"]
+    rounds = read_rounds(next(tmp_path.glob("*/rounds.jsonl")))
+    assert max(line["validation_accuracy"] for line in rounds) == best["validation_accuracy"]
+
+
+def test_trials_train_in_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four trials that differ in omega and psi alone are four cells of one simulation."""
+    from waffle_fl.experiment import execution
+
+    stacks, simulate = [], execution.simulate
+
+    def counted(cells: Any, *args: Any, **options: Any) -> Any:
+        stacks.append(len(cells))
+        return simulate(cells, *args, **options)
+
+    monkeypatch.setattr(execution, "simulate", counted)
+    assert tune(tmp_path / "out", "--trials", "4", "--pruning", "off").code == 0
+    assert stacks == [1, 4, 4, 4]  # the default; the trials up to each rung and to the end
+
+
+def test_same_seed_same_search(whole: Path, tmp_path: Path) -> None:
+    """Two searches of one seed try the same and find the same; another seed tries something else."""
+    assert tune(tmp_path / "a", "--trials", "8").code == 0
+    assert recorded(tmp_path / "a") == recorded(whole)
+    assert tune(tmp_path / "b", "--trials", "4", "--seed", "2").code == 0
+    assert [line["values"] for line in recorded(tmp_path / "b")[1:]] != [
+        line["values"] for line in recorded(whole)[1:5]
+    ]
+
+
+def test_a_longer_search_goes_on(whole: Path, tmp_path: Path) -> None:
+    """Four trials, then eight in the same folder: the first four are left as they are, and all are as in one go."""
+    assert tune(tmp_path / "out", "--trials", "4").code == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rounds.jsonl")}
+    assert tune(tmp_path / "out", "--trials", "8").code == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert recorded(tmp_path / "out") == recorded(whole)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
+def test_a_search_survives_a_blow(whole: Path, tmp_path: Path, blow: signal.Signals) -> None:
+    """After Ctrl-C or SIGKILL the same command goes on, and ends with the record of the unbroken search."""
+    line = ["tune", "waffle", *SMALL, "--out", tmp_path / "out", "--trials", "8", "--checkpoint-seconds", "0"]
+    process = start(*line)
+    while not (tmp_path / "out" / "trial-0005").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.002)
+    process.send_signal(blow)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == (130 if blow == signal.SIGINT else -signal.SIGKILL)
+    assert blow == signal.SIGKILL or "the same command goes on" in err
+    ended = {p.parent: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("trial-000[0-3]/*/rounds.jsonl")}
+    assert tune(tmp_path / "out", "--trials", "8").code == 0
+    assert {folder: (folder / "rounds.jsonl").stat().st_mtime_ns for folder in ended} == ended
+    assert recorded(tmp_path / "out") == recorded(whole)
+
+
+def test_the_time_may_end_it(tmp_path: Path) -> None:
+    """When the minutes are spent the best so far is written, and the same command goes on."""
+    assert tune(tmp_path / "out", "--trials", "1").code == 0
+    flags = ("--trials", "400", "--minutes", "0.02")
+    shown = tune(tmp_path / "out", *flags)
+    assert shown.code == 0
+    assert "the time is up" in shown.out
+    done = len(recorded(tmp_path / "out"))
+    assert 2 <= done < 400
+    tune(tmp_path / "out", *flags)
+    assert len(recorded(tmp_path / "out")) >= done
+
+
+@pytest.mark.parametrize("pruning", ["median", "halving"])
+def test_hopeless_trials_are_given_up(tmp_path: Path, pruning: str) -> None:
+    """Among tiny learning rates most trials are pruned at a rung, and their folders hold no more rounds than that."""
+    (tmp_path / "space.toml").write_text("[fedavg]\nlr = [0.2, 0.000001, 0.000002, 0.000003, 0.000004]")
+    flags = ("--space", str(tmp_path / "space.toml"), "--trials", "10", "--pruning", pruning)
+    assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
+    pruned = [line for line in recorded(tmp_path / "out") if line["state"] == "pruned"]
+    assert pruned
+    assert all(line["rounds"] < ROUNDS and line["values"]["lr"] < 0.1 for line in pruned)
+    for line in pruned:
+        assert not list((tmp_path / "out" / f"trial-{line['trial']:04d}").glob("*/checkpoint-*"))
+
+
+def test_a_diverging_trial_is_no_winner(tmp_path: Path) -> None:
+    """A learning rate under which Alice's training leaves the finite numbers ends its trial, not the search."""
+    (tmp_path / "space.toml").write_text("[fedavg]\nlr = [1e30, 1e31]")
+    shown = tune(tmp_path / "out", "--space", str(tmp_path / "space.toml"), "--trials", "2", method="fedavg")
+    assert shown.code == 0
+    assert [line["state"] for line in recorded(tmp_path / "out")] == ["finished", "diverged", "diverged"]
+    assert "no trial beat the default" in shown.out
+
+
+def test_every_agent_is_alice(tmp_path: Path) -> None:
+    """With --alice all a trial is a run for each agent, and its score the mean over them."""
+    flags = ("--alice", "all", "--agents", "3", "--split", "A", "--trials", "2", "--over", "p_d", "--pruning", "off")
+    assert tune(tmp_path / "out", *flags, method="weight-erosion").code == 0
+    line = recorded(tmp_path / "out")[1]
+    logs = list((tmp_path / "out" / "trial-0000").glob("*/rounds.jsonl"))
+    assert len(logs) == 3
+    best = [max(entry["validation_accuracy"] for entry in read_rounds(log)) for log in logs]
+    assert line["validation_accuracy"] == pytest.approx(sum(best) / 3)
+    assert load_experiment(tmp_path / "out" / "best.toml").settings.alice == "all"
+
+
+# --- what a user can mend
+
+
+def test_no_validation_data(tmp_path: Path) -> None:
+    """Without validation data nothing is searched, and the line says how to get some."""
+    shown = tune(tmp_path / "out", "--validation", "0")
+    assert shown.code == 2
+    assert "such as --validation 0.2" in shown.words
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_search_s_folder(whole: Path) -> None:
+    """A folder that holds another search is refused, and left as it is."""
+    before = (whole / "search.json").read_bytes()
+    shown = tune(whole, "--trials", "8", "--split", "A")
+    assert shown.code == 2
+    assert "holds another search" in shown.words
+    assert (whole / "search.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--trials", "0"], "trials >= 1"),
+        (["--together", "0"], "together >= 1"),
+        (["--over", "lamm"], "'lamm' is not in the search space"),
+        (["--pruning", "hard"], "expected median or halving or off"),
+        (["--space", "nowhere.toml"], "cannot read nowhere.toml"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, flags: list[str], expected: str) -> None:
+    """A wrong flag is one line and exit code 2."""
+    shown = tune(tmp_path / "out", *flags)
+    assert shown.code == 2
+    assert expected in shown.words
+
+
+def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Optuna is not installed, one line says what to install; the other commands never ask for it."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    shown = tune(tmp_path / "out")
+    assert shown.code == 2
+    assert "pip install 'waffle-fl[tune]'" in shown.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_winner_as_a_command() -> None:
+    """The line that is printed for `waffle run` names what is not the default, and nothing else."""
+    config = check_run("waffle", {"split": "A*", "lr": 0.05, "augment": True}, {"omega": "step(0.2)", "clip": 2.0})
+    assert command(config) == "waffle run waffle --split 'A*' --lr 0.05 --augment --omega 'step(0.2)'"
+
+
+def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
+    """A front end is told of each trial when it ends, beside the best so far."""
+    heard = []
+
+    class Ear(Watcher):
+        def told(self, trial: Any, found: Any) -> None:
+            heard.append((trial.number, found.best.score))
+
+    config = check_run("local", {"rounds": 4, "validation": 0.3, "samples_per_agent": 30, "model": "linear"}, {})
+    found = search(Wish(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Place(workers=1), Ear())
+    assert [number for number, _ in heard] == [0, 1, 2]
+    assert heard[-1][1] == found.best.score
+
+
+def test_every_space_names_what_exists() -> None:
+    """Each space is that of a method and searches hyperparameters of its own or of its training."""
+    assert set(SPACES) <= set(ALGORITHMS)
+    for method in SPACES:
+        assert set(space_of(method)) & {*option_types(method), "lr"}
+
+
+def test_a_method_without_a_space_searches_its_step_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that states no space of its own is tuned in lr."""
+    monkeypatch.delitem(SPACES, "ditto")
+    assert set(space_of("ditto")) == {"lr"}
+
+
+def test_the_terminal_tells_how_far_it_is(whole: Path) -> None:
+    """Unless it is quiet a search says on stderr what is done; a search that has ended trains nothing more."""
+    loud = [flag for flag in SMALL if flag != "--quiet"]
+    shown = waffle("tune", "waffle", *loud, "--out", whole, "--trials", "8", "--together", "4")
+    assert shown.code == 0
+    assert "8 trials of WAFFLE, 8 already done" in shown.err
+    assert "default" in shown.out
+    assert "8 of 8 trials" in shown.out
