@@ -44,7 +44,7 @@ def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting
     for r in range(max(R - tuning, 0) + 1, R + 1):
         y = train(problem, r, problem.alice, y, clip)
         trace.models.append(y)
-        trace.weights.append([0.0] * N)
+        trace.weights.append(shares(problem, r, weighting))
     return trace
 
 
