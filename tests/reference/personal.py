@@ -52,7 +52,7 @@ def per_fedavg(
     problem: Problem,
     *,
     clip: float = 0.0,
-    inner_lr: float = 0.1,
+    inner_lr: float = 0.03,
     variant: str = "first-order",
     delta: float = 0.001,
 ) -> Trace:
