@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from reference import calc_weights as slow
+from reference.paper import calc_weights as slow
 from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.schedules import evaluate, parse, sigmoid
 from waffle_fl.algorithms.waffle import Waffle, calc_weights

@@ -44,7 +44,7 @@ def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting
     for r in range(max(R - tuning, 0) + 1, R + 1):
         y = train(problem, r, problem.alice, y, clip)
         trace.models.append(y)
-        trace.weights.append([0.0] * N)
+        trace.weights.append(shares(problem, r, weighting))
     return trace
 
 
@@ -52,7 +52,7 @@ def per_fedavg(
     problem: Problem,
     *,
     clip: float = 0.0,
-    inner_lr: float = 0.1,
+    inner_lr: float = 0.03,
     variant: str = "first-order",
     delta: float = 0.001,
 ) -> Trace:

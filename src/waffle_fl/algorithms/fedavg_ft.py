@@ -64,10 +64,9 @@ class FedAvgFT:
         return Agents(local.y, local.stats), Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        if now.r > now.of - self.tuning:
-            nobody = torch.zeros_like(now.heard, dtype=torch.float64)
-            return server._replace(tuned=torch.ones_like(server.tuned)), Info(nobody)
         averaged, info = fedavg.aggregate(fedavg.Server(server.x, server.stats), up, now, self.weighting)
+        if now.r > now.of - self.tuning:
+            return server._replace(tuned=torch.ones_like(server.tuned)), info
         return Server(*averaged, server.tuned), info
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

@@ -43,7 +43,7 @@ class PerFedAvg:
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0
     """Largest norm of an update's gradient; 0 turns clipping off."""
-    inner_lr: float = 0.1
+    inner_lr: float = 0.03
     """Step size of the adaptation."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
     """Leave the Hessian out, or take it from a difference of gradients; an update takes 2 mini-batches, or 3."""
