@@ -13,12 +13,12 @@ import waffle_fl
 
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
-    {"errors", "metrics", "randomness"},
+    {"errors", "metrics", "notation", "randomness"},
     {"augment", "data", "models", "tensorfile"},
     {"own", "partition"},
     {"federation", "wire"},
     {"batches"},
-    {"algorithms", "guard"},
+    {"algorithms", "attacks", "guard"},
     {"config", "engines", "folders"},
     {"records"},
     {"experiment", "results"},

@@ -8,13 +8,13 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm
-from waffle_fl.algorithms.schedules import parse
+from waffle_fl import attacks
+from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, defences, schedules
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
 
@@ -85,6 +85,10 @@ class Settings:
     """Shift each training image by up to 4 pixels and reflect half of them, anew in every step."""
     guard: Literal["off", "standard"] = "off"
     """Server-side tests of each update besides finiteness."""
+    attack: str = attacks.NONE
+    """What malicious agents do, such as sign-flip, alie(1.5) or backdoor; docs/robustness.md lists all."""
+    attackers: int = 1
+    """How many agents are malicious where there is an attack: the last ones, never Alice."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
     """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
 
@@ -129,7 +133,8 @@ class RunConfig:
         where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}"
         alice = "" if s.alice == "0" else f"-{s.alice}"
         without = "".join(f"-without-{name}" for name in s.leave_out)
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}{without}")
+        attack = f"-{plain(s.attack)}-{s.attackers}" if s.attack != attacks.NONE else ""
+        return plain(f"{where}-{self.method}-{s.seed}{alice}{without}{attack}")
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
@@ -150,6 +155,11 @@ class RunConfig:
         values = _tuples(content["settings"])
         options = content.get("options") or {}
         return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
+
+
+def plain(text: str) -> str:
+    """The text as part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
 
 
 def completed(content: Any) -> Any:
@@ -314,12 +324,12 @@ def _problems(
             rule = RULES.get(name)
             if rule and not rule[1](value):
                 problems.append(f"{name}{_line(text, name)}: expected {rule[0]}, got {_shown(value)}")
-            elif name in ("omega", "psi"):
-                problems += _schedule_problems(value)
+            elif name in WRITTEN:
+                problems += _written_problems(WRITTEN[name], value)
     return problems
 
 
-def _schedule_problems(value: str) -> list[str]:
+def _written_problems(parse: Callable[[str], Any], value: str) -> list[str]:
     try:
         parse(value)
     except WaffleError as error:
@@ -387,6 +397,7 @@ POSITIVE = "a number above 0", lambda value: value > 0
 NOT_NEGATIVE = at_least(0)
 RULES: dict[str, tuple[str, Any]] = {
     "agents": at_least(1),
+    "attackers": at_least(1),
     "sizes": ("numbers above 0", lambda value: all(size > 0 for size in value)),
     "samples_per_agent": NOT_NEGATIVE,
     "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
@@ -406,4 +417,11 @@ RULES: dict[str, tuple[str, Any]] = {
     "p_s": NOT_NEGATIVE,
     "mix": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
     "lam": NOT_NEGATIVE,
+}
+
+WRITTEN: dict[str, Callable[[str], Any]] = {
+    "omega": schedules.parse,
+    "psi": schedules.parse,
+    "attack": attacks.parse,
+    "aggregation": defences.parse,
 }

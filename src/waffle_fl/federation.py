@@ -36,6 +36,7 @@ class Federation:
     task: Task = "classification"
     preparations: tuple[Preprocessing, ...] = ()  # of tables: how each agent's rows became numbers
     notes: tuple[str, ...] = ()  # what a reader of results on this data must know
+    backdoor: Tensor | None = None  # Alice's stamped test samples, where somebody builds a backdoor
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -134,6 +135,7 @@ class Federation:
             validation=on(self.validation),
             test=on(self.test),
             relabel=self.relabel.to(device),
+            backdoor=None if self.backdoor is None else self.backdoor.to(device),
         )
 
     @classmethod

@@ -180,6 +180,7 @@ def code_digest() -> str:
         "partition.py",
         "randomness.py",
         "guard.py",
+        "attacks",
     )
     files = sorted(
         f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))

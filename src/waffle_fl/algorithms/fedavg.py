@@ -20,6 +20,7 @@ from waffle_fl.algorithms.contract import (
     server_side,
     uniform,
 )
+from waffle_fl.algorithms.defences import parse
 
 
 class Server(NamedTuple):
@@ -61,6 +62,9 @@ class FedAvg:
     """Largest norm of a gradient; 0 turns clipping off."""
     weighting: Literal["equal", "samples"] = server_side("equal")
     """Weigh agents equally (the paper's authors) or by their number of samples (McMahan et al.)."""
+    aggregation: str = server_side("mean")
+    """How updates become one: mean, or a robust rule, which weighs equally: krum(f), multi-krum(f), trimmed-mean(f),
+    median, geometric-median or centered-clipping(radius)."""
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(net.params, net.stats), Agents()
@@ -84,8 +88,13 @@ class FedAvg:
             weights = normalised(now.heard * now.samples.double(), now.heard)
         else:
             weights = uniform(now.heard)
-        x = moved(server.x, weights, up.dy)
-        stats = averaged(server.stats, weights, up.stats)
+        rule = parse(self.aggregation)
+        if rule:
+            dy, weights = rule(up.dy, now.heard)
+            x = (server.x.double() + dy).to(server.x.dtype)
+        else:
+            x = moved(server.x, weights, up.dy)
+        stats = averaged(server.stats, normalised(weights, now.heard), up.stats)
         return Server(x, stats), Info(weights)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

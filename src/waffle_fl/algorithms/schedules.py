@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import math
 import numbers
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
-from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.errors import WaffleError
+from waffle_fl.notation import build
 
 Schedule: TypeAlias = Callable[[int, int], float]
 
@@ -58,17 +58,7 @@ def parse(text: str) -> Schedule:
     """Turn the text of a schedule into its function."""
     if ":" in text:
         return _imported(text)
-    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
-    if not match:
-        raise WaffleError(f"expected a schedule such as sigmoid(3.2) or module:function, got {text!r}")
-    kind, inside = match.groups()
-    if kind not in KINDS:
-        raise WaffleError(f"unknown schedule {kind!r}{suggest(kind, KINDS)}")
-    try:
-        numbers = [float(part) for part in (inside or "").split(",") if part.strip()]
-        return KINDS[kind](*numbers)
-    except (TypeError, ValueError):
-        raise WaffleError(f"expected numbers in {text!r}, as in sigmoid(3.2) or linear(1, 0)") from None
+    return build(text, KINDS, "a schedule", "sigmoid(3.2) or module:function")
 
 
 def _imported(text: str) -> Schedule:

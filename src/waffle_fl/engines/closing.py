@@ -136,6 +136,12 @@ class Examiner:
         more = self.score(theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged])
         for k, found in zip(judged, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
+        attacked = [(k, f, f.backdoor) for k, f in enumerate(federations) if f.backdoor is not None]
+        stamped = self.score(
+            [f for _, f, _ in attacked], [rows for *_, rows in attacked], [nets[k] for k, *_ in attacked]
+        )
+        for (k, *_), found in zip(attacked, stamped, strict=True):
+            scores[k]["backdoor"] = found["accuracy"]  # how often the stamp has its way
         return scores
 
     def score(
