@@ -49,6 +49,7 @@ class Round(NamedTuple):
     samples: Tensor  # (N,) registered sample counts
     steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
     batch_size: int
+    suspect: Tensor | None = None  # (N,) bool: those that a guard found out, absent ones not among them; None: no guard
 
 
 class Algorithm(Protocol):

@@ -131,7 +131,7 @@ def _trimmed(dy: Rows, heard: Tensor, cut: Tensor) -> tuple[Vector, Weights]:
     values, order = torch.where(heard[:, None], dy.double(), math.inf).sort(dim=0, stable=True)
     place = torch.arange(len(dy), device=dy.device)
     kept = (place >= cut) & (place < heard.sum() - cut)
-    inner = kept / kept.sum().clamp(min=1)
+    inner = kept.double() / kept.sum().clamp(min=1)
     mean = torch.where(kept[:, None], values * inner[:, None], 0.0).sum(dim=0)
     shares = torch.zeros_like(values).scatter(0, order, inner[:, None].expand_as(values)).mean(dim=1)
     return mean, shares

@@ -88,6 +88,11 @@ def heard_control_variates(server: Shared, up: Up, now: Round, lr: float) -> Row
     return torch.where(now.intact[:, None], c_i, server.c_i)
 
 
+def uncorrected(server: Shared, dy: Rows, steps: Tensor, lr: float) -> Rows:
+    """What the agents' own gradients alone would have moved them: -K_i lr c_i+, dy without its correction."""
+    return dy + steps[:, None].to(dy.dtype) * lr * (server.c - server.c_i)
+
+
 def start(net: Net, agents: int) -> tuple[Server, Agents]:
     """All control variates start at zero."""
     c = torch.zeros_like(net.params)
@@ -148,10 +153,16 @@ class Scaffold:
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         weights = uniform(now.heard)
         c_i = heard_control_variates(server, up, now, self.sgd.lr)
-        every = uniform(now.samples > 0)
-        c = server.c + weighted_sum(every, c_i - server.c_i).to(server.c.dtype)  # so c stays the mean of all c_i
+        every = now.samples > 0
+        if now.suspect is None:
+            c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
+        else:  # what a suspect left in c would steer everyone for ever
+            c = weighted_sum(uniform(every & ~now.suspect), c_i).to(server.c.dtype)
         x = moved(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
+
+    def uncorrected(self, server: Server, up: Up, steps: Tensor) -> Rows:
+        return uncorrected(server, up.dy, steps, self.sgd.lr)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from waffle_fl.algorithms import scaffold
 from waffle_fl.algorithms.contract import (
@@ -143,6 +144,9 @@ class Waffle:
             c = server.c.double() + weighted_sum(alpha_bar, c_i - server.c_i)  # A2.15-16
         stats = averaged(server.stats, alpha_bar, up.stats)
         return Server(x, stats, c.to(server.c.dtype), c_i, past)
+
+    def uncorrected(self, server: Server, up: Up, steps: Tensor) -> Rows:
+        return scaffold.uncorrected(server, up.dy, steps, self.sgd.lr)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -56,9 +56,11 @@ def close(
     desk: Desk,
 ) -> Closed:
     """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had."""
-    up, heard, codes = screen(up, desk.alice, present, guard)
+    own = algorithm.uncorrected(server, up, desk.steps) if hasattr(algorithm, "uncorrected") else None
+    up, heard, codes = screen(up, desk.alice, present, guard, own)
     intact = heard & (codes == OK)
-    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size)
+    suspect = present & ~heard if guard != "off" else None
+    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size, suspect)
     server, info = algorithm.aggregate(server, up, now)
     agents = where_rows(intact, agents, before)
     net = algorithm.personal(server, agents, len(heard))
