@@ -17,7 +17,7 @@ from waffle_fl.algorithms.defences import RULES, clipped_mean, parse, weiszfeld
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.engines.simulate import Cell, simulate
 
-WRITTEN = ("krum(2)", "multi-krum(2)", "trimmed-mean(2)", "median", "geometric-median", "centered-clipping(1.5)")
+WRITTEN = ("krum(2)", "multi-krum(2)", "trimmed-mean(2)", "median", "geometric-median", "centered-clipping(0.8)")
 every = pytest.mark.parametrize("text", WRITTEN)
 
 
@@ -151,4 +151,6 @@ def test_beside_byzfl(seed: int, f: int) -> None:
     found = weiszfeld(rows, everyone(rows), torch.tensor(0.1), 5)[0]
     np.testing.assert_allclose(found.numpy(), byzfl.GeometricMedian(0.1, 5)(rows.numpy()), rtol=1e-12, atol=1e-12)
     found = clipped_mean(rows, everyone(rows), torch.tensor(1.5), 4)[0]
-    np.testing.assert_allclose(found.numpy(), byzfl.CenteredClipping(None, 4, 1.5)(rows.numpy()), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        found.numpy(), byzfl.CenteredClipping(None, 4, 1.5)(rows.numpy()), rtol=1e-12, atol=1e-12
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -219,23 +220,46 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def load_experiments(path: Path) -> list[Experiment]:
-    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
-    except OSError as error:
-        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise WaffleError(f"{path} is not valid TOML: {error}") from None
+    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them.
+
+    A table [vary] of lists, at the top or in a variant, makes one of every combination of their values.
+    """
+    text, content = read_toml(path)
+    content.pop("claims", None)
     if "variants" not in content:
-        return [_experiment(path, path.stem, content, text)]
+        return [_experiment(path, name, varied, text) for name, varied in _varied(path, path.stem, content)]
     variants = content.pop("variants")
     if not isinstance(variants, dict) or not variants or not all(isinstance(v, dict) for v in variants.values()):
         raise WaffleError(f"{path}: expected tables [variants.NAME], got {_shown(variants)}")
     return [
-        _experiment(path, f"{path.stem}/{check_name(name)}", _changed(content, changes), text)
-        for name, changes in variants.items()
+        _experiment(path, name, varied, text)
+        for variant, changes in variants.items()
+        for name, varied in _varied(path, f"{path.stem}/{check_name(variant)}", _changed(content, changes))
     ]
+
+
+def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The content itself, or one for each combination of the values in its [vary]; `method.option` names an option."""
+    lists = content.pop("vary", {})
+    if not isinstance(lists, dict) or not all(isinstance(values, list) and values for values in lists.values()):
+        raise WaffleError(f"{path}: expected lists of values in [vary], got {_shown(lists)}")
+    for chosen in itertools.product(*lists.values()):
+        changes: dict[str, Any] = {}
+        for key, value in zip(lists, chosen, strict=True):
+            method, _, option = key.rpartition(".")
+            changes |= {method: {**changes.get(method, {}), option: value}} if method else {key: value}
+        yield "/".join([name, *(plain(str(value)) for value in chosen)]), _changed(content, changes)
+
+
+def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    """A file's text and what it says."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WaffleError(f"{path} is not valid TOML: {error}") from None
 
 
 def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +276,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
-    known = [*hints, *GRID, "schema", "variants", *ALGORITHMS]
+    known = [*hints, *GRID, "schema", "variants", "vary", "claims", *ALGORITHMS]
     problems += [f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "seed") if key in content]
     values = _tuples(content)
     problems += _problems(values, hints, known, text)

@@ -1,7 +1,7 @@
 """What the server checks of an update before it touches the model: row W of the threat list in docs/design.md.
 
 Always: an update that is not finite, or longer than any honest one, is not heard this round. With guard "standard" also
-the cheap tests of closeness: too short to be training, a copy of Alice's, pointing away from her, and much longer.
+the cheap tests of closeness to Alice's: docs/robustness.md has each with its reason and what it was measured to stop.
 """
 
 from __future__ import annotations
@@ -11,26 +11,31 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import Rows, Vector, Weights, blocks, lengths, row_of
+from waffle_fl.algorithms.contract import Rows, Weights, blocks, lengths, row_of
 
 Guard: TypeAlias = Literal["off", "standard"]
 
 MAX_NORM = 1e6
-SHORTEST = 0.25  # of the median length; who trains at all moves farther
-LONGEST = 2.0  # times Alice's length
-CHANCE = 3.0  # deviations of the angle between random directions; who agrees no more with Alice than that does not
-COPY = 0.1  # of Alice's length and of the median distance from her; different data part two agents farther
-OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED = range(8)
-REASONS = ("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy of Alice's")
+SHORTEST = 0.25  # of the median length: who trains at all moves farther
+LONGEST = 2.0  # times Alice's length: what is longer is cut
+COPY = 0.1  # of Alice's length and of the median distance from her: other data leads farther away
+AGREEMENT = 0.5  # of the median agreement (cosine) with Alice,
+CHANCE = 3.0  # and more than the angle of random directions has in so many deviations
+PULL = 2.0  # times the median length of control variates: one that is longer steers everybody
+OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING = range(9)
+REASONS = (
+    *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy of Alice's"),
+    "too strong a pull",
+)
 
 
 def screen(
-    up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", own: Rows | None = None
+    up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", pulls: Rows | None = None
 ) -> tuple[Any, Tensor, Tensor]:
     """(up with the rejected rows blanked, who was heard, a reason code for each agent).
 
-    `own` is dy without what the method itself added to all agents' steps, where it does: a control variate takes what
-    is an agent's own out of its update, so a poisoned agent moves as everybody does while it bends where that leads.
+    `pulls` are the control variates that would follow from the updates. A correction takes what is an agent's own out
+    of its update, so a poisoned agent moves as everybody does, while its control variate bends where that leads.
     """
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
@@ -38,38 +43,42 @@ def screen(
             largest = torch.cat([part.abs().amax(dim=1) for part in blocks(field)])
             code = torch.where(torch.isfinite(largest), code, NOT_FINITE)
     if hasattr(up, "dy"):
-        code = torch.where((lengths(up.dy) > MAX_NORM) & (code == OK), TOO_LONG, code)
+        norms = lengths(up.dy)
+        code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
         if guard == "standard":
-            code, factor = _closeness(up.dy, alice, present & (code == OK), code)
-            if own is not None:
-                code, other = _closeness(own, alice, present & (code == OK), code)
-                factor = factor.minimum(other)
-            code = torch.where((code == OK) & present & (factor < 1), CLIPPED, code)
-            up = up._replace(dy=up.dy * factor[:, None].to(up.dy.dtype))
+            up, code = _closeness(up, alice, norms, code, present, pulls)
     code = torch.where(present, code, ABSENT)
     heard = (code == OK) | (code == CLIPPED)
     blanked = [torch.where(heard[:, None], field, 0.0) for field in up]
     return type(up)(*blanked), heard, code
 
 
-def _closeness(dy: Rows, alice: Tensor, sound: Tensor, code: Tensor) -> tuple[Tensor, Weights]:
-    """The tests of the sound rows against Alice's: what is wrong with each, and the factor that shortens it."""
-    dy = torch.where(sound[:, None], dy, torch.zeros_like(dy))
-    hers, norms = row_of(dy, alice), lengths(dy)
-    length, distances = row_of(norms, alice), lengths(dy, hers)
-    others = (torch.arange(len(dy), device=dy.device) != alice) & sound
-    copied = distances < COPY * torch.minimum(length, _middle(distances, others))
-    opposed = _along(dy, hers) <= CHANCE / dy.shape[1] ** 0.5 * norms * length
-    for wrong, reason in ((norms < SHORTEST * _middle(norms, sound), TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)):
+def _closeness(
+    up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, pulls: Rows | None
+) -> tuple[Any, Tensor]:
+    """Reject what is too short, a copy, opposed to Alice or steers too hard; shorten what is too long."""
+    sound = present & (code == OK)
+    others = sound & (torch.arange(len(norms), device=norms.device) != alice)
+    dy = torch.where(sound[:, None], up.dy, 0.0)
+    hers, length = row_of(dy, alice), row_of(norms, alice)
+    distances = lengths(dy, hers)
+    short = norms < SHORTEST * _median(norms, sound)
+    copied = distances < COPY * torch.minimum(length, _median(distances, others))
+    along = torch.cat([part.double() @ hers.double() for part in blocks(dy)])
+    agreement = along / (norms * length).clamp(min=1e-300)
+    chance = min(CHANCE / dy.shape[1] ** 0.5, AGREEMENT)
+    opposed = agreement <= (AGREEMENT * _median(agreement, others & ~short & ~copied)).clamp(min=chance)
+    tests = [(short, TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)]
+    if pulls is not None:
+        force = lengths(torch.where(sound[:, None], pulls, 0.0))
+        tests.append((force > PULL * _median(force, sound), PULLING))
+    for wrong, reason in tests:
         code = torch.where(others & wrong & (code == OK), reason, code)
     limit = LONGEST * length
-    return code, torch.where(others & (norms > limit), limit / norms.clamp(min=1e-300), 1.0)
+    long = others & (code == OK) & (norms > limit)
+    scale = torch.where(long, limit / norms.clamp(min=1e-300), 1.0).to(up.dy.dtype)
+    return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)
 
 
-def _along(dy: Rows, hers: Vector) -> Weights:
-    """<dy_i, dy_alice> in float64."""
-    return torch.cat([part.double() @ hers.double() for part in blocks(dy)])
-
-
-def _middle(values: Weights, among: Tensor) -> Tensor:
+def _median(values: Weights, among: Tensor) -> Tensor:
     return torch.where(among, values, torch.nan).nanmedian()

@@ -58,6 +58,7 @@ class Algorithm(Protocol):
     `begin`, `step` and `finish` are row-local: row i reads row i alone. So an engine may loop over rows, stack them,
     stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
     One whose `aggregate` reads who Alice is says so by `for_alice = True`; others train alike for every Alice.
+    One with control variates has `pulls(server, up, steps)`, the new ones as rows, for a guard to see.
     """
 
     @property

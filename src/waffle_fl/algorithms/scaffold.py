@@ -88,11 +88,6 @@ def heard_control_variates(server: Shared, up: Up, now: Round, lr: float) -> Row
     return torch.where(now.intact[:, None], c_i, server.c_i)
 
 
-def uncorrected(server: Shared, dy: Rows, steps: Tensor, lr: float) -> Rows:
-    """What the agents' own gradients alone would have moved them: -K_i lr c_i+, dy without its correction."""
-    return dy + steps[:, None].to(dy.dtype) * lr * (server.c - server.c_i)
-
-
 def start(net: Net, agents: int) -> tuple[Server, Agents]:
     """All control variates start at zero."""
     c = torch.zeros_like(net.params)
@@ -161,8 +156,8 @@ class Scaffold:
         x = moved(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
 
-    def uncorrected(self, server: Server, up: Up, steps: Tensor) -> Rows:
-        return uncorrected(server, up.dy, steps, self.sgd.lr)
+    def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
+        return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -145,8 +145,8 @@ class Waffle:
         stats = averaged(server.stats, alpha_bar, up.stats)
         return Server(x, stats, c.to(server.c.dtype), c_i, past)
 
-    def uncorrected(self, server: Server, up: Up, steps: Tensor) -> Rows:
-        return scaffold.uncorrected(server, up.dy, steps, self.sgd.lr)
+    def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
+        return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -56,8 +56,8 @@ def close(
     desk: Desk,
 ) -> Closed:
     """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had."""
-    own = algorithm.uncorrected(server, up, desk.steps) if hasattr(algorithm, "uncorrected") else None
-    up, heard, codes = screen(up, desk.alice, present, guard, own)
+    pulls = algorithm.pulls(server, up, desk.steps) if guard != "off" and hasattr(algorithm, "pulls") else None
+    up, heard, codes = screen(up, desk.alice, present, guard, pulls)
     intact = heard & (codes == OK)
     suspect = present & ~heard if guard != "off" else None
     now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size, suspect)

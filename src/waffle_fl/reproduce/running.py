@@ -17,7 +17,7 @@ from waffle_fl.reproduce.studies import read_part, read_study, record_of
 from waffle_fl.results import Finished, condense, read_runs
 from waffle_fl.tensorfile import write_atomically
 
-WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes")  # their tables need accuracies alone
+WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes", "robustness")  # their tables need accuracies alone
 
 
 def run_missing(
