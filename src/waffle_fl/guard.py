@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import Rows, Weights, blocks, lengths, row_of
+from waffle_fl.algorithms.contract import TINY, Rows, Weights, blocks, lengths, row_of
 
 Guard: TypeAlias = Literal["off", "standard"]
 
@@ -21,7 +21,7 @@ LONGEST = 2.0  # times Alice's length: what is longer is cut
 COPY = 0.1  # of Alice's length and of the median distance from her: other data leads farther away
 AGREEMENT = 0.5  # of the median agreement (cosine) with Alice,
 CHANCE = 3.0  # and more than the angle of random directions has in so many deviations
-PULL = 2.0  # times the median length of control variates: one that is longer steers everybody
+PULL = 1.5  # times the median length of control variates: one that is longer steers everybody
 OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING = range(9)
 REASONS = (
     *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy of Alice's"),
@@ -59,24 +59,23 @@ def _closeness(
     """Reject what is too short, a copy, opposed to Alice or steers too hard; shorten what is too long."""
     sound = present & (code == OK)
     others = sound & (torch.arange(len(norms), device=norms.device) != alice)
-    dy = torch.where(sound[:, None], up.dy, 0.0)
-    hers, length = row_of(dy, alice), row_of(norms, alice)
-    distances = lengths(dy, hers)
+    hers, length = row_of(up.dy, alice).double(), row_of(norms, alice)
+    along = torch.cat([part.double() @ hers for part in blocks(up.dy)])
+    distances = (norms**2 + length**2 - 2 * along).clamp(min=0).sqrt()  # exact enough to be held against a tenth
     short = norms < SHORTEST * _median(norms, sound)
     copied = distances < COPY * torch.minimum(length, _median(distances, others))
-    along = torch.cat([part.double() @ hers.double() for part in blocks(dy)])
-    agreement = along / (norms * length).clamp(min=1e-300)
-    chance = min(CHANCE / dy.shape[1] ** 0.5, AGREEMENT)
+    agreement = along / (norms * length).clamp(min=TINY)
+    chance = min(CHANCE / up.dy.shape[1] ** 0.5, AGREEMENT)
     opposed = agreement <= (AGREEMENT * _median(agreement, others & ~short & ~copied)).clamp(min=chance)
     tests = [(short, TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)]
     if pulls is not None:
-        force = lengths(torch.where(sound[:, None], pulls, 0.0))
+        force = lengths(pulls)
         tests.append((force > PULL * _median(force, sound), PULLING))
     for wrong, reason in tests:
         code = torch.where(others & wrong & (code == OK), reason, code)
     limit = LONGEST * length
     long = others & (code == OK) & (norms > limit)
-    scale = torch.where(long, limit / norms.clamp(min=1e-300), 1.0).to(up.dy.dtype)
+    scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)
     return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)
 
 
