@@ -60,7 +60,7 @@ def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 @pytest.fixture(scope="session")
 def byzfl() -> Any:
-    """byzfl's attacks and rules, or a skip. They need numpy, scipy and torch; its __init__ wants torchvision and more."""
+    """byzfl's attacks and rules, or a skip. They need numpy, scipy and torch; its __init__ wants torchvision too."""
     spec = importlib.util.find_spec("byzfl")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("byzfl is not installed: pip install --no-deps byzfl")

@@ -98,7 +98,7 @@ def test_flipped_labels() -> None:
 
 
 def test_a_backdoored_federation() -> None:
-    """Half of an attacker's samples are stamped and called the target; Alice's other classes, stamped, are the probe."""
+    """Half of an attacker's samples are stamped and called the target; Alice's other classes are the probe."""
     honest, bad = make_federation(), poisoned(make_federation(), "backdoor(1, 0.5)", 1)
     half = round(0.5 * len(honest.train[3]))
     assert torch.equal(bad.samples, honest.samples)
