@@ -134,7 +134,7 @@ class RunConfig:
         where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}"
         alice = "" if s.alice == "0" else f"-{s.alice}"
         without = "".join(f"-without-{name}" for name in s.leave_out)
-        attack = f"-{plain(s.attack)}-{s.attackers}" if s.attack != attacks.NONE else ""
+        attack = f"-{plain(s.attack).strip('-')}-{s.attackers}" if s.attack != attacks.NONE else ""
         return plain(f"{where}-{self.method}-{s.seed}{alice}{without}{attack}")
 
     def to_json(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class RunConfig:
 
 def plain(text: str) -> str:
     """The text as part of a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
 def completed(content: Any) -> Any:
@@ -248,7 +248,7 @@ def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[st
         for key, value in zip(lists, chosen, strict=True):
             method, _, option = key.rpartition(".")
             changes |= {method: {**changes.get(method, {}), option: value}} if method else {key: value}
-        yield "/".join([name, *(plain(str(value)) for value in chosen)]), _changed(content, changes)
+        yield "/".join([name, *(plain(str(value)).strip("-") for value in chosen)]), _changed(content, changes)
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
