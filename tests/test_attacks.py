@@ -202,9 +202,16 @@ def test_copies_and_chance() -> None:
     assert codes_of(dy) == [OK, OK, OK, OK, COPIED, OPPOSED]
 
 
+def test_one_lie_counts_once() -> None:
+    """Of three agents that send the same the first is heard; honest ones differ."""
+    dy = torch.ones(6, 400) + torch.randn(6, 400, generator=torch.Generator().manual_seed(0))
+    dy[4] = dy[5] = dy[3]
+    assert codes_of(dy) == [OK, OK, OK, OK, COPIED, COPIED]
+
+
 def test_a_control_variate_that_pulls() -> None:
     """An update like all others is refused if the control variate that follows is twice as long as the median."""
-    dy = torch.ones(5, 400) + torch.eye(5, 400)
+    dy = torch.ones(5, 400) + 0.5 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
     pulls = torch.ones(5, 400)
     pulls[3] *= 2
     assert codes_of(dy, pulls) == [OK, OK, OK, PULLING, OK]

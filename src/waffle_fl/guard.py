@@ -19,12 +19,13 @@ MAX_NORM = 1e6
 SHORTEST = 0.25  # of the median length: who trains at all moves farther
 LONGEST = 2.0  # times Alice's length: what is longer is cut
 COPY = 0.1  # of Alice's length and of the median distance from her: other data leads farther away
+SAME = 1e-9  # relative difference of what is sent twice
 AGREEMENT = 0.5  # of the median agreement (cosine) with Alice,
 CHANCE = 3.0  # and more than the angle of random directions has in so many deviations
 PULL = 1.5  # times the median length of control variates: one that is longer steers everybody
 OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING = range(9)
 REASONS = (
-    *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy of Alice's"),
+    *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy"),
     "too strong a pull",
 )
 
@@ -65,6 +66,7 @@ def _closeness(
     short = norms < SHORTEST * _median(norms, sound)
     copied = distances < COPY * torch.minimum(length, _median(distances, others))
     agreement = along / (norms * length).clamp(min=TINY)
+    copied = copied | _repeated(norms, agreement, others)
     chance = min(CHANCE / up.dy.shape[1] ** 0.5, AGREEMENT)
     opposed = agreement <= (AGREEMENT * _median(agreement, others & ~short & ~copied)).clamp(min=chance)
     tests = [(short, TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)]
@@ -77,6 +79,16 @@ def _closeness(
     long = others & (code == OK) & (norms > limit)
     scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)
     return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)
+
+
+def _repeated(norms: Weights, agreement: Weights, others: Tensor) -> Tensor:
+    """Who sends what an agent before it sends: nobody's own training ends in another's length and angle to all digits.
+
+    The first stays, or a copy of an honest update would silence whom it was taken from.
+    """
+    same = (norms[:, None] - norms).abs() <= SAME * norms
+    same = same & ((agreement[:, None] - agreement).abs() <= SAME) & others
+    return same.tril(diagonal=-1).any(dim=1)
 
 
 def _median(values: Weights, among: Tensor) -> Tensor:
