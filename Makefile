@@ -27,6 +27,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps byzfl \
+	  || echo "no byzfl, and none could be fetched: tests beside it will be skipped"
 	command -v chromium || command -v chromium-browser || command -v google-chrome \
 	  || $(BIN)/playwright install chromium \
 	  || echo "no Chromium, and none could be fetched: tests in a browser will be skipped"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,6 +72,19 @@ def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     assert text
     assert "\n" not in text
     return text
+
+
+@pytest.fixture(scope="session")
+def byzfl() -> Any:
+    """byzfl's attacks and rules, or a skip. They need numpy, scipy and torch; its __init__ wants torchvision too."""
+    spec = importlib.util.find_spec("byzfl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("byzfl is not installed: pip install --no-deps byzfl")
+    package = types.ModuleType("byzfl")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["byzfl"] = package
+    modules = [importlib.import_module(f"byzfl.{name}") for name in ("aggregators", "attacks")]
+    return types.SimpleNamespace(**{k: v for module in modules for k, v in vars(module).items() if k[0] != "_"})
 
 
 @pytest.fixture

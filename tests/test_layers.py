@@ -18,7 +18,7 @@ LAYERS = [
     {"own", "partition"},
     {"federation", "wire"},
     {"batches"},
-    {"algorithms", "guard"},
+    {"algorithms", "attacks", "guard"},
     {"config", "engines", "folders"},
     {"records"},
     {"experiment", "results"},

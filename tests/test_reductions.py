@@ -131,7 +131,7 @@ def test_server_and_agent_compute_the_same_control_variate() -> None:
 
 
 def test_a_clipped_agent_keeps_its_control_variate() -> None:
-    """Where the guard shortened an update, server and agent both keep the old c_i, so they never part."""
+    """Where the guard did not take an update as it was sent, server and agent both keep the old c_i and never part."""
 
     def longer(up: Any, r: int) -> Any:
         return up._replace(dy=torch.cat([up.dy[:3], 20 * up.dy[3:]])) if r > 1 else up
@@ -139,7 +139,7 @@ def test_a_clipped_agent_keeps_its_control_variate() -> None:
     for algorithm in (Scaffold(LR), Waffle(LR)):
         cell = Cell(algorithm, make_federation(), 3, tamper=longer)
         outcomes = last_state(cell, make_model(), rounds=5, guard="standard")
-        assert any(o.measured.get("screened", {}).get("agent 3") == "clipped" for o in outcomes)
+        assert any("agent 3" in o.measured.get("screened", {}) for o in outcomes)
         assert torch.equal(outcomes[-1].state.server.c_i, outcomes[-1].state.agents.c_i)
 
 

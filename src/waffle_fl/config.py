@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, hyperparameters
+from waffle_fl import attacks
+from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, defences, hyperparameters
 from waffle_fl.algorithms.schedules import ADAPTIVE, parse
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError, suggest
@@ -88,6 +90,10 @@ class Settings:
     """Shift each training image by up to 4 pixels and reflect half of them, anew in every step."""
     guard: Literal["off", "standard"] = "off"
     """Server-side tests of each update besides finiteness."""
+    attack: str = attacks.NONE
+    """What malicious agents do, such as sign-flip, alie(1.5) or backdoor; docs/robustness.md lists all."""
+    attackers: int = 1
+    """How many agents are malicious where there is an attack: the last ones, never Alice."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
     """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
 
@@ -139,7 +145,8 @@ class RunConfig:
         where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}{shift}"
         alice = "" if s.alice == "0" else f"-{s.alice}"
         without = "".join(f"-without-{name}" for name in s.leave_out)
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{where}-{self.method}-{s.seed}{alice}{without}")
+        attack = f"-{plain(s.attack).strip('-')}-{s.attackers}" if s.attack != attacks.NONE else ""
+        return plain(f"{where}-{self.method}-{s.seed}{alice}{without}{attack}")
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
@@ -160,6 +167,11 @@ class RunConfig:
         values = _tuples(content["settings"])
         options = content.get("options") or {}
         return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
+
+
+def plain(text: str) -> str:
+    """The text as part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
 def completed(content: Any) -> Any:
@@ -222,23 +234,46 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def load_experiments(path: Path) -> list[Experiment]:
-    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
-    except OSError as error:
-        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise WaffleError(f"{path} is not valid TOML: {error}") from None
+    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them.
+
+    A table [vary] of lists, at the top or in a variant, makes one of every combination of their values.
+    """
+    text, content = read_toml(path)
+    content.pop("claims", None)
     if "variants" not in content:
-        return [_experiment(path, path.stem, content, text)]
+        return [_experiment(path, name, varied, text) for name, varied in _varied(path, path.stem, content)]
     variants = content.pop("variants")
     if not isinstance(variants, dict) or not variants or not all(isinstance(v, dict) for v in variants.values()):
         raise WaffleError(f"{path}: expected tables [variants.NAME], got {_shown(variants)}")
     return [
-        _experiment(path, f"{path.stem}/{check_name(name)}", _changed(content, changes), text)
-        for name, changes in variants.items()
+        _experiment(path, name, varied, text)
+        for variant, changes in variants.items()
+        for name, varied in _varied(path, f"{path.stem}/{check_name(variant)}", _changed(content, changes))
     ]
+
+
+def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The content itself, or one for each combination of the values in its [vary]; `method.option` names an option."""
+    lists = content.pop("vary", {})
+    if not isinstance(lists, dict) or not all(isinstance(values, list) and values for values in lists.values()):
+        raise WaffleError(f"{path}: expected lists of values in [vary], got {_shown(lists)}")
+    for chosen in itertools.product(*lists.values()):
+        changes: dict[str, Any] = {}
+        for key, value in zip(lists, chosen, strict=True):
+            method, _, option = key.rpartition(".")
+            changes |= {method: {**changes.get(method, {}), option: value}} if method else {key: value}
+        yield "/".join([name, *(plain(str(value)).strip("-") for value in chosen)]), _changed(content, changes)
+
+
+def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    """A file's text and what it says."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WaffleError(f"{path} is not valid TOML: {error}") from None
 
 
 def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +292,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
         grid["methods"] = list(ALGORITHMS)
     problems = _grid_problems(grid)
     hints = typing.get_type_hints(Settings)
-    known = [*hints, *GRID, "schema", "variants", *ALGORITHMS]
+    known = [*hints, *GRID, "schema", "variants", "vary", "claims", *ALGORITHMS]
     problems += [
         f"{key}{_line(text, key)}: a grid takes {key}s = [...]" for key in ("split", "shift", "seed") if key in content
     ]
@@ -351,7 +386,13 @@ def _read_degree(text: str) -> None:
         parse(text)
 
 
-TEXTS: dict[str, Callable[[str], Any]] = {"omega": _read_degree, "psi": _read_degree, "shift": read_shifts}
+TEXTS: dict[str, Callable[[str], Any]] = {
+    "omega": _read_degree,
+    "psi": _read_degree,
+    "shift": read_shifts,
+    "attack": attacks.parse,
+    "aggregation": defences.parse,
+}
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -414,6 +455,7 @@ POSITIVE = "a number above 0", lambda value: value > 0
 NOT_NEGATIVE = at_least(0)
 RULES: dict[str, tuple[str, Any]] = {
     "agents": at_least(1),
+    "attackers": at_least(1),
     "sizes": ("numbers above 0", lambda value: all(size > 0 for size in value)),
     "samples_per_agent": NOT_NEGATIVE,
     "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),

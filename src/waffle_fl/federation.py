@@ -41,6 +41,7 @@ class Federation:
     later: Tensor | None = None  # (agents, classes): what agent i calls class k once it has drifted
     turn: Tensor | None = None  # of each sample in the pool: the share of the rounds after which that is so
     shifted: tuple[tuple[str, tuple[int, ...]], ...] = ()  # each shift, and the group in it of every agent
+    backdoor: Tensor | None = None  # Alice's stamped test samples, where somebody builds a backdoor
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -159,6 +160,7 @@ class Federation:
             relabel=self.relabel.to(device),
             later=None if self.later is None else self.later.to(device),
             turn=None if self.turn is None else self.turn.to(device),
+            backdoor=None if self.backdoor is None else self.backdoor.to(device),
         )
 
     @classmethod

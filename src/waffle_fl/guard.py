@@ -1,7 +1,7 @@
 """What the server checks of an update before it touches the model: row W of the threat list in docs/design.md.
 
 Always: an update that is not finite, or longer than any honest one, is not heard this round. With guard "standard" also
-the three cheap tests of closeness: too short to be training, pointing away from Alice, and much longer than hers.
+the cheap tests of closeness to Alice's: docs/robustness.md has each with its reason and what it was measured to stop.
 """
 
 from __future__ import annotations
@@ -11,17 +11,33 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import blocks, lengths, row_of
+from waffle_fl.algorithms.contract import TINY, Rows, Weights, blocks, lengths, row_of
 
 Guard: TypeAlias = Literal["off", "standard"]
 
 MAX_NORM = 1e6
-OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT = range(7)
-REASONS = ("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent")
+SHORTEST = 0.25  # of the median length: who trains at all moves farther
+LONGEST = 2.0  # times Alice's length: what is longer is cut
+COPY = 0.1  # of Alice's length and of the median distance from her: other data leads farther away
+SAME = 1e-9  # relative difference of what is sent twice
+AGREEMENT = 0.5  # of the median agreement (cosine) with Alice,
+CHANCE = 3.0  # and more than the angle of random directions has in so many deviations
+PULL = 1.5  # times the median length of control variates: one that is longer steers everybody
+OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING = range(9)
+REASONS = (
+    *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy"),
+    "too strong a pull",
+)
 
 
-def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tuple[Any, Tensor, Tensor]:
-    """(up with the rejected rows blanked, who was heard, a reason code for each agent)."""
+def screen(
+    up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", pulls: Rows | None = None
+) -> tuple[Any, Tensor, Tensor]:
+    """(up with the rejected rows blanked, who was heard, a reason code for each agent).
+
+    `pulls` are the control variates that would follow from the updates. A correction takes what is an agent's own out
+    of its update, so a poisoned agent moves as everybody does, while its control variate bends where that leads.
+    """
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
         if field.shape[1]:  # the largest number is finite if all are; NaN counts as the largest
@@ -31,23 +47,49 @@ def screen(up: Any, alice: Tensor, present: Tensor, guard: Guard = "off") -> tup
         norms = lengths(up.dy)
         code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
         if guard == "standard":
-            up, code = _closeness(up, alice, norms, code, present)
+            up, code = _closeness(up, alice, norms, code, present, pulls)
     code = torch.where(present, code, ABSENT)
     heard = (code == OK) | (code == CLIPPED)
     blanked = [torch.where(heard[:, None], field, 0.0) for field in up]
     return type(up)(*blanked), heard, code
 
 
-def _closeness(up: Any, alice: Tensor, norms: Tensor, code: Tensor, present: Tensor) -> tuple[Any, Tensor]:
-    """Clip at twice Alice's norm; reject a quarter of the median norm and less; reject cos(dy_i, dy_alice) <= 0."""
-    dy = torch.where((code == OK)[:, None], up.dy, torch.zeros_like(up.dy)).double()
-    median = torch.where(present & (code == OK), norms, torch.nan).nanmedian()
-    alice_s, alice_norm = row_of(dy, alice), row_of(norms, alice)
-    others = torch.arange(len(norms), device=norms.device) != alice
-    suspect = others & present & (code == OK)
-    code = torch.where(suspect & (norms < median / 4), TOO_SHORT, code)
-    code = torch.where(suspect & (code == OK) & (dy @ alice_s <= 0), OPPOSED, code)
-    limit = 2 * alice_norm
-    long = others & present & (code == OK) & (norms > limit)
-    scale = torch.where(long, limit / norms.clamp(min=1e-300), 1.0).to(up.dy.dtype)
+def _closeness(
+    up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, pulls: Rows | None
+) -> tuple[Any, Tensor]:
+    """Reject what is too short, a copy, opposed to Alice or steers too hard; shorten what is too long."""
+    sound = present & (code == OK)
+    others = sound & (torch.arange(len(norms), device=norms.device) != alice)
+    hers, length = row_of(up.dy, alice).double(), row_of(norms, alice)
+    along = torch.cat([part.double() @ hers for part in blocks(up.dy)])
+    distances = (norms**2 + length**2 - 2 * along).clamp(min=0).sqrt()  # exact enough to be held against a tenth
+    short = norms < SHORTEST * _median(norms, sound)
+    copied = distances < COPY * torch.minimum(length, _median(distances, others))
+    agreement = along / (norms * length).clamp(min=TINY)
+    copied = copied | _repeated(norms, agreement, others)
+    chance = min(CHANCE / up.dy.shape[1] ** 0.5, AGREEMENT)
+    opposed = agreement <= (AGREEMENT * _median(agreement, others & ~short & ~copied)).clamp(min=chance)
+    tests = [(short, TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)]
+    if pulls is not None:
+        force = lengths(pulls)
+        tests.append((force > PULL * _median(force, sound), PULLING))
+    for wrong, reason in tests:
+        code = torch.where(others & wrong & (code == OK), reason, code)
+    limit = LONGEST * length
+    long = others & (code == OK) & (norms > limit)
+    scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)
     return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)
+
+
+def _repeated(norms: Weights, agreement: Weights, others: Tensor) -> Tensor:
+    """Who sends what an agent before it sends: nobody's own training ends in another's length and angle to all digits.
+
+    The first stays, or a copy of an honest update would silence whom it was taken from.
+    """
+    same = (norms[:, None] - norms).abs() <= SAME * norms
+    same = same & ((agreement[:, None] - agreement).abs() <= SAME) & others
+    return same.tril(diagonal=-1).any(dim=1)
+
+
+def _median(values: Weights, among: Tensor) -> Tensor:
+    return torch.where(among, values, torch.nan).nanmedian()

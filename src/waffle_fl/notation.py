@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from waffle_fl.errors import WaffleError, suggest
+
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -16,7 +21,7 @@ class Call(NamedTuple):
 
 def read_call(text: str) -> Call | None:
     """`noise(0.3, groups=2)` in its parts; None where it is not written so."""
-    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\(([^()]*)\))?\s*", text)
     if not match:
         return None
     kind, inside = match.groups()
@@ -26,3 +31,17 @@ def read_call(text: str) -> Call | None:
     if parts[: len(values)] != list(values) or len({name.strip() for name, _, _ in pairs}) < len(pairs):
         return None
     return Call(kind, values, {name.strip(): value.strip() for name, _, value in pairs})
+
+
+def build(text: str, kinds: Mapping[str, Callable[..., T]], what: str, example: str, also: Iterable[str] = ()) -> T:
+    """What the text names, made with its numbers; a mistake is told with an example, and with what `also` may stand."""
+    call = read_call(text)
+    if not call:
+        raise WaffleError(f"expected {what} such as {example}, got {text!r}")
+    if call.kind not in kinds:
+        raise WaffleError(f"unknown {what.split()[-1]} {call.kind!r}{suggest(call.kind, (*kinds, *also))}")
+    try:
+        named = {name: float(value) for name, value in call.named.items()}
+        return kinds[call.kind](*map(float, call.values), **named)
+    except (TypeError, ValueError):
+        raise WaffleError(f"expected numbers in {text!r}, as in {example}") from None

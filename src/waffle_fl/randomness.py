@@ -44,3 +44,9 @@ def shuffle(keys: Tensor, lengths: Tensor, longest: int) -> Tensor:
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's int64 is signed, so the sign bits are masked away."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def normal(keys: Tensor, length: int) -> Tensor:
+    """Row i holds `length` draws of the standard normal distribution that depend on keys[i] alone (Box and Muller)."""
+    radius, angle = (noise(keys, 2 * length).double() / _LAST).clamp(min=1e-300).chunk(2, dim=1)
+    return (-2 * radius.log()).sqrt() * (2 * torch.pi * angle).cos()

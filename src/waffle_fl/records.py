@@ -181,6 +181,7 @@ def code_digest() -> str:
         "shifts",
         "randomness.py",
         "guard.py",
+        "attacks",
     )
     files = sorted(
         f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))

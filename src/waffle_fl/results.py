@@ -140,7 +140,7 @@ def condense(runs: Sequence[Finished], details: bool = True) -> Iterator[str]:
         key, seed = (run.row, run.config.method), run.config.settings.seed
         first[key] = min(first.get(key, seed), seed)
     for run in runs:
-        kept = {"round", "accuracy", "rmse"}
+        kept = {"round", "accuracy", "rmse", "attackers_weight", "backdoor"}
         if details:
             kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
         if details and run.config.settings.seed == first[run.row, run.config.method] and run.config.method in WEIGHING:

@@ -58,6 +58,7 @@ class Round(NamedTuple):
     samples: Tensor  # (N,) registered sample counts
     steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
     batch_size: int
+    suspect: Tensor | None = None  # (N,) bool: those that a guard found out, absent ones not among them; None: no guard
 
 
 class Algorithm(Protocol):
@@ -77,6 +78,7 @@ class Algorithm(Protocol):
         share `rehearsed` of an epoch. It is as row-local as `step`, and changes where training starts.
     `relations(server) -> (N, N)`: row i, by how much each agent's model is in agent i's. Alice's row is recorded as
         `weights`, in place of an `Info` that says them.
+    `pulls(server, up, steps)`: the new control variates as rows, for a guard to see.
     `answer(output, features, known, labels) -> output`: what the agent says of samples, given what its model says of
         them, what the last layer sees of them, and the same of its own training samples with their labels. It is asked
         wherever a model is measured; such a method's model is of no use elsewhere.

@@ -20,6 +20,7 @@ from waffle_fl.algorithms.contract import (
     server_side,
     uniform,
 )
+from waffle_fl.algorithms.defences import Rule, parse
 
 
 class Server(NamedTuple):
@@ -69,8 +70,14 @@ def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
     return Local(y, stats, velocity)
 
 
-def aggregate(server: Server, up: Up, now: Round, weighting: Weighting = "equal") -> tuple[Server, Info]:
-    """The mean of what was heard, each agent counted once or as often as it has samples."""
+def aggregate(
+    server: Server, up: Up, now: Round, weighting: Weighting = "equal", rule: Rule | None = None
+) -> tuple[Server, Info]:
+    """The mean of what was heard, each agent counted once or as often as it has samples; or what a rule makes of it."""
+    if rule:
+        dy, shares = rule(up.dy, now.heard)
+        stats = averaged(server.stats, normalised(shares, now.heard), up.stats)
+        return Server((server.x.double() + dy).to(server.x.dtype), stats), Info(shares)
     weights = uniform(now.heard) if weighting == "equal" else normalised(now.heard * now.samples.double(), now.heard)
     x = moved(server.x, weights, up.dy)
     stats = averaged(server.stats, weights, up.stats)
@@ -87,6 +94,9 @@ class FedAvg:
     """Largest norm of a gradient; 0 turns clipping off."""
     weighting: Weighting = server_side("equal")
     """Weigh agents equally (the paper's authors) or by their number of samples (McMahan et al.)."""
+    aggregation: str = server_side("mean")
+    """How updates become one: mean, or a robust rule, which weighs equally: krum(f), multi-krum(f), trimmed-mean(f),
+    median, geometric-median or centered-clipping(radius)."""
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(net.params, net.stats), Agents()
@@ -104,7 +114,7 @@ class FedAvg:
         return agents, Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return aggregate(server, up, now, self.weighting)
+        return aggregate(server, up, now, self.weighting, parse(self.aggregation))
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -148,10 +148,16 @@ class Scaffold:
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         weights = uniform(now.heard)
         c_i = heard_control_variates(server, up, now, self.sgd.lr)
-        every = uniform(now.samples > 0)
-        c = server.c + weighted_sum(every, c_i - server.c_i).to(server.c.dtype)  # so c stays the mean of all c_i
+        every = now.samples > 0
+        if now.suspect is None:
+            c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
+        else:  # what a suspect left in c would steer everyone for ever
+            c = weighted_sum(uniform(every & ~now.suspect), c_i).to(server.c.dtype)
         x = moved(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
+
+    def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
+        return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
-from waffle_fl.errors import WaffleError, suggest
-from waffle_fl.notation import read_call
+from waffle_fl.errors import WaffleError
+from waffle_fl.notation import build
 
 Schedule: TypeAlias = Callable[[int, int], float]
 
@@ -61,16 +61,7 @@ def parse(text: str) -> Schedule:
     """Turn the text of a schedule into its function."""
     if ":" in text:
         return _imported(text)
-    call = read_call(text)
-    if not call:
-        raise WaffleError(f"expected a schedule such as sigmoid(3.2) or module:function, got {text!r}")
-    if call.kind not in KINDS:
-        raise WaffleError(f"unknown schedule {call.kind!r}{suggest(call.kind, (*KINDS, ADAPTIVE))}")
-    try:
-        named = {name: float(value) for name, value in call.named.items()}
-        return KINDS[call.kind](*map(float, call.values), **named)
-    except (TypeError, ValueError):
-        raise WaffleError(f"expected numbers in {text!r}, as in sigmoid(3.2) or linear(1, 0)") from None
+    return build(text, KINDS, "a schedule", "sigmoid(3.2) or module:function", also=(ADAPTIVE,))
 
 
 def _imported(text: str) -> Schedule:

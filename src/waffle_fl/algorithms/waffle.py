@@ -170,5 +170,8 @@ class Waffle:
         schedule = getattr(self, name)
         return witness.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
+    def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
+        return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr)
+
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -18,7 +18,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import use
 from waffle_fl.cli.data import data_command
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
-from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables
+from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.tune import tune
 from waffle_fl.cli.watch import Output, Watched, live
@@ -32,7 +32,8 @@ from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
 from waffle_fl.reproduce.page import write as write_pages
 from waffle_fl.reproduce.running import run_missing
-from waffle_fl.reproduce.studies import find_root, problems, read_study
+from waffle_fl.reproduce.stated import judge, stated
+from waffle_fl.reproduce.studies import find_root, problems, read_part, read_study
 from waffle_fl.results import condense, read_runs
 
 ALONE_HELP = (
@@ -157,11 +158,15 @@ def bench(arguments: Sequence[str]) -> int:
         """Folder of the runs; by default runs/NAME."""
         plan: bool = False
         """Print the plan and stop."""
+        check: bool = False
+        """Run nothing; exit with 1 unless the committed record is the file's and every claim it states holds."""
         place: Place = field(default_factory=Place)
         output: Watched = field(default_factory=Watched)
 
     args = parse(Bench, arguments, "bench")
     experiments = load_experiments(args.file)
+    if args.check:
+        return _check(args.file.resolve(), args.output)
     out = Path(args.out or Path("runs") / args.file.stem)
     check_name(out.name)
     for experiment in experiments:
@@ -171,6 +176,17 @@ def bench(arguments: Sequence[str]) -> int:
         else:
             _grid(experiment, folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
     return 0
+
+
+def _check(file: Path, output: Watched) -> int:
+    """Hold the record beside an experiment file to the file, and to the claims in it."""
+    part = read_part(file.parent.parent, file.stem)
+    wrong, judged = problems({part.name: part}), judge(stated(file), part)
+    if output.json:
+        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
+    else:
+        show_verdicts(wrong, judged, Console())
+    return 1 if wrong or not all(verdict.holds for verdict in judged) else 0
 
 
 def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, title: str) -> int:

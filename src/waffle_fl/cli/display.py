@@ -140,6 +140,11 @@ def show_study(
             )
     if table.row_count:
         console.print(table)
+    show_verdicts(wrong, judged, console)
+
+
+def show_verdicts(wrong: Sequence[str], judged: Sequence[Verdict], console: Console) -> None:
+    """What is wrong with a record, and whether each claim holds."""
     for line in wrong:
         console.print(line, style="red", highlight=False, soft_wrap=True, markup=False)
     for verdict in judged:

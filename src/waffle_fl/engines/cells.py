@@ -34,6 +34,7 @@ class Cell:
     state: State | None = None  # where to go on from; None is the start
     tamper: Tamper | None = None  # what happens to the updates on their way, as tensors
     post: Post | None = None  # and as bytes: then every update is packed, posted and unpacked
+    attackers: tuple[int, ...] = ()  # whose weight the record tells
 
 
 @dataclass(frozen=True)

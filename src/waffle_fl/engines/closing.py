@@ -57,9 +57,11 @@ def close(
     desk: Desk,
 ) -> Closed:
     """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had."""
-    up, heard, codes = screen(up, desk.alice, present, guard)
+    pulls = algorithm.pulls(server, up, desk.steps) if guard != "off" and hasattr(algorithm, "pulls") else None
+    up, heard, codes = screen(up, desk.alice, present, guard, pulls)
     intact = heard & (codes == OK)
-    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size)
+    suspect = present & ~heard if guard != "off" else None
+    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size, suspect)
     server, info = algorithm.aggregate(server, up, now)
     agents = where_rows(intact, agents, before)
     net = algorithm.personal(server, agents, len(heard))
@@ -165,6 +167,16 @@ class Examiner:
         more = self.score(asked, theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
         for k, found in zip(judged, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
+        attacked = [(k, f, f.backdoor) for k, f in enumerate(federations) if f.backdoor is not None]
+        stamped = self.score(
+            [algorithms[k] for k, *_ in attacked],
+            [f for _, f, _ in attacked],
+            [rows for *_, rows in attacked],
+            [nets[k] for k, *_ in attacked],
+            moment,
+        )
+        for (k, *_), found in zip(attacked, stamped, strict=True):
+            scores[k]["backdoor"] = found["accuracy"]  # how often the stamp has its way
         return scores
 
     def score(

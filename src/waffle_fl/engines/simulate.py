@@ -272,6 +272,9 @@ class _Simulator:
             measured["screened"] = screened
         if self._refused[i]:
             measured["refused"] = [[names[agent], reason] for agent, reason in self._refused[i]]
+        attackers = self.cells[i].attackers
+        if attackers and "weights" in measured:
+            measured["attackers_weight"] = sum(measured["weights"][agent] for agent in attackers)
         if heard[alice] and measured["loss"] is not None:
             return Outcome(i, r, {"round": r, **measured}, State(closed.server, closed.agents))
         error = Diverged(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from waffle_fl.algorithms import training_key
+from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.cells import Cell, fitted
 from waffle_fl.engines.simulate import check_stack, initial_state, simulate
@@ -23,6 +24,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
 from waffle_fl.experiment.materials import advice, check_once, check_schedules, federation_of, model_of, origin
 from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
+from waffle_fl.federation import Federation
 from waffle_fl.models import STATS_POLICY
 from waffle_fl.records import Run, provenance
 
@@ -78,15 +80,16 @@ def _open(
     listener: Listener,
 ) -> Job | dict[str, Any]:
     """Lock a run's folder and find out where it stands; a run that has ended gives its result."""
-    whole = federation_of(config.settings, place.data_dir, place.allow_unverified)
+    s = config.settings
+    whole = federation_of(s, place.data_dir, place.allow_unverified)
     alone = config.method == "local"  # nobody else's training could matter
     federation = whole.only(whole.alice) if alone else whole
-    if config.settings.augment and len(federation.shape) != 3:
-        raise WaffleError(f"augment is for images; {config.settings.data} has samples of shape {federation.shape}")
-    model = model_of(config.settings, federation, place, device)
-    check_once(config.settings, model, federation)
-    cell = fitted(Cell(config.algorithm(), federation, config.settings.seed), model)
-    check_stack([cell], model, config.settings.batch_size)
+    if s.augment and len(federation.shape) != 3:
+        raise WaffleError(f"augment is for images; {s.data} has samples of shape {federation.shape}")
+    model = model_of(s, federation, place, device)
+    check_once(s, model, federation)
+    cell = fitted(_cell(config, federation), model)
+    check_stack([cell], model, s.batch_size)
     check_schedules(config)
     notes = advice(config, federation, getattr(cell.algorithm, "parts", None))
     description = provenance(
@@ -100,11 +103,12 @@ def _open(
         classes=list(whole.class_names),
         sample=list(whole.shape),
         **({"shifted": dict(whole.shifted)} if whole.shifted else {}),
-        **origin(config.settings, place),
+        **origin(s, place),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
         notes=notes,
+        **({"attackers": [whole.names[i] for i in attackers_of(whole, s.attackers)]} if s.attack != NONE else {}),
     )
     run = stack.enter_context(Run.opened(folder, config, description, place.force))
     result = run.result
@@ -118,13 +122,23 @@ def _open(
         listener.warned(f"{folder.name}: {note}")
     template = tensors_of(initial_state(cell, model))
     start, tensors, warnings = run.resume(template)
-    if start > config.settings.rounds:
-        raise WaffleError(f"{folder} has come to round {start} already, {config.settings.rounds} are asked for")
+    if start > s.rounds:
+        raise WaffleError(f"{folder} has come to round {start} already, {s.rounds} are asked for")
     for warning in warnings:
         listener.warned(warning)
     state = state_of(tensors, initial_state(cell, model)) if tensors else None
     next_save = time.monotonic() + place.checkpoint_seconds
     return Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
+
+
+def _cell(config: RunConfig, federation: Federation) -> Cell:
+    """The run as the engine sees it; who trains alone is nobody's victim."""
+    s = config.settings
+    cell = Cell(config.algorithm(), federation, s.seed)
+    if s.attack == NONE or federation.agents == 1:
+        return cell
+    tamper = tamper_of(federation, s.attack, s.attackers, s.seed)
+    return replace(cell, tamper=tamper, attackers=attackers_of(federation, s.attackers))
 
 
 def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms.partial import Parts
 from waffle_fl.algorithms.schedules import ADAPTIVE, evaluate
+from waffle_fl.attacks import NONE, poisoned
 from waffle_fl.config import EVERYONE, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.data.files import data_dir as data_folder
@@ -38,12 +39,21 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
     """The federation that the settings describe; runs that differ in their seed alone share it."""
+    if s.attack != NONE and not s.is_own:
+        return _attacked(replace(s, seed=0, guard="off"), data_dir, allow_unverified)
     folder = _own_folder(s.data, data_dir) if s.is_own else None
     if folder:
         whole = own_federation(s, folder, None if s.alice == EVERYONE else s.alice)
     else:
         whole = _federation(replace(s, seed=0, leave_out=()), data_dir, allow_unverified)
-    return whole.without(*s.leave_out) if s.leave_out else whole
+    whole = whole.without(*s.leave_out) if s.leave_out else whole
+    return poisoned(whole, s.attack, s.attackers) if s.attack != NONE else whole
+
+
+@lru_cache(maxsize=32)
+def _attacked(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
+    """A backdoor needs a pool of its own, which all runs on it share."""
+    return poisoned(federation_of(replace(s, attack=NONE), data_dir, allow_unverified), s.attack, s.attackers)
 
 
 def _own_folder(name: str, place: str) -> Path | None:

@@ -28,7 +28,7 @@ class Lines(Listener):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m waffle_fl.reproduce", description=__doc__)
-    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
     parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
     parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
     parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")

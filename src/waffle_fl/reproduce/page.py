@@ -1,4 +1,7 @@
-"""docs/results.md, its figures, and the results on each algorithm's page: written from records, never by hand."""
+"""docs/results.md, its figures, and the tables on other pages: written from records, never by hand.
+
+`waffle reproduce` writes them, and so does `python -m waffle_fl.reproduce.page`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.reproduce import figures
+from waffle_fl.reproduce import figures, robustness
 from waffle_fl.reproduce.prose import CAPTIONS, INTRODUCTION
 from waffle_fl.reproduce.sections import (
     Records,
@@ -23,7 +26,7 @@ from waffle_fl.reproduce.sections import (
     printed_erosion,
     prose,
 )
-from waffle_fl.reproduce.studies import STUDIES, read_lines, read_study
+from waffle_fl.reproduce.studies import STUDIES, find_root, read_lines, read_study
 from waffle_fl.results import WEIGHING
 
 
@@ -39,6 +42,7 @@ def write(root: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = {folder / f"{name}.svg": figures.to_svg(chart()) for name, _, chart in pictures(records)}
     written[root / "docs" / "results.md"] = page(records)
+    written[root / "docs" / f"{robustness.NAME}.md"] = robustness.with_tables(root)
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
         written[path] = with_results(path.read_text(encoding="utf-8"), records)
@@ -104,3 +108,7 @@ def with_results(text: str, records: Records) -> str:
         return f"{match[1]}{method_table(match[2], records)}\n{match[3]}"
 
     return re.sub(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", fresh, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    write(find_root(Path.cwd()))

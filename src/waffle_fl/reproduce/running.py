@@ -22,7 +22,7 @@ COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "momentum": momentum.lines,
     "quadratics": quadratics.lines,
 }
-WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes")  # their tables need accuracies alone
+WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes", "robustness")  # their tables need accuracies alone
 
 
 def run_missing(

@@ -59,10 +59,11 @@ def find_root(start: Path) -> Path:
 
 
 def read_study(root: Path, study: str) -> dict[str, Part]:
-    """The parts of a study by name."""
-    if study not in STUDIES:
+    """The parts of a study by name; an experiment file that belongs to none is a study of its own."""
+    alone = (root / "experiments" / f"{study}.toml").is_file()
+    if study not in STUDIES and not alone:
         raise WaffleError(f"unknown study {study!r}{suggest(study, STUDIES)}")
-    return {name: read_part(root, name) for name in STUDIES[study]}
+    return {name: read_part(root, name) for name in STUDIES.get(study, (study,))}
 
 
 def read_part(root: Path, name: str) -> Part:
@@ -70,21 +71,24 @@ def read_part(root: Path, name: str) -> Part:
     experiments = tuple(load_experiments(root / "experiments" / f"{name}.toml"))
     record = record_of(root, name)
     recorded = read_condensed(record) if record.exists() else []
-    asked = {
-        (experiment.name, config.settings.column, config.method): config.to_json()
-        for experiment in experiments
-        for config, _ in plan(replace(experiment, seeds=(0,)), Path())
-    }
+    asked: dict[str, str] = {}
+    for experiment in experiments:
+        for config, _ in plan(replace(experiment, seeds=(0,)), Path()):
+            asked.setdefault(unseeded(config), experiment.name)
     runs: dict[str, list[Finished]] = {experiment.name: [] for experiment in experiments}
     strangers = []
     for run in recorded:
-        unseeded = replace(run.config, settings=replace(run.config.settings, seed=0)).to_json()
-        owner = next((owner for (owner, *_), config in asked.items() if config == unseeded), None)
+        owner = asked.get(unseeded(run.config))
         if owner is None:
             strangers.append(run.folder.name)
         else:
             runs[owner].append(run)
     return Part(name, experiments, runs, strangers)
+
+
+def unseeded(config: RunConfig) -> str:
+    """All that runs of one cell share."""
+    return json.dumps(replace(config, settings=replace(config.settings, seed=0)).to_json())
 
 
 def record_of(root: Path, name: str) -> Path:

@@ -1,0 +1,82 @@
+"""Lies about updates. The attackers are omniscient: they know what everyone sends before they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from waffle_fl.algorithms.contract import TINY, Rows, Vector, lengths, row_of, uniform, weighted_sum
+from waffle_fl.randomness import normal
+
+
+class Scene(NamedTuple):
+    """A round as an omniscient attacker sees it."""
+
+    dy: Rows  # what each agent would send after honest training on the data it holds
+    honest: Tensor  # (N,) bool
+    alice: Tensor  # a number
+    keys: Tensor  # (N,), each agent's seed of this round's noise
+
+
+Lie: TypeAlias = Callable[[Scene], Rows]  # a row for every agent, of which the malicious send theirs
+
+
+def scaled(factor: float) -> Lie:
+    """One's own update times a factor: negative flips its sign, large replaces the model, zero is a free ride."""
+    return lambda scene: factor * scene.dy
+
+
+def gaussian(length: float) -> Lie:
+    """Noise in place of an update, `length` times as long as the median honest one."""
+
+    def lie(scene: Scene) -> Rows:
+        draws = normal(scene.keys, scene.dy.shape[1])
+        return draws * (length * _typical_length(scene) / lengths(draws).clamp(min=TINY))[:, None]
+
+    return lie
+
+
+def alie(z: float) -> Lie:
+    """A little is enough (Baruch et al. 2019): in each coordinate the honest mean plus z standard deviations."""
+
+    def lie(scene: Scene) -> Rows:
+        mean = _honest_mean(scene)
+        squares = weighted_sum(scene.honest.double(), (scene.dy.double() - mean) ** 2)
+        deviation = (squares / (scene.honest.sum() - 1).clamp(min=1)).sqrt()
+        return (mean + z * deviation).expand(len(scene.dy), -1)
+
+    return lie
+
+
+def ipm(epsilon: float) -> Lie:
+    """Inner product manipulation (Xie et al. 2020): the honest mean, negated and scaled."""
+    return lambda scene: (-epsilon * _honest_mean(scene)).expand(len(scene.dy), -1)
+
+
+def mimic(scene: Scene) -> Rows:
+    """Alice's own update, to be weighed as she is."""
+    return row_of(scene.dy, scene.alice).expand(len(scene.dy), -1)
+
+
+def projected(radius: float) -> Lie:
+    """Adaptive: against Alice's update, but within `radius` times the distance of her nearest honest peer."""
+
+    def lie(scene: Scene) -> Rows:
+        own = row_of(scene.dy, scene.alice).double()
+        away = lengths(scene.dy, own)
+        peers = scene.honest & (lengths(scene.dy) > 0) & (away > 0)
+        nearest = away.where(peers, away.max()).min()
+        factor: Tensor = 1 - (radius * nearest / own.norm().clamp(min=TINY)).clamp(max=2)
+        return (factor * own).expand(len(scene.dy), -1)
+
+    return lie
+
+
+def _honest_mean(scene: Scene) -> Vector:
+    return weighted_sum(uniform(scene.honest), scene.dy)
+
+
+def _typical_length(scene: Scene) -> Tensor:
+    return lengths(scene.dy).where(scene.honest, float("nan")).nanmedian()

@@ -1,0 +1,245 @@
+"""Attacks: by hand, beside the package byzfl, in runs, and what the guard does about them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import BATCH, last_state, make_federation, make_model, refusal
+from waffle_fl.algorithms import SGD
+from waffle_fl.algorithms.scaffold import Scaffold, Up
+from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.attacks import ATTACKS, attackers_of, parse, poisoned, tamper_of
+from waffle_fl.attacks.poison import stamped
+from waffle_fl.attacks.updates import Scene
+from waffle_fl.config import check_run
+from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.experiment import Place, execute
+from waffle_fl.guard import COPIED, OK, OPPOSED, PULLING, REASONS, screen
+from waffle_fl.records import read_json, read_rounds
+
+EVERY = list(ATTACKS)
+SMALL = {"rounds": 4, "samples_per_agent": 20, "agents": 4}
+
+
+def scene(seed: int = 0, agents: int = 6, length: int = 40, malicious: int = 2) -> Scene:
+    dy = torch.from_numpy(np.random.default_rng(seed).standard_normal((agents, length)))
+    honest = torch.arange(agents) < agents - malicious
+    return Scene(dy, honest, torch.tensor(0), torch.arange(agents) + 7)
+
+
+def sent(text: str, s: Scene) -> torch.Tensor:
+    lie = parse(text).lie
+    assert lie is not None
+    return lie(s)[~s.honest]
+
+
+def test_by_hand() -> None:
+    """A sign flip negates, a free rider sends zeros, a boosted update is ten times itself, a mimic sends Alice's."""
+    s = scene()
+    bad = s.dy[~s.honest]
+    assert torch.equal(sent("sign-flip", s), -bad)
+    assert torch.equal(sent("replacement", s), 10 * bad)
+    assert not sent("free-rider", s).any()
+    assert torch.equal(sent("mimic", s), s.dy[[0, 0]])
+
+
+def test_noise_has_its_length() -> None:
+    """Noise is as long as was asked, in median honest updates, and differs between agents and rounds."""
+    s = scene()
+    noise = sent("far(100)", s)
+    median = s.dy[s.honest].norm(dim=1).median()
+    torch.testing.assert_close(noise.norm(dim=1), (100 * median).expand(2))
+    assert not torch.equal(noise[0], noise[1])
+    assert not torch.equal(noise, sent("far(100)", s._replace(keys=s.keys + 1)))
+
+
+def test_projected_poison_is_the_nearest() -> None:
+    """Projected poison lies as near to Alice's update as her nearest honest peer, and points less her way."""
+    s = scene()
+    poison = sent("projected", s)
+    peers = (s.dy[1:4] - s.dy[0]).norm(dim=1)
+    torch.testing.assert_close((poison - s.dy[0]).norm(dim=1), peers.min().expand(2))
+    assert (poison @ s.dy[0] < s.dy[0] @ s.dy[0]).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beside_byzfl(byzfl: Any, seed: int) -> None:
+    """ALIE, inner product manipulation, sign flips and mimicry are byzfl's, in float64."""
+    s = scene(seed)
+    honest = s.dy[s.honest].numpy()
+    for text, theirs in (
+        ("alie(1.5)", byzfl.ALittleIsEnough(1.5)(honest)),
+        ("ipm(0.5)", byzfl.InnerProductManipulation(0.5)(honest)),
+        ("mimic", byzfl.Mimic(0)(honest)),
+        ("sign-flip", np.stack([byzfl.SignFlipping()(row[None]) for row in s.dy[~s.honest].numpy()])),
+    ):
+        np.testing.assert_allclose(sent(text, s).numpy(), np.broadcast_to(theirs, (2, 40)), rtol=1e-12, atol=1e-12)
+
+
+def test_attackers_are_the_last_but_alice() -> None:
+    """The last agents are malicious, and Alice never is."""
+    assert attackers_of(make_federation(alice=0), 2) == (2, 3)
+    assert attackers_of(make_federation(alice=3), 2) == (1, 2)
+    assert "between 1 and 3" in refusal(attackers_of, make_federation(), 4)
+
+
+def test_flipped_labels() -> None:
+    """The attackers call class k what others call C - 1 - k; nobody else's labels change."""
+    honest, bad = make_federation(), poisoned(make_federation(), "label-flip", 1)
+    assert torch.equal(bad.labels(3, bad.train[3]), 2 - honest.labels(3, honest.train[3]))
+    assert all(torch.equal(bad.labels(i, bad.train[i]), honest.labels(i, honest.train[i])) for i in range(3))
+
+
+def test_a_backdoored_federation() -> None:
+    """Half of an attacker's samples are stamped and called the target; Alice's other classes are the probe."""
+    honest, bad = make_federation(), poisoned(make_federation(), "backdoor(1, 0.5)", 1)
+    half = round(0.5 * len(honest.train[3]))
+    assert torch.equal(bad.samples, honest.samples)
+    assert (bad.labels(3, bad.train[3][:half]) == 1).all()
+    assert torch.equal(bad.x[bad.train[3][:half]], stamped(honest.x[honest.train[3][:half]], honest.x))
+    assert torch.equal(bad.train[3][half:], honest.train[3][half:])
+    assert bad.backdoor is not None
+    assert (bad.labels(0, bad.backdoor) == 1).all()
+    tests = honest.test[0]
+    assert len(bad.backdoor) == int((honest.labels(0, tests) != 1).sum())
+    assert torch.equal(bad.test[0], tests)
+
+
+def test_a_stamp_is_a_patch() -> None:
+    """Of an image of 28 x 28 the last 3 x 3 pixels of each channel become the brightest of all."""
+    x = torch.zeros(2, 1, 28, 28)
+    found = stamped(x, torch.tensor([0.0, 5.0]))
+    assert (found[..., -3:, -3:] == 5).all()
+    assert found.sum() == 2 * 9 * 5
+    assert not x.any()
+
+
+@pytest.mark.parametrize("attack", EVERY)
+def test_every_attack_runs_and_resumes(attack: str, tmp_path: Path) -> None:
+    """Each attack runs by its name, the record names the attackers and their weight, and runs repeat bit for bit."""
+    config = check_run("waffle", {**SMALL, "attack": attack, "attackers": 2}, {})
+    folders = [tmp_path / name for name in ("first", "second")]
+    execute([(config, folder) for folder in folders], Place(workers=1, stack=1))
+    rounds = [read_rounds(folder / "rounds.jsonl") for folder in folders]
+    timeless = [[{k: v for k, v in line.items() if k != "seconds"} for line in lines] for lines in rounds]
+    assert timeless[0] == timeless[1]
+    assert all(0 <= line["attackers_weight"] <= 1 for line in rounds[0])
+    assert all(("backdoor" in line) == (attack == "backdoor") for line in rounds[0])
+    assert (read_json(folders[0] / "provenance.json") or {})["attackers"] == ["agent 2", "agent 3"]
+
+
+def test_the_noise_of_a_round_is_its_own() -> None:
+    """What a run sends in round 3 does not depend on the rounds before it, so a resumed run meets the same attack."""
+    tamper: Any = tamper_of(make_federation(), "gaussian", 1, seed=5)
+    again: Any = tamper_of(make_federation(), "gaussian", 1, seed=5)
+    up = Up(torch.ones(4, 30), torch.zeros(4, 0))
+    tamper(up, 2)
+    assert torch.equal(tamper(up, 3).dy, again(up, 3).dy)
+    assert not torch.equal(tamper(up, 3).dy, tamper(up, 2).dy)
+    assert torch.equal(tamper(up, 3).dy[:3], up.dy[:3])
+
+
+def test_local_is_nobody_s_victim(tmp_path: Path) -> None:
+    """Who trains alone is not attacked: Local reaches the same with and without."""
+    runs = [check_run("local", {**SMALL, **more}, {}) for more in ({}, {"attack": "sign-flip", "attackers": 2})]
+    results = execute([(run, tmp_path / str(i)) for i, run in enumerate(runs)], Place(workers=1))
+    assert results[0]["last"] == results[1]["last"]
+
+
+@pytest.mark.parametrize(
+    ("attack", "expected"),
+    [("sign-flop", "did you mean sign-flip"), ("alie(x)", "expected numbers"), ("backdoor(0, 2)", "share in (0, 1]")],
+)
+def test_mistakes_are_told(attack: str, expected: str) -> None:
+    """An attack that does not exist, or cannot be, is told in one line before any work."""
+    assert expected in refusal(check_run, "waffle", {"attack": attack}, {})
+
+
+def test_an_attack_on_labels_needs_classes() -> None:
+    """Numbers to predict have no labels to flip."""
+    federation = replace(make_federation(), task="regression")
+    assert "needs classes" in refusal(poisoned, federation, "label-flip", 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- guard
+
+
+def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[str, Any]]:
+    federation = make_federation((40,) * 6)
+    bad = poisoned(federation, attack, 2)
+    cell = Cell(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
+    return [outcome.measured for outcome in last_state(cell, make_model(), rounds=8, guard=guard)]
+
+
+@pytest.mark.parametrize("attack", ["sign-flip(3)", "ipm", "free-rider", "mimic"])
+@pytest.mark.parametrize("method", [Scaffold, Waffle])
+def test_the_guard_finds_crude_attacks(attack: str, method: Any) -> None:
+    """Sign flips, inner products, free riders and mimics weigh next to nothing under the guard."""
+    rounds = screened(attack, method(SGD(0.1)))
+    assert sum(line["attackers_weight"] for line in rounds) / len(rounds) < 0.1
+
+
+def codes_of(dy: torch.Tensor, pulls: torch.Tensor | None = None) -> list[int]:
+    up = Up(dy, torch.zeros(len(dy), 0))
+    everyone = torch.ones(len(dy), dtype=torch.bool)
+    return screen(up, torch.tensor(0), everyone, "standard", pulls)[2].tolist()
+
+
+def test_copies_and_chance() -> None:
+    """An exact copy of Alice's update is refused, and so is one that agrees with her by chance alone."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(10_000, generator=generator)
+    dy = common + torch.randn(6, 10_000, generator=generator)
+    dy[4] = dy[0]
+    dy[5] = torch.randn(10_000, generator=generator)
+    assert codes_of(dy) == [OK, OK, OK, OK, COPIED, OPPOSED]
+
+
+def test_one_lie_counts_once() -> None:
+    """Of three agents that send the same the first is heard; honest ones differ."""
+    dy = torch.ones(6, 400) + torch.randn(6, 400, generator=torch.Generator().manual_seed(0))
+    dy[4] = dy[5] = dy[3]
+    assert codes_of(dy) == [OK, OK, OK, OK, COPIED, COPIED]
+
+
+def test_a_control_variate_that_pulls() -> None:
+    """An update like all others is refused if the control variate that follows is twice as long as the median."""
+    dy = torch.ones(5, 400) + 0.5 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
+    pulls = torch.ones(5, 400)
+    pulls[3] *= 2
+    assert codes_of(dy, pulls) == [OK, OK, OK, PULLING, OK]
+    assert REASONS[PULLING] == "too strong a pull"
+
+
+def test_who_was_refused_leaves_no_control_variate() -> None:
+    """Under the guard SCAFFOLD's c is the mean of the control variates of those it heard."""
+    federation = make_federation()
+
+    def flip(up: Any, r: int) -> Any:
+        return up._replace(dy=torch.where(torch.arange(4)[:, None] == 3, -up.dy, up.dy)) if r > 2 else up
+
+    *_, last = simulate([Cell(Scaffold(SGD(0.1)), federation, 3, tamper=flip)], make_model(), rounds=4,
+                        batch_size=BATCH, guard="standard")  # fmt: skip
+    server, refused = last[0].state.server, last[0].measured["screened"]
+    heard = [i for i, name in enumerate(federation.names) if refused.get(name, "clipped") == "clipped"]
+    assert "agent 3" in refused
+    torch.testing.assert_close(server.c, server.c_i[heard].mean(dim=0))
+
+
+def test_the_guard_is_cheap() -> None:
+    """Checking the update of a LeNet-5 takes less than a millisecond of a core, control variate and all."""
+    dy = torch.randn(10, 61_706)
+    up, everyone = Up(dy, torch.zeros(10, 0)), torch.ones(10, dtype=torch.bool)
+    seconds = []
+    for _ in range(20):
+        began = time.process_time()
+        screen(up, torch.tensor(0), everyone, "standard", dy)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) / len(dy) < 1e-3

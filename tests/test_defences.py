@@ -1,0 +1,155 @@
+"""Robust rules: by hand, by property, and beside the package byzfl."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import last_state, make_federation, make_model, refusal
+from waffle_fl.algorithms import SGD
+from waffle_fl.algorithms.defences import RULES, clipped_mean, parse, weiszfeld
+from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.engines.simulate import Cell, simulate
+
+WRITTEN = ("krum(2)", "multi-krum(2)", "trimmed-mean(2)", "median", "geometric-median", "centered-clipping(0.8)")
+every = pytest.mark.parametrize("text", WRITTEN)
+
+
+def rows_of(seed: int, agents: int = 7, length: int = 5) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal((agents, length)))
+
+
+def everyone(rows: torch.Tensor) -> torch.Tensor:
+    return torch.ones(len(rows), dtype=torch.bool)
+
+
+def applied(text: str, rows: torch.Tensor, heard: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    rule = parse(text)
+    assert rule is not None
+    return rule(rows, everyone(rows) if heard is None else heard)
+
+
+def test_by_hand() -> None:
+    """Of 1, 2, 3, 4, 100: the median is 3, the mean without the outermost 3, and Krum with one traitor takes 2 or 3."""
+    rows = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]])
+    assert applied("median", rows)[0].tolist() == [3.0]
+    assert applied("trimmed-mean(1)", rows)[0].tolist() == [3.0]
+    assert applied("krum(1)", rows)[0].item() in (2.0, 3.0)
+    assert applied("multi-krum(1)", rows)[0].tolist() == [2.5]
+    assert applied("multi-krum(1)", rows)[1].tolist() == [0.25, 0.25, 0.25, 0.25, 0.0]
+
+
+def test_every_rule_is_tried() -> None:
+    """The texts of these tests name each rule once."""
+    assert [text.split("(")[0] for text in WRITTEN] == list(RULES)
+
+
+@every
+@given(seed=st.integers(0, 10_000), traitors=st.integers(1, 2))
+@settings(max_examples=20, deadline=None)
+def test_a_few_far_rows_move_it_little(text: str, seed: int, traitors: int) -> None:
+    """Two of seven rows, however far, leave the aggregate near the honest ones, where the mean is carried off."""
+    rows = rows_of(seed)
+    reach = rows.norm(dim=1).max()
+    rows[:traitors] = 1e6
+    aggregate, shares = applied(text, rows)
+    assert aggregate.norm() <= 5 * reach
+    assert rows.mean(dim=0).norm() > 1000 * reach
+    assert (shares >= 0).all()
+    assert shares.sum() <= 1 + 1e-9
+
+
+@every
+def test_order_does_not_matter(text: str) -> None:
+    """Rows in another order give the same aggregate, and shares in that order."""
+    rows, order = rows_of(1), torch.tensor([3, 1, 6, 0, 5, 2, 4])
+    (a, shares), (b, others) = applied(text, rows), applied(text, rows[order])
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(shares[order], others)
+
+
+@every
+@pytest.mark.parametrize("gone", [(2,), (0, 6), (0, 1, 2, 3, 4), (1, 2, 3, 4, 5, 6)])
+def test_who_was_not_heard_does_not_count(text: str, gone: tuple[int, ...]) -> None:
+    """A row that was not heard changes nothing and has no share; with one row left, that is the aggregate."""
+    rows = rows_of(2)
+    heard = everyone(rows)
+    heard[list(gone)] = False
+    blank = torch.where(heard[:, None], rows, 0.0)
+    aggregate, shares = applied(text, blank, heard)
+    expected, few = applied(text, rows[heard])
+    torch.testing.assert_close(aggregate, expected)
+    torch.testing.assert_close(shares[heard], few)
+    assert not shares[~heard].any()
+    if heard.sum() == 1:
+        torch.testing.assert_close(aggregate, rows[heard][0])
+
+
+@every
+def test_many_federations_at_once(text: str) -> None:
+    """Under vmap a rule gives what it gives one by one."""
+    stack = torch.stack([rows_of(seed) for seed in range(3)])
+    heard = torch.ones(3, 7, dtype=torch.bool)
+    heard[1, 4] = False
+    stack[1, 4] = 0.0
+    rule: Any = parse(text)
+    together = torch.vmap(rule)(stack, heard)
+    for i in range(3):
+        for a, b in zip(rule(stack[i], heard[i]), together, strict=True):
+            torch.testing.assert_close(a, b[i])
+
+
+@every
+def test_in_fedavg(text: str) -> None:
+    """FedAvg trains with each rule, and stacks beside plain FedAvg."""
+    plain = Cell(FedAvg(SGD(0.1)), make_federation(), 3)
+    robust = replace(plain, algorithm=FedAvg(SGD(0.1), aggregation=text))
+    outcomes = list(simulate([plain, robust], make_model(), rounds=6, batch_size=8))
+    assert outcomes[-1][1].measured["accuracy"] > 0.5
+    assert not torch.equal(*(outcome.state.server.x for outcome in outcomes[-1]))
+
+
+def test_the_mean_is_the_default() -> None:
+    """aggregation = "mean" is FedAvg to the last bit."""
+    a, b = (last_state(Cell(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
+    assert torch.equal(a.state.server.x, b.state.server.x)
+
+
+MEAN: dict[str, Any] = {"aggregation": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("krumm(1)", "did you mean krum"), ("krum(1.5)", "whole number"), ("krum(x)", "expected numbers"),
+     ("krum(-1)", "whole number"), ("centered-clipping(0)", "radius above 0"), ("median(3)", "expected numbers")],
+)  # fmt: skip
+def test_mistakes_are_told(text: str, expected: str) -> None:
+    """A rule that does not exist, or cannot be, is told in one line."""
+    assert expected in refusal(parse, text)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("f", [0, 1, 3])
+def test_beside_byzfl(byzfl: Any, seed: int, f: int) -> None:
+    """Each rule gives what byzfl's gives, in float64."""
+    rows = rows_of(seed, agents=8)
+    theirs = {
+        f"krum({f})": byzfl.Krum(f),
+        f"multi-krum({f})": byzfl.MultiKrum(f),
+        f"trimmed-mean({f})": byzfl.TrMean(f),
+        "median": byzfl.Median(),
+    }
+    for text, rule in theirs.items():
+        np.testing.assert_allclose(applied(text, rows)[0].numpy(), rule(rows.numpy()), rtol=1e-12, atol=1e-12)
+    found = weiszfeld(rows, everyone(rows), torch.tensor(0.1), 5)[0]
+    np.testing.assert_allclose(found.numpy(), byzfl.GeometricMedian(0.1, 5)(rows.numpy()), rtol=1e-12, atol=1e-12)
+    found = clipped_mean(rows, everyone(rows), torch.tensor(1.5), 4)[0]
+    np.testing.assert_allclose(
+        found.numpy(), byzfl.CenteredClipping(None, 4, 1.5)(rows.numpy()), rtol=1e-12, atol=1e-12
+    )

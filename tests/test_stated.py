@@ -1,0 +1,213 @@
+"""Claims that experiment files state, the runs they vary, and `waffle bench FILE --check`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import refusal
+from waffle_fl.cli.commands import main
+from waffle_fl.config import RunConfig, load_experiments
+from waffle_fl.reproduce import robustness
+from waffle_fl.reproduce.stated import changed, judge, matches, stated
+from waffle_fl.reproduce.studies import Part, read_part, read_study
+from waffle_fl.results import Finished, condense
+
+ROOT = Path(__file__).parent.parent
+FILE = """
+methods = ["fedavg", "waffle"]
+splits = ["A"]
+seeds = [1, 2]
+rounds = 50
+samples_per_agent = 20
+
+[variants.honest.vary]
+guard = ["off", "standard"]
+
+[variants.attacked.vary]
+attack = ["sign-flip(3)", "backdoor"]
+attackers = [1, 3]
+guard = ["off", "standard"]
+
+[variants.rules.vary]
+"fedavg.aggregation" = ["krum(1)", "median"]
+
+[variants.rules]
+methods = ["fedavg"]
+
+[[claims]]
+claim = "free"
+of = { guard = "standard", attack = "none" }
+against = { guard = "off" }
+within = 0.5
+at = [0.94, 1.0]
+
+[[claims]]
+claim = "held"
+of = { guard = "standard", attack = ["sign-flip(3)", "backdoor"] }
+against = { guard = "off", attack = "none", attackers = 1 }
+within = 1.5
+at = [0.94, 1.0]
+
+[[claims]]
+claim = "WAFFLE near the best"
+of = { method = "waffle", attack = "none", guard = "off" }
+near_best = 1.0
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    for folder in ("experiments", "results"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "experiments" / "small.toml").write_text(FILE)
+    return tmp_path
+
+
+def finished(config: RunConfig, accuracy: float, late: float | None = None) -> Finished:
+    """A run that reached an accuracy in every round, or another one late."""
+    values = [accuracy] * 47 + [accuracy if late is None else late] * 3
+    rounds: list[dict[str, Any]] = [{"round": r, "accuracy": value} for r, value in enumerate(values, start=1)]
+    if config.settings.attack != "none":
+        rounds = [{**line, "attackers_weight": 0.2, "backdoor": 0.9} for line in rounds]
+    told = {"best": {"round": 1, "accuracy": max(values)}, "last": {"round": 50, "accuracy": values[-1]}}
+    provenance = {"binding": {"data": config.settings.split, "device": "none"}, "test_samples": 100}
+    return Finished(Path(config.label), config, provenance, {"status": "finished", **told}, rounds)
+
+
+def recorded(clone: Path, **odd: Any) -> Part:
+    """The record of the small file: 0.9 everywhere but where `odd`, a pair of (filter, run), says otherwise."""
+    part = read_part(clone, "small")
+    runs = []
+    for config in part.planned().values():
+        wanted, accuracies = odd.get("case", ({"method": "nobody"}, ()))
+        values = accuracies if matches(config, wanted) else (0.9 + 0.001 * config.settings.seed,)
+        runs.append(finished(config, *values))
+    (clone / "results" / "small.jsonl").write_text("".join(f"{line}\n" for line in condense(runs, details=False)))
+    return read_part(clone, "small")
+
+
+def test_values_that_vary(clone: Path) -> None:
+    """[vary] makes one experiment of each combination, named by its values; `method.option` reaches an option."""
+    found = {e.name: e for e in load_experiments(clone / "experiments" / "small.toml")}
+    assert len(found) == 2 + 8 + 2
+    one = found["small/attacked/sign-flip-3/3/standard"]
+    assert (one.settings.attack, one.settings.attackers, one.settings.guard) == ("sign-flip(3)", 3, "standard")
+    assert found["small/rules/krum-1"].options == {"fedavg": {"aggregation": "krum(1)"}}
+
+
+def test_vary_needs_lists(tmp_path: Path) -> None:
+    """A single value in [vary] is told."""
+    file = tmp_path / "x.toml"
+    file.write_text('methods = ["waffle"]\n[vary]\nguard = "off"\n')
+    assert "expected lists" in refusal(load_experiments, file)
+
+
+def check(clone: Path) -> int:
+    return main(["bench", str(clone / "experiments" / "small.toml"), "--check", "--json"])
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def test_claims_that_hold(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a whole record that holds them, every claim is told with its closest case, and the exit code is 0."""
+    recorded(clone)
+    assert check(clone) == 0
+    found = told(capsys)
+    assert found["problems"] == []
+    assert [claim["holds"] for claim in found["claims"]] == [True, True, True]
+    assert "16 of 16 hold" in found["claims"][1]["numbers"]
+
+
+@pytest.mark.parametrize(
+    ("case", "broken"),
+    [
+        (({"guard": "standard", "attack": "none", "method": "waffle"}, (0.896,)), "free"),
+        (({"guard": "standard", "attack": "backdoor", "attackers": 3}, (0.88,)), "held"),
+        (({"guard": "standard", "attack": "sign-flip(3)"}, (0.88, 0.9)), "held"),
+        (({"guard": "standard", "attack": "sign-flip(3)"}, (0.9, 0.88)), "held"),
+        (({"method": "waffle", "guard": "off", "attack": "none"}, (0.9,)), "WAFFLE near the best"),
+    ],
+)
+def test_claims_that_fail(clone: Path, capsys: pytest.CaptureFixture[str], case: Any, broken: str) -> None:
+    """A cell that misses its bound, at either moment, fails its claim and no other, and the exit code is 1."""
+    recorded(clone, case=case)
+    assert check(clone) == 1
+    assert [claim["claim"] for claim in told(capsys)["claims"] if not claim["holds"]] == [broken]
+
+
+def test_no_record_holds_nothing(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a record the check fails, and says what is missing."""
+    assert check(clone) == 1
+    found = told(capsys)
+    assert "not complete" in found["problems"][0]
+    assert not any(claim["holds"] for claim in found["claims"])
+    assert "no record of 4 of" not in found["claims"][0]["numbers"]
+    assert "no record of 2 of 2 cells" in found["claims"][0]["numbers"]
+
+
+def test_exceptions_are_named_and_needed(clone: Path) -> None:
+    """A named exception excuses its cells and no others; one that nothing needs fails the claim."""
+    case = ({"guard": "standard", "attack": "backdoor", "method": "fedavg"}, (0.5,))
+    part = recorded(clone, case=case)
+    claim = stated(clone / "experiments" / "small.toml")[1]
+    named = {"attack": "backdoor", "method": "fedavg", "reason": "it must be so"}
+    (excused,) = judge([replace(claim, exceptions=[named])], part)
+    assert excused.holds
+    assert "it must be so" in excused.numbers
+    (other,) = judge([replace(claim, exceptions=[{**named, "attack": "sign-flip(3)"}])], part)
+    assert not other.holds
+    assert "is not needed" in other.numbers
+
+
+def test_a_misspelt_claim_is_told(tmp_path: Path) -> None:
+    """A key that no claim has is told with the nearest one."""
+    file = tmp_path / "x.toml"
+    file.write_text('[[claims]]\nclaim = "x"\nof = {}\nwihtin = 1\n')
+    assert "did you mean within" in refusal(stated, file)
+
+
+def test_the_same_but_for(clone: Path) -> None:
+    """Settings and options of a run can be changed by name, and nothing else changes."""
+    config = next(iter(read_part(clone, "small").planned().values()))
+    other = changed(config, {"guard": "standard", "aggregation": "median"})
+    assert other.settings == replace(config.settings, guard="standard")
+    assert other.options["aggregation"] == "median"
+    assert changed(config, {}).to_json() == config.to_json()
+
+
+def test_a_file_is_a_study_of_its_own(clone: Path) -> None:
+    """`python -m waffle_fl.reproduce NAME` takes any file in experiments/; what is none is told."""
+    assert list(read_study(clone, "small")) == ["small"]
+    assert "unknown study" in refusal(read_study, clone, "smal")
+
+
+def test_the_gates_of_the_robustness_file() -> None:
+    """The file's gates are 0.5 point without and 1.5 points under each attack that is not adaptive, at both moments."""
+    free, held = stated(ROOT / "experiments" / "robustness.toml")
+    assert (free.within, held.within) == (0.5, 1.5)
+    assert tuple(free.at) == tuple(held.at) == (0.94, 1.0)
+    attacks = {e.settings.attack for e in load_experiments(ROOT / "experiments" / "robustness.toml")}
+    assert set(held.of["attack"]) == attacks - {"none", "projected"}
+
+
+def test_the_page_on_robustness_is_its_record() -> None:
+    """docs/robustness.md has the tables of the committed record, or says that there is none."""
+    assert (ROOT / "docs" / "robustness.md").read_text() == robustness.with_tables(ROOT)
+
+
+def test_tables_of_a_record(clone: Path) -> None:
+    """With a record the page has every table: accuracies at both moments, weights, backdoors and rules."""
+    part = recorded(clone)
+    text = "\n".join(robustness.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    assert "| sign-flip(3) | 3 | 90.2 → 90.2 | 90.2 → 90.2 |" in text or "| sign-flip(3) | 3 | 90.1" in text
+    assert "krum(1)" in text
+    assert "| A | backdoor | 3 | 90.0 → 90.0 | 90.0 → 90.0 |" in text
+    assert "20.0 → 20.0" in text
