@@ -13,7 +13,7 @@ import waffle_fl
 
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
-    {"errors", "metrics", "notation", "randomness"},
+    {"deltas", "errors", "metrics", "notation", "randomness"},
     {"augment", "data", "models", "shifts", "tensorfile"},
     {"own", "partition"},
     {"federation", "wire"},

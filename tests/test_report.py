@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from waffle_fl.config import Experiment, RunConfig, Settings
+from waffle_fl.deltas import after, since
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, execute, plan
-from waffle_fl.report import write_report
+from waffle_fl.report import population, write_report
 from waffle_fl.report.tables import to_csv, to_latex, to_markdown
 from waffle_fl.results import Finished, condense, read_runs, scores
 
@@ -154,3 +159,48 @@ def test_a_seed_that_never_finished_a_round_counts_as_diverged() -> None:
     assert cell.mean == pytest.approx(0.92)
     assert scores([lost], "best")["A", "fedavg"].text() == "diverged"
     assert "diverged" in to_markdown([lost, RUNS[2]])
+
+
+TABLES = st.fixed_dictionaries(
+    {
+        name: st.dictionaries(st.sampled_from("abcd"), st.none() | st.integers(0, 2), max_size=4)
+        for name in ("one", "two")
+    }
+)
+
+
+@given(before=TABLES, now=TABLES)
+def test_tables_are_told_by_their_changes(before: Any, now: Any) -> None:
+    """What changed since the line before, laid over it, is the line itself; nothing is told of what stayed."""
+    told = since(before, now)
+    assert after(before, json.loads(json.dumps(told))) == now
+    assert since(now, now) == {}
+
+
+def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
+    """A record that keeps no rounds still gives the tables, digit by digit."""
+    record = tmp_path / "record.jsonl"
+    record.write_text("\n".join(condense(RUNS, "none")) + "\n")
+    assert all(not run.rounds for run in read_runs([record]))
+    assert to_markdown(read_runs([record])) == to_markdown(RUNS)
+
+
+def test_a_federation_in_one_table() -> None:
+    """Mean over agents and worst agent, over seeds, and the share of agents that do better than alone."""
+
+    def run(method: str, alice: str, seed: int, auc: float | None) -> Finished:
+        found = finished(method, "C", seed, 0.9)
+        settings = replace(found.config.settings, data="folder", alice=alice, seed=seed)
+        metrics = {} if auc is None else {"metrics": {"auc": auc}}
+        return replace(found, config=replace(found.config, settings=settings), result={**found.result, **metrics})
+
+    scores = {("local", 1): (0.5, 0.7), ("local", 2): (0.6, 0.7), ("waffle", 1): (0.8, 0.6), ("waffle", 2): (0.8, 0.8)}
+    runs = [
+        run(m, alice, seed, auc) for (m, seed), found in scores.items() for alice, auc in zip("xy", found, strict=True)
+    ]
+    runs += [run("local", "z", 1, None)]  # one class alone has no AUC
+    *_, local, waffle = population.to_markdown(runs, "auc").splitlines()
+    assert local == "| Local | 62.50 ± 3.54 | 55.00 ± 7.07 | – |"
+    assert waffle == "| WAFFLE | **75.00 ± 7.07** | **70.00 ± 14.14** | 75% |"
+    with pytest.raises(WaffleError, match="choose from"):
+        population.to_markdown(runs, "beauty")

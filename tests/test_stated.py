@@ -87,7 +87,7 @@ def recorded(clone: Path, **odd: Any) -> Part:
         wanted, accuracies = odd.get("case", ({"method": "nobody"}, ()))
         values = accuracies if matches(config, wanted) else (0.9 + 0.001 * config.settings.seed,)
         runs.append(finished(config, *values))
-    (clone / "results" / "small.jsonl").write_text("".join(f"{line}\n" for line in condense(runs, details=False)))
+    (clone / "results" / "small.jsonl").write_text("".join(f"{line}\n" for line in condense(runs, "accuracy")))
     return read_part(clone, "small")
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.algorithms import ALGORITHMS, TITLES
 from waffle_fl.config import RunConfig
+from waffle_fl.deltas import Tables, after, since
 from waffle_fl.errors import WaffleError
 from waffle_fl.records import read_json, read_rounds
 
@@ -22,6 +23,8 @@ PROTOCOLS: dict[Protocol, str] = {
     "selected": "round selected on validation data",
 }
 
+
+Details: TypeAlias = Literal["all", "accuracy", "none"]  # what a condensed record keeps of the rounds
 
 WEIGHING = ("waffle", "weight-erosion")
 
@@ -133,22 +136,43 @@ def _read(folder: Path) -> Finished | None:
     return Finished(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
 
 
-def condense(runs: Sequence[Finished], details: bool = True) -> Iterator[str]:
-    """One JSON line a run: small enough to commit, enough for every table and, with details, for every chart."""
+def condense(runs: Sequence[Finished], details: Details = "all") -> Iterator[str]:
+    """One JSON line a run: small enough to commit, enough for every table and, with all details, for every chart.
+
+    The first line has its config and provenance whole, the others what changed in them since the line before.
+    """
     first: dict[tuple[str, str], int] = {}
     for run in runs:
         key, seed = (run.row, run.config.method), run.config.settings.seed
         first[key] = min(first.get(key, seed), seed)
+    before: Tables | None = None
     for run in runs:
-        kept = {"round", "accuracy", "rmse", "attackers_weight", "backdoor"}
-        if details:
-            kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
-        if details and run.config.settings.seed == first[run.row, run.config.method] and run.config.method in WEIGHING:
-            kept |= {"weights"}
-        rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
-        columns = {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
-        content = {"run": run.folder.name, "config": run.config.to_json(), "provenance": run.provenance}
-        yield json.dumps({**content, "result": run.result, "rounds": columns}, separators=(",", ":"))
+        tables = _tables(run)
+        told = {"tables": tables} if before is None else {"since": since(before, tables)}
+        leads = run.config.settings.seed == first[run.row, run.config.method]
+        content = {"run": run.folder.name, **told, "result": run.result, "rounds": _columns(run, details, leads)}
+        yield json.dumps(content, separators=(",", ":"))
+        before = tables
+
+
+def _tables(run: Finished) -> Tables:
+    config = run.config.to_json()
+    return {
+        "settings": config.pop("settings"),
+        "options": config.pop("options"),
+        "config": config,
+        "provenance": run.provenance,
+    }
+
+
+def _columns(run: Finished, details: Details, leads: bool) -> dict[str, list[Any]]:
+    """The rounds of a run, column by column."""
+    kept = {"round", "accuracy", "rmse", "attackers_weight", "backdoor"} if details != "none" else set()
+    if details == "all":
+        kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
+        kept |= {"weights"} if leads and run.config.method in WEIGHING else set()
+    rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
+    return {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
 
 
 def _short(value: Any) -> Any:
@@ -159,25 +183,23 @@ def _short(value: Any) -> Any:
 
 def read_condensed(path: Path) -> list[Finished]:
     """The runs of a condensed record."""
+    runs: list[Finished] = []
+    tables: Tables = {}
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [
-            Finished(
-                Path(line["run"]),
-                RunConfig.from_json(line["config"]),
-                line["provenance"],
-                line["result"],
-                [
-                    dict(zip(line["rounds"], values, strict=True))
-                    for values in zip(*line["rounds"].values(), strict=True)
-                ],
-            )
-            for line in lines
-        ]
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            tables = line["tables"] if "tables" in line else after(tables, line["since"])
+            config = {**tables["config"], "settings": tables["settings"], "options": tables["options"]}
+            rounds = [
+                dict(zip(line["rounds"], values, strict=True)) for values in zip(*line["rounds"].values(), strict=True)
+            ]
+            provenance = dict(tables["provenance"])
+            runs.append(Finished(Path(line["run"]), RunConfig.from_json(config), provenance, line["result"], rounds))
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WaffleError(f"{path} is no record of runs ({error})") from None
+    return runs
 
 
 def methods_of(runs: Sequence[Finished]) -> list[str]:

@@ -34,7 +34,7 @@ from waffle_fl.reproduce.page import write as write_pages
 from waffle_fl.reproduce.running import run_missing
 from waffle_fl.reproduce.stated import judge, stated
 from waffle_fl.reproduce.studies import find_root, problems, read_part, read_study
-from waffle_fl.results import condense, read_runs
+from waffle_fl.results import Details, condense, read_runs
 
 ALONE_HELP = (
     "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
@@ -236,6 +236,8 @@ def report(arguments: Sequence[str]) -> int:
         """Folder of the report; by default `report` beside the first of the runs."""
         record: str = ""
         """Also write the runs as one condensed .jsonl record, small enough to commit."""
+        details: Details = "all"
+        """What the record keeps of the rounds: all that charts need, the accuracy, or none of them."""
         title: str = "Personalised federated learning"
         """Title of the page."""
         output: Output = field(default_factory=Output)
@@ -254,7 +256,7 @@ def report(arguments: Sequence[str]) -> int:
     pages += [out / PAGE] if decides else []
     if args.record:
         with writable(Path(args.record)):
-            Path(args.record).write_text("\n".join(condense(finished)) + "\n", encoding="utf-8")
+            Path(args.record).write_text("\n".join(condense(finished, args.details)) + "\n", encoding="utf-8")
     if args.output.json:
         print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0

@@ -77,5 +77,5 @@ def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
     """Add finished runs to a part's record, in place of older ones of the same config."""
     new = [run.config.to_json() for run in runs]
     old = [run for run in read_part(root, name).all_runs if run.config.to_json() not in new]
-    lines = condense([*old, *runs], details=name not in WITHOUT_DETAILS)
+    lines = condense([*old, *runs], "accuracy" if name in WITHOUT_DETAILS else "all")
     write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())
