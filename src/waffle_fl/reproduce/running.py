@@ -13,8 +13,8 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
 from waffle_fl.records import read_json
 from waffle_fl.reproduce import drift, momentum, quadratics
-from waffle_fl.reproduce.studies import read_part, read_study, record_of
-from waffle_fl.results import Finished, condense, read_runs
+from waffle_fl.reproduce.studies import identity, read_part, read_study, record_of
+from waffle_fl.results import Details, Finished, condense, read_runs
 from waffle_fl.tensorfile import write_atomically
 
 COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
@@ -22,7 +22,10 @@ COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "momentum": momentum.lines,
     "quadratics": quadratics.lines,
 }
-WITHOUT_DETAILS = ("mnist-departures", "mnist-sizes", "robustness")  # their tables need accuracies alone
+DETAILS: dict[str, Details] = {  # of the rounds, where tables need less than all
+    **dict.fromkeys(("mnist-departures", "mnist-sizes", "robustness", "beyond"), "accuracy"),
+    **dict.fromkeys(("har", "landmine"), "none"),
+}
 
 
 def run_missing(
@@ -75,7 +78,7 @@ def compute(root: Path) -> None:
 
 def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
     """Add finished runs to a part's record, in place of older ones of the same config."""
-    new = [run.config.to_json() for run in runs]
-    old = [run for run in read_part(root, name).all_runs if run.config.to_json() not in new]
-    lines = condense([*old, *runs], "accuracy" if name in WITHOUT_DETAILS else "all")
+    new = {identity(run.config) for run in runs}
+    old = [run for run in read_part(root, name).all_runs if identity(run.config) not in new]
+    lines = condense([*old, *runs], DETAILS.get(name, "all"))
     write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())

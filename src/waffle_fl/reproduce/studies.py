@@ -35,19 +35,21 @@ class Part:
     def planned(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
         """The runs that the file asks for, by names such as mnist/C/waffle/1; `seeds` replace the file's."""
         return {
-            f"{experiment.name}/{config.settings.column}/{config.method}/{config.settings.seed}": config
+            cell_of(experiment.name, config): config
             for experiment in self.experiments
             for config, _ in plan(replace(experiment, seeds=tuple(seeds) or experiment.seeds), Path())
         }
 
     def missing(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
         """Those of them that the record lacks."""
-        known = {
-            f"{name}/{run.config.settings.column}/{run.config.method}/{run.config.settings.seed}"
-            for name, runs in self.runs.items()
-            for run in runs
-        }
+        known = {cell_of(name, run.config) for name, runs in self.runs.items() for run in runs}
         return {name: config for name, config in self.planned(seeds).items() if name not in known}
+
+
+def cell_of(experiment: str, config: RunConfig) -> str:
+    """The name of a run in its study: mnist/C/waffle/1, or har/subject-01/waffle/1 where each agent is Alice."""
+    s = config.settings
+    return f"{experiment}/{s.alice if s.is_own else s.column}/{config.method}/{s.seed}"
 
 
 def find_root(start: Path) -> Path:
@@ -86,9 +88,14 @@ def read_part(root: Path, name: str) -> Part:
     return Part(name, experiments, runs, strangers)
 
 
+def identity(config: RunConfig) -> str:
+    """All that makes a run what it is, as text."""
+    return json.dumps(config.to_json())
+
+
 def unseeded(config: RunConfig) -> str:
     """All that runs of one cell share."""
-    return json.dumps(replace(config, settings=replace(config.settings, seed=0)).to_json())
+    return identity(replace(config, settings=replace(config.settings, seed=0)))
 
 
 def record_of(root: Path, name: str) -> Path:
