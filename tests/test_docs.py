@@ -18,12 +18,16 @@ from waffle_fl.cli.tune import Budget
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments
 from waffle_fl.experiment import Place
+from waffle_fl.report import population
 from waffle_fl.report.tables import to_markdown
 from waffle_fl.results import read_runs
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(waffle_fl.__file__).parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+POPULATION = re.compile(
+    r"<!-- population: (?P<record>\S+) (?P<measure>\w+) -->\n(?P<table>.*?)<!-- end of population -->", re.DOTALL
+)
 TABLE = re.compile(r"<!-- table: (?P<record>\S+) -->\n(?P<table>.*?)<!-- end of table -->", re.DOTALL)
 
 
@@ -81,6 +85,14 @@ def test_tables_in_the_docs_are_the_records(page: Path) -> None:
     """A table between its marks is what its committed record gives, to the last digit."""
     for match in TABLE.finditer(page.read_text()):
         assert match["table"].strip() == to_markdown(read_runs([ROOT / match["record"]])).strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_populations_in_the_docs_are_the_records(page: Path) -> None:
+    """A table of a whole federation is what its committed record gives."""
+    for match in POPULATION.finditer(page.read_text()):
+        runs = read_runs([ROOT / match["record"]])
+        assert match["table"].strip() == population.to_markdown(runs, match["measure"]).strip()
 
 
 def test_the_readme_has_its_table() -> None:
