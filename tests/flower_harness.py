@@ -1,4 +1,4 @@
-"""A federation on this machine: sites in this process for quick tests, or Flower's real processes to kill and resume."""
+"""A federation on this machine: sites in this process for quick tests, or Flower's real processes to kill."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Loopback:
     """Flower's grid as far as we use it, the sites in this process; `post` may do anything to a reply."""
 
     def __init__(self, folder: Path, post: Callable[[str, Parcel, Parcel], Parcel | None] | None = None) -> None:
-        TaskIdentity.run_id, TaskIdentity.node_id = 1, 1  # what a ServerApp's process knows of itself
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
+            1  # what a ServerApp's process knows of itself
+        )
         names = folders.read_server(folder).sites
         self.sites = {name: folder / "sites" / name for name in names}
         self.nodes = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from waffle_fl.config import Settings
+from waffle_fl.config import EVERYONE, Settings
 from waffle_fl.data import NAMES
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.experiment import federation_of
@@ -74,7 +74,8 @@ class Holdings:
         """What this site sees of the federation: itself."""
         self._check(s)
         if self.by_name:
-            return federation_of(s, self.data_dir).only(agent)
+            alice = "0" if s.alice == EVERYONE else s.alice
+            return federation_of(replace(s, alice=alice), self.data_dir).only(agent)
         if layout_of(Path(self.source)) == "arrays":
             return self._from_arrays(s, agent, tuple(map(str, known["classes"])))
         return self._from_tables(s, agent, Preprocessing.from_json(known["prepared"]))
