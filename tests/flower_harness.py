@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,45 +16,21 @@ from waffle_fl.config import RunConfig
 from waffle_fl.deploy import folders
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.loopback import PATIENCE, Loopback, prepare
 from waffle_fl.deploy.serverapp import Conductor
 from waffle_fl.deploy.site import Site
 from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
 from waffle_fl.experiment import Place, execute
 from waffle_fl.records import read_json
-from waffle_fl.tensorfile import write_atomically
-
-PATIENCE = 240.0  # seconds for anything on a busy machine
-
-
-def change(file: Path, **values: Any) -> None:
-    """Change settings in a .toml file of ours."""
-    lines = file.read_text().splitlines()
-    for key, value in values.items():
-        text = json.dumps(value)
-        lines = [f"{key} = {text}" if line.startswith(f"{key} =") else line for line in lines]
-    write_atomically(file, ("\n".join(lines) + "\n").encode())
 
 
 def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:
-    """A deployment folder on loopback whose sites hold shares of a data set by name, or files of a folder."""
-    own = Path(data).is_dir()
-    folders.init(folder, names, "127.0.0.1", free_port(), "127.0.0.1", "" if own else data)
-    change(folder / "server.toml", **{"backoff": 0.1, **settings})
-    for name in names:
-        site = folder / "sites" / name
-        change(site / "site.toml", port=free_port(), model_may_leave=True)
-        if own:
-            change(site / "site.toml", data=str(next(p for p in Path(data).resolve().iterdir() if name in p.name)))
+    """A deployment folder on loopback that is quick to give up."""
+    prepare(folder, names, data, **{"backoff": 0.1, **settings})
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Loopback:
+class Grid:
     """Flower's grid as far as we use it, the sites in this process; `post` may do anything to a reply."""
 
     def __init__(self, folder: Path, post: Callable[[str, Parcel, Parcel], Parcel | None] | None = None) -> None:
@@ -104,7 +75,7 @@ class Loopback:
 def conduct(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job:
     """Run a job to its end with the sites in this process."""
     job = Job.create(folder, config, out, force=False)
-    Conductor(folder, job, grid or Loopback(folder)).conduct()
+    Conductor(folder, job, grid or Grid(folder)).conduct()
     return job
 
 
@@ -121,79 +92,30 @@ def simulated(config: RunConfig, out: Path) -> Path:
     return out
 
 
-class Deployment:
-    """Real processes on loopback: the server, its sites, and `waffle deploy` commands; all are ended on the way out."""
+class Deployment(Loopback):
+    """Real processes: a `loopback.Loopback` that also runs jobs, and finds what Flower itself has started."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.log = (folder / "processes.log").open("ab")
+    def start_run(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        """`waffle deploy run METHOD ...` or `resume RUN` in the background."""
+        words = map(str, arguments)
+        return self.start("run", "deploy", *words, "--folder", str(self.folder), "--quiet")
 
-    def start_server(self) -> None:
-        self._start("server", "deploy", "server", str(self.folder))
-        self.wait_until(self._registered)
-
-    def start_site(self, name: str, folder: Path | None = None) -> None:
-        self._start(name, "deploy", "site", str(folder or self.folder / "sites" / name))
-
-    def start_run(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """`waffle deploy run ...` (or `resume ...`) in the background."""
-        return self._start("run", "deploy", *arguments, "--folder", str(self.folder), "--quiet")
-
-    def finish_run(self, *arguments: str, seconds: float = 2 * PATIENCE) -> int:
+    def finish_run(self, *arguments: str | Path, seconds: float = 2 * PATIENCE) -> int:
         """The same to its end; its exit code."""
-        return self.start_run(*arguments).wait(timeout=seconds)
-
-    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """A signal to one of our processes, by its own number; children that Flower started notice by themselves."""
-        self.processes[name].send_signal(number)
-        if number in (signal.SIGKILL, signal.SIGTERM):
-            self.processes.pop(name).wait(timeout=PATIENCE)
+        code = self.start_run(*arguments).wait(timeout=seconds)
+        del self.processes["run"]
+        return code
 
     def server_app(self) -> int | None:
         """The process of the ServerApp, if one runs for this deployment."""
-        return next(iter(children_with("flwr-serverapp", str(self.folder / "bin"))), None)
-
-    def wait_until(self, holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, (self.folder / "processes.log").read_text()[-3000:]
-            time.sleep(0.5)
+        return next(iter(processes_with("flwr-serverapp", str(self.folder / "bin"))), None)
 
     def wait_for_rounds(self, out: Path, rounds: int) -> None:
         log = out / "rounds.jsonl"
         self.wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= rounds, 2 * PATIENCE)
 
-    def close(self) -> None:
-        """End everything that was started here, sites first."""
-        for process in reversed(list(self.processes.values())):
-            process.terminate()
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
-            if process.poll() is None:
-                process.kill()
-        self.log.close()
 
-    def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "waffle_fl", *arguments]
-        self.processes[name] = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=ENVIRONMENT)
-        return self.processes[name]
-
-    def _registered(self) -> bool:
-        text = (self.folder / "processes.log").read_text(errors="replace")
-        return text.count("Created node_id") >= len(folders.read_server(self.folder).sites) or (
-            "already in use" in text and "Uvicorn running" in text
-        )
-
-
-ENVIRONMENT = {
-    **{key: value for key, value in os.environ.items() if not key.startswith(("COV_", "PYTEST_"))},
-    "OMP_NUM_THREADS": "1",
-}
-
-
-def children_with(*words: str) -> list[int]:
+def processes_with(*words: str) -> list[int]:
     """Processes of this machine whose command line holds all these words."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
@@ -202,16 +124,3 @@ def children_with(*words: str) -> list[int]:
             if all(word in text for word in words):
                 found.append(int(entry.parent.name))
     return found
-
-
-@contextlib.contextmanager
-def deployed(folder: Path) -> Iterator[Deployment]:
-    """A server and all its sites, up and registered; gone afterwards."""
-    deployment = Deployment(folder)
-    try:
-        deployment.start_server()
-        for name in folders.read_server(folder).sites:
-            deployment.start_site(name)
-        yield deployment
-    finally:
-        deployment.close()

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flower_harness import Loopback, bits, change, conduct, federation, simulated
+from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import RunConfig, check_run
+from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
@@ -61,7 +62,7 @@ def test_tables_end_in_the_simulator_s_bits(settings: dict[str, Any], tmp_path: 
     """Sites that each hold one table agree on its columns from summaries alone, and train in the simulator's bits."""
     own = hospitals(tmp_path / "hospitals")
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
-    grid = Loopback(folder)
+    grid = Grid(folder)
     conduct(folder, tables(**settings), tmp_path / "run", grid)
     model, rounds, result = bits(tmp_path / "run")
     twin = bits(simulated(tables(data=str(own), **settings), tmp_path / "twin"))
@@ -89,7 +90,7 @@ def test_every_method_ends_in_the_simulator_s_bits(method: str, folder: Path, tm
 def test_alice_all(method: str, folder: Path, tmp_path: Path) -> None:
     """With alice = "all" one message carries every Alice's federation, and each run ends in its simulation's bits."""
     wanted = config(method, alice="all", rounds=2)
-    grid = Loopback(folder)
+    grid = Grid(folder)
     conduct(folder, wanted, tmp_path / "runs", grid)
     assert len([request for _, request in grid.requests if "tasks" in request.words]) == 3 * 2 + 3
     runs = sorted((tmp_path / "runs").iterdir())
@@ -122,7 +123,7 @@ def test_f4_a_lost_state_is_restored(method: str, folder: Path, tmp_path: Path) 
             shutil.rmtree(folder / "sites" / name / "state")
         return reply
 
-    conduct(folder, config(method), tmp_path / "run", Loopback(folder, lose))
+    conduct(folder, config(method), tmp_path / "run", Grid(folder, lose))
     restored = [line.get("refused") for line in bits(tmp_path / "run")[1]]
     assert [len(notes or ()) for notes in restored] == [0, 0, 2]
     model, rounds, _ = bits(tmp_path / "run")
@@ -140,7 +141,7 @@ def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> No
         return reply
 
     with pytest.raises(WaffleError, match="has lost her own model of round 2"):
-        conduct(folder, config("ditto"), tmp_path / "run", Loopback(folder, lose))
+        conduct(folder, config("ditto"), tmp_path / "run", Grid(folder, lose))
 
 
 def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> 
             return reply
 
         with pytest.raises(KeyboardInterrupt):
-            conduct(folder, wanted, out, Loopback(folder, die))
+            conduct(folder, wanted, out, Grid(folder, die))
         conduct(folder, wanted, out)
         assert bits(out)[:2] == twin[:2]
 
@@ -170,7 +171,7 @@ def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def absent(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
         return None if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2 else reply
 
-    conduct(folder, config(), tmp_path / "run", Loopback(folder, absent))
+    conduct(folder, config(), tmp_path / "run", Grid(folder, absent))
     rounds = bits(tmp_path / "run")[1]
     assert [line["weights"][1] > 0 for line in rounds[:2]] == [True, False]
     assert rounds[1]["screened"] == {"agent 1": "absent"}
@@ -185,7 +186,7 @@ def test_f2_alice_absent(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     def absent(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
         return None if name == "a" and request.words.get("tasks", [{}])[0].get("round") == 3 else reply
 
-    grid = Loopback(folder, absent)
+    grid = Grid(folder, absent)
     with pytest.raises(WaffleError, match=r"Alice \(agent 0\) unreachable in round 3.*resume"):
         conduct(folder, config(), tmp_path / "run", grid)
     asked = [name for name, request in grid.requests if request.words.get("tasks", [{}])[0].get("round") == 3]
@@ -199,7 +200,7 @@ def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: p
     """F10: sites that are not online in time are named."""
     monkeypatch.setattr(post, "PAUSE", 0.05)
     change(folder / "server.toml", start_timeout=0.2)
-    grid = Loopback(folder)
+    grid = Grid(folder)
     grid.gone = {"a", "c"}
     with pytest.raises(WaffleError, match=r"2 of 3 sites did not come within 0.2 seconds: a, c"):
         conduct(folder, config(), tmp_path / "run", grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -92,6 +93,7 @@ def server(arguments: Sequence[str]) -> int:
     args = parse(Server, arguments, "deploy server")
     folder, settings = args.folder.resolve(), folders.read_server(args.folder)
     _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
+    (folder / processes.REGISTERED).unlink(missing_ok=True)
     if not settings.insecure:
         processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
     processes.become(folder, "flwr-serverapp", processes.server_command(folder, settings))
@@ -212,6 +214,34 @@ def check(arguments: Sequence[str]) -> int:
     return 0 if all(good for good, _ in found) else 2
 
 
+def demo(arguments: Sequence[str]) -> int:
+    """Four sites and a server on this machine, then the simulation beside them: waffle deploy demo."""
+
+    @dataclass(frozen=True)
+    class DeployDemo:
+        """TLS, authentication, five processes, a few rounds of WAFFLE; every bit is compared with the simulation's."""
+
+        out: Path = Path("demo-flower")
+        """Folder of the federation and of both runs; what is there is removed."""
+        output: Watched = field(default_factory=Watched)
+
+    from waffle_fl.deploy import demo as stage
+    from waffle_fl.deploy.jobs import Job
+    from waffle_fl.deploy.loopback import Loopback, deployed
+
+    args = parse(DeployDemo, arguments, "deploy demo")
+    out = args.out.resolve()
+    config, names = stage.set_up(out)
+    folder = out / "federation"
+    print(f"a server and {', '.join(names)} as processes on loopback, with TLS and a key each; logs in {folder}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with deployed(Loopback(folder)):
+        _watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+    stage.compare(config, out / "deployed", out / "simulated")
+    print("bit-equal to the simulation")
+    return 0
+
+
 def _watch(folder: Path, job: Any, output: Watched) -> int:
     """Submit a job and follow its journal and its records to the end."""
     from waffle_fl.deploy import folders, processes
@@ -282,6 +312,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "check": check,
     "run": run,
     "resume": resume,
+    "demo": demo,
 }
 
 

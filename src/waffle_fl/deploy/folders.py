@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.policy import Policy
 from waffle_fl.engines.flower.messages import METRICS, SCORES
 from waffle_fl.errors import WaffleError, suggest, writable
+from waffle_fl.tensorfile import write_atomically
 
 T = TypeVar("T")
 
@@ -173,6 +175,14 @@ def read_site(folder: Path) -> SiteSettings:
     strange += [f"{k}: expected above 0" for k in ("rounds", "max_norm") if not getattr(found, k) > 0]
     _refuse(folder / "site.toml", strange)
     return found
+
+
+def change(file: Path, **values: Any) -> None:
+    """Change settings in one of these files; what stands around them stays."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for key, value in values.items():
+        lines = [f"{key} = {json.dumps(value)}" if line.startswith(f"{key} =") else line for line in lines]
+    write_atomically(file, ("\n".join(lines) + "\n").encode())
 
 
 def data_of(folder: Path, settings: SiteSettings) -> str:

@@ -20,6 +20,7 @@ SWITCHES = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 CONNECTION = "waffle"
+REGISTERED = "registered"  # a file that is there while the running SuperLink knows the sites
 PYPROJECT = """\
 [project]
 name = "waffle-app"
@@ -121,6 +122,7 @@ class Link:
                 if time.monotonic() > end:
                     raise WaffleError(f"the SuperLink does not take {site}: {_reason(done)}")
                 time.sleep(1)
+        (self.folder / REGISTERED).write_text("\n".join(self.settings.sites) + "\n", encoding="utf-8")
 
     def submit(self, job: str) -> str:
         """Start a job; Flower's number of the run."""
