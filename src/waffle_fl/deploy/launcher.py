@@ -2,6 +2,9 @@
 
 A folder with these commands stands first on the PATH of Flower's processes, so that they start ours: the ClientApp and
 the ServerApp of the installed waffle-fl, whatever a server, or whoever reaches it, has submitted.
+
+Torch is imported only once a process has begun to send its heartbeat: one that is silent for half a minute is taken for
+dead, and another is started in its place.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ def clientapp(home: str) -> None:
     """Flower's flwr-clientapp with our ClientApp in place of the one that was sent."""
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
-    from waffle_fl.deploy.clientapp import app_of
+    def load(*_: Any) -> Any:
+        return import_module("waffle_fl.deploy.clientapp").app_of(Path(home))
 
     runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
     runtime.install_from_fab = _nothing
-    runtime.get_load_client_app_fn = lambda **_: lambda *_: app_of(Path(home))
+    runtime.get_load_client_app_fn = lambda **_: load
     flwr_clientapp()
 
 
@@ -49,10 +53,8 @@ def serverapp(home: str) -> None:
     """Flower's flwr-serverapp with our ServerApp in place of the one that was submitted."""
     from flwr.superlink.cli.flwr_serverapp import flwr_serverapp
 
-    from waffle_fl.deploy.serverapp import main
-
     def run(grid: Any, context: Any, **_: Any) -> Any:
-        main(Path(home), grid, str(context.run_config.get("job")))
+        import_module("waffle_fl.deploy.serverapp").main(Path(home), grid, str(context.run_config.get("job")))
         return context
 
     runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
