@@ -28,8 +28,9 @@ class Store:
     def load(self, run: str, course: str, version: Version, like: Any) -> Any | None:
         """A state that the site held, or None if it is lost or damaged."""
         template: dict[str, Tensor] = like._asdict()
+        path = self._path(run, course, version)
         try:
-            _, tensors = read_tensors(self._path(run, course, version), template)
+            _, tensors = read_tensors(path, template)
         except WaffleError:
             return None
         return type(like)(*(tensors[name] for name in template))
