@@ -20,6 +20,7 @@ from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
 from waffle_fl.errors import WaffleError
 from waffle_fl.results import read_runs
+from waffle_fl.tensorfile import pack, parse_header
 from waffle_fl.use.trained import open_run
 
 SITES = ("a", "b", "c")
@@ -176,6 +177,41 @@ def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert [line["weights"][1] > 0 for line in rounds[:2]] == [True, False]
     assert rounds[1]["screened"] == {"agent 1": "absent"}
     assert "screened" not in rounds[2]
+
+
+@pytest.mark.parametrize("fault", ["cut", "replayed", "not finite", "another's", "rubbish"])
+def test_w_what_arrives_is_checked(fault: str, folder: Path, tmp_path: Path) -> None:
+    """W1-W8: an update that is damaged, old, not finite or another run's costs its agent the weight, and no more."""
+    first: dict[str, Parcel] = {}
+
+    def tamper(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if name != "b" or not reply.payloads:
+            return reply
+        first.setdefault(name, reply)
+        if request.words["tasks"][0]["round"] != 2:
+            return reply
+        ((course, payload),) = reply.payloads.items()
+        nan = pack({"dy": torch.full((4810,), torch.nan).double(), "stats": torch.zeros(0).double()}, labels(payload))
+        changed = {
+            "cut": payload[:-1],
+            "replayed": first[name].payloads[course],
+            "not finite": nan,
+            "another's": payload.replace(course.encode(), b"x" * len(course)),
+            "rubbish": b"\x80\x04cos\nsystem\n",
+        }
+        return Parcel(reply.words, {course: changed[fault]})
+
+    change(folder / "server.toml", quorum=1)
+    conduct(folder, config(), tmp_path / "run", Grid(folder, tamper))
+    rounds = bits(tmp_path / "run")[1]
+    assert [line["weights"][1] > 0 for line in rounds[:2]] == [True, False]
+    assert rounds[1]["screened"] == {"agent 1": "not finite" if fault == "not finite" else "absent"}
+    assert ("refused" in rounds[1]) == (fault != "not finite")
+
+
+def labels(payload: bytes) -> dict[str, str]:
+    """What a payload says of itself."""
+    return {k: v for k, v in parse_header(payload, len(payload))["__metadata__"].items() if k != "digest"}
 
 
 def test_f2_alice_absent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,7 @@ def server(arguments: Sequence[str]) -> int:
     folder, settings = args.folder.resolve(), folders.read_server(args.folder)
     _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
     (folder / processes.REGISTERED).unlink(missing_ok=True)
-    if not settings.insecure:
-        processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
+    processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
     processes.become(folder, "flwr-serverapp", processes.server_command(folder, settings))
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
@@ -174,7 +174,3 @@ def _readable(name: str = "a site") -> Any:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise WaffleError(f"{name} told of its data in a way that cannot be read: {error}") from None
-
-
-def missing_from(names: Sequence[str], answers: Mapping[str, Any]) -> list[str]:
-    return [name for name in names if name not in answers]
