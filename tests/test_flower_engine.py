@@ -260,6 +260,21 @@ def test_f12_an_exception_at_a_site(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "secret" not in str(caught.value)
 
 
+def test_p5_data_that_changed(tmp_path: Path) -> None:
+    """P5: a site whose file is another one than at the start takes no further part in the run, and says so."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own), retries=0)
+
+    def change_file(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if request.words.get("tasks", [{}])[0].get("round") == 1 and name == "south":
+            file = own / "south.csv"
+            file.write_text(file.read_text() + "\n44,f,1.0,A,3.00")
+        return reply
+
+    with pytest.raises(WaffleError, match="no longer what it was when the run began"):
+        conduct(folder, tables(), tmp_path / "run", Grid(folder, change_file))
+
+
 def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
     """F13: a model whose messages would be larger than allowed is refused before the first round."""
     change(folder / "server.toml", message_mb=1)

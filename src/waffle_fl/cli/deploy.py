@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -324,4 +325,6 @@ def deploy(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
+    if not find_spec("flwr"):
+        raise WaffleError('Flower is not installed here: pip install "waffle-fl[flower]"')
     return COMMANDS[name](rest)

@@ -85,10 +85,7 @@ def become(home: Path, role: Any, command: list[str]) -> None:
         work = home / "work"
         work.mkdir(exist_ok=True)
     os.chdir(work)
-    try:
-        os.execve(python_bin() / command[0], command, environment(home))
-    except FileNotFoundError:
-        raise WaffleError('Flower is not installed here: pip install "waffle-fl[flower]"') from None
+    os.execve(python_bin() / command[0], command, environment(home))
 
 
 def aside(command: Sequence[str]) -> None:
@@ -146,17 +143,14 @@ class Link:
             return "unknown"
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        try:
-            return subprocess.run(
-                [str(python_bin() / "flwr"), *arguments],
-                cwd=self.folder / "work",
-                env={**environment(self.folder), "NO_COLOR": "1", "COLUMNS": "400"},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except FileNotFoundError:
-            raise WaffleError('Flower is not installed here: pip install "waffle-fl[flower]"') from None
+        return subprocess.run(
+            [str(python_bin() / "flwr"), *arguments],
+            cwd=self.folder / "work",
+            env={**environment(self.folder), "NO_COLOR": "1", "COLUMNS": "400"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def _json(text: str) -> Any:

@@ -52,7 +52,8 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
         course = Course(plan, model, first_stand(algorithm, model, s.seed, 1))
         for title in ("round 1", "after the last round"):
             task, payload = course.task(0)
-            more = {"known": facts.known, "model": model.fingerprint(), "tasks": [task.to_json()]}
+            spec = {"model": model.fingerprint(), "digest": facts.digests[name]}
+            more = {"known": facts.known, **spec, "tasks": [task.to_json()]}
             reply = _answered(site, Parcel({**words, **more}, {plan.course: payload}))
             said.append((title, reply))
             course.hear(0, reply.words["courses"][plan.course], reply.payloads.get(plan.course))

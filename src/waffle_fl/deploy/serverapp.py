@@ -220,9 +220,15 @@ class Conductor:
                 if i in entry.members and entry.members.index(i) in entry.course.awaited
             ]
             if asked:
-                words = {**self._words(), "agent": i, "known": facts.known, "model": live[0].course.model.fingerprint()}
-                tasks = [task.to_json() for task, _ in asked]
-                parcels[site] = Parcel({**words, "tasks": tasks}, {task.course: payload for task, payload in asked})
+                words = {
+                    **self._words(),
+                    "agent": i,
+                    "known": facts.known,
+                    "digest": facts.digests[site],
+                    "model": live[0].course.model.fingerprint(),
+                    "tasks": [task.to_json() for task, _ in asked],
+                }
+                parcels[site] = Parcel(words, {task.course: payload for task, payload in asked})
         for site, reply in self._exchange(parcels, "train"):
             i, error = self.sites.index(site), reply.words.get("error")
             if error:

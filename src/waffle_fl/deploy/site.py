@@ -70,6 +70,8 @@ class Site:
             reply = Parcel({**told, "digest": self.holdings.digest(config.settings, agent, run)})
             self.ledger.note(run=run, what="summaries", stage=words["stage"], bytes=reply.size)
             return reply
+        if self.holdings.digest(config.settings, agent, run) != words["digest"]:
+            raise Refused("this site's data is no longer what it was when the run began")
         answers = {}
         payloads: dict[str, bytes] = {}
         for content in words["tasks"]:
