@@ -141,8 +141,7 @@ def site(arguments: Sequence[str]) -> int:
             print(line)
         return 0
     _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
-    processes.become(folder, "flwr-clientapp", processes.site_command(folder, settings))
-    return 0
+    return processes.attend(folder, "flwr-clientapp", processes.site_command(folder, settings))
 
 
 def run(arguments: Sequence[str]) -> int:

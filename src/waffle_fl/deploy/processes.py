@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from waffle_fl.deploy.folders import ServerSettings, SiteSettings, python_bin
-from waffle_fl.deploy.launcher import write_commands
+from waffle_fl.deploy.launcher import Role, write_commands
 from waffle_fl.errors import WaffleError, writable
 
 SWITCHES = {
@@ -19,6 +23,9 @@ SWITCHES = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+RETURNS, RETURN = 5, 20.0  # how often, and after how many seconds, a site that was refused tries again
+TURNED_AWAY = 60.0  # seconds within which an end means that it was
+PR_SET_PDEATHSIG = 1
 CONNECTION = "waffle"
 REGISTERED = "registered"  # a file that is there while the running SuperLink knows the sites
 PYPROJECT = """\
@@ -77,15 +84,48 @@ def site_command(folder: Path, s: SiteSettings) -> list[str]:
     ]
 
 
-def become(home: Path, role: Any, command: list[str]) -> None:
+def become(home: Path, role: Role, command: list[str]) -> None:
     """Go on as one of Flower's long-running commands, in an empty folder."""
+    os.chdir(_prepared(home, role))
+    os.execve(python_bin() / command[0], command, environment(home))
+
+
+def attend(home: Path, role: Role, command: list[str]) -> int:
+    """Run one of Flower's commands, and start it anew when it is turned away at the door; its exit code.
+
+    Flower takes a site that was killed for alive until it has missed two heartbeats, and refuses its return till then.
+    """
+    work = _prepared(home, role)
+    for left in range(RETURNS, -1, -1):
+        began = time.monotonic()
+        child = subprocess.Popen(
+            [str(python_bin() / command[0]), *command[1:]], cwd=work, env=environment(home), preexec_fn=_end_with_parent
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, partial(_pass_on, child))
+        code = child.wait()
+        if not left or not code or code < 0 or time.monotonic() - began > TURNED_AWAY:
+            return code
+        time.sleep(RETURN)
+    return code
+
+
+def _pass_on(child: subprocess.Popen[bytes], number: int, frame: Any) -> None:
+    child.send_signal(number)
+
+
+def _end_with_parent() -> None:
+    """Linux ends a child whose parent was killed; elsewhere it stays until it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prepared(home: Path, role: Role) -> Path:
     with writable(home):
         write_commands(home / "bin", role, home)
-        (home / "flower").mkdir(exist_ok=True)
-        work = home / "work"
-        work.mkdir(exist_ok=True)
-    os.chdir(work)
-    os.execve(python_bin() / command[0], command, environment(home))
+        for name in ("flower", "work"):
+            (home / name).mkdir(exist_ok=True)
+    return home / "work"
 
 
 def aside(command: Sequence[str]) -> None:
