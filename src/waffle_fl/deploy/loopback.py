@@ -27,6 +27,7 @@ class Loopback:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.groups: list[int] = []  # each start is a session of its own, so that nothing of it outlives us
 
     def start_server(self) -> None:
         self.start("server", "deploy", "server", str(self.folder))
@@ -40,8 +41,10 @@ class Loopback:
         command = [sys.executable, "-m", "waffle_fl", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        return self.processes[name]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.processes[name] = process
+        self.groups.append(process.pid)
+        return process
 
     @property
     def log(self) -> Path:
@@ -69,9 +72,11 @@ class Loopback:
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        for group in self.groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        for process in self.processes.values():
+            process.wait()
 
 
 @contextlib.contextmanager
