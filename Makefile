@@ -6,13 +6,19 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
 
-.PHONY: demo test lint bench setup clean
+.PHONY: demo demo-flower test test-flower lint bench setup clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
 
+demo-flower: $(READY)
+	$(BIN)/waffle deploy demo
+
 test: $(READY)
 	$(BIN)/pytest -n 2
+
+test-flower: $(READY)
+	$(BIN)/pytest -m flower tests/test_flower_*.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -42,4 +48,4 @@ $(PEERS_READY): benchmarks/peers/requirements.txt
 	touch $(PEERS_READY)
 
 clean:
-	rm -rf $(VENV) $(PEERS) demo runs
+	rm -rf $(VENV) $(PEERS) demo demo-flower runs

@@ -22,7 +22,7 @@ LAYERS = [
     {"config", "engines", "folders"},
     {"records"},
     {"experiment", "results"},
-    {"use", "loggers"},
+    {"deploy", "use", "loggers"},
     {"report"},
     {"decision"},
     {"reproduce", "tuning"},

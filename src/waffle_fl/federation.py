@@ -182,7 +182,7 @@ class Federation:
         """
         items = list(agents.items() if isinstance(agents, Mapping) else agents)
         how = Reading(task=task, test_share=test_share, validation=validation, split_seed=split_seed)
-        return cls._of(gather(items, how, class_names, allow_duplicates), alice)
+        return check_alice(cls.from_gathered(gather(items, how, class_names, allow_duplicates), alice))
 
     @classmethod
     def from_datasets(cls, agents: Mapping[str, Any], **options: Any) -> Federation:
@@ -197,10 +197,11 @@ class Federation:
 
         Without an `alice` she is the first agent who has samples to train and to test on.
         """
-        return cls._of(read_folder(Path(folder), Reading(**reading)), alice)
+        return check_alice(cls.from_gathered(read_folder(Path(folder), Reading(**reading)), alice))
 
     @classmethod
-    def _of(cls, found: Gathered, alice: str | int | None) -> Federation:
+    def from_gathered(cls, found: Gathered, alice: str | int | None) -> Federation:
+        """A federation from what was read of its agents."""
         names, parts = tuple(found.agents), list(found.agents.values())
         able = (i for i, part in enumerate(parts) if len(part.train) and len(part.test))
         edges = np.cumsum([0, *(len(part.y) for part in parts)])[:-1].tolist()
@@ -209,7 +210,7 @@ class Federation:
             return tuple(torch.from_numpy(getattr(p, which) + edge) for p, edge in zip(parts, edges, strict=True))
 
         y = np.concatenate([part.y for part in parts])
-        federation = cls(
+        return cls(
             torch.from_numpy(np.concatenate([part.x for part in parts])).float(),
             torch.from_numpy(y.astype(np.float32 if found.task == "regression" else np.int64)),
             names,
@@ -224,7 +225,6 @@ class Federation:
             found.preparations,
             found.notes,
         )
-        return check_alice(federation)
 
 
 def pool_of(dataset: Dataset) -> tuple[Tensor, Tensor]:

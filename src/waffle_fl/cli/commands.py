@@ -18,6 +18,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import use
 from waffle_fl.cli.data import data_command
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
+from waffle_fl.cli.deploy import deploy
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.tune import tune
@@ -318,6 +319,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "data": data_command,
     "demo": demo,
     "resume": resume,
+    "deploy": deploy,
 }
 
 

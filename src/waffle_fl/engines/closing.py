@@ -14,7 +14,7 @@ from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import lengths, row_of
 from waffle_fl.engines.states import mapped, where_rows
 from waffle_fl.federation import Federation
-from waffle_fl.guard import OK, Guard, screen
+from waffle_fl.guard import OK, REASONS, Guard, screen
 from waffle_fl.models import FlatModel
 
 SCORE_ROWS = 2000
@@ -212,6 +212,12 @@ class Examiner:
             return [group]
         most = max(2, SCORE_ROWS // length)
         return [2 * few if len(few) == 1 else few for few in (group[i : i + most] for i in range(0, len(group), most))]
+
+
+def screened_of(codes: Sequence[float], names: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
+    """Why an agent's update was not taken as it was sent; who has no samples sends none."""
+    found = zip(names, codes, samples, strict=True)
+    return {name: REASONS[int(code)] for name, code, count in found if code != OK and count}
 
 
 def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

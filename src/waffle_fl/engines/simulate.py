@@ -19,7 +19,7 @@ from torch import Tensor
 from waffle_fl.algorithms import training_key
 from waffle_fl.batches import Batches
 from waffle_fl.engines.cells import Cell, Outcome, State, fitted, on_device
-from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, to_numbers
+from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, screened_of, to_numbers
 from waffle_fl.engines.families import families_of, once_a_family
 from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.states import mapped
@@ -27,7 +27,7 @@ from waffle_fl.engines.steps import Graphs, products
 from waffle_fl.engines.training import Training
 from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.errors import Diverged, WaffleError
-from waffle_fl.guard import OK, REASONS, Guard
+from waffle_fl.guard import Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.wire import Envelope, Inbox, seal
 
@@ -55,7 +55,7 @@ def simulate(
             for r in range(start + 1, rounds + 1):  # A2.2
                 if not simulator.live:
                     return
-                with _one_thread(), products(model.precision):
+                with one_thread(), products(model.precision):
                     outcomes = simulator.round(r)
                 yield outcomes
 
@@ -265,9 +265,7 @@ class _Simulator:
         for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
             if key in measured and not math.isfinite(measured[key]):
                 measured[key] = None
-        expected = self.cells[i].federation.samples.tolist()
-        found = zip(names, codes, expected, strict=True)
-        screened = {name: REASONS[int(code)] for name, code, samples in found if code != OK and samples}
+        screened = screened_of(codes, names, self.cells[i].federation.samples.tolist())
         if screened:
             measured["screened"] = screened
         if self._refused[i]:
@@ -297,7 +295,7 @@ class _Simulator:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

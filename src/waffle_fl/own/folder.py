@@ -11,7 +11,7 @@ from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.own import images, tables
 from waffle_fl.own.arrays import gather, read_npz
 from waffle_fl.own.checks import check_duplicates
-from waffle_fl.own.parts import Array, Gathered, Parts, Reading, check_classes, divide
+from waffle_fl.own.parts import Array, Divided, Gathered, Parts, Reading, check_classes, divide
 from waffle_fl.own.preprocessing import Preprocessing, aim_of, fit
 from waffle_fl.own.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, read_table
 
@@ -29,7 +29,7 @@ def read_folder(folder: Path, how: Reading) -> Gathered:
         raise WaffleError(f"{folder} mixes {' and '.join(sorted(kinds))}: expected all agents in one layout")
     paths = {name: path for name, (_, path) in found.items()}
     readers: dict[str, Callable[[], Gathered]] = {
-        "tables": lambda: _from_tables({n: _tables_at(p) for n, p in paths.items()}, how),
+        "tables": lambda: _from_tables({n: tables_at(p) for n, p in paths.items()}, how),
         "arrays": lambda: _from_npz(paths, how),
         "images": lambda: _from_images(paths, how),
     }
@@ -43,7 +43,7 @@ def agents_in(folder: Path) -> dict[str, tuple[str, Path]]:
     try:
         if not folder.is_dir():
             raise WaffleError(f"there is no folder {folder}: expected {LAYOUTS}")
-        entries = [(_layout(path), path) for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+        entries = [(layout_of(path), path) for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     except OSError as error:
         raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
     found: dict[str, tuple[str, Path]] = {}
@@ -59,7 +59,7 @@ def agents_in(folder: Path) -> dict[str, tuple[str, Path]]:
     return found
 
 
-def _layout(path: Path) -> str:
+def layout_of(path: Path) -> str:
     if path.is_dir():
         inside = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
         if any(p.stem == "train" and _is_table(p) for p in inside):
@@ -72,7 +72,7 @@ def _is_table(path: Path) -> bool:
     return path.is_file() and (path.suffix in tables.SUFFIXES or bool(UCI_HEART.fullmatch(path.name)))
 
 
-def _tables_at(path: Path) -> list[Table]:
+def tables_at(path: Path) -> list[Table]:
     """One table that is still to be split, or a training and a test table."""
     if path.is_file():
         return [read_table(path)]
@@ -85,38 +85,49 @@ def _tables_at(path: Path) -> list[Table]:
 def _from_tables(agents: Mapping[str, Sequence[Table]], how: Reading) -> Gathered:
     """An agent has one table, which we split, or a training and a test table."""
     everyone = [table for own in agents.values() for table in own]
-    heart = all(UCI_HEART.fullmatch(table.path.name) for table in everyone)
-    target = how.target or (HEART_TARGET if heart else "")
-    categorical = how.categorical or (HEART_CATEGORICAL if heart else ())
-    _check_columns(everyone, target, categorical)
+    target, categorical = goal_of(everyone, how)
+    check_columns(everyone, target, categorical)
     aim = aim_of(target, everyone, how.task)
     check_classes(aim.task, aim.classes)
-    keys = {name: [key for table in own for key in table.row_keys()] for name, own in agents.items()}
-    rows = {}
-    for name, own in agents.items():
-        labels = _targets(aim, own) if aim.task == "classification" else None
-        rows[name] = divide(keys[name], labels, len(own[0]) if len(own) == 2 else None, how)
+    rows = {name: divided(own, aim, how) for name, own in agents.items()}
     given = any(len(own) == 2 for own in agents.values())
-    check_duplicates({n: (keys[n], np.concatenate([r.train, r.validation]), r.test) for n, r in rows.items()}, given)
+    check_duplicates(
+        {n: (_keys(agents[n]), np.concatenate([r.train, r.validation]), r.test) for n, r in rows.items()}, given
+    )
     fitted = fit(aim, {n: own[0].taken(rows[n].train) for n, own in agents.items()}, categorical, how.preprocessing)
-    made = {
-        name: Parts(
-            np.concatenate([fitted[name].transform(table, "ignore") for table in own]),
-            _targets(fitted[name], own),
-            *rows[name],
-        )
-        for name, own in agents.items()
-    }
+    made = {name: parts_of(own, fitted[name], rows[name]) for name, own in agents.items()}
     strange = sum(fitted[name].strange(table) for name, own in agents.items() for table in own)
     note = f"{strange} held-out rows have a category nobody trained on: it counts as none of the known ones"
     return Gathered(made, aim.task, aim.classes, tuple(fitted.values()), (note,) if strange else ())
+
+
+def goal_of(everyone: Sequence[Table], how: Reading) -> tuple[str, tuple[str, ...]]:
+    """The column to predict and those that name categories; the files of UCI Heart Disease are known."""
+    heart = all(UCI_HEART.fullmatch(table.path.name) for table in everyone)
+    return how.target or (HEART_TARGET if heart else ""), how.categorical or (HEART_CATEGORICAL if heart else ())
+
+
+def divided(own: Sequence[Table], aim: Preprocessing, how: Reading) -> Divided:
+    """Which of an agent's rows are for what."""
+    labels = _targets(aim, own) if aim.task == "classification" else None
+    return divide(_keys(own), labels, len(own[0]) if len(own) == 2 else None, how)
+
+
+def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: Divided) -> Parts:
+    """An agent's tables as numbers."""
+    x = np.concatenate([fitted.transform(table, "ignore") for table in own])
+    return Parts(x, _targets(fitted, own), *rows)
+
+
+def _keys(own: Sequence[Table]) -> list[bytes]:
+    return [key for table in own for key in table.row_keys()]
 
 
 def _targets(prepared: Preprocessing, own: Sequence[Table]) -> Array:
     return np.concatenate([found for table in own if (found := prepared.targets(table)) is not None])
 
 
-def _check_columns(everyone: Sequence[Table], target: str, categorical: Sequence[str]) -> None:
+def check_columns(everyone: Sequence[Table], target: str, categorical: Sequence[str]) -> None:
     first = everyone[0]
     if not target:
         raise WaffleError(f"which column is to be predicted? give target, one of {', '.join(first.columns)}")

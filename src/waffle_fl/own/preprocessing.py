@@ -9,7 +9,7 @@ With local preprocessing the means and deviations of the columns stay where they
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -163,19 +163,34 @@ def moments(values: NDArray[np.float64]) -> Moments:
 
 def aim_of(target: str, tables: Sequence[Table], task: Wish) -> Preprocessing:
     """What is to be predicted, from all rows: classes by name, or a number; the columns are fitted later."""
-    for table in tables:
-        _refuse_missing(table, target)
-    found = sorted({name for table in tables for name in np.unique(names(table.columns[target])).tolist()})
-    values = numbers(np.array(found))
+    return aim_from(target, {name for table in tables for name in target_names(table, target)}, task)
+
+
+def target_names(table: Table, target: str) -> list[str]:
+    """The different values of a table's target."""
+    _refuse_missing(table, target)
+    return np.unique(names(_column(table, target))).tolist()  # type: ignore[no-any-return]
+
+
+def may_be_classes(found: Collection[str], task: Wish) -> bool:
+    """Are these values names of classes? Numbers are, if they are few and whole."""
+    values = numbers(np.array(sorted(found)))
     few_whole = len(found) <= MOST_CLASSES and bool((values == np.round(values)).all())
-    if task == "regression" or (task == "auto" and not few_whole and np.isfinite(values).all()):
+    return task == "classification" or (task == "auto" and (few_whole or not np.isfinite(values).all()))
+
+
+def aim_from(target: str, values: Collection[str], task: Wish) -> Preprocessing:
+    """What is to be predicted, from the different values that the target has anywhere."""
+    if not may_be_classes(values, task):
         return Preprocessing((), target, "regression")
+    found = sorted(values)
     if len(found) > MOST_CATEGORIES:
         raise WaffleError(
             f"the target {target!r} has {len(found)} different values, at most {MOST_CATEGORIES} make classes: "
             "for numbers set task to regression"
         )
-    ordered = [found[i] for i in np.argsort(values)] if np.isfinite(values).all() else found
+    numeric = numbers(np.array(found))
+    ordered = [found[i] for i in np.argsort(numeric)] if np.isfinite(numeric).all() else found
     return Preprocessing((), target, "classification", tuple(ordered))
 
 
@@ -188,36 +203,72 @@ def fit(
     if not features:
         raise WaffleError(f"{tables[0].path}: expected columns besides the target {aim.target!r}, got none")
     shared = tuple(_shared_column(name, tables, name in categorical) for name in features)
-    common = replace(aim, columns=shared, scope=scope)
-    if aim.task == "regression":
-        goal = _joined_moments(aim.target, tables)
-        common = replace(common, target_mean=goal.mean, target_deviation=goal.deviation or 1.0)
-    if scope == "federated":
-        return dict.fromkeys(training, common)
-    return {name: replace(common, columns=tuple(_local(c, table) for c in shared)) for name, table in training.items()}
+    goal = _joined_moments(aim.target, tables) if aim.task == "regression" else Moments()
+    common = in_common(aim, shared, goal, scope)
+    return {name: at_home(common, table) for name, table in training.items()}
+
+
+def in_common(aim: Preprocessing, columns: tuple[Column, ...], goal: Moments, scope: Scope) -> Preprocessing:
+    """What all agents share: the columns and, of a number to predict, its unit."""
+    common = replace(aim, columns=columns, scope=scope)
+    if aim.task == "classification":
+        return common
+    return replace(common, target_mean=goal.mean, target_deviation=goal.deviation or 1.0)
+
+
+def at_home(common: Preprocessing, table: Table) -> Preprocessing:
+    """One agent's own: with local preprocessing it standardises by its own means and deviations."""
+    if common.scope == "federated":
+        return common
+    return replace(common, columns=tuple(_local(column, table) for column in common.columns))
 
 
 def _joined_moments(name: str, tables: Sequence[Table]) -> Moments:
+    return joined_moments([tell_moments(table, name) for table in tables])
+
+
+def joined_moments(told: Iterable[Moments]) -> Moments:
+    """The moments of all agents, in their order."""
     joined = Moments()
-    for table in tables:
-        joined = joined.joined(moments(_numeric(_column(table, name), table, name)))
+    for own in told:
+        joined = joined.joined(own)
     return joined
 
 
 def _shared_column(name: str, tables: Sequence[Table], named: bool) -> Column:
     counts = [count_cells(_column(table, name)) for table in tables]
-    missing = any(count.missing for count in counts)
+    if kind_of(counts, named) == "numeric":
+        return numeric_column(name, counts, [tell_moments(table, name) for table in tables])
+    return categorical_column(name, counts, [tell_categories(table, name) for table in tables])
+
+
+def kind_of(counts: Sequence[Cellcount], named: bool) -> Kind:
+    """A column in which most cells are numbers is numeric, unless it was `named` as one of categories."""
     found, texts = sum(count.numbers for count in counts), sum(count.texts for count in counts)
-    if not named and (found > texts or not texts):
-        joined = _joined_moments(name, tables)
-        return Column(name, "numeric", joined.mean, joined.deviation, missing=missing)
-    categories = sorted({c for table in tables for c in np.unique(names(_column(table, name))).tolist() if c})
+    return "numeric" if not named and (found > texts or not texts) else "categorical"
+
+
+def tell_moments(table: Table, name: str) -> Moments:
+    return moments(_numeric(_column(table, name), table, name))
+
+
+def tell_categories(table: Table, name: str) -> list[str]:
+    return [category for category in np.unique(names(_column(table, name))).tolist() if category]
+
+
+def numeric_column(name: str, counts: Sequence[Cellcount], told: Iterable[Moments]) -> Column:
+    joined = joined_moments(told)
+    return Column(name, "numeric", joined.mean, joined.deviation, missing=any(count.missing for count in counts))
+
+
+def categorical_column(name: str, counts: Sequence[Cellcount], told: Iterable[Collection[str]]) -> Column:
+    categories = sorted({category for own in told for category in own})
     if len(categories) > MOST_CATEGORIES:
         raise WaffleError(
             f"column {name!r} has {len(categories)} different texts, at most {MOST_CATEGORIES} make categories: "
             "leave the column out of the files, or group its values"
         )
-    return Column(name, "categorical", categories=tuple(categories), missing=missing)
+    return Column(name, "categorical", categories=tuple(categories), missing=any(count.missing for count in counts))
 
 
 def _local(column: Column, table: Table) -> Column:

@@ -1,0 +1,329 @@
+"""waffle deploy: the same methods on real machines, through Flower."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli.display import show_everyone, show_result
+from waffle_fl.cli.flags import options_class, parse, settings_class
+from waffle_fl.cli.watch import Watched, live
+from waffle_fl.config import RunConfig, check_name, check_run
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.experiment import Listener
+from waffle_fl.records import read_json, read_rounds
+
+LOOK = 2.0  # seconds between two looks at a running job
+ASK = 20.0  # seconds of silence after which Flower is asked how the run stands
+
+
+def init(arguments: Sequence[str]) -> int:
+    """Make the folder of a federation: waffle deploy init FOLDER --sites north south --address fl.example.org."""
+
+    @dataclass(frozen=True)
+    class Init:
+        """Certificates, a key for each site, server.toml, and in `sites` one folder to hand over to each."""
+
+        folder: tyro.conf.Positional[Path]
+        """The folder to make; it stays on the server."""
+        sites: tuple[str, ...]
+        """The names of the sites."""
+        address: str = "127.0.0.1"
+        """The server's name or IP address, as the sites reach it; it stands in the certificate."""
+        port: int = 9443
+        """The one port that the server listens on."""
+        listen: str = ""
+        """Which of the server's addresses to listen on; by default all, or loopback for a federation on 127.0.0.1."""
+        data: str = ""
+        """For trials: a data set by name, of which each site holds its share."""
+        insecure: bool = False
+        """Neither TLS nor authentication; also needs --i-know."""
+        i_know: bool = False
+        """I know that without TLS anyone on the way can read and change everything."""
+
+    from waffle_fl.deploy import folders
+
+    args = parse(Init, arguments, "deploy init")
+    if args.insecure and not args.i_know:
+        raise WaffleError("--insecure turns off TLS and authentication: add --i-know if nothing real is at stake")
+    listen = args.listen or ("127.0.0.1" if args.address in ("127.0.0.1", "localhost") else "0.0.0.0")
+    folders.init(args.folder, args.sites, args.address, args.port, listen, args.data, args.insecure)
+    print(f"on the server:  waffle deploy server {args.folder}")
+    for name in sorted(args.sites):
+        print(f"hand over:      {args.folder / 'sites' / name}, then there: waffle deploy site {name}")
+    print(f"then:           waffle deploy run waffle --folder {args.folder} ...")
+    return 0
+
+
+@dataclass(frozen=True)
+class Here:
+    """The folder of this end."""
+
+    folder: tyro.conf.Positional[Path]
+    """The folder that `waffle deploy init` made."""
+    i_know: bool = False
+    """Start although the settings say insecure: anyone on the way can read and change everything."""
+
+
+def _check_secure(insecure: bool, i_know: bool, where: Path) -> None:
+    if insecure and not i_know:
+        raise WaffleError(f"{where} says insecure = true, neither TLS nor authentication: add --i-know to start it so")
+
+
+def server(arguments: Sequence[str]) -> int:
+    """Start the server (Flower's SuperLink): waffle deploy server FOLDER."""
+
+    @dataclass(frozen=True)
+    class Server(Here):
+        """Flower's SuperLink with this folder's certificates; it knows the sites of server.toml and no others."""
+
+    from waffle_fl.deploy import folders, processes
+
+    args = parse(Server, arguments, "deploy server")
+    folder, settings = args.folder.resolve(), folders.read_server(args.folder)
+    _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
+    (folder / processes.REGISTERED).unlink(missing_ok=True)
+    processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
+    processes.become(folder, "flwr-serverapp", processes.server_command(folder, settings))
+    return 0
+
+
+def register(arguments: Sequence[str]) -> int:
+    """Tell a running server of all sites in server.toml (`server` does so by itself): waffle deploy register FOLDER."""
+
+    @dataclass(frozen=True)
+    class Register:
+        """Register the public key of every site; to be called after a site was added to server.toml."""
+
+        folder: tyro.conf.Positional[Path]
+        """The server's folder."""
+
+    from waffle_fl.deploy import folders, processes
+
+    args = parse(Register, arguments, "deploy register")
+    processes.Link(args.folder.resolve(), folders.read_server(args.folder)).register(seconds=120)
+    return 0
+
+
+def site(arguments: Sequence[str]) -> int:
+    """Start a site (Flower's SuperNode), or show what it would let out: waffle deploy site FOLDER --dry-run."""
+
+    @dataclass(frozen=True)
+    class SiteFlags(Here):
+        """Flower's SuperNode, which runs the installed waffle-fl and no code that a server sends."""
+
+        dry_run: bool = False
+        """Train one round on this site's data and print all that would leave it; nothing is sent."""
+        method: str = "waffle"
+        """The method of the dry run."""
+        settings: settings_class(besides=("data",)) = field(default_factory=settings_class(besides=("data",)))  # type: ignore[valid-type]
+
+    from waffle_fl.deploy import folders, processes
+    from waffle_fl.deploy.rehearsal import rehearse
+
+    args: Any = parse(SiteFlags, arguments, "deploy site")
+    folder, settings = args.folder.resolve(), folders.read_site(args.folder)
+    if args.dry_run:
+        config = check_run(args.method, {**dataclasses.asdict(args.settings), "data": settings.data}, {})
+        for line in rehearse(folder, config):
+            print(line)
+        return 0
+    _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
+    return processes.attend(folder, "flwr-clientapp", processes.site_command(folder, settings))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train on the sites: waffle deploy run METHOD --folder FOLDER [flags of waffle run]."""
+    method = arguments[0] if arguments else ""
+    if method not in ALGORITHMS:
+        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    settings = settings_class(guard="standard")
+    kind = dataclasses.make_dataclass(
+        "DeployRun",
+        [
+            ("folder", Annotated[Path, tyro.conf.arg(help="The server's folder.")], field(default=Path())),
+            ("settings", settings, field(default_factory=settings)),
+            ("options", options_class(method), field(default_factory=options_class(method))),
+            ("out", Annotated[str, tyro.conf.arg(help="The run's folder.")], field(default="")),
+            (
+                "force",
+                Annotated[bool, tyro.conf.arg(help="Go on with changed settings or code.")],
+                field(default=False),
+            ),
+            ("output", Watched, field(default_factory=Watched)),
+        ],
+    )
+    kind.__doc__ = "Submit a run to the server of this folder and watch it; the run folder is that of `waffle run`."
+    args: Any = parse(kind, arguments[1:], f"deploy run {method}")
+    config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
+    out = Path(args.out or Path("runs") / config.label)
+    check_name(out.name)
+    from waffle_fl.deploy.jobs import Job
+
+    return _watch(args.folder.resolve(), Job.create(args.folder.resolve(), config, out, args.force), args.output)
+
+
+def resume(arguments: Sequence[str]) -> int:
+    """Go on with a run that broke off: waffle deploy resume RUN --folder FOLDER."""
+
+    @dataclass(frozen=True)
+    class ResumeJob:
+        """Submit a job again; it goes on from its last checkpoint, and sites know it by the same name."""
+
+        run: tyro.conf.Positional[Path]
+        """The run's folder."""
+        folder: Path = Path()
+        """The server's folder."""
+        output: Watched = field(default_factory=Watched)
+
+    from waffle_fl.deploy.jobs import Job
+
+    args = parse(ResumeJob, arguments, "deploy resume")
+    return _watch(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Is everything in order at this end? waffle deploy check FOLDER."""
+
+    @dataclass(frozen=True)
+    class Check:
+        """Read the settings, look for Flower, and connect to the server as this end would."""
+
+        folder: tyro.conf.Positional[Path]
+        """The server's folder, or a site's."""
+
+    from waffle_fl.deploy.checking import findings
+
+    args = parse(Check, arguments, "deploy check")
+    found = list(findings(args.folder.resolve()))
+    for good, text in found:
+        print(f"{'ok' if good else 'NOT OK'}: {text}")
+    return 0 if all(good for good, _ in found) else 2
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Four sites and a server on this machine, then the simulation beside them: waffle deploy demo."""
+
+    @dataclass(frozen=True)
+    class DeployDemo:
+        """TLS, authentication, five processes, a few rounds of WAFFLE; every bit is compared with the simulation's."""
+
+        out: Path = Path("demo-flower")
+        """Folder of the federation and of both runs; what is there is removed."""
+        output: Watched = field(default_factory=Watched)
+
+    from waffle_fl.deploy import demo as stage
+    from waffle_fl.deploy.jobs import Job
+    from waffle_fl.deploy.loopback import Loopback, deployed
+
+    args = parse(DeployDemo, arguments, "deploy demo")
+    out = args.out.resolve()
+    config, names = stage.set_up(out)
+    folder = out / "federation"
+    print(f"a server and {', '.join(names)} as processes on loopback, with TLS and a key each; logs in {folder}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with deployed(Loopback(folder)):
+        _watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+    stage.compare(config, out / "deployed", out / "simulated")
+    print("bit-equal to the simulation")
+    return 0
+
+
+def _watch(folder: Path, job: Any, output: Watched) -> int:
+    """Submit a job and follow its journal and its records to the end."""
+    from waffle_fl.deploy import folders, processes
+
+    link = processes.Link(folder, folders.read_server(folder))
+    position = job.journal.end
+    number = link.submit(job.name)
+    with live(output) as listener:
+        _follow(link, number, job, position, listener)
+    runs = runs_in(job.out)
+    for _, run_folder in runs:
+        result = read_json(run_folder / "result.json") or {}
+        if result.get("status") == "diverged":
+            raise WaffleError(result["message"])
+    if output.json:
+        print(json.dumps([{"run": str(f), **(read_json(f / "result.json") or {})} for _, f in runs]))
+        return 0
+    console = Console()
+    if len(runs) > 1:
+        show_everyone([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
+    for config, run_folder in runs if len(runs) == 1 else []:
+        rounds = read_rounds(run_folder / "rounds.jsonl")
+        show_result(config, read_json(run_folder / "result.json") or {}, rounds[-1] if rounds else {}, console)
+    console.print(f"run folder: {job.out}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
+    """The runs of a job: its folder, or one for each Alice in it."""
+    folders = [out] if (out / "config.json").exists() else sorted(p.parent for p in out.glob("*/config.json"))
+    return [(RunConfig.from_json(read_json(folder / "config.json")), folder) for folder in folders]
+
+
+def _follow(link: Any, number: str, job: Any, position: int, listener: Listener) -> None:
+    """Tell the listener of every round and note, until the job has ended."""
+    told: dict[Path, int] = {}
+    heard = time.monotonic()
+    while True:
+        lines, position = job.journal.since(position)
+        for config, folder in runs_in(job.out):
+            if folder not in told:
+                told[folder] = 0
+                listener.planned([(config, folder)], 0)
+            for measured in read_rounds(folder / "rounds.jsonl")[told[folder] :]:
+                listener.advanced(config, measured)
+                told[folder], heard = told[folder] + 1, time.monotonic()
+        for line in lines:
+            heard = time.monotonic()
+            if line.get("note"):
+                listener.warned(str(line["note"]))
+            if line.get("error"):
+                raise WaffleError(str(line["error"]))
+            if line.get("done"):
+                return
+        if not lines and time.monotonic() - heard > ASK:
+            status = link.status(number)
+            heard = time.monotonic()
+            if status.startswith("finished") and not job.journal.since(position)[0]:
+                raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
+        time.sleep(LOOK)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "init": init,
+    "server": server,
+    "register": register,
+    "site": site,
+    "check": check,
+    "run": run,
+    "resume": resume,
+    "demo": demo,
+}
+
+
+def deploy(arguments: Sequence[str]) -> int:
+    """The same methods on real machines, through Flower: waffle deploy init."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {name:<9} {(f.__doc__ or '').splitlines()[0]}" for name, f in COMMANDS.items())
+        print(f"usage: waffle deploy COMMAND ...; docs/deploy.md has the runbook\n\n{lines}")
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
+    if not find_spec("flwr"):
+        raise WaffleError('Flower is not installed here: pip install "waffle-fl[flower]"')
+    return COMMANDS[name](rest)

@@ -1,0 +1,56 @@
+"""The whole of it on one machine: four sites and a server as separate processes, then the simulation beside it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.data.files import data_dir
+from waffle_fl.deploy.loopback import prepare
+from waffle_fl.errors import WaffleError, writable
+from waffle_fl.experiment import Place, execute
+from waffle_fl.own.folder import agents_in
+from waffle_fl.records import read_rounds
+
+ROUNDS = 3
+HEART = "heart-disease"
+
+
+def set_up(folder: Path) -> tuple[RunConfig, tuple[str, ...]]:
+    """(the run, its sites): four real hospitals where their data is at hand, four shares of the digits otherwise."""
+    with writable(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    heart = data_dir() / HEART
+    common: dict[str, Any] = {"rounds": ROUNDS, "precision": "float64", "guard": "standard", "batch_size": 16}
+    if heart.is_dir():
+        names = tuple(agents_in(heart))
+        given = {"data": str(heart), "alice": "va", "lr": 0.02, "weight_decay": 1e-3}
+        prepare(folder / "federation", names, str(heart))
+    else:
+        names = ("east", "north", "south", "west")
+        given = {"data": "digits", "split": "C", "agents": 4}
+        prepare(folder / "federation", names, "digits")
+    return check_run("waffle", {**common, **given}, {}), names
+
+
+def compare(config: RunConfig, deployed: Path, simulated: Path) -> None:
+    """Simulate the same config; any bit of difference is an error."""
+    execute([(config, simulated)], Place(device="cpu"))
+    for name, read in PARTS.items():
+        if read(deployed) != read(simulated):
+            raise WaffleError(f"the {name} of the deployment in {deployed} differs from that of {simulated}")
+
+
+def _rounds(folder: Path) -> list[dict[str, Any]]:
+    lines = read_rounds(folder / "rounds.jsonl")
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+PARTS: dict[str, Callable[[Path], Any]] = {
+    "model": lambda folder: (folder / "model.safetensors").read_bytes(),
+    "record": _rounds,
+}

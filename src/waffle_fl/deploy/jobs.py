@@ -1,0 +1,108 @@
+"""A job: one submitted run, or one for each Alice, as a file that outlives every process; and its journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.config import EVERYONE, RunConfig, check_name
+from waffle_fl.deploy.survey import Survey
+from waffle_fl.errors import WaffleError, writable
+from waffle_fl.experiment import handle
+from waffle_fl.records import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked, and under which name sites know the run; the name stays when the job is resumed."""
+
+    path: Path
+    run: str
+    config: RunConfig
+    out: Path
+    force: bool = False
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> Job:
+        """A job of this deployment, by its name alone: whoever submits it cannot point elsewhere."""
+        path = folder / "jobs" / f"{check_name(name)}.json"
+        content = read_json(path)
+        if content is None:
+            raise WaffleError(f"{folder} has no job {name!r}")
+        config = RunConfig.from_json(content["config"])
+        return cls(path, str(content["run"]), config, Path(content["out"]), bool(content["force"]))
+
+    @classmethod
+    def create(cls, folder: Path, config: RunConfig, out: Path, force: bool) -> Job:
+        """A new job, or the one that already writes to this place: then it goes on."""
+        path = folder / "jobs" / f"{check_name(out.name)}.json"
+        known = read_json(path)
+        run = str(known["run"]) if known and Path(known["out"]) == out.resolve() else secrets.token_hex(8)
+        if known and Path(known["out"]) != out.resolve():
+            raise WaffleError(f"another job of {folder} is called {out.name}: choose another --out")
+        if known and not force and RunConfig.from_json(known["config"]).to_json() != config.to_json():
+            raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
+        job = cls(path, run, config, out.resolve(), force)
+        with writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"run": run, "config": config.to_json(), "out": str(job.out), "force": force})
+        return job
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.path.with_suffix(".log"))
+
+    @property
+    def survey(self) -> Survey | None:
+        content = read_json(self.path.with_suffix(".survey"))
+        return Survey.from_json(content) if content else None
+
+    def keep(self, survey: Survey) -> None:
+        write_json(self.path.with_suffix(".survey"), survey.to_json())
+
+    def runs(self, names: tuple[str, ...], survey: Survey, sites: tuple[str, ...]) -> list[tuple[RunConfig, Path]]:
+        """The run of the named Alice, or one for each site that can be."""
+        if self.config.settings.alice != EVERYONE:
+            return [(self.config, self.out)]
+        able = [i for i, site in enumerate(sites) if survey.samples[site] and survey.test[site]]
+        configs = [
+            replace(self.config, settings=replace(self.config.settings, alice=handle(i, names[i]))) for i in able
+        ]
+        return [(config, self.out / config.label) for config in configs]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What the ServerApp says, line by line, to whoever watches the job."""
+
+    path: Path
+
+    def say(self, **what: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(what) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def since(self, position: int) -> tuple[list[Mapping[str, Any]], int]:
+        """(whole lines after a position, the position after them)."""
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(position)
+                text = stream.read()
+        except FileNotFoundError:
+            return [], position
+        whole = text[: text.rfind(b"\n") + 1]
+        return [json.loads(line) for line in whole.splitlines()], position + len(whole)
+
+    @property
+    def end(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0

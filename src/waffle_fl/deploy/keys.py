@@ -1,0 +1,99 @@
+"""Who is who: a certificate authority for the federation, a certificate for its server, a key pair for each site."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_public_key,
+)
+
+CURVE = ec.SECP384R1()
+VALID = datetime.timedelta(days=825)
+
+
+def make_certificates(folder: Path, federation: str, names: Sequence[str], valid: datetime.timedelta = VALID) -> None:
+    """ca.crt, server.pem and server.key; the CA's own key signs once and is not kept."""
+    ca_key, server_key = (ec.generate_private_key(CURVE) for _ in range(2))
+    ca_name, server_name = (_named(f"{federation} {part}") for part in ("CA", "server"))
+    authority = x509.BasicConstraints(ca=True, path_length=0)
+    ca = _builder(ca_name, ca_name, ca_key, valid).add_extension(authority, critical=True)
+    signs = _usage(key_cert_sign=True, crl_sign=True)
+    ca_certificate = ca.add_extension(signs, critical=True).sign(ca_key, hashes.SHA384())
+    server = _builder(server_name, ca_name, server_key, valid)
+    server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    server = server.add_extension(x509.SubjectAlternativeName([_alternative(name) for name in names]), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    server = server.add_extension(issuer, critical=False)
+    certificate = server.sign(ca_key, hashes.SHA384())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ca.crt").write_bytes(ca_certificate.public_bytes(Encoding.PEM))
+    (folder / "server.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    write_secret(
+        folder / "server.key",
+        server_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+
+
+def make_node_key(private: Path, public: Path) -> None:
+    """A key pair of a site, as OpenSSH writes it: the private half is for the site alone."""
+    key = ec.generate_private_key(CURVE)
+    write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+
+
+def wire_form(public: Path) -> bytes:
+    """A site's public key as Flower reports the key that a node has proven to hold."""
+    return load_ssh_public_key(public.read_bytes()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """A file that nobody but its owner can read, from its first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
+def _alternative(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: datetime.timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + valid)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(**allowed: bool) -> x509.KeyUsage:
+    names = (
+        *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+        *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+    )
+    return x509.KeyUsage(**{name: allowed.get(name, False) for name in names})

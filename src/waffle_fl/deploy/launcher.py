@@ -1,0 +1,69 @@
+"""Only our own apps run. Flower sends the code of an app with every run; here what it sends is never unpacked.
+
+A folder with these commands stands first on the PATH of Flower's processes, so that they start ours: the ClientApp and
+the ServerApp of the installed waffle-fl, whatever a server, or whoever reaches it, has submitted.
+
+Torch is imported only once a process has begun to send its heartbeat: one that is silent for half a minute is taken for
+dead, and another is started in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+__all__ = ["clientapp", "refuse", "serverapp", "write_commands"]
+
+Role: TypeAlias = Literal["flwr-clientapp", "flwr-serverapp"]
+ROLES = {"flwr-clientapp": "clientapp", "flwr-serverapp": "serverapp"}
+REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
+
+
+def write_commands(commands: Path, role: Role, home: Path) -> None:
+    """The commands of one end; `home` is the folder of its settings."""
+    commands.mkdir(parents=True, exist_ok=True)
+    for name in (*ROLES, *REFUSED):
+        call = f"{ROLES[name]}({str(home.resolve())!r})" if name == role else "refuse()"
+        path = commands / name
+        path.write_text(f"#!{sys.executable}\nfrom waffle_fl.deploy.launcher import *\n\n{call}\n", encoding="utf-8")
+        path.chmod(0o755)
+
+
+def refuse() -> None:
+    """What this end does not run at all."""
+    sys.exit(f"{Path(sys.argv[0]).name} is not run here")
+
+
+def clientapp(home: str) -> None:
+    """Flower's flwr-clientapp with our ClientApp in place of the one that was sent."""
+    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+
+    def load(*_: Any) -> Any:
+        return import_module("waffle_fl.deploy.clientapp").app_of(Path(home))
+
+    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
+    runtime.install_from_fab = _nothing
+    runtime.get_load_client_app_fn = lambda **_: load
+    flwr_clientapp()
+
+
+def serverapp(home: str) -> None:
+    """Flower's flwr-serverapp with our ServerApp in place of the one that was submitted."""
+    from flwr.superlink.cli.flwr_serverapp import flwr_serverapp
+
+    def run(grid: Any, context: Any, **_: Any) -> Any:
+        import_module("waffle_fl.deploy.serverapp").main(Path(home), grid, str(context.run_config.get("job")))
+        return context
+
+    runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
+    runtime.install_from_fab = _nothing
+    runtime.get_project_config = lambda _: {"tool": {"flwr": {"app": {"components": {"serverapp": ""}}}}}
+    runtime.get_fused_config_from_dir = lambda _, given: dict(given)
+    runtime.run_ = run
+    flwr_serverapp()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

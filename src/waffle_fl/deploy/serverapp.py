@@ -1,0 +1,306 @@
+"""The server's end of Flower: survey, rounds, records. The run folders are those of the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.algorithms import for_model
+from waffle_fl.config import RunConfig
+from waffle_fl.deploy.folders import ServerSettings, read_server
+from waffle_fl.deploy.jobs import Job
+from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.site import software
+from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
+from waffle_fl.engines.flower.course import (
+    Course,
+    Plan,
+    Settled,
+    first_stand,
+    largest_message,
+    stand_of,
+    tensors_of,
+)
+from waffle_fl.engines.flower.messages import METRICS, SCORES, Parcel
+from waffle_fl.engines.flower.post import Post
+from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.federation import index_of
+from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entropy, squared_error
+from waffle_fl.records import Run, provenance, read_rounds, summary
+from waffle_fl.tensorfile import unpack
+
+HANDSHAKE_BYTES = 8 << 20
+
+
+def main(folder: Path, grid: Any, job_name: str) -> None:
+    """What Flower runs: one job, to its end or to an error that its journal keeps."""
+    job = Job.open(folder, job_name)
+    try:
+        Conductor(folder, job, grid).conduct()
+    except WaffleError as error:
+        job.journal.say(error=str(error))
+        raise
+    except BaseException as error:
+        job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {error}")
+        raise
+    job.journal.say(done=True)
+
+
+@dataclass
+class Entry:
+    """A course, the folder that records it, and which site is which of its agents."""
+
+    course: Course
+    run: Run
+    config: RunConfig
+    members: tuple[int, ...]  # sites, by agent of the course
+    quorum: int
+    misses: int = 0
+    clock: float = field(default_factory=time.monotonic)
+
+
+class Conductor:
+    """All courses of a job, a message to each site and round."""
+
+    def __init__(self, folder: Path, job: Job, grid: Any) -> None:
+        self.job, self.settings = job, read_server(folder)
+        self.sites = self.settings.sites
+        own = job.config.settings.is_own
+        self.names = self.sites if own else tuple(f"agent {i}" for i in range(len(self.sites)))
+        keys = {wire_form(folder / "keys" / f"{site}.pub"): site for site in self.sites}
+        self.post = Post(grid, keys, HANDSHAKE_BYTES)
+        check(job.config, self.settings)
+
+    def conduct(self) -> None:
+        facts = self._survey()
+        with contextlib.ExitStack() as stack:
+            entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts, self.sites)]
+            live = [entry for entry in entries if entry is not None]
+            if not live:
+                return
+            needed = largest_message([entry.course for entry in live])
+            if needed > self.settings.message_mb << 20:
+                raise WaffleError(
+                    f"a message of this model takes up to {-(-needed >> 20)} MB, server.toml allows "
+                    f"{self.settings.message_mb}: raise message_mb, or train a smaller model"
+                )
+            self.post.max_bytes = needed + HANDSHAKE_BYTES
+            unreachable = self._rounds(live, facts)
+        if unreachable:
+            raise WaffleError("; ".join(unreachable) + "; all rounds so far are saved: waffle deploy resume goes on")
+
+    def _survey(self) -> Survey:
+        """What is known of everyone's data: asked for once, and kept with the job."""
+        known = self.job.survey
+        missing = self.post.wait(list(self.sites), self.settings.start_timeout)
+        online = len(self.sites) - len(missing)
+        if missing and (known is None or online < self.settings.quorum):
+            raise WaffleError(
+                f"{len(missing)} of {len(self.sites)} sites did not come within {self.settings.start_timeout:g} "
+                f"seconds: {', '.join(missing)}; start them (waffle deploy site), then waffle deploy resume"
+            )
+        if known is not None:
+            return known
+        self.job.journal.say(note="all sites are online")
+        found = survey(self._ask, self.job.config.settings)
+        self.job.keep(found)
+        return found
+
+    def _ask(self, stage: Stage, known: dict[str, Any]) -> Answers:
+        words = {**self._words(), "stage": stage, "known": known}
+        parcels = {site: Parcel({**words, "agent": i}) for i, site in enumerate(self.sites)}
+        answers = {site: dict(reply.words) for site, reply in self._exchange(parcels, "query")}
+        for site in self.sites:
+            if site not in answers:
+                raise WaffleError(f"{site} did not answer within {self.settings.deadline:g} seconds")
+            told = answers[site]
+            if told.get("error"):
+                raise WaffleError(f"{site}: {' '.join(str(told['error']).split())[:300]}")
+            if told.get("software") != software():
+                raise WaffleError(f"{site} runs {told.get('software')}, the server {software()}: install the same")
+        return {site: answers[site] for site in self.sites}
+
+    def _words(self) -> dict[str, Any]:
+        return {"software": software(), "run": self.job.run, "config": self.job.config.to_json()}
+
+    def _exchange(self, parcels: Mapping[str, Parcel], kind: str) -> Any:
+        yield from self.post.exchange(parcels, kind, self.settings.deadline)
+        for site, what in self.post.log:
+            self.job.journal.say(note=f"{site}: {what}")
+        self.post.log.clear()
+
+    def _open(self, stack: contextlib.ExitStack, config: RunConfig, folder: Path, facts: Survey) -> Entry | None:
+        """Lock a run's folder and find out where it stands; None if it has ended."""
+        s = config.settings
+        alice = index_of(s.alice, self.names)
+        if not facts.samples[self.sites[alice]] or not facts.test[self.sites[alice]]:
+            raise WaffleError(f"Alice ({self.names[alice]}) has no samples to train or to test on")
+        members = (alice,) if config.method == "local" else tuple(range(len(self.sites)))
+        samples = tuple(facts.samples[self.sites[i]] for i in members)
+        model = FlatModel(
+            builder(s.model, s.data, facts.shape, facts.outputs),
+            loss=squared_error if facts.task == "regression" else cross_entropy,
+            precision=s.precision,
+        )
+        algorithm = for_model(config.algorithm(), model.layers)
+        plan = Plan(
+            run=self.job.run,
+            course=config.label,
+            algorithm=algorithm,
+            names=tuple(self.names[i] for i in members),
+            alice=members.index(alice),
+            samples=samples,
+            steps=tuple(s.epochs * -(-n // s.batch_size) for n in samples),
+            rounds=s.rounds,
+            batch_size=s.batch_size,
+            guard=s.guard,
+            handle=s.alice,
+        )
+        run = stack.enter_context(Run.opened(folder, config, self._origin(config, facts, model, alice), self.job.force))
+        if run.result is not None:
+            return None
+        if facts.prepared and s.preprocessing == "federated":
+            run.keep("preprocessing.json", facts.prepared)
+        start = first_stand(algorithm, model, s.seed, len(members))
+        r, tensors, warnings = run.resume(tensors_of(start))
+        for warning in warnings:
+            self.job.journal.say(note=warning)
+        course = Course(plan, model, stand_of(r, tensors, start) if tensors else start)
+        able = sum(n > 0 for n in samples)
+        return Entry(course, run, config, members, min(self.settings.quorum, able))
+
+    def _origin(self, config: RunConfig, facts: Survey, model: FlatModel, alice: int) -> dict[str, Any]:
+        told = "".join(facts.digests[site] for site in self.sites)
+        return provenance(
+            "cpu",
+            hashlib.sha256(told.encode()).hexdigest(),
+            agents=list(self.names),
+            alice=alice,
+            label_counts=[],
+            test_samples=facts.test[self.sites[alice]],
+            task=facts.task,
+            classes=list(facts.classes),
+            sample=list(facts.shape),
+            statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
+            parameters=model.size,
+            engine={
+                "rows": "flower",
+                "sites": list(self.sites),
+                "run": self.job.run,
+                "tls": not self.settings.insecure,
+            },
+            notes=[],
+        )
+
+    def _rounds(self, live: list[Entry], facts: Survey) -> list[str]:
+        """Until every course has ended, or waits in vain; those are named."""
+        unreachable: list[str] = []
+        while live:
+            self._message(live, facts)
+            for entry in list(live):
+                told = self._turn(entry)
+                if told is not None or entry.course.finished:
+                    live.remove(entry)
+                if told:
+                    unreachable.append(told)
+            if live and all(entry.misses for entry in live):
+                time.sleep(self.settings.backoff * 2 ** (min(entry.misses for entry in live) - 1))
+        return unreachable
+
+    def _message(self, live: list[Entry], facts: Survey) -> None:
+        """One message to every site that is still awaited, and its answer to each course."""
+        parcels = {}
+        for i, site in enumerate(self.sites):
+            asked = [
+                entry.course.task(entry.members.index(i))
+                for entry in live
+                if i in entry.members and entry.members.index(i) in entry.course.awaited
+            ]
+            if asked:
+                words = {
+                    **self._words(),
+                    "agent": i,
+                    "known": facts.known,
+                    "digest": facts.digests[site],
+                    "model": live[0].course.model.fingerprint(),
+                    "tasks": [task.to_json() for task, _ in asked],
+                }
+                parcels[site] = Parcel(words, {task.course: payload for task, payload in asked})
+        for site, reply in self._exchange(parcels, "train"):
+            i, error = self.sites.index(site), reply.words.get("error")
+            if error:
+                self.job.journal.say(note=f"{site}: {' '.join(str(error).split())[:300]}")
+            said = reply.words.get("courses")
+            for entry in live:
+                label = entry.course.plan.course
+                if i in entry.members and (error or (isinstance(said, dict) and isinstance(said.get(label), dict))):
+                    own = {"error": error} if error else said[label]
+                    entry.course.hear(entry.members.index(i), own, reply.payloads.get(label))
+
+    def _turn(self, entry: Entry) -> str | None:
+        """Close, record and save what can be; a text if the course ends here without having finished."""
+        course = entry.course
+        held, r = course.held_by(entry.quorum), course.now.round + course.training
+        settled, diverged = course.turn(entry.quorum)
+        if settled:
+            self._record(entry, settled)
+        if diverged:
+            self._diverged(entry, diverged)
+            return ""
+        if course.finished:
+            self._close(entry)
+            return None
+        entry.misses = entry.misses + 1 if held else 0
+        if not held:
+            return None
+        alice = course.plan.names[course.plan.alice]
+        who = f"Alice ({alice})" if alice in held else ", ".join(held)
+        why = next((reason for i, reason in reversed(course.notes) if course.plan.names[i] in held), "")
+        text = f"{who} unreachable in round {r}{f' ({why})' if why else ''}"
+        if entry.misses > self.settings.retries:
+            return text
+        self.job.journal.say(note=f"{text}: asked again, {entry.misses} of {self.settings.retries}")
+        return None
+
+    def _record(self, entry: Entry, settled: Settled) -> None:
+        began, entry.clock = entry.clock, time.monotonic()
+        entry.run.append({**settled.measured, "seconds": round(entry.clock - began, 6)})
+        entry.run.checkpoint(settled.stand.round, tensors_of(settled.stand))
+
+    def _diverged(self, entry: Entry, error: Diverged) -> None:
+        entry.run.close(summary(read_rounds(entry.run.folder / "rounds.jsonl"), "diverged", str(error)))
+        self.job.journal.say(note=str(error))
+
+    def _close(self, entry: Entry) -> None:
+        """How the run ended, with Alice's model where the server holds it or she sent it."""
+        course = entry.course
+        assert course.parting is not None
+        told, payload = course.parting
+        result = summary(read_rounds(entry.run.folder / "rounds.jsonl"), "finished")
+        if isinstance(told, dict):
+            names = [name for name in (*SCORES, *METRICS) if name in told]
+            result["metrics"] = {name: told[name] for name in names if isinstance(told[name], float | int | None)}
+        net = course.own_model()
+        if net is None and payload is not None:
+            blank = course.model.init(0)
+            try:
+                net = Net(**unpack(payload, blank._asdict())[1])
+            except WaffleError as error:
+                self.job.journal.say(note=f"Alice's model could not be read: {error}")
+        entry.run.close(result, course.model.state_dict(net) if net else None)
+
+
+def check(config: RunConfig, settings: ServerSettings) -> None:
+    """What a deployment does not do, told before any site is asked."""
+    s = config.settings
+    if s.leave_out:
+        raise WaffleError("leave_out is for simulations: give server.toml fewer sites")
+    if not s.is_own and s.agents != len(settings.sites):
+        raise WaffleError(
+            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.sites)} sites"
+        )

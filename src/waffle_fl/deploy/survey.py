@@ -1,0 +1,176 @@
+"""What the server asks before the first round: who holds how much, and from summaries how tables become numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from waffle_fl.config import Settings
+from waffle_fl.engines.flower.messages import number_of
+from waffle_fl.errors import WaffleError
+from waffle_fl.own import Column, Preprocessing
+from waffle_fl.own.parts import check_classes
+from waffle_fl.own.preprocessing import (
+    Cellcount,
+    Moments,
+    Task,
+    aim_from,
+    categorical_column,
+    in_common,
+    joined_moments,
+    kind_of,
+    numeric_column,
+)
+
+Stage: TypeAlias = Literal["hello", "counts", "columns"]
+Answers: TypeAlias = dict[str, dict[str, Any]]  # by site, in the order of the agents
+Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the server knows of everyone's data."""
+
+    samples: dict[str, int]
+    test: dict[str, int]
+    validation: dict[str, int]
+    digests: dict[str, str]
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    task: Task
+    prepared: dict[str, Any] | None = None  # a Preprocessing, as JSON
+
+    @property
+    def outputs(self) -> int:
+        return len(self.classes) if self.task == "classification" else 1
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What a site must be told to read its own data as all others read theirs."""
+        return {"prepared": self.prepared, "classes": list(self.classes)}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Survey:
+        return cls(**{**content, "shape": tuple(content["shape"]), "classes": tuple(content["classes"])})
+
+
+def survey(ask: Ask, settings: Settings) -> Survey:
+    """Ask until everything is known: once for arrays, three times for tables."""
+    hello = ask("hello", {})
+    kinds = {words.get("kind") for words in hello.values()}
+    if len(kinds) > 1:
+        raise WaffleError(f"the sites hold different kinds of data: {_list({n: w['kind'] for n, w in hello.items()})}")
+    digests = {name: str(words.get("digest"))[:64] for name, words in hello.items()}
+    if kinds == {"tables"}:
+        return _tables(ask, settings, hello, digests)
+    facts = {name: _facts(name, words) for name, words in hello.items()}
+    shape, task = (_agreed({n: f[key] for n, f in facts.items()}, key) for key in ("shape", "task"))
+    classes = max((f["classes"] for f in facts.values()), key=len)
+    return Survey(**_counts(hello), digests=digests, shape=shape, classes=classes, task=task)
+
+
+def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:
+    columns = _agreed({n: tuple(sorted(map(str, w.get("columns", ())))) for n, w in hello.items()}, "columns")
+    target = _agreed({n: str(w.get("target")) for n, w in hello.items()}, "target")
+    categorical = _agreed({n: tuple(map(str, w.get("categorical", ()))) for n, w in hello.items()}, "categorical")
+    order = [str(name) for name in next(iter(hello.values()))["columns"]]
+    if target not in columns:
+        raise WaffleError(f"no site has the target column {target!r}")
+    aim = _aim(s, target, hello)
+    counted = ask("counts", {"aim": aim.to_json()})
+    counts = {name: [_cells(who, words, name) for who, words in counted.items()] for name in order}
+    features = [name for name in order if name != target]
+    kinds = {name: kind_of(counts[name], name in categorical) for name in features}
+    if aim.task == "regression":
+        kinds[target] = "numeric"
+    told = ask("columns", {"aim": aim.to_json(), "kinds": kinds})
+    stays = s.preprocessing == "local"
+
+    def column(name: str) -> Column:
+        if kinds[name] == "categorical":
+            return categorical_column(name, counts[name], [_categories(who, w, name) for who, w in told.items()])
+        own = [] if stays else [_moments(who, w, name) for who, w in told.items()]
+        return numeric_column(name, counts[name], own)
+
+    regression = aim.task == "regression"
+    goal = joined_moments(_moments(who, w, target) for who, w in told.items()) if regression else Moments()
+    prepared = in_common(aim, tuple(column(name) for name in features), goal, s.preprocessing)
+    return Survey(
+        **_counts(counted),
+        digests=digests,
+        shape=(len(prepared.features),),
+        classes=prepared.classes,
+        task=prepared.task,
+        prepared=prepared.to_json(),
+    )
+
+
+def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
+    """Classes where everyone's values can be; else a number, where all are numbers."""
+    if all(words.get("values") is not None for words in hello.values()):
+        aim = aim_from(target, {str(value) for words in hello.values() for value in words["values"]}, s.task)
+        check_classes(aim.task, aim.classes)
+        return aim
+    texts = [name for name, words in hello.items() if words.get("numeric") is not True]
+    if texts:
+        raise WaffleError(f"the target {target!r} holds numbers at some sites, and text at {', '.join(texts)}")
+    return Preprocessing((), target, "regression")
+
+
+def _counts(answers: Answers) -> dict[str, dict[str, int]]:
+    def counted(key: str) -> dict[str, int]:
+        with _readable():
+            return {name: number_of(words, key) for name, words in answers.items()}
+
+    return {key: counted(key) for key in ("samples", "test", "validation")}
+
+
+def _facts(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
+    with _readable(name):
+        task = words["task"]
+        if task not in ("classification", "regression"):
+            raise ValueError(task)
+        return {
+            "shape": tuple(int(side) for side in words["shape"]),
+            "classes": tuple(map(str, words["classes"])),
+            "task": task,
+        }
+
+
+def _cells(name: str, words: Mapping[str, Any], column: str) -> Cellcount:
+    with _readable(name):
+        return Cellcount(*(int(n) for n in words["counts"][column]))
+
+
+def _moments(name: str, words: Mapping[str, Any], column: str) -> Moments:
+    with _readable(name):
+        n, mean, squares = words["moments"][column]
+        return Moments(int(n), float(mean), float(squares))
+
+
+def _categories(name: str, words: Mapping[str, Any], column: str) -> list[str]:
+    with _readable(name):
+        return [str(category) for category in words["categories"][column]]
+
+
+def _agreed(told: Mapping[str, Any], what: str) -> Any:
+    if len(set(told.values())) > 1:
+        raise WaffleError(f"the sites differ in {what}: {_list(told)}")
+    return next(iter(told.values()))
+
+
+def _list(told: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} has {value}" for name, value in told.items())[:500]
+
+
+@contextmanager
+def _readable(name: str = "a site") -> Any:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise WaffleError(f"{name} told of its data in a way that cannot be read: {error}") from None

@@ -1,0 +1,96 @@
+"""What travels: a JSON part for words and small numbers, and for each course one safetensors payload.
+
+Nothing here knows Flower but `packed` and `unpacked`, and nothing that arrives is trusted: the JSON is read field by
+field, the payloads by `wire.Inbox` and `tensorfile.unpack`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from waffle_fl.errors import WaffleError
+
+MAX_WORDS = 8 << 20  # bytes of JSON
+SCORES = ("accuracy", "rmse", "loss", "validation_accuracy", "validation_rmse", "validation_loss")  # of a round
+METRICS = ("balanced_accuracy", "auc", "log_loss")  # and of the final model besides
+
+
+class Version(NamedTuple):
+    """A state of an agent: after which round, in which attempt at it, it came to be. (0, 0) is the start."""
+
+    round: int = 0
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a course asks of one agent: train a round from a state that it holds, and maybe examine its model."""
+
+    course: str
+    alice: str
+    base: Version
+    round: int = 0  # 0: nothing is to be trained
+    attempt: int = 0
+    examine: bool = False
+    final: bool = False  # the run is over: this is Alice's model
+    restored: bool = False  # the payload also holds the agent's state, for it has lost its own
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Any) -> Task:
+        try:
+            base = Version(*(int(n) for n in content["base"]))
+            return cls(**{**content, "base": base})
+        except (TypeError, KeyError, ValueError):
+            raise WaffleError("a task that cannot be read") from None
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message: words, and bytes by name."""
+
+    words: dict[str, Any]
+    payloads: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(json.dumps(self.words)) + sum(len(payload) for payload in self.payloads.values())
+
+
+def packed(parcel: Parcel) -> Any:
+    """A parcel as Flower's records; payloads are arrays of bytes, which Flower sends in pieces."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {
+        name: Array(dtype="uint8", shape=(len(content),), stype="waffle", data=content)
+        for name, content in parcel.payloads.items()
+    }
+    return RecordDict({"words": ConfigRecord({"json": json.dumps(parcel.words)}), "payloads": ArrayRecord(arrays)})
+
+
+def unpacked(records: Any, max_bytes: int) -> Parcel:
+    """A parcel from Flower's records, refused before it is parsed if it is larger than anything honest."""
+    try:
+        text = records["words"]["json"]
+        payloads = {str(name): array.data for name, array in records["payloads"].items()}
+        if not isinstance(text, str) or len(text) > MAX_WORDS or sum(map(len, payloads.values())) > max_bytes:
+            raise WaffleError("more bytes than any message of ours")
+        words = json.loads(text)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        raise WaffleError("not a message of ours") from None
+    if not isinstance(words, dict):
+        raise WaffleError("not a message of ours")
+    return Parcel(words, payloads)
+
+
+def number_of(words: Mapping[str, Any], name: str) -> int:
+    """A count that a site tells; anything but a whole number of ordinary size is refused."""
+    value = words.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 40:
+        raise WaffleError(f"expected a count as {name!r}, got {str(value)[:40]!r}")
+    return value

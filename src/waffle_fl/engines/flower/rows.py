@@ -1,0 +1,80 @@
+"""A site's row: a federation of one, trained and examined by the code that trains and examines the simulator's rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from waffle_fl.algorithms import Algorithm, Net, for_model
+from waffle_fl.batches import Batches
+from waffle_fl.engines.closing import Examiner, to_numbers
+from waffle_fl.engines.judging import Judge
+from waffle_fl.engines.simulate import one_thread
+from waffle_fl.engines.states import mapped
+from waffle_fl.engines.steps import Graphs, products
+from waffle_fl.engines.training import Training
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel
+
+
+class Row:
+    """One agent of a run. Each call is pure: the same state, round and attempt give the same bits."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        model: FlatModel,
+        seed: int,
+        batch_size: int,
+        epochs: int,
+        augment: bool,
+    ) -> None:
+        self.algorithm, self.model = for_model(algorithm, model.layers), model
+        self.federation = federation.to(model.device, model.dtype)
+        batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment)
+        self.steps = batches.steps[0]
+        judges = hasattr(self.algorithm, "candidates")
+        judge = Judge(self.algorithm, model, [self.federation], [seed]) if judges else None
+        self._training = Training(self.algorithm, model, batches, Graphs(model), [1], 1, judge)
+        self._net = model.init(seed)
+
+    def start(self) -> Any:
+        """The agent's state before the first round."""
+        return self.algorithm.init(self._net, 1)[1]
+
+    def blank_down(self) -> Any:
+        """What is sent down at the start: the names, shapes and types of all that will be."""
+        return self.algorithm.broadcast(self.algorithm.init(self._net, 1)[0], 1)
+
+    def train(self, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
+        """A2.5-12: (the agent's state afterwards, its update)."""
+        with one_thread(), products(self.model.precision):
+            ((after, up),) = self._training.round([(down, agents)], r, attempt, rounds_left=1)
+        return after, up
+
+    def own_model(self, down: Any, agents: Any) -> Net:
+        """The model that the agent would use, from what it was sent and what it holds."""
+        sent = SimpleNamespace(**mapped(lambda field: field[0], down)._asdict())
+        net = self.algorithm.personal(sent, agents, 1)
+        return Net(net.params[0], net.stats[0])
+
+    def examine(self, net: Net) -> dict[str, float]:
+        """Scores on the agent's own held-out data, in the bits of the simulator."""
+        with one_thread(), products(self.model.precision):
+            self._settle(net)
+            (scores,) = to_numbers(Examiner(self.model).examine([self.algorithm], [self.federation], [net], moment=1.0))
+        return scores
+
+    def _settle(self, net: Net) -> None:
+        """A model finds out how it computes stacked rows at its first gradient; the simulator has made one by now."""
+        batches = self._training.batches
+        plan = batches.plan(1, 0, slice(0, 1))
+        size = batches.sizes(slice(0, 1), padded=self.model.stacked)[0]
+        self.model.grad(
+            net.params[None],
+            net.stats[None],
+            batches.batch(plan, torch.zeros(1, dtype=torch.int64, device=self.model.device), size),
+        )

@@ -1,0 +1,126 @@
+"""A federation on this machine: sites in this process for quick tests, or Flower's real processes to kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flwr.supercore.task_identity import TaskIdentity
+
+from waffle_fl.config import RunConfig
+from waffle_fl.deploy import folders
+from waffle_fl.deploy.jobs import Job
+from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.loopback import PATIENCE, Loopback, prepare
+from waffle_fl.deploy.serverapp import Conductor
+from waffle_fl.deploy.site import Site
+from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
+from waffle_fl.experiment import Place, execute
+from waffle_fl.records import read_json
+
+
+def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:
+    """A deployment folder on loopback that is quick to give up."""
+    prepare(folder, names, data, **{"backoff": 0.1, **settings})
+    return folder
+
+
+class Grid:
+    """Flower's grid as far as we use it, the sites in this process; `post` may do anything to a reply."""
+
+    def __init__(self, folder: Path, post: Callable[[str, Parcel, Parcel], Parcel | None] | None = None) -> None:
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
+            1  # what a ServerApp's process knows of itself
+        )
+        names = folders.read_server(folder).sites
+        self.sites = {name: folder / "sites" / name for name in names}
+        self.nodes = [
+            SimpleNamespace(node_id=i + 1, public_key=wire_form(folder / "keys" / f"{name}.pub"), last_activated_at="")
+            for i, name in enumerate(names)
+        ]
+        self.post = post or (lambda name, request, reply: reply)
+        self.replies: dict[str, Any] = {}
+        self.requests: list[tuple[str, Parcel]] = []
+        self.gone: set[str] = set()
+
+    def get_nodes(self) -> list[Any]:
+        return [node for node, name in zip(self.nodes, self.sites, strict=True) if name not in self.gone]
+
+    def push_messages(self, messages: Sequence[Any]) -> list[str]:
+        numbers = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            name = list(self.sites)[node - 1]
+            number = f"{len(self.requests)}"
+            request = unpacked(message.content, 1 << 30)
+            self.requests.append((name, request))
+            reply = self.post(name, request, Site(self.sites[name]).answer(request))
+            if reply is not None:
+                metadata = SimpleNamespace(reply_to_message_id=number, src_node_id=node)
+                self.replies[number] = SimpleNamespace(
+                    metadata=metadata, content=packed(reply), has_error=lambda: False, error=None
+                )
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
+        return [self.replies.pop(number) for number in numbers if number in self.replies]
+
+
+def conduct(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job:
+    """Run a job to its end with the sites in this process."""
+    job = Job.create(folder, config, out, force=False)
+    Conductor(folder, job, grid or Grid(folder)).conduct()
+    return job
+
+
+def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
+    """The final model, every round but for its seconds, and how the run ended."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    rounds = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    return (folder / "model.safetensors").read_bytes(), rounds, read_json(folder / "result.json") or {}
+
+
+def simulated(config: RunConfig, out: Path) -> Path:
+    """The same config in the simulator."""
+    execute([(config, out)], Place(device="cpu"))
+    return out
+
+
+class Deployment(Loopback):
+    """Real processes: a `loopback.Loopback` that also runs jobs, and finds what Flower itself has started."""
+
+    def start_run(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        """`waffle deploy run METHOD ...` or `resume RUN` in the background."""
+        words = map(str, arguments)
+        return self.start("run", "deploy", *words, "--folder", str(self.folder), "--quiet")
+
+    def finish_run(self, *arguments: str | Path, seconds: float = 2 * PATIENCE) -> int:
+        """The same to its end; its exit code."""
+        code = self.start_run(*arguments).wait(timeout=seconds)
+        del self.processes["run"]
+        return code
+
+    def server_app(self) -> int | None:
+        """The process of the ServerApp, if one runs for this deployment."""
+        return next(iter(processes_with("flwr-serverapp", str(self.folder / "bin"))), None)
+
+    def wait_for_rounds(self, out: Path, rounds: int) -> None:
+        log = out / "rounds.jsonl"
+        self.wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= rounds, 2 * PATIENCE)
+
+
+def processes_with(*words: str) -> list[int]:
+    """Processes of this machine whose command line holds all these words."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            text = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if all(word in text for word in words):
+                found.append(int(entry.parent.name))
+    return found

@@ -1,0 +1,225 @@
+"""waffle deploy: folders, keys, rules and dry runs; nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import refusal
+from waffle_fl.algorithms.scaffold import Agents
+from waffle_fl.cli import _run
+from waffle_fl.deploy import folders, processes
+from waffle_fl.deploy.folders import change, read_server, read_site
+from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.launcher import REFUSED, write_commands
+from waffle_fl.deploy.store import OLDER, Ledger, Store
+from waffle_fl.engines.flower.messages import Parcel, Task, Version, packed, unpacked
+from waffle_fl.errors import WaffleError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    assert (
+        _run(["deploy", "init", str(tmp_path / "fed"), "--sites", "south", "north", "--address", "fl.example.org"]) == 0
+    )
+    return tmp_path / "fed"
+
+
+def test_what_init_makes(folder: Path) -> None:
+    """A folder has settings that read back, a server certificate with its names in it, and a secret key a site."""
+    server = read_server(folder)
+    assert server.sites == ("north", "south")
+    assert not server.insecure
+    certificate = x509.load_pem_x509_certificate((folder / "keys" / "server.pem").read_bytes())
+    authority = x509.load_pem_x509_certificate((folder / "keys" / "ca.crt").read_bytes())
+    certificate.verify_directly_issued_by(authority)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "fl.example.org" in names.get_values_for_type(x509.DNSName)
+    for name in server.sites:
+        site = folder / "sites" / name
+        assert read_site(site).name == name
+        assert stat.S_IMODE((site / "node.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / "keys" / "server.key").stat().st_mode) == 0o600
+    assert wire_form(folder / "keys" / "north.pub") != wire_form(folder / "keys" / "south.pub")
+    assert not list(folder.rglob("ca.key"))
+
+
+def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that holds a federation keeps its keys."""
+    before = (folder / "keys" / "server.key").read_bytes()
+    assert _run(["deploy", "init", str(folder), "--sites", "north"]) == 2
+    assert "holds a federation already" in capsys.readouterr().err
+    assert (folder / "keys" / "server.key").read_bytes() == before
+
+
+def test_f8_insecure_must_be_asked_for_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """F8: without TLS nothing is made or started, unless --i-know stands beside it."""
+    line = ["deploy", "init", str(tmp_path / "fed"), "--sites", "north", "--insecure"]
+    assert _run(line) == 2
+    assert "--i-know" in capsys.readouterr().err
+    assert not (tmp_path / "fed").exists()
+    assert _run([*line, "--i-know"]) == 0
+    assert _run(["deploy", "server", str(tmp_path / "fed")]) == 2
+    assert _run(["deploy", "site", str(tmp_path / "fed" / "sites" / "north")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": ["wafle"]}, "did you mean waffle"),
+        ({"metrics": ["acuracy"]}, "did you mean accuracy"),
+        ({"rounds": 0}, "rounds: expected above 0"),
+        ({"max_norm": "much"}, "max_norm: cannot be 'much'"),
+    ],
+)
+def test_mistakes_in_site_toml(changes: dict[str, Any], words: str, folder: Path) -> None:
+    """A mistake in site.toml is told with the file and the right word."""
+    change(folder / "sites" / "north" / "site.toml", **changes)
+    text = refusal(read_site, folder / "sites" / "north")
+    assert "site.toml" in text
+    assert words in text
+
+
+def test_unknown_keys(folder: Path) -> None:
+    """C1: a key that nobody knows is refused, and the near one named."""
+    with (folder / "server.toml").open("a") as stream:
+        stream.write("dead_line = 3\n")
+    assert "did you mean deadline" in refusal(read_server, folder)
+
+
+def test_processes_call_nobody(folder: Path) -> None:
+    """Flower's processes get TLS and authentication, no installation, no telemetry, and our commands first."""
+    command = processes.server_command(folder, read_server(folder))
+    assert {"--enable-supernode-auth", "--ssl-certfile", "--disable-runtime-dependency-installation"} <= set(command)
+    assert "--insecure" not in command
+    environment = processes.environment(folder)
+    assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert environment["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert environment["FLWR_HOME"].startswith(str(folder))
+    assert environment["PATH"].startswith(str(folder / "bin"))
+    site = folder / "sites" / "north"
+    assert "--root-certificates" in processes.site_command(site, read_site(site))
+
+
+def test_no_code_that_was_sent_is_run(folder: Path) -> None:
+    """Flower's commands for apps, agents and models are ours, and all but one of them refuse."""
+    write_commands(folder / "bin", "flwr-clientapp", folder)
+    for name in (*REFUSED, "flwr-serverapp"):
+        done = subprocess.run([folder / "bin" / name], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, f"{name} is not run here\n")
+    text = (folder / "bin" / "flwr-clientapp").read_text()
+    assert f"clientapp({str(folder)!r})" in text
+
+
+def test_flower_loads_our_app(folder: Path) -> None:
+    """What Flower's client process would install and load is replaced, and torch waits until then."""
+    code = f"""
+import sys
+from importlib import import_module
+from waffle_fl.deploy import launcher
+import flwr.supernode.cli.flwr_clientapp
+module = sys.modules["flwr.supernode.cli.flwr_clientapp"]
+module.flwr_clientapp = lambda: None
+launcher.clientapp({str(folder / "sites" / "north")!r})
+runtime = import_module("flwr.supernode.runtime.run_clientapp")
+assert "torch" not in sys.modules
+assert runtime.install_from_fab(b"evil") is None
+app = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)("evil/app", "1", "0")
+assert type(app).__name__ == "ClientApp" and "torch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_dry_run_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run lists every word and every tensor with its bytes, and leaves no trace."""
+    folders.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1", data="digits")
+    site = tmp_path / "fed" / "sites" / "north"
+    before = sorted(site.iterdir())
+    capsys.readouterr()
+    flags = ["--agents", "4", "--samples-per-agent", "20", "--model", "linear"]
+    assert _run(["deploy", "site", str(site), "--dry-run", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "survey, hello:" in out
+    assert "dy: F32 [650], 2600 bytes" in out
+    assert '"accuracy"' in out
+    assert sorted(site.iterdir()) == before
+    change(site / "site.toml", metrics=[])
+    assert _run(["deploy", "site", str(site), "--dry-run", *flags]) == 0
+    assert '"accuracy"' not in capsys.readouterr().out
+
+
+def test_states_are_kept_as_long_as_they_may_be_needed(tmp_path: Path) -> None:
+    """A site keeps the state in use and the three before it, and finds nothing in a damaged file."""
+    store = Store(tmp_path)
+    for r in range(1, 9):
+        store.save("run", "course", Version(r), Version(r - 1), Agents(torch.full((1, 3), float(r))))
+    like = Agents(torch.zeros(1, 3))
+    found = [r for r in range(9) if store.load("run", "course", Version(r), like) is not None]
+    assert found == list(range(7 - OLDER, 9))
+    path = next(tmp_path.rglob("00000008-0.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.load("run", "course", Version(8), like) is None
+    for name in ("../evil", "", "a/b"):
+        with pytest.raises(WaffleError):
+            store.load(name, "course", Version(8), like)
+
+
+def test_the_ledger_counts_a_round_once(tmp_path: Path) -> None:
+    """A round that is asked for again is not one more; another run's is."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for run, r in (("one", 1), ("one", 2), ("one", 2), ("two", 1)):
+        ledger.note(run=run, round=r)
+    assert ledger.rounds("one", 2) == 3
+    assert ledger.rounds("one", 3) == 4
+
+
+TEXT = st.text(max_size=8)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
+JSON = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(TEXT, PLAIN, max_size=3)
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@RELAXED
+@given(st.dictionaries(TEXT, JSON, max_size=3), st.dictionaries(st.text("abc", min_size=1), st.binary(), max_size=3))
+def test_a_parcel_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
+    """Words and payloads survive Flower's records."""
+    parcel = unpacked(packed(Parcel(words, payloads)), 1 << 20)
+    assert parcel.payloads == payloads
+    assert parcel.words == json.loads(json.dumps(words))
+
+
+@RELAXED
+@given(JSON)
+def test_a_task_that_cannot_be_read_is_refused(content: Any) -> None:
+    """Any JSON in the place of a task is a task or our own error."""
+    try:
+        Task.from_json(content)
+    except WaffleError:
+        return
+    raise AssertionError("a task needs more than that")
+
+
+def test_keys_are_of_a_curve_that_flower_takes(folder: Path) -> None:
+    """Node keys are NIST P-384, in OpenSSH's form."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+    private = load_ssh_private_key((folder / "sites" / "north" / "node.key").read_bytes(), None)
+    public = load_ssh_public_key((folder / "keys" / "north.pub").read_bytes())
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    assert private.public_key() == public
+    assert isinstance(private.curve, ec.SECP384R1)

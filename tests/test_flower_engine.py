@@ -1,0 +1,315 @@
+"""The engine for real machines, its sites in this process: the same bits as the simulator, whatever happens to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flower_harness import Grid, bits, conduct, federation, simulated
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.deploy.folders import change
+from waffle_fl.deploy.jobs import Job
+from waffle_fl.engines.flower import post
+from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.errors import WaffleError
+from waffle_fl.results import read_runs
+from waffle_fl.tensorfile import pack, parse_header
+from waffle_fl.use.trained import open_run
+
+SITES = ("a", "b", "c")
+
+
+def config(method: str = "waffle", **settings: Any) -> RunConfig:
+    given = {
+        "data": "digits",
+        "agents": 3,
+        "samples_per_agent": 40,
+        "batch_size": 16,
+        "rounds": 3,
+        "precision": "float64",
+        "guard": "standard",
+        "model": "mlp",
+    }
+    return check_run(method, {**given, **settings}, {})
+
+
+def hospitals(folder: Path, target: str = "ward") -> Path:
+    """Two tables with numbers, categories, a column of both, missing cells, and either class or number to predict."""
+    folder.mkdir()
+    for name, n, shift in (("north", 37, 0.0), ("south", 23, 1.5)):
+        lines = ["age,sex,dose,ward,cost"]
+        for i in range(n):
+            dose = "" if i % 7 == 3 else f"{(i * 13 % 11) / 3 + shift:.3f}"
+            sex = ("m", "f", "?")[i % 3]
+            lines.append(f"{20 + i * 7 % 60},{sex},{dose},{'AB'[(i * i + i // 3) % 2]},{i * 1.37 + shift:.2f}")
+        (folder / f"{name}.csv").write_text("\n".join(lines))
+    return folder
+
+
+def tables(method: str = "waffle", **settings: Any) -> RunConfig:
+    given = {"target": "ward", "alice": "south", "batch_size": 8, "rounds": 3, "precision": "float64"}
+    return check_run(method, {"data": "hospitals", "guard": "standard", **given, **settings}, {})
+
+
+@pytest.mark.parametrize("settings", [{}, {"preprocessing": "local"}, {"target": "cost"}, {"validation": 0.2}])
+def test_tables_end_in_the_simulator_s_bits(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Sites that each hold one table agree on its columns from summaries alone, and train in the simulator's bits."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own))
+    grid = Grid(folder)
+    conduct(folder, tables(**settings), tmp_path / "run", grid)
+    model, rounds, result = bits(tmp_path / "run")
+    twin = bits(simulated(tables(data=str(own), **settings), tmp_path / "twin"))
+    assert (model, rounds) == twin[:2]
+    assert result["metrics"] == twin[2]["metrics"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return federation(tmp_path / "federation", SITES)
+
+
+@pytest.mark.parametrize("method", list(ALGORITHMS))
+def test_every_method_ends_in_the_simulator_s_bits(method: str, folder: Path, tmp_path: Path) -> None:
+    """F16: sites that answer one by one, each from its own files, give the simulator's model and record in all bits."""
+    conduct(folder, config(method), tmp_path / "run")
+    model, rounds, result = bits(tmp_path / "run")
+    twin = bits(simulated(config(method), tmp_path / "twin"))
+    assert (model, rounds) == twin[:2]
+    assert {k: v for k, v in result.items() if k != "metrics"} == {k: v for k, v in twin[2].items() if k != "metrics"}
+    assert result["metrics"] == twin[2]["metrics"]
+
+
+@pytest.mark.parametrize("method", ["waffle", "ditto"])
+def test_alice_all(method: str, folder: Path, tmp_path: Path) -> None:
+    """With alice = "all" one message carries every Alice's federation, and each run ends in its simulation's bits."""
+    wanted = config(method, alice="all", rounds=2)
+    grid = Grid(folder)
+    conduct(folder, wanted, tmp_path / "runs", grid)
+    assert len([request for _, request in grid.requests if "tasks" in request.words]) == 3 * 2 + 3
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 3
+    for run in runs:
+        alice = read_runs([run])[0].config
+        assert bits(run)[:2] == bits(simulated(alice, tmp_path / f"twin-{run.name}"))[:2]
+
+
+def test_a_run_folder_is_like_any_other(folder: Path, tmp_path: Path) -> None:
+    """The server's folder can be reported and asked, and so can the model that stays at Alice's site."""
+    job = conduct(folder, config(), tmp_path / "run")
+    (finished,) = read_runs([tmp_path / "run"])
+    assert finished.result["status"] == "finished"
+    x = torch.zeros(2, 1, 8, 8)
+    (at_home,) = (folder / "sites" / "a" / "models").iterdir()
+    assert at_home.name.startswith(job.run)
+    assert torch.equal(open_run(tmp_path / "run").outputs(x), open_run(at_home).outputs(x))
+
+
+@pytest.mark.parametrize("method", ["scaffold", "waffle"])
+def test_f4_a_lost_state_is_restored(method: str, folder: Path, tmp_path: Path) -> None:
+    """F4: sites whose disk was lost get their control variates from the server's copy, and no bit changes."""
+    seen: list[int] = []
+
+    def lose(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        (task,) = request.words.get("tasks", [{}])
+        if task.get("round") == 2 and name in ("a", "b") and len(seen) < 2:
+            seen.append(1)
+            shutil.rmtree(folder / "sites" / name / "state")
+        return reply
+
+    conduct(folder, config(method), tmp_path / "run", Grid(folder, lose))
+    restored = [line.get("refused") for line in bits(tmp_path / "run")[1]]
+    assert [len(notes or ()) for notes in restored] == [0, 0, 2]
+    model, rounds, _ = bits(tmp_path / "run")
+    twin = bits(simulated(config(method), tmp_path / "twin"))
+    assert model == twin[0]
+    assert [{k: v for k, v in line.items() if k != "refused"} for line in rounds] == twin[1]
+
+
+def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> None:
+    """F4: a personal model of Alice that is lost cannot be restored by the server: the run stops and says so."""
+
+    def lose(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if request.words.get("tasks", [{}])[0].get("round") == 2 and name == "a":
+            shutil.rmtree(folder / "sites" / name / "state")
+        return reply
+
+    with pytest.raises(WaffleError, match="has lost her own model of round 2"):
+        conduct(folder, config("ditto"), tmp_path / "run", Grid(folder, lose))
+
+
+def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> None:
+    """F6: a server that dies at any message of a run ends, resumed, in the bits of the unbroken run."""
+    twin = bits(simulated(config(), tmp_path / "twin"))
+    wanted = config()
+    for k in range(3, 15, 2):
+        out, heard = tmp_path / f"run-{k}", []
+
+        def die(name: str, request: Parcel, reply: Parcel, k: int = k, heard: list[int] = heard) -> Parcel:
+            heard.append(1)
+            if len(heard) == k:
+                raise KeyboardInterrupt
+            return reply
+
+        with pytest.raises(KeyboardInterrupt):
+            conduct(folder, wanted, out, Grid(folder, die))
+        conduct(folder, wanted, out)
+        assert bits(out)[:2] == twin[:2]
+
+
+def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: an agent that does not answer in time has weight 0 in that round, and is back in the next."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    change(folder / "server.toml", deadline=0.5)
+
+    def absent(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+        return None if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2 else reply
+
+    conduct(folder, config(), tmp_path / "run", Grid(folder, absent))
+    rounds = bits(tmp_path / "run")[1]
+    assert [line["weights"][1] > 0 for line in rounds[:2]] == [True, False]
+    assert rounds[1]["screened"] == {"agent 1": "absent"}
+    assert "screened" not in rounds[2]
+
+
+@pytest.mark.parametrize("fault", ["cut", "replayed", "not finite", "another's", "rubbish"])
+def test_w_what_arrives_is_checked(fault: str, folder: Path, tmp_path: Path) -> None:
+    """W1-W8: an update that is damaged, old, not finite or another run's costs its agent the weight, and no more."""
+    first: dict[str, Parcel] = {}
+
+    def tamper(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if name != "b" or not reply.payloads:
+            return reply
+        first.setdefault(name, reply)
+        if request.words["tasks"][0]["round"] != 2:
+            return reply
+        ((course, payload),) = reply.payloads.items()
+        nan = pack({"dy": torch.full((4810,), torch.nan).double(), "stats": torch.zeros(0).double()}, labels(payload))
+        changed = {
+            "cut": payload[:-1],
+            "replayed": first[name].payloads[course],
+            "not finite": nan,
+            "another's": payload.replace(course.encode(), b"x" * len(course)),
+            "rubbish": b"\x80\x04cos\nsystem\n",
+        }
+        return Parcel(reply.words, {course: changed[fault]})
+
+    change(folder / "server.toml", quorum=1)
+    conduct(folder, config(), tmp_path / "run", Grid(folder, tamper))
+    rounds = bits(tmp_path / "run")[1]
+    assert [line["weights"][1] > 0 for line in rounds[:2]] == [True, False]
+    assert rounds[1]["screened"] == {"agent 1": "not finite" if fault == "not finite" else "absent"}
+    assert ("refused" in rounds[1]) == (fault != "not finite")
+
+
+def labels(payload: bytes) -> dict[str, str]:
+    """What a payload says of itself."""
+    return {k: v for k, v in parse_header(payload, len(payload))["__metadata__"].items() if k != "digest"}
+
+
+def test_f2_alice_absent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2: without Alice the round is held and asked for again, then the run stops, saved, and resumes to its bits."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    change(folder / "server.toml", deadline=0.3, retries=2, backoff=0.01)
+
+    def absent(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+        return None if name == "a" and request.words.get("tasks", [{}])[0].get("round") == 3 else reply
+
+    grid = Grid(folder, absent)
+    with pytest.raises(WaffleError, match=r"Alice \(agent 0\) unreachable in round 3.*resume"):
+        conduct(folder, config(), tmp_path / "run", grid)
+    asked = [name for name, request in grid.requests if request.words.get("tasks", [{}])[0].get("round") == 3]
+    assert asked.count("a") == 3
+    assert asked.count("b") == 1
+    conduct(folder, config(), tmp_path / "run")
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
+
+
+def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F10: sites that are not online in time are named."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    change(folder / "server.toml", start_timeout=0.2)
+    grid = Grid(folder)
+    grid.gone = {"a", "c"}
+    with pytest.raises(WaffleError, match=r"2 of 3 sites did not come within 0.2 seconds: a, c"):
+        conduct(folder, config(), tmp_path / "run", grid)
+
+
+def test_f11_other_software(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F11: a site that runs another version is told from one of ours, both versions named."""
+    monkeypatch.setattr("waffle_fl.deploy.serverapp.software", lambda: "waffle-fl 9.9")
+    with pytest.raises(WaffleError, match=r"the server runs waffle-fl 9.9, this site waffle-fl \d"):
+        conduct(folder, config(), tmp_path / "run")
+
+
+def test_f12_an_exception_at_a_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F12: what fails at a site is a line at the server without paths or data; the traceback stays at the site."""
+    own = hospitals(tmp_path / "hospitals")
+    (own / "south.csv").write_text((own / "south.csv").read_text().replace(",", ",secret", 4))
+    folder = federation(tmp_path / "own", ("north", "south"), str(own))
+    with pytest.raises(WaffleError, match=r"^south: it failed there \(WaffleError\); the site's own log") as caught:
+        conduct(folder, tables(), tmp_path / "run")
+    assert "secret" in caplog.text
+    assert "secret" not in str(caught.value)
+
+
+def test_p5_data_that_changed(tmp_path: Path) -> None:
+    """P5: a site whose file is another one than at the start takes no further part in the run, and says so."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own), retries=0)
+
+    def change_file(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if request.words.get("tasks", [{}])[0].get("round") == 1 and name == "south":
+            file = own / "south.csv"
+            file.write_text(file.read_text() + "\n44,f,1.0,A,3.00")
+        return reply
+
+    with pytest.raises(WaffleError, match="no longer what it was when the run began"):
+        conduct(folder, tables(), tmp_path / "run", Grid(folder, change_file))
+
+
+def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
+    """F13: a model whose messages would be larger than allowed is refused before the first round."""
+    change(folder / "server.toml", message_mb=1)
+    with pytest.raises(WaffleError, match=r"takes up to \d+ MB, server.toml allows 1"):
+        conduct(folder, config(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"methods": ["fedavg"]}, "takes part in fedavg, not in waffle"),
+        ({"rounds": 2}, "answers 2 rounds in all"),
+        ({"max_norm": 1e-6}, "stays here: this site allows 1e-06"),
+    ],
+)
+def test_a_site_s_rules_hold(changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path) -> None:
+    """What site.toml does not allow does not leave the site, whatever the server asks; the reason is told."""
+    change(folder / "server.toml", retries=0)
+    change(folder / "sites" / "a" / "site.toml", **changes)
+    with pytest.raises(WaffleError, match=reason):
+        conduct(folder, config(), tmp_path / "run")
+
+
+def test_metrics_that_may_not_leave(folder: Path, tmp_path: Path) -> None:
+    """A metric that site.toml does not name is in no message; training is the same."""
+    change(folder / "sites" / "a" / "site.toml", metrics=["accuracy"])
+    conduct(folder, config(), tmp_path / "run")
+    model, rounds, result = bits(tmp_path / "run")
+    assert all(line["loss"] is None and line["accuracy"] >= 0 for line in rounds)
+    assert result["metrics"].keys() == {"accuracy"}
+    assert model == bits(simulated(config(), tmp_path / "twin"))[0]
+
+
+def test_jobs_are_named_not_pointed_at(folder: Path, tmp_path: Path) -> None:
+    """Whoever submits a run can name a job of this deployment and nothing else on the server's disk."""
+    for name in ("../../etc/passwd", "nothing", ""):
+        with pytest.raises(WaffleError):
+            Job.open(folder, name)

@@ -1,0 +1,100 @@
+"""Flower's own processes on loopback, with TLS and a key for each site: the same bits, and what becomes of a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flower_harness import Deployment, bits, federation, simulated
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.deploy.folders import change
+from waffle_fl.deploy.keys import make_certificates, make_node_key
+from waffle_fl.deploy.loopback import deployed
+from waffle_fl.errors import WaffleError
+
+SITES = ("a", "b", "c")
+SETTINGS = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 16, "precision": "float64"}
+
+
+def config(rounds: int) -> RunConfig:
+    return check_run("waffle", {**SETTINGS, "rounds": rounds, "guard": "standard", "model": "mlp"}, {})
+
+
+def asked(rounds: int, out: Path) -> list[str | Path]:
+    """The same as a command line."""
+    flags = [word for key, value in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return ["run", "waffle", *flags, "--rounds", str(rounds), "--model", "mlp", "--out", out]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return federation(tmp_path / "federation", SITES)
+
+
+def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    """F16: a run over Flower, TLS and authentication ends in the simulator's model and record, bit for bit."""
+    with deployed(Deployment(folder)) as deployment:
+        assert deployment.finish_run(*asked(2, tmp_path / "run")) == 0
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(2), tmp_path / "twin"))[:2]
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("victim", ["site", "ServerApp", "SuperLink"])
+def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) -> None:
+    """F4, F5, F6: a site, the ServerApp or the SuperLink killed in a round: the resumed run ends in the same bits."""
+    out = tmp_path / "run"
+    with deployed(Deployment(folder)) as deployment:
+        running = deployment.start_run(*asked(3, out))
+        deployment.wait_for_rounds(out, 1)
+        if victim == "site":
+            deployment.kill("b")
+            deployment.start_site("b")
+            assert running.wait(timeout=900) == 0
+        else:
+            if victim == "ServerApp":
+                number = deployment.server_app()
+                assert number is not None
+                os.kill(number, signal.SIGKILL)
+            else:
+                deployment.kill("server")
+                deployment.start_server()
+            running.terminate()
+            running.wait()
+            deployment.processes.pop("run")
+            deployment.wait_until(lambda: deployment.server_app() is None)
+            assert deployment.finish_run("resume", out) == 0
+    assert bits(out)[:2] == bits(simulated(config(3), tmp_path / "twin"))[:2]
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("fault", ["another CA", "an unregistered key", "another site's name"])
+def test_f7_f8_strangers(fault: str, folder: Path, tmp_path: Path) -> None:
+    """F7, F8: who has another CA, or a key that is not registered, is refused, whatever it calls itself."""
+    stranger = folder / "sites" / "stranger"
+    shutil.copytree(folder / "sites" / "b", stranger)
+    if fault == "another CA":
+        make_certificates(tmp_path / "other", "other", ["127.0.0.1"])
+        shutil.copy(tmp_path / "other" / "ca.crt", stranger / "ca.crt")
+    else:
+        (stranger / "node.key").unlink()
+        make_node_key(stranger / "node.key", stranger / "node.pub")
+    if fault == "another site's name":
+        change(stranger / "site.toml", name="a")
+    deployment = Deployment(folder)
+    try:
+        deployment.start_server()
+        deployment.start_site("stranger")
+        if fault == "another CA":
+            deployment.wait_until(lambda: "CERTIFICATE_VERIFY_FAILED" in deployment.log.read_text())
+        else:
+            with pytest.raises(WaffleError, match="stranger has ended"):
+                deployment.wait_until(lambda: False)
+            assert "2004" in deployment.log.read_text()
+    finally:
+        deployment.close()
