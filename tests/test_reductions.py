@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import BATCH, CLASSES, FEATURES, fitted, last_state, make_federation, make_model
-from waffle_fl.algorithms import SGD, Round
+from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedavg import FedAvg
@@ -22,6 +22,7 @@ from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedme import PFedMe
 from waffle_fl.algorithms.scaffold import Scaffold, Up
 from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_kin import WaffleKin
 from waffle_fl.algorithms.weight_erosion import WeightErosion
 from waffle_fl.batches import Batches
 from waffle_fl.engines.simulate import Cell, State, simulate
@@ -321,3 +322,32 @@ def test_an_agent_of_one_mini_batch_trains_head_and_body() -> None:
 def test_fedbn_without_batch_normalisation_is_fedavg() -> None:
     """Where nothing is kept at home, everything is averaged."""
     assert close(alice_s_model(fitted(FedBN(LR))), alice_s_model(FedAvg(LR)))
+
+
+def test_waffle_by_kinship_that_withholds_nothing_is_fedavg() -> None:
+    """Without a head and without yielding every layer is everybody's, and the mean is FedAvg's."""
+    assert close(alice_s_model(fitted(WaffleKin(LR, head_layers=0, yielding=0.0))), alice_s_model(FedAvg(LR)))
+
+
+def test_opposite_updates_part_at_once() -> None:
+    """An agent whose head moves against Alice's starts the next round with its own head, and weighs nothing in hers."""
+    algorithm = fitted(WaffleKin(LR, yielding=0.0))
+    net = make_model().init(3)
+    server, _ = algorithm.init(net, 3)
+    head = algorithm.cut.sizes[-1]
+    dy = torch.ones(3, len(net.params), dtype=net.params.dtype)
+    dy[2, -head:] = -1
+    steps = torch.full((3,), 2)
+    now = Round(1, 9, torch.tensor(0), steps > 0, steps > 0, steps, steps, 1)
+    server, info = algorithm.aggregate(server, FedAvg(LR).finish(*_moved(dy))[1], now)
+    assert info.head.tolist() == [0.5, 0.5, 0.0]
+    starts = algorithm.broadcast(server, 3).x
+    assert torch.equal(starts[1], server.x)
+    assert torch.equal(starts[2, :-head], server.x[:-head])
+    assert torch.equal(starts[2, -head:], net.params[-head:] - 1)
+
+
+def _moved(dy: torch.Tensor) -> Any:
+    """Down, agents and local training that end in these updates."""
+    down = fedavg.Down(torch.zeros_like(dy), dy[:, :0])
+    return down, fedavg.Agents(), fedavg.Local(dy, dy[:, :0], dy[:, :0])

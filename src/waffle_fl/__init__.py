@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.pfedme import PFedMe
     from waffle_fl.algorithms.scaffold import Scaffold
     from waffle_fl.algorithms.waffle import Waffle
+    from waffle_fl.algorithms.waffle_kin import WaffleKin
     from waffle_fl.algorithms.weight_erosion import WeightErosion
     from waffle_fl.data import load
     from waffle_fl.engines.cells import Cell
@@ -79,6 +80,7 @@ _HOMES = {
     "PersonalizedRegressor": "use.estimators",
     "Scaffold": "algorithms.scaffold",
     "Waffle": "algorithms.waffle",
+    "WaffleKin": "algorithms.waffle_kin",
     "WaffleError": "errors",
     "WeightErosion": "algorithms.weight_erosion",
     "build": "federation",
@@ -115,6 +117,7 @@ __all__ = [
     "Scaffold",
     "Waffle",
     "WaffleError",
+    "WaffleKin",
     "WeightErosion",
     "build",
     "load",

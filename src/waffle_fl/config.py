@@ -483,6 +483,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "eta": POSITIVE,
     "beta": POSITIVE,
     "head_layers": NOT_NEGATIVE,
+    "yielding": NOT_NEGATIVE,
     "head_share": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
     "alpha": POSITIVE,
     "sigma": POSITIVE,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
+from reference.kin import waffle_kin
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
 from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
@@ -22,6 +23,7 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "scaffold": scaffold,
     "weight-erosion": weight_erosion,
     "waffle": waffle,
+    "waffle-kin": waffle_kin,
     "apfl": apfl,
     "ditto": ditto,
     "fedprox": fedprox,

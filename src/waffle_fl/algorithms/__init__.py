@@ -23,6 +23,7 @@ from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedme import PFedMe
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_kin import WaffleKin
 from waffle_fl.algorithms.weight_erosion import WeightErosion
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -31,6 +32,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scaffold": Scaffold,
     "weight-erosion": WeightErosion,
     "waffle": Waffle,
+    "waffle-kin": WaffleKin,
     "apfl": APFL,
     "ditto": Ditto,
     "fedprox": FedProx,
@@ -55,6 +57,7 @@ TITLES = {
     "scaffold": "SCAFFOLD",
     "weight-erosion": "WE",
     "waffle": "WAFFLE",
+    "waffle-kin": "WAFFLE-kin",
     "apfl": "APFL",
     "ditto": "Ditto",
     "fedprox": "FedProx",

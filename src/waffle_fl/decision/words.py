@@ -23,6 +23,7 @@ METHODS = {
     "scaffold": "one model for everybody, corrected for the drift of each agent",
     "weight-erosion": "Weight Erosion, a model for one agent: partners whose updates differ from its own count less",
     "waffle": "a model for one agent: everybody counts at first, then ever more those who pull the way it does",
+    "waffle-kin": "a model for one agent: its last layer with those who mean the same, the others while that helps",
     "apfl": "a mix of a model of its own with one model for everybody",
     "ditto": "a model of its own, held near one model for everybody",
     "fedprox": "one model for everybody, no agent allowed to stray far from it in a round",

@@ -1,0 +1,152 @@
+"""WAFFLE by kinship: whose layers Alice shares is decided by what the updates say, layer by layer, and by no clock.
+
+Three of WAFFLE's ideas stay: Alice is at the centre, others count by how their updates compare with hers, and training
+goes from global to personal. What differs: each layer has weights of its own, an agent whose layer Alice does not share
+goes on with its own one there, and agents run FedAvg, whose updates show what they would do (docs/theory.md, 27).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import fedavg
+from waffle_fl.algorithms.contract import (
+    SGD,
+    TINY,
+    Grad,
+    Net,
+    Round,
+    Rows,
+    Vector,
+    Weights,
+    averaged,
+    everyone,
+    normalised,
+    of_the_model,
+    one_hot,
+    row_of,
+    server_side,
+    uniform,
+    weighted_sum,
+)
+from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+from waffle_fl.errors import WaffleError
+from waffle_fl.models.layers import Layers
+
+STRANGERS, KIN = 0.3, 0.6  # kinship at which a head is not shared at all, and wholly
+
+
+class Server(NamedTuple):
+    x: Vector  # Alice's model
+    stats: Vector
+    y: Rows  # what each agent has trained
+    share: Tensor  # (N, L): how much of Alice's layer each agent starts from, and counts in it
+    squares: Tensor  # (N, L): sum of s^2 over the rounds so far, s the positive part of the cosine with Alice's update
+    cubes: Tensor  # (N, L): sum of s^3
+    strife: Tensor  # (L,): how long and how much the others have pulled away from Alice
+
+
+class Info(NamedTuple):
+    weights: Weights  # of all layers, by their sizes
+    head: Weights  # of the last layer
+
+
+class Cut(NamedTuple):
+    """Where a model is cut into layers; before `for_model` nobody knows."""
+
+    sizes: tuple[int, ...] = ()
+    heads: tuple[bool, ...] = ()
+
+
+@final
+@dataclass(frozen=True)
+class WaffleKin:
+    """A model for Alice: the body with all while they help, the head with those alone who mean the same by it."""
+
+    for_alice: ClassVar[bool] = True
+
+    sgd: SGD = field(default_factory=SGD)
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 turns clipping off."""
+    head_layers: int = server_side(1)
+    """How many of the last layers are shared by kinship; the others are shared until they are of no more help."""
+    yielding: float = server_side(0.3)
+    """How fast Alice withdraws from a layer in which the others pull away from her; 0 is never."""
+    cut: Cut = of_the_model(Cut())
+
+    def for_model(self, layers: Layers) -> WaffleKin:
+        head = layers.head(self.head_layers)
+        runs = [(name, sum(n for _, n in part)) for name, part in groupby(layers.params, key=lambda part: part[0])]
+        return replace(self, cut=Cut(tuple(n for _, n in runs), tuple(name in head for name, _ in runs)))
+
+    def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
+        if not self.cut.sizes:
+            raise WaffleError(
+                "this method must know the model's layers: give it those by for_model(method, model.layers)"
+            )
+        nothing = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
+        return Server(*net, net.params.repeat(agents, 1), nothing + 1, nothing, nothing, nothing[0]), Agents()
+
+    def broadcast(self, server: Server, agents: int) -> Down:
+        return Down(self._starts(server), server.stats.expand(len(server.y), -1))
+
+    def begin(self, down: Down, agents: Agents) -> Local:
+        return fedavg.begin(self.sgd, down)
+
+    def step(self, local: Local, grad: Grad) -> Local:
+        return fedavg.step(self.sgd, self.clip, local, grad)
+
+    def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+        return agents, Up(local.y - down.x, local.stats)
+
+    def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        is_alice = torch.arange(len(up.dy), device=up.dy.device) == now.alice
+        s, t = self._compare(up.dy, now, now.heard & ~is_alice)
+        squares, cubes = server.squares + s**2, server.cubes + s**3
+        strife = server.strife + (-t).clamp(min=0)
+        share = torch.minimum(server.share, torch.exp(-self.yielding * strife))
+        share = torch.where(now.heard[:, None], torch.minimum(share, self._alike(squares, cubes)), share)
+        share = torch.where(is_alice[:, None], 1.0, share)
+        y = torch.where(now.heard[:, None], self._starts(server) + up.dy, server.y)
+        alone, counted = one_hot(now.alice, len(up.dy)), torch.where(now.heard[:, None], share, 0.0)
+        alpha = [normalised(shares, alone) for shares in counted.unbind(dim=1)]
+        layers = torch.split(y, list(self.cut.sizes), dim=1)
+        x = torch.cat([weighted_sum(weights, rows) for weights, rows in zip(alpha, layers, strict=True)])
+        parts = [n / sum(self.cut.sizes) for n in self.cut.sizes]
+        overall = torch.stack([part * weights for part, weights in zip(parts, alpha, strict=True)]).sum(dim=0)
+        stats = averaged(server.stats, overall, up.stats)
+        return Server(x.to(server.x.dtype), stats, y, share, squares, cubes, strife), Info(overall, alpha[-1])
+
+    def personal(self, server: Server, agents: Agents, count: int) -> Net:
+        return everyone(Net(server.x, server.stats), count)
+
+    def _starts(self, server: Server) -> Rows:
+        """Where each agent begins: in every layer between its own and Alice's."""
+        columns = zip(server.share.to(server.x.dtype).unbind(dim=1), self.cut.sizes, strict=True)
+        share = torch.cat([column[:, None].expand(-1, n) for column, n in columns], dim=1)
+        return torch.lerp(server.y, server.x.expand_as(server.y), share)
+
+    def _alike(self, squares: Tensor, cubes: Tensor) -> Tensor:
+        """In the head: how much the agents mean the same as Alice, by their kinship."""
+        kinship = cubes / squares.clamp(min=TINY)  # rounds in which all is noise say little
+        alike = ((kinship - STRANGERS) / (KIN - STRANGERS)).clamp(0, 1)
+        columns = zip(alike.unbind(dim=1), self.cut.heads, strict=True)
+        return torch.stack([column if head else torch.ones_like(column) for column, head in columns], dim=1)
+
+    def _compare(self, dy: Rows, now: Round, others: Tensor) -> tuple[Tensor, Tensor]:
+        """In each layer: s, the positive part of each agent's cosine with Alice; t, the cosine of the others' mean."""
+        s, t = [], []
+        for rows in torch.split(dy.double(), list(self.cut.sizes), dim=1):
+            own = row_of(rows, now.alice)
+            s.append(_cosines(rows, own).clamp(min=0))
+            t.append(_cosines(weighted_sum(uniform(others), rows)[None], own).squeeze(0))
+        return torch.where(others[:, None], torch.stack(s, dim=1), 0.0), torch.stack(t)
+
+
+def _cosines(rows: Rows, vector: Vector) -> Tensor:
+    return torch.mv(rows, vector).div((rows.norm(dim=1) * vector.norm()).clamp(min=TINY))

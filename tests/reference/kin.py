@@ -1,0 +1,54 @@
+"""WAFFLE by kinship, in plain loops from docs/algorithms/waffle-kin.md."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from reference.personal import layers
+from reference.problem import Problem, Trace, train
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    lengths = float(a.norm()) * float(b.norm())
+    return float(a @ b) / lengths if lengths else 0.0
+
+
+def waffle_kin(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, yielding: float = 0.3) -> Trace:
+    """Each layer is Alice's own mean of what the agents trained, weighed by what she shares of it."""
+    sizes = [size for _, size in layers(problem.nets[0])]
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    trace, x, N, A = Trace(), problem.start, len(problem.nets), problem.alice
+    others = [i for i in range(N) if i != A]
+    y = [x] * N
+    share = [[1.0] * len(sizes) for _ in range(N)]
+    history: list[list[list[float]]] = [[[] for _ in sizes] for _ in range(N)]
+    strife = [0.0] * len(sizes)
+    for r in range(1, len(problem.batches) + 1):
+        starts = []
+        for i in range(N):
+            start = x.clone()
+            for k, span in enumerate(spans):
+                start[span] = share[i][k] * x[span] + (1 - share[i][k]) * y[i][span]
+            starts.append(start)
+        y = [train(problem, r, i, starts[i], clip) for i in range(N)]
+        dy = [y[i] - starts[i] for i in range(N)]
+        new, weights = x.clone(), [0.0] * N
+        for k, span in enumerate(spans):
+            mean = sum((dy[i][span] for i in others), torch.zeros_like(x[span])) / len(others)
+            strife[k] += max(-cosine(mean, dy[A][span]), 0.0)
+            for i in others:
+                history[i][k].append(max(cosine(dy[i][span], dy[A][span]), 0.0))
+                squares, cubes = (sum(s**p for s in history[i][k]) for p in (2, 3))
+                if k >= len(sizes) - head_layers:
+                    kinship = cubes / squares if squares else 0.0
+                    share[i][k] = min(share[i][k], min(max((kinship - 0.3) / 0.3, 0.0), 1.0))
+                share[i][k] = min(share[i][k], math.exp(-yielding * strife[k]))
+            total = sum(share[i][k] for i in range(N))
+            new[span] = sum((share[i][k] / total * y[i][span] for i in range(N)), torch.zeros_like(x[span]))
+            weights = [w + share[i][k] / total * sizes[k] / sum(sizes) for i, w in enumerate(weights)]
+        x = new
+        trace.models.append(x)
+        trace.weights.append(weights)
+    return trace
