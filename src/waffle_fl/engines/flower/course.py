@@ -19,7 +19,7 @@ from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.engines.closing import Desk, close, screened_of, to_numbers
 from waffle_fl.engines.flower.messages import SCORES, Task, Version
 from waffle_fl.engines.simulate import ATTEMPTS, one_thread
-from waffle_fl.engines.states import rows_of
+from waffle_fl.engines.states import mapped, rows_of
 from waffle_fl.engines.steps import products
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.guard import OK, Guard
@@ -79,8 +79,9 @@ class Course:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        server, self._agents = plan.algorithm.init(self.model.init(0), len(plan.names))
-        down, agents = plan.algorithm.broadcast(server, 1), plan.algorithm.init(self.model.init(0), 1)[1]
+        self._agents = plan.algorithm.init(self.model.init(0), len(plan.names))[1]
+        server, agents = plan.algorithm.init(self.model.init(0), 1)
+        down = plan.algorithm.broadcast(server, 1)
         _, self._up = plan.algorithm.finish(down, agents, plan.algorithm.begin(down, agents))
         self._desk = Desk(torch.tensor(plan.samples), torch.tensor(plan.steps), torch.tensor(plan.alice))
         self._open()
@@ -168,10 +169,11 @@ class Course:
 
     def own_model(self) -> Net | None:
         """Alice's model, where the server holds it; None where it is her own."""
-        agents = rows_of(self._agents, slice(0, 1))
-        marked = type(agents)(*(torch.full_like(value, torch.nan) for value in agents))
-        net = self.plan.algorithm.personal(self.now.server, marked, 1)
-        return None if net.params.isnan().any() else Net(net.params[0], net.stats[0])
+        marked = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
+        agents = marked if (copies := self._copies()) is None else copies
+        net = self.plan.algorithm.personal(self.now.server, agents, len(self.plan.names))
+        own = mapped(lambda field: field[self.plan.alice], net)
+        return None if own.params.isnan().any() else own
 
     def _open(self) -> None:
         plan = self.plan
@@ -225,12 +227,16 @@ class Course:
             "attempts): lower lr, or set clip; the rounds before are kept"
         )
 
-    def _copy_of(self, agent: int) -> Any:
-        """An agent's state as the server computes it, or None where it cannot."""
+    def _copies(self) -> Any:
+        """The agents' states as the server knows them, or None where it does not."""
         fields = type(self._agents)._fields
         if not all(hasattr(self.now.server, name) for name in fields):
             return None
-        return type(self._agents)(*(getattr(self.now.server, name)[agent : agent + 1] for name in fields))
+        return type(self._agents)(*(getattr(self.now.server, name) for name in fields))
+
+    def _copy_of(self, agent: int) -> Any:
+        copies = self._copies()
+        return None if copies is None else rows_of(copies, slice(agent, agent + 1))
 
     def _find_copy(self, agent: int, again: bool) -> None:
         name, round_ = self.plan.names[agent], self.now.versions[agent].round
