@@ -107,7 +107,7 @@ def lie_of(site: Path, r: int) -> str:
 
 
 def boasted(reply: Parcel) -> Parcel:
-    """W10, W11: an honest update with a `dc`, and words about its agent, its samples and its steps, all of them wrong."""
+    """W10, W11: an honest update with a `dc`, and wrong words about its agent, its samples and its steps."""
     boasts: dict[str, Any] = {
         "num-examples": 10**9,
         "samples": 10**9,

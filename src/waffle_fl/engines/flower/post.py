@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ TRIES = 3  # how often a message is sent again to a node whose process died over
 
 @dataclass
 class Scale:
-    """Stops a transfer before it is read, once more has been announced than is left: memory is not the sites' to fill."""
+    """Stops a transfer before it is read, if more bytes are announced than are left: a site cannot fill our memory."""
 
-    left: int = 0
+    left: float = math.inf
 
     def __call__(self, response: Any) -> None:
         self.left -= int(response.headers.get("content-length", 0))
@@ -112,6 +113,8 @@ class Post:
             raise
         except Exception as error:
             raise WaffleError(f"not a message that Flower can read ({type(error).__name__})") from None
+        finally:
+            self._scale.left = math.inf
 
 
 def _cause(error: Any) -> str:
