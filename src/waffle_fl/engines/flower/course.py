@@ -74,7 +74,7 @@ class Course:
     score: dict[str, Any] | None = None
     parting: tuple[Any, bytes | None] | None = None  # Alice's last words: metrics, and maybe a model that is hers alone
     lost: set[int] = field(default_factory=set)  # agents that have to be sent their state
-    found: set[int] = field(default_factory=set)  # those of them that have said so just now
+    found: set[int] = field(default_factory=set)  # those of them that have said so just now: they are asked once more
     notes: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,8 +146,7 @@ class Course:
 
     def turn(self, quorum: int) -> tuple[Settled | None, Diverged | None]:
         """Close what can be closed now that no more answers come; Alice's are indispensable."""
-        settled = None
-        self.found = set()
+        settled, coming, self.found = None, self.found & self.awaited, set()
         if self.closed:
             if self.score is None:
                 return None, None
@@ -155,7 +154,7 @@ class Course:
             if retry:
                 return None, self._again()
         alice_trained = self.plan.alice in self.inbox.rows
-        if not self.training or not alice_trained or len(self.inbox.rows) < quorum:
+        if not self.training or not alice_trained or coming or len(self.inbox.rows) < quorum:
             return settled, None
         return settled, None if self._close() else self._again()
 
