@@ -90,7 +90,7 @@ def test_every_method_ends_in_the_simulator_s_bits(method: str, folder: Path, tm
 @pytest.mark.parametrize("method", ["knn-per", "fedfomo", "ifca", "fedala", "fedrep"])
 @pytest.mark.parametrize("settings", [{"validation": 0.2}, {"target": "cost"}])
 def test_optional_hooks(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Methods that judge models on own samples, rehearse, answer with neighbours or cut a model end in the same bits."""
+    """Methods that judge models on own samples, rehearse, answer with neighbours or cut a model: the same bits."""
     own = hospitals(tmp_path / "hospitals")
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
     conduct(folder, tables(method, **settings), tmp_path / "run")
