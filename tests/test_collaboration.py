@@ -132,7 +132,7 @@ def test_cfl_that_is_never_parted_is_fedavg() -> None:
     """eps_mean = 0 keeps all agents together."""
     last = run(CFL(LR, eps_mean=0.0))[-1]
     expected = run(FedAvg(LR))[-1].state.server.x.expand(4, -1)
-    torch.testing.assert_close(last.state.server.theta, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(last.state.server.x, expected, rtol=1e-12, atol=1e-12)
     assert last.measured["clusters"] == 1
 
 
@@ -141,7 +141,7 @@ def test_cfl_parts_two_camps() -> None:
     last = run(CFL(LR, eps_mean=0.3, eps_max=0.5), two_camps(), rounds=12)[-1]
     assert last.measured["weights"] == [0.5, 0.0, 0.5, 0.0]
     assert last.measured["clusters"] == 2
-    assert torch.equal(last.state.server.theta[0], last.state.server.theta[2])
+    assert torch.equal(last.state.server.x[0], last.state.server.x[2])
 
 
 @given(agents=st.integers(2, 6), seed=st.integers(0, 999), absent=st.integers(0, 9))

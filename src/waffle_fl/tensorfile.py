@@ -68,11 +68,11 @@ def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
                     raise ValueError("metadata")
                 continue
             begin, stop = entry["data_offsets"]
-            count = 1
+            count = 0 if 0 in entry["shape"] else 1
             for dimension in entry["shape"]:
-                if type(dimension) is not int or dimension < 0:
-                    raise ValueError("shape")
                 count *= dimension
+                if type(dimension) is not int or dimension < 0 or count > size:  # before it has a million digits
+                    raise ValueError("shape")
             if type(begin) is not int or begin < 0 or stop - begin != count * WIDTHS[entry["dtype"]]:
                 raise ValueError("offsets")
             end = max(end, stop)

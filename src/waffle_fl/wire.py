@@ -18,6 +18,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.tensorfile import MAX_HEADER, pack, unpack
 
 IGNORED = ("dc",)
+LONGEST_REASON = 300  # letters: a reason may quote what was sent
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Inbox:
                 if metadata.get(name) != expected:
                     raise WaffleError(f"{name} is {metadata.get(name)!r}, expected {expected!r}")
         except WaffleError as error:
-            self.log.append((agent, str(error)))
+            self.log.append((agent, str(error)[:LONGEST_REASON]))
             return False
         self.rows[agent] = tensors
         return True

@@ -19,10 +19,10 @@ from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
 
 
 class Server(NamedTuple):
-    theta: Rows  # row i: the model of agent i's cluster
+    x: Rows  # row i: the model of agent i's cluster, which is what agent i is sent
     stats: Rows
     label: Tensor  # (N,): of its cluster, the number of its first agent
-    weights: Tensor  # (N, N), float64: row i, of the updates in theta_i
+    weights: Tensor  # (N, N), float64: row i, of the updates in x_i
 
 
 class Info(NamedTuple):
@@ -77,7 +77,7 @@ class CFL:
         return Server(rows.clone(), stats.clone(), one, none), Agents()
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(server.theta, server.stats)
+        return Down(server.x, server.stats)
 
     def begin(self, down: Down, agents: Agents) -> Local:
         return fedavg.begin(self.sgd, down)
@@ -93,7 +93,7 @@ class CFL:
         members = (same & now.heard).double()
         weights = members / members.sum(dim=1, keepdim=True).clamp(min=1)
         mean = (weights @ up.dy.double()).index_select(0, server.label)  # of a cluster all rows are one
-        theta = (server.theta.double() + mean).to(server.theta.dtype)
+        x = (server.x.double() + mean).to(server.x.dtype)
         stats = (weights @ up.stats.double()).to(server.stats.dtype)
         stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
         longest = torch.where(same & now.heard, lengths(up.dy), 0.0).max(dim=1).values
@@ -101,10 +101,10 @@ class CFL:
         together = same & now.heard & now.heard[:, None]
         label = parted(server.label, bottlenecks(cosines(up.dy), together), together, apart & now.heard)
         clusters = (label == torch.arange(len(label), device=label.device)).sum()
-        return Server(theta, stats, label, weights), Info(clusters)
+        return Server(x, stats, label, weights), Info(clusters)
 
     def relations(self, server: Server) -> Tensor:
         return server.weights
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return Net(server.theta, server.stats)
+        return everyone(Net(server.x, server.stats), count)

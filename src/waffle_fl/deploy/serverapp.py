@@ -30,11 +30,13 @@ from waffle_fl.engines.flower.messages import METRICS, SCORES, Parcel
 from waffle_fl.engines.flower.post import Post
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import index_of
+from waffle_fl.guard import CLIPPED, OK, REASONS
 from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entropy, squared_error
 from waffle_fl.records import Run, provenance, read_rounds, summary
 from waffle_fl.tensorfile import unpack
 
 HANDSHAKE_BYTES = 8 << 20
+HEARD = (REASONS[OK], REASONS[CLIPPED])
 
 
 def main(folder: Path, grid: Any, job_name: str) -> None:
@@ -238,8 +240,10 @@ class Conductor:
             said = reply.words.get("courses")
             for entry in live:
                 label = entry.course.plan.course
-                if i in entry.members and (error or (isinstance(said, dict) and isinstance(said.get(label), dict))):
-                    own = {"error": error} if error else said[label]
+                own = said.get(label) if isinstance(said, dict) else None
+                if error or (not isinstance(own, dict) and label in parcels[site].payloads):
+                    own = {"error": error or "no answer to what was asked"}
+                if i in entry.members and isinstance(own, dict):
                     entry.course.hear(entry.members.index(i), own, reply.payloads.get(label))
 
     def _turn(self, entry: Entry) -> str | None:
@@ -271,6 +275,10 @@ class Conductor:
         began, entry.clock = entry.clock, time.monotonic()
         entry.run.append({**settled.measured, "seconds": round(entry.clock - began, 6)})
         entry.run.checkpoint(settled.stand.round, tensors_of(settled.stand))
+        plan, screened = entry.course.plan, settled.measured.get("screened", {})
+        others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice]
+        if others and all(screened.get(name, REASONS[OK]) not in HEARD for name in others):
+            self.job.journal.say(note=f"round {settled.stand.round}: nobody but Alice was heard, a local step")
 
     def _diverged(self, entry: Entry, error: Diverged) -> None:
         entry.run.close(summary(read_rounds(entry.run.folder / "rounds.jsonl"), "diverged", str(error)))

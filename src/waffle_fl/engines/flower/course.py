@@ -19,7 +19,7 @@ from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.engines.closing import Desk, close, screened_of, to_numbers
 from waffle_fl.engines.flower.messages import SCORES, Task, Version
 from waffle_fl.engines.simulate import ATTEMPTS, one_thread
-from waffle_fl.engines.states import rows_of
+from waffle_fl.engines.states import mapped, rows_of
 from waffle_fl.engines.steps import products
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.guard import OK, Guard
@@ -74,13 +74,14 @@ class Course:
     score: dict[str, Any] | None = None
     parting: tuple[Any, bytes | None] | None = None  # Alice's last words: metrics, and maybe a model that is hers alone
     lost: set[int] = field(default_factory=set)  # agents that have to be sent their state
-    found: set[int] = field(default_factory=set)  # those of them that have said so just now
+    found: set[int] = field(default_factory=set)  # those of them that have said so just now: they are asked once more
     notes: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan = self.plan
-        server, self._agents = plan.algorithm.init(self.model.init(0), len(plan.names))
-        down, agents = plan.algorithm.broadcast(server, 1), plan.algorithm.init(self.model.init(0), 1)[1]
+        self._agents = plan.algorithm.init(self.model.init(0), len(plan.names))[1]
+        server, agents = plan.algorithm.init(self.model.init(0), 1)
+        down = plan.algorithm.broadcast(server, 1)
         _, self._up = plan.algorithm.finish(down, agents, plan.algorithm.begin(down, agents))
         self._desk = Desk(torch.tensor(plan.samples), torch.tensor(plan.steps), torch.tensor(plan.alice))
         self._open()
@@ -145,8 +146,7 @@ class Course:
 
     def turn(self, quorum: int) -> tuple[Settled | None, Diverged | None]:
         """Close what can be closed now that no more answers come; Alice's are indispensable."""
-        settled = None
-        self.found = set()
+        settled, coming, self.found = None, self.found & self.awaited, set()
         if self.closed:
             if self.score is None:
                 return None, None
@@ -154,7 +154,7 @@ class Course:
             if retry:
                 return None, self._again()
         alice_trained = self.plan.alice in self.inbox.rows
-        if not self.training or not alice_trained or len(self.inbox.rows) < quorum:
+        if not self.training or not alice_trained or coming or len(self.inbox.rows) < quorum:
             return settled, None
         return settled, None if self._close() else self._again()
 
@@ -168,10 +168,11 @@ class Course:
 
     def own_model(self) -> Net | None:
         """Alice's model, where the server holds it; None where it is her own."""
-        agents = rows_of(self._agents, slice(0, 1))
-        marked = type(agents)(*(torch.full_like(value, torch.nan) for value in agents))
-        net = self.plan.algorithm.personal(self.now.server, marked, 1)
-        return None if net.params.isnan().any() else Net(net.params[0], net.stats[0])
+        marked = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
+        agents = marked if (copies := self._copies()) is None else copies
+        net = self.plan.algorithm.personal(self.now.server, agents, len(self.plan.names))
+        own = mapped(lambda field: field[self.plan.alice], net)
+        return None if own.params.isnan().any() else own
 
     def _open(self) -> None:
         plan = self.plan
@@ -225,12 +226,16 @@ class Course:
             "attempts): lower lr, or set clip; the rounds before are kept"
         )
 
-    def _copy_of(self, agent: int) -> Any:
-        """An agent's state as the server computes it, or None where it cannot."""
+    def _copies(self) -> Any:
+        """The agents' states as the server knows them, or None where it does not."""
         fields = type(self._agents)._fields
         if not all(hasattr(self.now.server, name) for name in fields):
             return None
-        return type(self._agents)(*(getattr(self.now.server, name)[agent : agent + 1] for name in fields))
+        return type(self._agents)(*(getattr(self.now.server, name) for name in fields))
+
+    def _copy_of(self, agent: int) -> Any:
+        copies = self._copies()
+        return None if copies is None else rows_of(copies, slice(agent, agent + 1))
 
     def _find_copy(self, agent: int, again: bool) -> None:
         name, round_ = self.plan.names[agent], self.now.versions[agent].round

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,18 @@ TRIES = 3  # how often a message is sent again to a node whose process died over
 
 
 @dataclass
+class Scale:
+    """Stops a transfer before it is read, if more bytes are announced than are left: a site cannot fill our memory."""
+
+    left: float = math.inf
+
+    def __call__(self, response: Any) -> None:
+        self.left -= int(response.headers.get("content-length", 0))
+        if self.left < 0:
+            raise WaffleError("more bytes than any message of ours")
+
+
+@dataclass
 class Post:
     """The sites that Flower's grid can reach. A node is who its public key says, whatever it is called or replies."""
 
@@ -23,6 +36,11 @@ class Post:
     keys: Mapping[bytes, str]  # public key -> site
     max_bytes: int
     log: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._scale = Scale()
+        if client := getattr(self.grid, "_runtime_client", None):  # Flower itself fetches a reply of any size
+            client._client.event_hooks = {"response": [self._scale]}
 
     def online(self) -> dict[str, Any]:
         """The nodes that Flower has heard of lately, by site."""
@@ -43,7 +61,7 @@ class Post:
         from flwr.app import Message
 
         waiting, marks, tries = dict(parcels), dict[str, tuple[int, str]](), dict.fromkeys(parcels, 0)
-        sent: dict[str, tuple[str, int]] = {}  # message -> site, node
+        sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             online = self.online()
@@ -56,28 +74,47 @@ class Post:
                     message = Message(content, dst_node_id=node.node_id, message_type=kind, ttl=ttl)
                     (number,) = self.grid.push_messages([message])
                     if number is not None:
-                        marks[name], sent[number] = mark, (name, node.node_id)
-            for reply in list(self.grid.pull_messages(list(sent))) if sent else []:
-                name, node_id = sent.pop(reply.metadata.reply_to_message_id, ("", 0))
+                        marks[name], sent[number] = mark, name
+            for number, name in list(sent.items()):
+                try:
+                    reply = self._pulled(number)
+                    if reply is None:
+                        continue
+                    parcel = None if reply.has_error() else unpacked(reply.content, self.max_bytes)
+                except WaffleError as error:
+                    parcel = Parcel({"error": str(error)})
+                del sent[number]
                 if name not in waiting:
+                    self.log.append((name, "a second reply in one round"))
                     continue
-                if reply.has_error():
+                if parcel is None:
                     self.log.append((name, f"Flower says: {_cause(reply.error)}"))
                     tries[name] += reply.error.code != OFFLINE
                     marks.pop(name, None)
                     if tries[name] >= TRIES:
                         waiting.pop(name)
                     continue
-                if reply.metadata.src_node_id != node_id:
-                    self.log.append((name, "a reply from another node"))
-                    continue
-                try:
-                    yield name, unpacked(reply.content, self.max_bytes)
-                except WaffleError as error:
-                    self.log.append((name, str(error)))
                 waiting.pop(name)
+                yield name, parcel
             if waiting:
                 time.sleep(PAUSE)
+
+    def _pulled(self, number: str) -> Any:
+        """The answer to one message, or None if it is not there yet.
+
+        Each is fetched by itself, so that what a site has sent can spoil no other's answer.
+        """
+        from httpx import HTTPError
+
+        self._scale.left = self.max_bytes
+        try:
+            return next(iter(self.grid.pull_messages([number])), None)
+        except (WaffleError, HTTPError):
+            raise
+        except Exception as error:
+            raise WaffleError(f"not a message that Flower can read ({type(error).__name__})") from None
+        finally:
+            self._scale.left = math.inf
 
 
 def _cause(error: Any) -> str:

@@ -1,0 +1,138 @@
+"""A site whose ClientApp lies: it stands in front of the honest one, in a real process that Flower starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+TWICE, UNREADABLE = "W9 two replies", "unreadable"
+
+
+def install(site: Path) -> None:
+    """Let the ClientApps that Flower starts for this site lie from now on, as its `lies.json` says."""
+    command = site / "bin" / "flwr-clientapp"
+    path = str(Path(__file__).parent)
+    text = f"import sys\nsys.path.insert(0, {path!r})\nfrom flower_liar import clientapp\n\nclientapp({str(site)!r})\n"
+    temporary = command.with_suffix(".lying")
+    temporary.write_text(f"#!{sys.executable}\n{text}")
+    temporary.chmod(0o755)
+    temporary.replace(command)
+
+
+def clientapp(home: str) -> None:
+    """Flower's flwr-clientapp with a ClientApp that answers honestly, then lies."""
+    launcher: Any = import_module("waffle_fl.deploy.launcher")
+
+    def lying(name: str) -> Any:
+        module: Any = import_module(name)
+        if name == "waffle_fl.deploy.clientapp":
+            pretend(module, Path(home))
+        return module
+
+    launcher.import_module = lying
+    launcher.clientapp(home)
+
+
+def pretend(module: Any, site: Path) -> None:
+    """Put the lies between what the site answers and what Flower is given."""
+    lies: Any = import_module("flower_lies")
+    honest, message, asked = module.Site, module.Message, [0]
+
+    class Liar(honest):  # type: ignore[misc]
+        def answer(self, request: Any) -> Any:
+            asked[0] = request.words.get("tasks", [{}])[0].get("round", 0)
+            return lies.told(site, request, super().answer(request))
+
+    def sent(content: Any, reply_to: Any) -> Any:
+        lie = lies.lie_of(site, asked[0])
+        if lie == TWICE:
+            (site / "replayed.json").write_text(json.dumps(pushed(site, message(content, reply_to=reply_to))))
+            content = module.packed(lies.Parcel({"error": "the second reply"}))
+        if lie == UNREADABLE:
+            unreadable(content)
+        return message(content, reply_to=reply_to)
+
+    module.Site, module.Message = Liar, sent
+
+
+def unreadable(content: Any) -> None:
+    """Make the words a record that Flower carries to the server and cannot read there."""
+    from flwr.app import ConfigRecord
+    from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
+
+    class Garbled(ConfigRecord):
+        def deflate(self) -> bytes:
+            return add_header_to_object_body(object_body=b"\xff" * 40, obj=self)
+
+    Garbled.__qualname__ = ConfigRecord.__qualname__
+    content["words"] = Garbled(dict(content["words"]))
+
+
+class Recorder:
+    """Keeps every request as it was signed and sent."""
+
+    def __init__(self) -> None:
+        self.requests: list[httpx.Request] = []
+
+    def intercept(self, context: Any, call_next: Any) -> httpx.Response:
+        self.requests.append(context.request)
+        response: httpx.Response = call_next(context)
+        return response
+
+
+def fleet(site: Path, recorder: Recorder) -> Any:
+    """A client of the SuperLink with this site's key, as a SuperNode has one."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    key: Any = load_ssh_private_key((site / "node.key").read_bytes(), None)
+    signed = NodeAuthHttpInterceptor(key, key.public_key())
+    chain: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperNode"), signed, recorder]
+    folders: Any = import_module("waffle_fl.deploy.folders")
+    return FleetHttpClient.from_server_address(
+        folders.read_site(site).server, False, (site / "ca.crt").read_bytes(), chain
+    )
+
+
+def replayed(site: Path, request: httpx.Request) -> int:
+    """The status that the same bytes get over another connection."""
+    import ssl
+
+    with httpx.Client(verify=ssl.create_default_context(cafile=str(site / "ca.crt"))) as another:
+        return another.request(
+            request.method, request.url, headers=request.headers, content=request.content
+        ).status_code
+
+
+def pushed(site: Path, reply: Any) -> list[int]:
+    """W9, F9: send a reply as a SuperNode does, then all its requests again; the statuses of those."""
+    from flwr.app.message import remove_content_from_message
+    from flwr.common.serde import message_to_proto
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+    from flwr.proto.node_pb2 import Node
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
+    from flwr.supercore.inflatable.inflatable_utils import push_objects
+
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    recorder, node = Recorder(), Node(node_id=reply.metadata.src_node_id)
+    with fleet(site, recorder) as client:
+        objects, tree = get_all_nested_objects(reply), get_object_tree(reply)
+        given = client.PushMessages(
+            PushMessagesRequest(
+                node=node,
+                messages_list=[message_to_proto(remove_content_from_message(reply))],
+                message_object_trees=[tree],
+                clientapp_runtime_list=[0.0],
+            )
+        )
+        push = make_push_object_fn_protobuf(client.PushObject, node, reply.metadata.run_id, given.session_id)
+        push_objects(objects, push, object_ids_to_push=set(given.objects_to_push))
+    return [replayed(site, request) for request in recorder.requests]
