@@ -12,7 +12,7 @@ from typing import Any
 
 from flwr.supercore.task_identity import TaskIdentity
 
-from waffle_fl.config import RunConfig
+from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import folders
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
@@ -22,6 +22,21 @@ from waffle_fl.deploy.site import Site
 from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
 from waffle_fl.experiment import Place, execute
 from waffle_fl.records import read_json
+
+SITES = ("a", "b", "c")
+SMALL = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 16, "precision": "float64"}
+
+
+def small(rounds: int, **settings: Any) -> RunConfig:
+    """A run among three sites that hardly computes: what it takes is Flower's."""
+    return check_run("waffle", {**SMALL, "rounds": rounds, "guard": "standard", "model": "mlp", **settings}, {})
+
+
+def asked(rounds: int, out: Path, **settings: Any) -> list[str | Path]:
+    """The same as a command line."""
+    given = {**SMALL, "rounds": rounds, "model": "mlp", **settings}
+    flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return ["run", "waffle", *flags, "--out", out]
 
 
 def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:

@@ -11,25 +11,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flower_harness import Deployment, bits, federation, simulated
-from waffle_fl.config import RunConfig, check_run
+from flower_harness import SITES, Deployment, asked, bits, federation, simulated, small
 from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.loopback import deployed
 from waffle_fl.errors import WaffleError
-
-SITES = ("a", "b", "c")
-SETTINGS = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 16, "precision": "float64"}
-
-
-def config(rounds: int) -> RunConfig:
-    return check_run("waffle", {**SETTINGS, "rounds": rounds, "guard": "standard", "model": "mlp"}, {})
-
-
-def asked(rounds: int, out: Path) -> list[str | Path]:
-    """The same as a command line."""
-    flags = [word for key, value in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return ["run", "waffle", *flags, "--rounds", str(rounds), "--model", "mlp", "--out", out]
 
 
 @pytest.fixture
@@ -41,7 +27,7 @@ def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
     """F16: a run over Flower, TLS and authentication ends in the simulator's model and record, bit for bit."""
     with deployed(Deployment(folder)) as deployment:
         assert deployment.finish_run(*asked(2, tmp_path / "run")) == 0
-    assert bits(tmp_path / "run")[:2] == bits(simulated(config(2), tmp_path / "twin"))[:2]
+    assert bits(tmp_path / "run")[:2] == bits(simulated(small(2), tmp_path / "twin"))[:2]
 
 
 @pytest.mark.flower
@@ -69,7 +55,7 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
             deployment.processes.pop("run")
             deployment.wait_until(lambda: deployment.server_app() is None)
             assert deployment.finish_run("resume", out) == 0
-    assert bits(out)[:2] == bits(simulated(config(3), tmp_path / "twin"))[:2]
+    assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]
 
 
 @pytest.mark.flower
