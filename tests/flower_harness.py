@@ -121,6 +121,16 @@ class Deployment(Loopback):
         del self.processes["run"]
         return code
 
+    def refuses(self, *arguments: str | Path) -> str:
+        """What a run says that ends in an error of ours."""
+        before = self.log.stat().st_size
+        assert self.finish_run(*arguments) == 2
+        return self.said(before)
+
+    def said(self, since: int) -> str:
+        """All output from a position of the log on, as one line."""
+        return " ".join(self.log.read_bytes()[since:].decode(errors="replace").split())
+
     def server_app(self) -> int | None:
         """The process of the ServerApp, if one runs for this deployment."""
         return next(iter(processes_with("flwr-serverapp", str(self.folder / "bin"))), None)

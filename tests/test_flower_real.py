@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -12,10 +11,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from flower_harness import SITES, Deployment, asked, bits, federation, simulated, small
-from waffle_fl.deploy.folders import change
-from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.loopback import deployed
-from waffle_fl.errors import WaffleError
 
 
 @pytest.fixture
@@ -56,31 +52,3 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
             deployment.wait_until(lambda: deployment.server_app() is None)
             assert deployment.finish_run("resume", out) == 0
     assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]
-
-
-@pytest.mark.flower
-@pytest.mark.parametrize("fault", ["another CA", "an unregistered key", "another site's name"])
-def test_f7_f8_strangers(fault: str, folder: Path, tmp_path: Path) -> None:
-    """F7, F8: who has another CA, or a key that is not registered, is refused, whatever it calls itself."""
-    stranger = folder / "sites" / "stranger"
-    shutil.copytree(folder / "sites" / "b", stranger)
-    if fault == "another CA":
-        make_certificates(tmp_path / "other", "other", ["127.0.0.1"])
-        shutil.copy(tmp_path / "other" / "ca.crt", stranger / "ca.crt")
-    else:
-        (stranger / "node.key").unlink()
-        make_node_key(stranger / "node.key", stranger / "node.pub")
-    if fault == "another site's name":
-        change(stranger / "site.toml", name="a")
-    deployment = Deployment(folder)
-    try:
-        deployment.start_server()
-        deployment.start_site("stranger")
-        if fault == "another CA":
-            deployment.wait_until(lambda: "CERTIFICATE_VERIFY_FAILED" in deployment.log.read_text())
-        else:
-            with pytest.raises(WaffleError, match="stranger has ended"):
-                deployment.wait_until(lambda: False)
-            assert "2004" in deployment.log.read_text()
-    finally:
-        deployment.close()
