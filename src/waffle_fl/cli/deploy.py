@@ -172,7 +172,7 @@ def run(arguments: Sequence[str]) -> int:
     check_name(out.name)
     from waffle_fl.deploy.jobs import Job
 
-    return _watch(args.folder.resolve(), Job.create(args.folder.resolve(), config, out, args.force), args.output)
+    return _attended(args.folder.resolve(), Job.create(args.folder.resolve(), config, out, args.force), args.output)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -191,7 +191,7 @@ def resume(arguments: Sequence[str]) -> int:
     from waffle_fl.deploy.jobs import Job
 
     args = parse(ResumeJob, arguments, "deploy resume")
-    return _watch(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
+    return _attended(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -232,13 +232,27 @@ def demo(arguments: Sequence[str]) -> int:
     out = args.out.resolve()
     config, names = stage.set_up(out)
     folder = out / "federation"
-    print(f"a server and {', '.join(names)} as processes on loopback, with TLS and a key each; logs in {folder}")
+    print(f"a server and {len(names)} sites as processes on loopback; logs in {folder / 'processes.log'}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with deployed(Loopback(folder)):
-        _watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+    try:
+        with deployed(Loopback(folder)):
+            print(f"the server is up, with TLS, and knows the keys of {', '.join(names)}", flush=True)
+            _watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+    except KeyboardInterrupt:
+        print("waffle: stopped, and the server and its sites with it", file=sys.stderr)
+        return 130
     stage.compare(config, out / "deployed", out / "simulated")
     print("bit-equal to the simulation")
     return 0
+
+
+def _attended(folder: Path, job: Any, output: Watched) -> int:
+    """Watch a job until its end, or until Ctrl-C, which ends the watching alone."""
+    try:
+        return _watch(folder, job, output)
+    except KeyboardInterrupt:
+        print(f"waffle: no longer watched; the server goes on with it, and writes to {job.out}", file=sys.stderr)
+        return 130
 
 
 def _watch(folder: Path, job: Any, output: Watched) -> int:

@@ -106,12 +106,22 @@ def attend(home: Path, role: Role, command: list[str]) -> int:
         code = child.wait()
         if not left or not code or code < 0 or time.monotonic() - began > TURNED_AWAY:
             return code
+        print(
+            f"not let in (Flower's exit code {code}, its cause above): again in {RETURN:g} seconds; "
+            f"waffle deploy check {home} tries the connection",
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(RETURN)
     return code
 
 
 def _pass_on(child: subprocess.Popen[bytes], number: int, frame: Any) -> None:
-    child.send_signal(number)
+    """To the child while it runs; in the pause between two, it is for us."""
+    if child.poll() is None:
+        child.send_signal(number)
+    else:
+        sys.exit(128 + number)
 
 
 def _end_with_parent() -> None:
