@@ -19,10 +19,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flower_harness import SITES, Deployment, asked, bits, federation, simulated, small
+from flower_harness import Deployment, asked, bits, federation, simulated, small
 from waffle_fl.deploy.loopback import PATIENCE, deployed
 
 ROUNDS = 2
+SITES = ("a", "b")  # two are enough, and on a small machine half as long as three
 VICTIMS = (*(f"site {name}" for name in SITES), "ServerApp", "SuperLink")
 
 
@@ -31,10 +32,10 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     """F4, F5, F6: a site, the ServerApp or the SuperLink killed at a random moment: the run ends in the same bits."""
     count, seed = (int(os.environ.get(name, usual)) for name, usual in (("WAFFLE_KILLS", 20), ("WAFFLE_KILLS_SEED", 1)))
     rng = random.Random(seed)
-    twin = bits(simulated(small(ROUNDS), tmp_path / "twin"))[:2]
+    twin = bits(simulated(small(ROUNDS, agents=len(SITES)), tmp_path / "twin"))[:2]
     with deployed(Deployment(federation(tmp_path / "federation", SITES))) as deployment:
         began = time.monotonic()
-        assert deployment.finish_run(*asked(ROUNDS, tmp_path / "unbroken")) == 0
+        assert deployment.finish_run(*command(tmp_path / "unbroken")) == 0
         span = time.monotonic() - began
         assert bits(tmp_path / "unbroken")[:2] == twin
         told = []
@@ -48,10 +49,14 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     assert all(kill["same bits"] for kill in told), told
 
 
+def command(out: Path) -> list[str | Path]:
+    return asked(ROUNDS, out, agents=len(SITES))
+
+
 def killed(deployment: Deployment, victim: str, moment: float, out: Path) -> dict[str, Any] | None:
     """A run whose victim is killed, brought to its end; None if it was over by then."""
     began = time.monotonic()
-    running = deployment.start_run(*asked(ROUNDS, out))
+    running = deployment.start_run(*command(out))
     while time.monotonic() - began < moment or (victim == "ServerApp" and deployment.server_app() is None):
         if running.poll() is not None or time.monotonic() - began > PATIENCE:
             break
@@ -69,7 +74,7 @@ def killed(deployment: Deployment, victim: str, moment: float, out: Path) -> dic
     else:
         kill_the_middle(deployment, victim)
         known = (deployment.folder / "jobs" / f"{out.name}.json").exists()
-        again = ["resume", out] if known else asked(ROUNDS, out)
+        again = ["resume", out] if known else command(out)
         code = deployment.finish_run(*again, seconds=4 * PATIENCE)
     seconds = round(time.monotonic() - began, 1)
     return {"victim": victim, **when, "exit code": code, "seconds": seconds}

@@ -32,6 +32,7 @@ class Loopback:
         self.prefix: Sequence[str] = ()  # what each command is started by, a tracer for instance
 
     def start_server(self) -> None:
+        (self.folder / REGISTERED).unlink(missing_ok=True)  # what an earlier server knew
         self.start("server", "deploy", "server", str(self.folder))
         self.wait_until((self.folder / REGISTERED).exists)
 

@@ -32,6 +32,7 @@ PYPROJECT = """\
 [project]
 name = "waffle-app"
 version = "1.0.0"
+description = "Stands for the waffle-fl that is installed at each end"
 license = "Apache-2.0"
 dependencies = []
 
@@ -182,6 +183,11 @@ class Link:
         try:
             return str(_json(done.stdout)["run-id"])
         except (ValueError, KeyError):
+            if "is unavailable" in done.stdout + done.stderr:
+                raise WaffleError(
+                    f"no server answers on port {self.settings.port}: start it (waffle deploy server {self.folder}), "
+                    "then give this command again"
+                ) from None
             raise WaffleError(f"the SuperLink does not take the run: {_reason(done)}") from None
 
     def status(self, run: str) -> str:
