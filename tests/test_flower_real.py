@@ -43,12 +43,15 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
                 number = deployment.server_app()
                 assert number is not None
                 os.kill(number, signal.SIGKILL)
+                assert running.wait(timeout=900) == 2
+                assert "the ServerApp ended without a word" in deployment.said(0)
             else:
                 deployment.kill("server")
-                deployment.start_server()
-            running.terminate()
-            running.wait()
-            deployment.processes.pop("run")
+                running.terminate()
+                running.wait()
+            del deployment.processes["run"]
             deployment.wait_until(lambda: deployment.server_app() is None)
+            if victim == "SuperLink":
+                deployment.start_server()
             assert deployment.finish_run("resume", out) == 0
     assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]

@@ -290,8 +290,10 @@ def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
 
 def _follow(link: Any, number: str, job: Any, position: int, listener: Listener) -> None:
     """Tell the listener of every round and note, until the job has ended."""
+    from waffle_fl.deploy import processes
+
     told: dict[Path, int] = {}
-    heard = time.monotonic()
+    heard, status = time.monotonic(), ""
     while True:
         lines, position = job.journal.since(position)
         for config, folder in runs_in(job.out):
@@ -310,8 +312,10 @@ def _follow(link: Any, number: str, job: Any, position: int, listener: Listener)
             if line.get("done"):
                 return
         if not lines and time.monotonic() - heard > ASK:
-            status = link.status(number)
+            before, status = status, link.status(number)
             heard = time.monotonic()
+            if status == processes.UNKNOWN != before:
+                listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
             if status.startswith("finished") and not job.journal.since(position)[0]:
                 raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
         time.sleep(LOOK)

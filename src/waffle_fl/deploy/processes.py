@@ -27,6 +27,7 @@ RETURNS, RETURN = 5, 20.0  # how often, and after how many seconds, a site that 
 TURNED_AWAY = 60.0  # seconds within which an end means that it was
 PR_SET_PDEATHSIG = 1
 CONNECTION = "waffle"
+UNKNOWN = "unknown"  # how a run stands of which no SuperLink tells
 REGISTERED = "registered"  # a file that is there while the running SuperLink knows the sites
 PYPROJECT = """\
 [project]
@@ -196,7 +197,7 @@ class Link:
         try:
             return str(_json(done.stdout)["runs"][0]["status"])
         except (ValueError, KeyError, IndexError):
-            return "unknown"
+            return UNKNOWN
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
