@@ -76,7 +76,7 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
     """F7, F8: a site with another CA, without TLS, or with an unknown key is refused, and the cause is named."""
     faults: dict[Callable[[Path], None], str] = {
         another_ca: "certificate verify failed: unable to get local issuer certificate",
-        no_tls: "disconnected",
+        no_tls: "requires a secure TLS connection with the SuperLink",
         another_key: "[code: 2004] Failed to activate SuperNode",
         another_key_and_name: "[code: 2004] Failed to activate SuperNode",
     }
@@ -90,6 +90,8 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
             turned_away(deployment, stranger, words)
             if fault is another_ca:
                 assert "unable to get local issuer certificate" in checked(stranger)
+            if fault is no_tls:
+                assert "with TLS, which this end must use too" in checked(stranger)
     finally:
         deployment.close()
 
