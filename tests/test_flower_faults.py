@@ -21,6 +21,7 @@ from flower_harness import SITES, Deployment, asked, bits, federation, simulated
 from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.loopback import deployed
+from waffle_fl.deploy.processes import REGISTERED
 
 pytestmark = pytest.mark.flower
 
@@ -76,7 +77,7 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
     """F7, F8: a site with another CA, without TLS, or with an unknown key is refused, and the cause is named."""
     faults: dict[Callable[[Path], None], str] = {
         another_ca: "certificate verify failed: unable to get local issuer certificate",
-        no_tls: "requires a secure TLS connection with the SuperLink",
+        no_tls: "Server disconnected",
         another_key: "[code: 2004] Failed to activate SuperNode",
         another_key_and_name: "[code: 2004] Failed to activate SuperNode",
     }
@@ -94,6 +95,22 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
                 assert "with TLS, which this end must use too" in checked(stranger)
     finally:
         deployment.close()
+
+
+def test_f8_insecure_works_for_who_knows(folder: Path, tmp_path: Path) -> None:
+    """F8: asked for twice, a federation without TLS and authentication trains, in the same bits."""
+    for file in (folder / "server.toml", *(folder / "sites" / name / "site.toml" for name in SITES)):
+        change(file, insecure=True)
+    deployment = Deployment(folder)
+    try:
+        deployment.start("server", "deploy", "server", str(folder), "--i-know")
+        deployment.wait_until((folder / REGISTERED).exists)
+        for name in SITES:
+            deployment.start(name, "deploy", "site", str(folder / "sites" / name), "--i-know")
+        assert deployment.finish_run(*asked(1, tmp_path / "run")) == 0
+    finally:
+        deployment.close()
+    assert bits(tmp_path / "run")[:2] == bits(simulated(small(1), tmp_path / "twin"))[:2]
 
 
 @pytest.mark.parametrize(("insecure", "words"), [(False, "certificate has expired"), (True, "WRONG_VERSION_NUMBER")])

@@ -78,10 +78,12 @@ def server_command(folder: Path, s: ServerSettings) -> list[str]:
 
 
 def site_command(folder: Path, s: SiteSettings) -> list[str]:
-    secured = ["--insecure"] if s.insecure else ["--root-certificates", str(folder / "ca.crt")]
-    return [
-        *("flower-supernode", *secured, "--superlink", s.server),
+    secured = [
+        *("--root-certificates", str(folder / "ca.crt")),
         *("--auth-supernode-private-key", str(folder / "node.key")),
+    ]
+    return [
+        *("flower-supernode", *(["--insecure"] if s.insecure else secured), "--superlink", s.server),
         *("--host", "127.0.0.1", "--port", str(s.port)),
     ]
 
@@ -101,7 +103,7 @@ def attend(home: Path, role: Role, command: list[str]) -> int:
     for left in range(RETURNS, -1, -1):
         began = time.monotonic()
         child = subprocess.Popen(
-            [str(python_bin() / command[0]), *command[1:]], cwd=work, env=environment(home), preexec_fn=_end_with_parent
+            [str(home / "bin" / command[0]), *command[1:]], cwd=work, env=environment(home), preexec_fn=_end_with_parent
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, partial(_pass_on, child))
