@@ -237,10 +237,10 @@ def test_f1_f2_f3_f12_absent(folder: Path, tmp_path: Path) -> None:
     _, rounds, result = bits(out)
     assert result["status"] == "finished"
     assert [line["round"] for line in rounds] == list(range(1, ROUNDS + 1))
-    failed = ["agent 2", "it failed there (FileExistsError); the site's own log says why"]
+    failed = ["agent 2", "it failed there (NotADirectoryError); the site's own log says why"]
     assert rounds[0]["screened"] == {"agent 2": "absent"}
     assert failed in rounds[0]["refused"]
-    assert "FileExistsError" in (folder / "sites" / "c" / "site.log").read_text()
+    assert "NotADirectoryError" in (folder / "sites" / "c" / "site.log").read_text()
     assert str(in_the_way) in (folder / "sites" / "c" / "site.log").read_text()
     assert str(in_the_way) not in journal + (out / "rounds.jsonl").read_text()
     assert rounds[2]["screened"] == {"agent 1": "absent", "agent 2": "absent"}
