@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,10 +142,15 @@ class Deployment(Loopback):
 
 def processes_with(*words: str) -> list[int]:
     """Processes of this machine whose command line holds all these words."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    return [number for number, text in _told("cmdline") if all(word in text for word in words)]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Processes that were started for what lies in this folder: Flower's home is in their environment."""
+    return [number for number, text in _told("environ") if f"FLWR_HOME={folder}" in text]
+
+
+def _told(file: str) -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").glob(f"[0-9]*/{file}"):
         with contextlib.suppress(OSError):
-            text = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if all(word in text for word in words):
-                found.append(int(entry.parent.name))
-    return found
+            yield int(entry.parent.name), entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
-from flower_harness import SITES, Deployment, asked, bits, federation, simulated, small
-from waffle_fl.deploy.loopback import deployed
+from flower_harness import SITES, Deployment, asked, bits, federation, processes_in, simulated, small
+from waffle_fl.deploy.loopback import PATIENCE, deployed
 
 
 @pytest.fixture
@@ -24,6 +27,32 @@ def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
     with deployed(Deployment(folder)) as deployment:
         assert deployment.finish_run(*asked(2, tmp_path / "run")) == 0
     assert bits(tmp_path / "run")[:2] == bits(simulated(small(2), tmp_path / "twin"))[:2]
+
+
+@pytest.mark.flower
+def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
+    """Ctrl-C ends the demonstration with all of its processes."""
+    out, log = tmp_path / "demo", tmp_path / "log"
+    command = [sys.executable, "-m", "waffle_fl", "deploy", "demo", "--out", str(out)]
+    with log.open("wb") as stream:
+        running = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        end = time.monotonic() + PATIENCE
+        while "all sites are online" not in log.read_text():
+            assert running.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.5)
+        assert processes_in(out)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=PATIENCE) == 130
+    finally:
+        running.terminate()
+        running.wait(timeout=PATIENCE)
+    assert "stopped, and the server and its sites with it" in log.read_text()
+    end = time.monotonic() + 60
+    while processes_in(out) and time.monotonic() < end:  # Flower's own helpers see that their parent is gone
+        time.sleep(0.5)
+    assert processes_in(out) == []
 
 
 @pytest.mark.flower
