@@ -29,13 +29,18 @@ def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
     assert bits(tmp_path / "run")[:2] == bits(simulated(small(2), tmp_path / "twin"))[:2]
 
 
+def hears() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.flower
 def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
     """Ctrl-C ends the demonstration with all of its processes."""
     out, log = tmp_path / "demo", tmp_path / "log"
     command = [sys.executable, "-m", "waffle_fl", "deploy", "demo", "--out", str(out)]
     with log.open("wb") as stream:
-        running = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        running = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=hears)
     try:
         end = time.monotonic() + PATIENCE
         while "all sites are online" not in log.read_text():
