@@ -22,6 +22,7 @@ from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.loopback import deployed
 from waffle_fl.deploy.processes import REGISTERED
+from waffle_fl.records import read_rounds
 
 pytestmark = pytest.mark.flower
 
@@ -245,7 +246,8 @@ def test_f1_f2_f3_f12_absent(folder: Path, tmp_path: Path) -> None:
     assert str(in_the_way) not in journal + (out / "rounds.jsonl").read_text()
     assert rounds[2]["screened"] == {"agent 1": "absent", "agent 2": "absent"}
     assert rounds[2]["weights"][1:] == [0.0, 0.0]
-    assert all(any(line["weights"][i] > 0 for line in rounds[3:]) for i in (1, 2))
+    assert DEADLINE <= read_rounds(out / "rounds.jsonl")[1]["seconds"] < 2 * DEADLINE
+    assert all(any(line["norms"][i] > 0 for line in rounds[3:]) for i in (1, 2))
 
 
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed here")

@@ -22,9 +22,19 @@ pytest.importorskip("flwr")
 from flower_harness import Deployment, asked, bits, federation, simulated, small
 from waffle_fl.deploy.loopback import PATIENCE, deployed
 
+ROOT = Path(__file__).parent.parent
+KINDS = ("site", "ServerApp", "SuperLink")
 ROUNDS = 2
 SITES = ("a", "b")  # two are enough, and on a small machine half as long as three
 VICTIMS = (*(f"site {name}" for name in SITES), "ServerApp", "SuperLink")
+
+
+def test_the_record_of_kills() -> None:
+    """Every kill on record ended in the same bits, and the runbook quotes how many there were."""
+    told = [json.loads(line) for line in (ROOT / "results" / "kills.jsonl").read_text().splitlines()]
+    assert all(kill["same bits"] and kill["exit code"] == 0 for kill in told)
+    counted = ", ".join(f"{sum(kill['victim'].startswith(kind) for kill in told)} of {kind}" for kind in KINDS)
+    assert f"{len(told)} of {len(told)} kills ({counted})" in (ROOT / "docs" / "deploy.md").read_text()
 
 
 @pytest.mark.flower
