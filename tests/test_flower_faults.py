@@ -78,7 +78,7 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
     """F7, F8: a site with another CA, without TLS, or with an unknown key is refused, and the cause is named."""
     faults: dict[Callable[[Path], None], str] = {
         another_ca: "certificate verify failed: unable to get local issuer certificate",
-        no_tls: "Server disconnected",
+        no_tls: "Connection attempt failed",
         another_key: "[code: 2004] Failed to activate SuperNode",
         another_key_and_name: "[code: 2004] Failed to activate SuperNode",
     }
