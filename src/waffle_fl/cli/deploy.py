@@ -141,7 +141,8 @@ def site(arguments: Sequence[str]) -> int:
             print(line)
         return 0
     _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
-    return processes.attend(folder, "flwr-clientapp", processes.site_command(folder, settings))
+    command = processes.site_command(folder, settings)
+    return processes.attend(folder, "flwr-clientapp", command, lambda text: print(f"waffle: {text}", file=sys.stderr))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def become(home: Path, role: Role, command: list[str]) -> None:
     os.execve(python_bin() / command[0], command, environment(home))
 
 
-def attend(home: Path, role: Role, command: list[str]) -> int:
+def attend(home: Path, role: Role, command: list[str], say: Callable[[str], None]) -> int:
     """Run one of Flower's commands, and start it anew when it is turned away at the door; its exit code.
 
     Flower takes a site that was killed for alive until it has missed two heartbeats, and refuses its return till then.
@@ -110,11 +110,9 @@ def attend(home: Path, role: Role, command: list[str]) -> int:
         code = child.wait()
         if not left or not code or code < 0 or time.monotonic() - began > TURNED_AWAY:
             return code
-        print(
+        say(
             f"not let in (Flower's exit code {code}, its cause above): again in {RETURN:g} seconds; "
-            f"waffle deploy check {home} tries the connection",
-            file=sys.stderr,
-            flush=True,
+            f"waffle deploy check {home} tries the connection"
         )
         time.sleep(RETURN)
     return code
