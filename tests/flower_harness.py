@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from flwr.supercore.task_identity import TaskIdentity
 
-from waffle_fl.config import RunConfig
+from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import folders
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
@@ -22,6 +22,21 @@ from waffle_fl.deploy.site import Site
 from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
 from waffle_fl.experiment import Place, execute
 from waffle_fl.records import read_json
+
+SITES = ("a", "b", "c")
+SMALL = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 16, "precision": "float64"}
+
+
+def small(rounds: int, **settings: Any) -> RunConfig:
+    """A run among three sites that hardly computes: what it takes is Flower's."""
+    return check_run("waffle", {**SMALL, "rounds": rounds, "guard": "standard", "model": "mlp", **settings}, {})
+
+
+def asked(rounds: int, out: Path, **settings: Any) -> list[str | Path]:
+    """The same as a command line."""
+    given = {**SMALL, "rounds": rounds, "model": "mlp", **settings}
+    flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return ["run", "waffle", *flags, "--out", out]
 
 
 def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:
@@ -106,6 +121,16 @@ class Deployment(Loopback):
         del self.processes["run"]
         return code
 
+    def refuses(self, *arguments: str | Path) -> str:
+        """What a run says that ends in an error of ours."""
+        before = self.log.stat().st_size
+        assert self.finish_run(*arguments) == 2
+        return self.said(before)
+
+    def said(self, since: int) -> str:
+        """All output from a position of the log on, as one line."""
+        return " ".join(self.log.read_bytes()[since:].decode(errors="replace").split())
+
     def server_app(self) -> int | None:
         """The process of the ServerApp, if one runs for this deployment."""
         return next(iter(processes_with("flwr-serverapp", str(self.folder / "bin"))), None)
@@ -117,10 +142,15 @@ class Deployment(Loopback):
 
 def processes_with(*words: str) -> list[int]:
     """Processes of this machine whose command line holds all these words."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    return [number for number, text in _told("cmdline") if all(word in text for word in words)]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Processes that were started for what lies in this folder: Flower's home is in their environment."""
+    return [number for number, text in _told("environ") if f"FLWR_HOME={folder}" in text]
+
+
+def _told(file: str) -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").glob(f"[0-9]*/{file}"):
         with contextlib.suppress(OSError):
-            text = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if all(word in text for word in words):
-                found.append(int(entry.parent.name))
-    return found
+            yield int(entry.parent.name), entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")

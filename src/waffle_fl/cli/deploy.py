@@ -141,7 +141,8 @@ def site(arguments: Sequence[str]) -> int:
             print(line)
         return 0
     _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
-    return processes.attend(folder, "flwr-clientapp", processes.site_command(folder, settings))
+    command = processes.site_command(folder, settings)
+    return processes.attend(folder, "flwr-clientapp", command, lambda text: print(f"waffle: {text}", file=sys.stderr))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -172,7 +173,7 @@ def run(arguments: Sequence[str]) -> int:
     check_name(out.name)
     from waffle_fl.deploy.jobs import Job
 
-    return _watch(args.folder.resolve(), Job.create(args.folder.resolve(), config, out, args.force), args.output)
+    return _attended(args.folder.resolve(), Job.create(args.folder.resolve(), config, out, args.force), args.output)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -191,7 +192,7 @@ def resume(arguments: Sequence[str]) -> int:
     from waffle_fl.deploy.jobs import Job
 
     args = parse(ResumeJob, arguments, "deploy resume")
-    return _watch(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
+    return _attended(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -232,13 +233,27 @@ def demo(arguments: Sequence[str]) -> int:
     out = args.out.resolve()
     config, names = stage.set_up(out)
     folder = out / "federation"
-    print(f"a server and {', '.join(names)} as processes on loopback, with TLS and a key each; logs in {folder}")
+    print(f"a server and {len(names)} sites as processes on loopback; logs in {folder / 'processes.log'}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with deployed(Loopback(folder)):
-        _watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+    try:
+        with deployed(Loopback(folder)):
+            print(f"the server is up, with TLS, and knows the keys of {', '.join(names)}", flush=True)
+            _watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+    except KeyboardInterrupt:
+        print("waffle: stopped, and the server and its sites with it", file=sys.stderr)
+        return 130
     stage.compare(config, out / "deployed", out / "simulated")
     print("bit-equal to the simulation")
     return 0
+
+
+def _attended(folder: Path, job: Any, output: Watched) -> int:
+    """Watch a job until its end, or until Ctrl-C, which ends the watching alone."""
+    try:
+        return _watch(folder, job, output)
+    except KeyboardInterrupt:
+        print(f"waffle: no longer watched; the server goes on with it, and writes to {job.out}", file=sys.stderr)
+        return 130
 
 
 def _watch(folder: Path, job: Any, output: Watched) -> int:
@@ -276,8 +291,10 @@ def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
 
 def _follow(link: Any, number: str, job: Any, position: int, listener: Listener) -> None:
     """Tell the listener of every round and note, until the job has ended."""
+    from waffle_fl.deploy import processes
+
     told: dict[Path, int] = {}
-    heard = time.monotonic()
+    heard, status = time.monotonic(), ""
     while True:
         lines, position = job.journal.since(position)
         for config, folder in runs_in(job.out):
@@ -296,8 +313,10 @@ def _follow(link: Any, number: str, job: Any, position: int, listener: Listener)
             if line.get("done"):
                 return
         if not lines and time.monotonic() - heard > ASK:
-            status = link.status(number)
+            before, status = status, link.status(number)
             heard = time.monotonic()
+            if status == processes.UNKNOWN != before:
+                listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
             if status.startswith("finished") and not job.journal.since(position)[0]:
                 raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
         time.sleep(LOOK)

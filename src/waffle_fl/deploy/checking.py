@@ -67,10 +67,23 @@ def _reached(host: str, port: int, ca: Path | None) -> Finding:
     try:
         with socket.create_connection((host, port), timeout=10) as plain:
             if ca is None:
-                return True, f"{where} answers; WITHOUT TLS"
+                tls = _speaks_tls(plain)
+                return not tls, f"{where} answers; {'with TLS, which this end must use too' if tls else 'WITHOUT TLS'}"
             with ssl.create_default_context(cafile=str(ca)).wrap_socket(plain, server_hostname=host):
                 return True, f"{where} answers with the certificate of this federation"
+    except ssl.SSLCertVerificationError as error:
+        return False, f"{where} has no certificate that {ca} vouches for: {error.verify_message}"
     except ssl.SSLError as error:
-        return False, f"{where} has no certificate that {ca} vouches for: {error.reason or error}"
+        return False, f"{where} does not speak TLS as this end does: {error.reason or error}"
     except OSError as error:
         return False, f"{where} does not answer: {error.strerror or error}"
+
+
+def _speaks_tls(plain: socket.socket) -> bool:
+    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    try:
+        anyone.wrap_socket(plain).close()
+    except OSError:
+        return False
+    return True

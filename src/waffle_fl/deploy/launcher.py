@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["clientapp", "refuse", "serverapp", "write_commands"]
+__all__ = ["clientapp", "refuse", "serverapp", "supernode", "write_commands"]
 
 Role: TypeAlias = Literal["flwr-clientapp", "flwr-serverapp"]
 ROLES = {"flwr-clientapp": "clientapp", "flwr-serverapp": "serverapp"}
@@ -24,8 +24,11 @@ REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 def write_commands(commands: Path, role: Role, home: Path) -> None:
     """The commands of one end; `home` is the folder of its settings."""
     commands.mkdir(parents=True, exist_ok=True)
-    for name in (*ROLES, *REFUSED):
-        call = f"{ROLES[name]}({str(home.resolve())!r})" if name == role else "refuse()"
+    calls = dict.fromkeys((*ROLES, *REFUSED), "refuse()")
+    calls[role] = f"{ROLES[role]}({str(home.resolve())!r})"
+    if role == "flwr-clientapp":
+        calls["flower-supernode"] = f"supernode({str(home.resolve())!r})"
+    for name, call in calls.items():
         path = commands / name
         path.write_text(f"#!{sys.executable}\nfrom waffle_fl.deploy.launcher import *\n\n{call}\n", encoding="utf-8")
         path.chmod(0o755)
@@ -34,6 +37,20 @@ def write_commands(commands: Path, role: Role, home: Path) -> None:
 def refuse() -> None:
     """What this end does not run at all."""
     sys.exit(f"{Path(sys.argv[0]).name} is not run here")
+
+
+def supernode(home: str) -> None:
+    """Flower's flower-supernode. Without TLS it takes no key; the site shows its own all the same, and is believed."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supernode.cli import flower_supernode
+
+    if "--insecure" in sys.argv:
+        runtime: Any = import_module("flwr.supernode.start_client_internal")
+        connect, key = runtime.http_request_response, load_ssh_private_key((Path(home) / "node.key").read_bytes(), None)
+        runtime.http_request_response = lambda address, insecure, root, _, *rest: connect(
+            address, insecure, root, (key, key.public_key()), *rest
+        )
+    flower_supernode()
 
 
 def clientapp(home: str) -> None:

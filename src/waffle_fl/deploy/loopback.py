@@ -28,8 +28,11 @@ class Loopback:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.groups: list[int] = []  # each start is a session of its own, so that nothing of it outlives us
+        self.environment = {"OMP_NUM_THREADS": "1"}
+        self.prefix: Sequence[str] = ()  # what each command is started by, a tracer for instance
 
     def start_server(self) -> None:
+        (self.folder / REGISTERED).unlink(missing_ok=True)  # what an earlier server knew
         self.start("server", "deploy", "server", str(self.folder))
         self.wait_until((self.folder / REGISTERED).exists)
 
@@ -38,8 +41,8 @@ class Loopback:
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A `waffle` command in the background, its output in processes.log."""
-        command = [sys.executable, "-m", "waffle_fl", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [*self.prefix, sys.executable, "-m", "waffle_fl", *arguments]
+        environment = {**os.environ, **self.environment}
         with self.log.open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self.processes[name] = process

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ RETURNS, RETURN = 5, 20.0  # how often, and after how many seconds, a site that 
 TURNED_AWAY = 60.0  # seconds within which an end means that it was
 PR_SET_PDEATHSIG = 1
 CONNECTION = "waffle"
+UNKNOWN = "unknown"  # how a run stands of which no SuperLink tells
 REGISTERED = "registered"  # a file that is there while the running SuperLink knows the sites
 PYPROJECT = """\
 [project]
 name = "waffle-app"
 version = "1.0.0"
+description = "Stands for the waffle-fl that is installed at each end"
 license = "Apache-2.0"
 dependencies = []
 
@@ -76,10 +78,12 @@ def server_command(folder: Path, s: ServerSettings) -> list[str]:
 
 
 def site_command(folder: Path, s: SiteSettings) -> list[str]:
-    secured = ["--insecure"] if s.insecure else ["--root-certificates", str(folder / "ca.crt")]
-    return [
-        *("flower-supernode", *secured, "--superlink", s.server),
+    secured = [
+        *("--root-certificates", str(folder / "ca.crt")),
         *("--auth-supernode-private-key", str(folder / "node.key")),
+    ]
+    return [
+        *("flower-supernode", *(["--insecure"] if s.insecure else secured), "--superlink", s.server),
         *("--host", "127.0.0.1", "--port", str(s.port)),
     ]
 
@@ -90,7 +94,7 @@ def become(home: Path, role: Role, command: list[str]) -> None:
     os.execve(python_bin() / command[0], command, environment(home))
 
 
-def attend(home: Path, role: Role, command: list[str]) -> int:
+def attend(home: Path, role: Role, command: list[str], say: Callable[[str], None]) -> int:
     """Run one of Flower's commands, and start it anew when it is turned away at the door; its exit code.
 
     Flower takes a site that was killed for alive until it has missed two heartbeats, and refuses its return till then.
@@ -99,19 +103,27 @@ def attend(home: Path, role: Role, command: list[str]) -> int:
     for left in range(RETURNS, -1, -1):
         began = time.monotonic()
         child = subprocess.Popen(
-            [str(python_bin() / command[0]), *command[1:]], cwd=work, env=environment(home), preexec_fn=_end_with_parent
+            [str(home / "bin" / command[0]), *command[1:]], cwd=work, env=environment(home), preexec_fn=_end_with_parent
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, partial(_pass_on, child))
         code = child.wait()
         if not left or not code or code < 0 or time.monotonic() - began > TURNED_AWAY:
             return code
+        say(
+            f"not let in (Flower's exit code {code}, its cause above): again in {RETURN:g} seconds; "
+            f"waffle deploy check {home} tries the connection"
+        )
         time.sleep(RETURN)
     return code
 
 
 def _pass_on(child: subprocess.Popen[bytes], number: int, frame: Any) -> None:
-    child.send_signal(number)
+    """To the child while it runs; in the pause between two, it is for us."""
+    if child.poll() is None:
+        child.send_signal(number)
+    else:
+        sys.exit(128 + number)
 
 
 def _end_with_parent() -> None:
@@ -172,6 +184,11 @@ class Link:
         try:
             return str(_json(done.stdout)["run-id"])
         except (ValueError, KeyError):
+            if "is unavailable" in done.stdout + done.stderr:
+                raise WaffleError(
+                    f"no server answers on port {self.settings.port}: start it (waffle deploy server {self.folder}), "
+                    "then give this command again"
+                ) from None
             raise WaffleError(f"the SuperLink does not take the run: {_reason(done)}") from None
 
     def status(self, run: str) -> str:
@@ -180,7 +197,7 @@ class Link:
         try:
             return str(_json(done.stdout)["runs"][0]["status"])
         except (ValueError, KeyError, IndexError):
-            return "unknown"
+            return UNKNOWN
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
