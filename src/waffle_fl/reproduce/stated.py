@@ -156,7 +156,7 @@ def _named(config: RunConfig) -> str:
     odd = {k: v for k, v in config.to_json()["options"].items() if v != default["options"][k]}
     attack = [f"{s.attack} x {s.attackers}"] if s.attack != default["settings"]["attack"] else []
     guard = [f"guard {s.guard}"] if s.guard != default["settings"]["guard"] else []
-    return " ".join([s.split, TITLES[config.method], *map(str, odd.values()), *attack, *guard])
+    return " ".join([s.column, TITLES[config.method], *map(str, odd.values()), *attack, *guard])
 
 
 def _shown(case: Case) -> str:
