@@ -1,0 +1,29 @@
+"""What a user may set, where it is checked, and how an experiment file is read. Every mistake is told at once."""
+
+from waffle_fl.config.files import load_experiment, load_experiments, read_toml
+from waffle_fl.config.settings import (
+    EVERYONE,
+    SCHEMA,
+    Experiment,
+    RunConfig,
+    Settings,
+    check_name,
+    check_run,
+    completed,
+    option_types,
+)
+
+__all__ = [
+    "EVERYONE",
+    "SCHEMA",
+    "Experiment",
+    "RunConfig",
+    "Settings",
+    "check_name",
+    "check_run",
+    "completed",
+    "load_experiment",
+    "load_experiments",
+    "option_types",
+    "read_toml",
+]

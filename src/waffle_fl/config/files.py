@@ -1,0 +1,170 @@
+"""Experiment files: a grid at the top, a table for each method, variants that change what stands above them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.config.checking import floats, line_of, problems_of, shown, tuples, unreadable
+from waffle_fl.config.settings import (
+    EVERYONE,
+    SCHEMA,
+    Experiment,
+    Settings,
+    check_name,
+    check_schema,
+    option_types,
+    plain,
+)
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.shifts import read_shifts
+
+GRID = ("methods", "splits", "shifts", "seeds")
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split.
+
+    methods = ["all"] are all there are, also those that come later.
+    """
+    first, *more = load_experiments(path)
+    if more:
+        raise WaffleError(f"{path}: expected one experiment, it has variants")
+    return first
+
+
+def load_experiments(path: Path) -> list[Experiment]:
+    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them.
+
+    A table [vary] of lists, at the top or in a variant, makes one of every combination of their values.
+    """
+    text, content = read_toml(path)
+    content.pop("claims", None)
+    if "variants" not in content:
+        return [_experiment(path, name, varied, text) for name, varied in _varied(path, path.stem, content)]
+    variants = content.pop("variants")
+    if not isinstance(variants, dict) or not variants or not all(isinstance(v, dict) for v in variants.values()):
+        raise WaffleError(f"{path}: expected tables [variants.NAME], got {shown(variants)}")
+    return [
+        _experiment(path, name, varied, text)
+        for variant, changes in variants.items()
+        for name, varied in _varied(path, f"{path.stem}/{check_name(variant)}", _changed(content, changes))
+    ]
+
+
+def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The content itself, or one for each combination of the values in its [vary]; `method.option` names an option."""
+    lists = content.pop("vary", {})
+    if not isinstance(lists, dict) or not all(isinstance(values, list) and values for values in lists.values()):
+        raise WaffleError(f"{path}: expected lists of values in [vary], got {shown(lists)}")
+    for chosen in itertools.product(*lists.values()):
+        changes: dict[str, Any] = {}
+        for key, value in zip(lists, chosen, strict=True):
+            method, _, option = key.rpartition(".")
+            changes |= {method: {**changes.get(method, {}), option: value}} if method else {key: value}
+        yield "/".join([name, *(plain(str(value)).strip("-") for value in chosen)]), _changed(content, changes)
+
+
+def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    """A file's text and what it says."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WaffleError(f"{path} is not valid TOML: {error}") from None
+
+
+def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant: its values in place of the file's, its tables laid over the file's."""
+    laid = {
+        k: {**content[k], **v} for k, v in changes.items() if isinstance(v, dict) and isinstance(content.get(k), dict)
+    }
+    return {**content, **changes, **laid}
+
+
+def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Experiment:
+    check_schema(content.pop("schema", SCHEMA))
+    tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
+    grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
+    if grid.get("methods") == [EVERYONE]:
+        grid["methods"] = list(ALGORITHMS)
+    problems = _grid_problems(grid)
+    hints = typing.get_type_hints(Settings)
+    known = [*hints, *GRID, "schema", "variants", "vary", "claims", *ALGORITHMS]
+    problems += [
+        f"{key}{line_of(text, key)}: a grid takes {key}s = [...]"
+        for key in ("split", "shift", "seed")
+        if key in content
+    ]
+    values = tuples(content)
+    problems += problems_of(values, hints, known, text)
+    methods, splits = _texts(grid.get("methods")), _texts(grid.get("splits", ["C"]))
+    for method, table in tables.items():
+        if method in ALGORITHMS and method not in methods:
+            problems.append(f"[{method}]{line_of(text, method)}: this method is not among the experiment's methods")
+        if method not in ALGORITHMS:
+            problems.append(f"unknown key {method!r}{line_of(text, method)}{suggest(method, known)}")
+        else:
+            problems += _option_problems(method, table, splits, _from_table(text, method))
+    if problems:
+        raise WaffleError(f"{path}: " + "; ".join(problems))
+    return Experiment(
+        name=name,
+        settings=Settings(**floats(values, hints)),
+        options=tables,
+        **{key: tuple(value) for key, value in grid.items()},
+    )
+
+
+def _texts(value: Any) -> list[str]:
+    """The names in a list; what is none has been complained of already."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+
+def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if not grid.get("methods"):
+        problems.append(f"expected methods = [...], from {', '.join(ALGORITHMS)}")
+    for key, kind in (("methods", str), ("splits", str), ("shifts", str), ("seeds", int)):
+        value = grid.get(key, [])
+        if not isinstance(value, list) or not all(type(v) is kind for v in value) or (key in grid and not value):
+            problems.append(f"{key}: expected a list of {kind.__name__}, got {shown(value)}")
+        elif len(set(value)) < len(value):
+            problems.append(f"{key}: {value!r} names one twice")
+        elif key == "methods":
+            problems += [f"unknown method {m!r}{suggest(m, ALGORITHMS)}" for m in value if m not in ALGORITHMS]
+        elif key == "shifts":
+            problems += [problem for text in value for problem in unreadable(read_shifts, text)]
+        elif key == "seeds":
+            problems += [f"seeds: expected integers >= 0, got {v}" for v in value if v < 0]
+    return problems
+
+
+def _option_problems(method: str, table: Mapping[str, Any], splits: Iterable[str], text: str) -> list[str]:
+    """An option is a value, or a table with one value a split."""
+    kinds, problems = option_types(method), []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            strangers = [key for key in value if key not in splits]
+            problems += [f"{method}.{name}: no split {key!r} in this experiment" for key in strangers]
+            problems += [f"{method}.{name}: no value for split {split}" for split in splits if split not in value]
+            for inner in value.values():
+                problems += problems_of({name: inner}, kinds, kinds, text)
+        else:
+            problems += problems_of({name: value}, kinds, kinds, text)
+    return problems
+
+
+def _from_table(text: str, method: str) -> str:
+    """The text from a method's table on, its line numbers kept."""
+    start = re.search(rf"^\s*\[\s*[\"']?{re.escape(method)}[\"']?\s*\]", text, re.MULTILINE)
+    at = start.start() if start else 0
+    return "\n" * text[:at].count("\n") + text[at:]

@@ -1,0 +1,217 @@
+"""What a user may set: one run, or a grid of runs, whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from waffle_fl import attacks
+from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, hyperparameters
+from waffle_fl.config.checking import floats, problems_of, tuples
+from waffle_fl.data import NAMES
+from waffle_fl.errors import WaffleError, suggest
+
+SCHEMA = 1
+EVERYONE = "all"  # each agent is Alice once; each method takes part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that defines a run besides its method's own hyperparameters."""
+
+    data: str = "digits"
+    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic; or a folder of your own, one file an agent."""
+    target: str = ""
+    """The column to predict, in tables of your own."""
+    categorical: tuple[str, ...] = ()
+    """Columns of numbers that name categories; columns of text always do."""
+    preprocessing: Literal["federated", "local"] = "federated"
+    """Standardise columns of your tables by the mean and deviation of all agents, or each agent by its own."""
+    test_share: float = 0.25
+    """Share of each agent's rows to test on, where your files do not say which."""
+    task: Literal["auto", "classification", "regression"] = "auto"
+    """Predict classes or a number; auto goes by the target of your data."""
+    split: str = "C"
+    """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
+    shift: str = ""
+    """How agents differ besides, such as rotate(45), dirichlet(0.1) or noise(0.3) + swap(4): docs/shifts.md."""
+    shares: tuple[tuple[float, ...], ...] = ()
+    """A share matrix of your own (agent x label) in place of the split's."""
+    sizes: tuple[float, ...] = ()
+    """Relative numbers of samples of the agents, the list repeated as often as needed; empty is equal."""
+    direction: Literal["left", "right"] = "left"
+    """Which way the split's list is rolled from agent to agent."""
+    agents: int = 10
+    """Number of agents."""
+    alice: str = "0"
+    """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
+    leave_out: tuple[str, ...] = ()
+    """Agents, by name or number, that do not take part: what would the model be without them?"""
+    samples_per_agent: int = 0
+    """Training samples an agent; 0 takes all there are."""
+    validation: float = 0.0
+    """Fraction held out to select a round: beside samples_per_agent where there are more samples, else out of them."""
+    test: Literal["share", "all"] = "share"
+    """Alice's test data: her share of it, or every test sample her distribution allows."""
+    split_seed: int = 0
+    """Seed of the split; it does not change with the seed of the run."""
+    permutation_seed: int = 0
+    """Seed of the label permutations of A* and B*."""
+    shared_permutation: bool = False
+    """Give all agents but Alice one and the same permutation."""
+    model: str = "auto"
+    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto: what suits the data."""
+    rounds: int = 100
+    """Communication rounds R."""
+    epochs: int = 1
+    """Passes over its data that an agent makes in a round."""
+    batch_size: int = 32
+    """Samples in a mini-batch."""
+    lr: float = 0.1
+    """Local step size."""
+    momentum: float = 0.0
+    """Momentum of the local steps, fresh each round."""
+    weight_decay: float = 0.0
+    """Weight decay of the local steps."""
+    seed: int = 1
+    """Seed of the initial model and of the order of the samples."""
+    augment: bool = False
+    """Shift each training image by up to 4 pixels and reflect half of them, anew in every step."""
+    guard: Literal["off", "standard"] = "off"
+    """Server-side tests of each update besides finiteness."""
+    attack: str = attacks.NONE
+    """What malicious agents do, such as sign-flip, alie(1.5) or backdoor; docs/robustness.md lists all."""
+    attackers: int = 1
+    """How many agents are malicious where there is an attack: the last ones, never Alice."""
+    precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
+    """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
+
+    @property
+    def is_own(self) -> bool:
+        """Is the data a folder of the user's own, and no data set by name?"""
+        return self.data not in NAMES
+
+    @property
+    def data_name(self) -> str:
+        return Path(self.data).resolve().name if self.is_own else self.data
+
+    @property
+    def column(self) -> str:
+        """Split and shift: what a table of results tells apart."""
+        return f"{self.split} {self.shift}" if self.shift else self.split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A grid of runs: methods x splits x shifts x seeds, the settings they share, and each method's hyperparameters."""
+
+    methods: tuple[str, ...]
+    splits: tuple[str, ...] = ("C",)
+    shifts: tuple[str, ...] = ()  # none: that of the settings
+    seeds: tuple[int, ...] = (1,)
+    settings: Settings = field(default_factory=Settings)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    name: str = "experiment"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, whole: method, settings, and the method's hyperparameters as far as they were given."""
+
+    method: str
+    settings: Settings
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def algorithm(self) -> Algorithm:
+        s = self.settings
+        return ALGORITHMS[self.method](sgd=SGD(s.lr, s.momentum, s.weight_decay), **self.options)  # type: ignore[call-arg]
+
+    @property
+    def label(self) -> str:
+        s = self.settings
+        split = f"shares{'*' * s.split.endswith('*')}" if s.shares else s.split
+        shift = f"-{re.sub(r'[^A-Za-z0-9.]+', '-', s.shift).strip('-')}" if s.shift else ""
+        where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}{shift}"
+        alice = "" if s.alice == "0" else f"-{s.alice}"
+        without = "".join(f"-without-{name}" for name in s.leave_out)
+        attack = f"-{plain(s.attack).strip('-')}-{s.attackers}" if s.attack != attacks.NONE else ""
+        return plain(f"{where}-{self.method}-{s.seed}{alice}{without}{attack}")
+
+    def to_json(self) -> dict[str, Any]:
+        given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
+        options = {key: given[key] for key in hyperparameters(ALGORITHMS[self.method])}
+        return {
+            "schema": SCHEMA,
+            "method": self.method,
+            "settings": dataclasses.asdict(self.settings),
+            "options": options,
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> RunConfig:
+        """Read back a run folder's config, with the same checks as a user's."""
+        if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+            raise WaffleError("expected a run's config with `schema`, `method` and `settings`")
+        check_schema(content.get("schema"))
+        values = tuples(content["settings"])
+        options = content.get("options") or {}
+        return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
+
+
+def plain(text: str) -> str:
+    """The text as part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+
+
+def completed(content: Any) -> Any:
+    """A run's config as an earlier version wrote it, with the settings that came later at their defaults."""
+    method = content.get("method") if isinstance(content, dict) else None
+    if method not in ALGORITHMS:
+        return content
+    defaults = RunConfig(method=method, settings=Settings()).to_json()
+    later = {
+        part: {**defaults[part], **content[part]}
+        for part in ("settings", "options")
+        if isinstance(content.get(part), dict)
+    }
+    return {**content, **later}
+
+
+def option_types(method: str) -> dict[str, Any]:
+    """The hyperparameters of a method and their types; a schedule is written as text."""
+    hints = typing.get_type_hints(ALGORITHMS[method])
+    names = hyperparameters(ALGORITHMS[method])
+    return {name: str if _is_schedule(hints[name]) else hints[name] for name in names}
+
+
+def _is_schedule(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and str in typing.get_args(hint)
+
+
+def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:
+    """A run from plain values, or one line with everything that is wrong with them."""
+    if method not in ALGORITHMS:
+        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    hints = typing.get_type_hints(Settings)
+    problems = problems_of(settings, hints) + problems_of(options, option_types(method))
+    if problems:
+        raise WaffleError("; ".join(problems))
+    return RunConfig(method=method, settings=Settings(**floats(settings, hints)), options=dict(options))
+
+
+def check_name(name: str) -> str:
+    """A run's folder name: plain characters only, so that it is a name and nothing else."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        raise WaffleError(f"expected a run name of letters, digits, '.', '_' and '-', got {name!r}")
+    return name
+
+
+def check_schema(found: Any) -> None:
+    if found != SCHEMA:
+        raise WaffleError(f"this waffle reads files of schema {SCHEMA}, this one has {found!r}: update waffle-fl")
