@@ -19,7 +19,7 @@ from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments
 from waffle_fl.experiment import Place
 from waffle_fl.report import population
-from waffle_fl.report.tables import to_markdown
+from waffle_fl.report.tables import by_method, to_markdown
 from waffle_fl.results import read_runs
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +27,9 @@ SOURCE = Path(waffle_fl.__file__).parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 POPULATION = re.compile(
     r"<!-- population: (?P<record>\S+) (?P<measure>\w+) -->\n(?P<table>.*?)<!-- end of population -->", re.DOTALL
+)
+METHODS = re.compile(
+    r"<!-- methods: (?P<record>\S+) (?P<protocol>\w+) -->\n(?P<table>.*?)<!-- end of methods -->", re.DOTALL
 )
 TABLE = re.compile(r"<!-- table: (?P<record>\S+) -->\n(?P<table>.*?)<!-- end of table -->", re.DOTALL)
 
@@ -93,6 +96,14 @@ def test_populations_in_the_docs_are_the_records(page: Path) -> None:
     for match in POPULATION.finditer(page.read_text()):
         runs = read_runs([ROOT / match["record"]])
         assert match["table"].strip() == population.to_markdown(runs, match["measure"]).strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_of_all_methods_are_the_records(page: Path) -> None:
+    """A table with a row for each method is what its committed record gives."""
+    for match in METHODS.finditer(page.read_text()):
+        found = by_method(read_runs([ROOT / match["record"]]), match["protocol"])  # type: ignore[arg-type]
+        assert match["table"].strip() == found.strip()
 
 
 def test_the_readme_has_its_table() -> None:

@@ -50,6 +50,15 @@ def to_markdown(runs: Sequence[Finished]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def by_method(runs: Sequence[Finished], protocol: Protocol) -> str:
+    """One table, its rows the methods and its columns the splits: for many methods; the best of each split in bold."""
+    lines = grid(runs, protocol, lambda s, best: "" if s is None else f"**{s.text()}**" if best else s.text())
+    turned = [list(line) for line in zip(*lines, strict=True)]
+    head, *body = [f"| {' | '.join(line)} |" for line in turned]
+    rule = "|" + " --- |" * len(turned[0])
+    return "\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]) + "\n"
+
+
 def to_latex(runs: Sequence[Finished]) -> str:
     """Tables for a paper, with booktabs."""
     parts = []
