@@ -185,6 +185,14 @@ def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
     assert to_markdown(read_runs([record])) == to_markdown(RUNS)
 
 
+@pytest.mark.parametrize("details", ["accuracy", "none"])
+def test_a_page_from_a_sparse_record(details: Any, tmp_path: Path) -> None:
+    """A record without details still gives a page: the charts show what there is."""
+    record = tmp_path / "record.jsonl"
+    record.write_text("\n".join(condense(RUNS, details)) + "\n")
+    assert write_report(read_runs([record]), tmp_path / "report", "sparse").exists()
+
+
 def test_a_federation_in_one_table() -> None:
     """Mean over agents and worst agent, over seeds, and the share of agents that do better than alone."""
 

@@ -91,22 +91,33 @@ class Live(Listener):
 
 
 def show_tables(runs: Sequence[Finished], console: Console) -> None:
-    """One table a protocol, the best of each row in bold."""
+    """One table a protocol, the best of each split in bold; many methods stand below each other."""
     for protocol in protocols_of(runs):
-        cells, methods = scores(runs, protocol), methods_of(runs)
-        decimals = 2 if console.width >= 12 * len(methods) + 8 else 1
+        cells, methods, splits = scores(runs, protocol), methods_of(runs), rows_of(runs)
+        best = {split: best_of(cells, split) for split in splits}
+        turned = console.width < 8 * len(methods) + 8
+        across = len(splits) if turned else len(methods)
+        decimals = 2 if console.width >= 12 * across + 8 else 1
+
+        def text(split: str, method: str) -> str:
+            return _cell(cells.get((split, method)), method in best[split], decimals)  # noqa: B023
+
         table = Table(
             title=f"\n{judged_by(runs).title}, {PROTOCOLS[protocol]}",
             title_justify="left",
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        table.add_column("split", style="bold", no_wrap=all("(" not in row for row in rows_of(runs)))  # shifts are long
-        for method in methods:
-            table.add_column(TITLES[method], justify="right", no_wrap=True)
-        for row in rows_of(runs):
-            best = best_of(cells, row)
-            table.add_row(row, *(_cell(cells.get((row, m)), m in best, decimals) for m in methods))
+        long = any("(" in split for split in splits)  # shifts are
+        table.add_column("method" if turned else "split", style="bold", no_wrap=turned or not long)
+        for title in splits if turned else (TITLES[m] for m in methods):
+            table.add_column(title, justify="right", no_wrap=not (turned and long))
+        if turned:
+            for m in methods:
+                table.add_row(TITLES[m], *(text(split, m) for split in splits))
+        else:
+            for split in splits:
+                table.add_row(split, *(text(split, m) for m in methods))
         console.print(table)
 
 

@@ -198,7 +198,7 @@ def label_panels(counts: dict[str, list[list[int]]]) -> Any:
 
 def omega(runs: Sequence[Finished]) -> Any:
     """Omega as it was in the first WAFFLE run, or the paper's where none ran."""
-    ran = next((run for run in runs if run.config.method == "waffle" and run.rounds), None)
+    ran = next((run for run in runs if run.config.method == "waffle" and run.rounds and "omega" in run.rounds[0]), None)
     if ran:
         values = [{"round": line["round"], "omega": line["omega"]} for line in ran.rounds]
     else:
