@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import TINY, Round, Rows, blocks, lengths, row_of, uniform, weighted_sum
+from waffle_fl.algorithms.contract import TINY, Round, Rows, cosines, row_of, uniform, weighted_sum
 
 HELPFUL = 0.5  # cosine of the others' mean gradient with Alice's
 
@@ -46,16 +46,10 @@ def observe(before: Witness, c_i: Rows, now: Round) -> Witness:
     is_alice = torch.arange(len(c_i), device=c_i.device) == now.alice
     others = now.intact & ~is_alice & (now.samples > 0)
     own = row_of(c_i, now.alice).double()
-    s = (_cosines(c_i, own).clamp(min=0) * uniform(others)).sum()
-    t = _cosines(weighted_sum(uniform(others), c_i)[None], own).squeeze(0)
+    s = (cosines(c_i, own).clamp(min=0) * uniform(others)).sum()
+    t = cosines(weighted_sum(uniform(others), c_i)[None], own).squeeze(0)
     squares, cubes = before.squares + s**2, before.cubes + s**3
     kinship = cubes / squares.clamp(min=TINY)
     strife = before.strife + (HELPFUL - t).clamp(min=0)
     degree = kinship + (1 - kinship) * torch.exp(-strife)
     return Witness(squares, cubes, strife, torch.minimum(before.degree, degree))
-
-
-def _cosines(rows: Rows, vector: Tensor) -> Tensor:
-    """Of each row with the vector, in float64; 0 where one of them is 0."""
-    products = torch.cat([torch.mv(part.double(), vector) for part in blocks(rows)])
-    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY))

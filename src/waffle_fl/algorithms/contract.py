@@ -188,6 +188,12 @@ def lengths(rows: Rows, origin: Vector | None = None) -> Weights:
     return torch.cat([(part if origin is None else part - origin.double()).norm(dim=1) for part in parts])
 
 
+def cosines(rows: Rows, vector: Vector) -> Weights:
+    """Of each row with the vector, in float64; 0 where one of them is 0."""
+    products = torch.cat([torch.mv(part.double(), vector) for part in blocks(rows)])
+    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY))
+
+
 def weighted_sum(weights: Weights, rows: Rows) -> Vector:
     """Sum of weights_i rows_i in float64; a row of weight 0 is left out, whatever it holds."""
     parts = blocks(rows)

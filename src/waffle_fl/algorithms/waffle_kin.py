@@ -25,6 +25,7 @@ from waffle_fl.algorithms.contract import (
     Vector,
     Weights,
     averaged,
+    cosines,
     everyone,
     normalised,
     of_the_model,
@@ -143,10 +144,6 @@ class WaffleKin:
         s, t = [], []
         for rows in torch.split(dy.double(), list(self.cut.sizes), dim=1):
             own = row_of(rows, now.alice)
-            s.append(_cosines(rows, own).clamp(min=0))
-            t.append(_cosines(weighted_sum(uniform(others), rows)[None], own).squeeze(0))
+            s.append(cosines(rows, own).clamp(min=0))
+            t.append(cosines(weighted_sum(uniform(others), rows)[None], own).squeeze(0))
         return torch.where(others[:, None], torch.stack(s, dim=1), 0.0), torch.stack(t)
-
-
-def _cosines(rows: Rows, vector: Vector) -> Tensor:
-    return torch.mv(rows, vector).div((rows.norm(dim=1) * vector.norm()).clamp(min=TINY))
