@@ -24,8 +24,9 @@ from waffle_fl.models import Batch, FlatModel, mlp
 from waffle_fl.models.flat import Precision
 from waffle_fl.randomness import generator
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("same-cases", deadline=None, derandomize=True)
+settings.register_profile("new-cases", deadline=None)
+settings.load_profile("same-cases")
 
 SIZES = (23, 9, 32, 14)
 CLASSES, FEATURES, BATCH = 3, 5, 8

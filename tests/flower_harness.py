@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,23 @@ def federation(folder: Path, names: Sequence[str], data: str = "digits", **setti
     """A deployment folder on loopback that is quick to give up."""
     prepare(folder, names, data, **{"backoff": 0.1, **settings})
     return folder
+
+
+OWN_MODEL = "own_network:build"
+NETWORK = """\
+from torch import nn
+
+
+def build(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, {hidden}), nn.ReLU(), nn.Linear({hidden}, classes))
+"""
+
+
+def with_model(folder: Path, hidden: int) -> str:
+    """A folder with a network of one's own, as a search path."""
+    folder.mkdir()
+    (folder / "own_network.py").write_text(NETWORK.format(hidden=hidden))
+    return os.pathsep.join([str(folder), *sys.path])
 
 
 class Grid:

@@ -119,4 +119,4 @@ def boasted(reply: Parcel) -> Parcel:
     ((course, payload),) = reply.payloads.items()
     longer = pack(load(payload) | {"dc": 1e9 * load(payload)["dy"]}, {**labels(payload), "num-examples": "1000000000"})
     courses = {course: {**reply.words["courses"][course], **boasts}, "another": boasts}
-    return Parcel({**reply.words, **boasts, "courses": courses}, {course: longer, "another": payload})
+    return Parcel({**reply.words, **boasts, "courses": courses}, {course: longer, "another": payload[:100]})

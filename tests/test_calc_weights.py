@@ -118,7 +118,7 @@ readings = st.sampled_from(["max", "range"])
 
 
 @given(updates, degrees, degrees, readings, st.integers(1, 94))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
     """Weights are finite, not negative and sum to 1; nearer never weighs less; nobody outweighs Alice."""
     rows = torch.tensor(dy, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, re
 
 
 @given(updates, degrees, degrees, readings)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_slow_twin_agrees(dy: list[list[float]], omega: float, psi: float, reading: str) -> None:
     """The tensor form and the twin's plain floats give the same weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_the_slow_twin_agrees(dy: list[list[float]], omega: float, psi: float, r
 
 
 @given(updates, degrees, readings, st.sampled_from([0.25, 4.0, 1024.0]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_scale_does_not_matter(dy: list[list[float]], omega: float, reading: str, scale: float) -> None:
     """Updates k times as long give the same weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_scale_does_not_matter(dy: list[list[float]], omega: float, reading: str
 
 
 @given(updates, degrees, readings, st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_names_do_not_matter(dy: list[list[float]], omega: float, reading: str, random: object) -> None:
     """Permuting the agents permutes their weights."""
     rows = torch.tensor(dy, dtype=torch.float64)

@@ -52,7 +52,7 @@ def test_every_rule_is_tried() -> None:
 
 @every
 @given(seed=st.integers(0, 10_000), traitors=st.integers(1, 2))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_few_far_rows_move_it_little(text: str, seed: int, traitors: int) -> None:
     """Two of seven rows, however far, leave the aggregate near the honest ones, where the mean is carried off."""
     rows = rows_of(seed)

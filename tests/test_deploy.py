@@ -191,7 +191,7 @@ def test_the_ledger_counts_a_round_once(tmp_path: Path) -> None:
 TEXT = st.text(max_size=8)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
 JSON = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(TEXT, PLAIN, max_size=3)
-RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 @RELAXED

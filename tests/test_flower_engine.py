@@ -16,6 +16,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.jobs import Job
+from waffle_fl.deploy.serverapp import main
 from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
 from waffle_fl.errors import WaffleError
@@ -318,6 +319,20 @@ def test_metrics_that_may_not_leave(folder: Path, tmp_path: Path) -> None:
     assert all(line["loss"] is None and line["accuracy"] >= 0 for line in rounds)
     assert result["metrics"].keys() == {"accuracy"}
     assert model == bits(simulated(config(), tmp_path / "twin"))[0]
+
+
+def test_one_process_conducts_a_job(folder: Path, tmp_path: Path) -> None:
+    """A ServerApp that finds another at its job stands back and says nothing; when the place is free it goes on."""
+    job = Job.create(folder, config(), tmp_path / "run", force=False)
+    with job.conducting() as alone:
+        assert alone
+        assert job.conducted
+        main(folder, Grid(folder), job.name)
+        assert job.journal.since(0) == ([], 0)
+    assert not job.conducted
+    main(folder, Grid(folder), job.name)
+    assert job.journal.since(0)[0][-1] == {"done": True}
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
 
 
 def test_jobs_are_named_not_pointed_at(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("flwr")
 
 import waffle_fl
-from flower_harness import SITES, Deployment, asked, bits, federation, simulated, small
+from flower_harness import OWN_MODEL, SITES, Deployment, asked, bits, federation, simulated, small, with_model
 from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.loopback import deployed
@@ -131,22 +131,6 @@ def test_f7_strange_servers(insecure: bool, words: str, folder: Path, stranger: 
         deployment.close()
 
 
-MODEL = """\
-from torch import nn
-
-
-def build(shape, classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, {hidden}), nn.ReLU(), nn.Linear({hidden}, classes))
-"""
-
-
-def with_model(folder: Path, hidden: int) -> str:
-    """A folder with a network of one's own, as a search path."""
-    folder.mkdir()
-    (folder / "own_network.py").write_text(MODEL.format(hidden=hidden))
-    return os.pathsep.join([str(folder), *sys.path])
-
-
 def with_version(folder: Path, version: str) -> str:
     """A folder with another version of waffle-fl, as a search path."""
     package = Path(shutil.copytree(Path(waffle_fl.__file__).parent, folder / "waffle_fl"))
@@ -181,12 +165,12 @@ def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> 
         deployment.kill("c", signal.SIGTERM)
 
         for name in SITES:
-            change(folder / "sites" / name / "site.toml", models=["own_network:build"])
+            change(folder / "sites" / name / "site.toml", models=[OWN_MODEL])
         change(site, name="a")
         deployment.environment["PYTHONPATH"] = there
         deployment.start_site("c")
         deployment.environment["PYTHONPATH"] = here
-        models = deployment.refuses(*asked(1, tmp_path / "model", model="own_network:build", alice="2"))
+        models = deployment.refuses(*asked(1, tmp_path / "model", model=OWN_MODEL, alice="2"))
         assert re.search(r"Alice \(agent 2\) unreachable in round 1 \(the server's model own_network:build", models)
 
         change(server, message_mb=1)

@@ -86,9 +86,6 @@ def killed(deployment: Deployment, victim: str, moment: float, out: Path) -> dic
         known = (deployment.folder / "jobs" / f"{out.name}.json").exists()
         again = ["resume", out] if known else command(out)
         code = deployment.finish_run(*again, seconds=4 * PATIENCE)
-        if code and deployment.server_app() is not None:  # Flower has started another ServerApp in its place
-            deployment.wait_until(lambda: deployment.server_app() is None, 4 * PATIENCE)
-            code = deployment.finish_run("resume", out, seconds=4 * PATIENCE)
     seconds = round(time.monotonic() - began, 1)
     return {"victim": victim, **when, "exit code": code, "seconds": seconds}
 

@@ -89,3 +89,21 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
                 deployment.start_server()
             assert deployment.finish_run("resume", out) == 0
     assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]
+
+
+@pytest.mark.flower
+def test_resume_watches_what_goes_on(folder: Path, tmp_path: Path) -> None:
+    """Where only the watching has ended, `resume` watches the ServerApp that goes on, and starts no other."""
+    out = tmp_path / "run"
+    with deployed(Deployment(folder)) as deployment:
+        deployment.start_run(*asked(3, out))
+        deployment.wait_for_rounds(out, 1)
+        deployment.kill("run")
+        at_work = deployment.server_app()
+        resumed = deployment.start_run("resume", out)
+        deployment.wait_for_rounds(out, 2)
+        assert deployment.server_app() == at_work is not None
+        assert resumed.wait(timeout=2 * PATIENCE) == 0
+        del deployment.processes["run"]
+        assert deployment.server_app() in (at_work, None)
+    assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from waffle_fl.metrics import auc, measure
@@ -13,7 +13,6 @@ from waffle_fl.metrics import auc, measure
 sklearn = pytest.importorskip("sklearn.metrics")
 
 
-@settings(deadline=None)
 @given(st.integers(2, 4), st.integers(4, 60), st.integers(0, 10**6), st.booleans())
 def test_as_scikit_learn_has_them(classes: int, samples: int, seed: int, ties: bool) -> None:
     """Accuracy, balanced accuracy, AUC and log loss of random predictions, ties among them."""

@@ -192,7 +192,7 @@ def test_preprocessing_survives_json(hospitals: Path, tmp_path: Path) -> None:
     assert "as a run folder holds it" in refusal(Preprocessing.from_json, {"columns": []})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=8), min_size=1, max_size=5))
 def test_moments_of_agents_are_those_of_all_together(parts: list[list[float]]) -> None:
     """Joining summaries gives the mean and deviation of the pooled values, to rounding."""
@@ -206,7 +206,7 @@ def test_moments_of_agents_are_those_of_all_together(parts: list[list[float]]) -
         assert (joined.squares / joined.n) ** 0.5 == pytest.approx(pooled.std(), rel=1e-6, abs=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.binary(max_size=2), st.integers(0, 3)), max_size=40),
     st.floats(0.01, 0.99),

@@ -67,7 +67,7 @@ EXAMPLES = {
 }
 COVARIATES: list[Covariate] = [Rotate(30), Blur(1), Noise(0.5), Contrast(0.3), Colour(0.5), Scale(0.5)]
 
-quick = settings(max_examples=60, deadline=2000, derandomize=True, database=None)
+quick = settings(max_examples=60, deadline=20_000)
 seeds = st.integers(0, 10_000)
 crowds = st.integers(1, 12)
 

@@ -142,7 +142,7 @@ def test_fedavg_stops_beside_it() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.1, 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_linear_convergence(seed: int, K: int, share: float) -> None:
     """For lr K L ≤ μ/(4L) the error |x − x*| + μ/(4L²) max_i |∇f_i(x) − c_i| falls every round by a factor of at most
     1 − 0.45 lr K μ."""
@@ -245,7 +245,7 @@ def test_a_round_is_a_matrix(control: Any, beta: float) -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40), st.floats(0.01, 1.99), st.integers(2, 5), st.floats(0.1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_stable_below_two(seed: int, K: int, lr: float, agents: int, evenness: float) -> None:
     """For lr L < 2 and a number of local steps that all agents share, the round map of SCAFFOLD and of anchored WAFFLE
     has a spectral radius below 1, for all weights and all curvatures."""
@@ -341,7 +341,7 @@ def test_momentum_inside_explodes() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 30), st.floats(0, 0.95), st.floats(0.01, 1.9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_stability_under_momentum(seed: int, K: int, beta: float, lr: float) -> None:
     """Under momentum the round map has a spectral radius below 1 for all weights if |1 − lr K h G(h)| < 1 and
     |1 − B(h)| < 1 for every curvature h; an agent of weight 0 has the eigenvalues 1 − B(h)."""
@@ -377,7 +377,7 @@ def test_momentum_narrows_the_steps() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(0.1, 5), st.integers(1, 6), st.floats(0.1, 4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_clipping_bounds_a_round(seed: int, clip: float, K: int, lr: float) -> None:
     """With corrected gradients clipped at C a round moves the model by at most lr K C, and under fixed weights c is
     never longer than C and no c_i grows by more than 2C a round, whatever the losses and the step size."""
@@ -437,7 +437,7 @@ readings = st.sampled_from(["max", "range"])
 
 
 @given(distances_among, st.floats(0.01, 1), readings, st.floats(0.01, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_weights_see_ratios_of_distances(distances: list[float], omega: float, reading: str, scale: float) -> None:
     """CalcWeights sees ratios of distances alone: updates that are all scaled or all shifted give the same weights,
     nobody weighs more than Alice, and who is nearer never weighs less."""
@@ -470,7 +470,7 @@ def test_when_alice_is_alone(q: float) -> None:
 
 
 @given(distances_among)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_ends_of_omega(distances: list[float]) -> None:
     """At Ω = Ψ = 1 the nearest agent weighs what Alice does, the farthest q = dm/dM times as much under "max" and
     nothing under "range", so only equal distances give FedAvg's weights; at 0 Alice has all the weight."""
@@ -488,7 +488,7 @@ def test_the_ends_of_omega(distances: list[float]) -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 20), st.floats(0.01, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_first_distances_are_of_gradients(seed: int, K: int, lr: float) -> None:
     """In the first round d_i is lr K |∇f_i(x) − ∇f_A(x)| up to lr K · lr (K − 1) L/2 · (|∇f_i(x)| + |∇f_A(x)|), if
     lr L ≤ 1."""

@@ -66,7 +66,7 @@ class Dice:
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 @given(fractions=st.lists(st.floats(0, 1), min_size=12, max_size=12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_draw_is_a_run(method: str, fractions: list[float]) -> None:
     """Whatever is drawn from a method's default space, it is a config that passes every check."""
     config = drawn(space_of(method), RunConfig(method=method, settings=Settings()), Dice(fractions))

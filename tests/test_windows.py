@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_the_product_is_the_librarys_pooling_of_a_convolution(case: dict[str, Any]) -> None:
     """Also where values tie, which small whole numbers do all the time: the first place of a window gets it all."""

@@ -191,7 +191,7 @@ def lengths(rows: Rows, origin: Vector | None = None) -> Weights:
 def cosines(rows: Rows, vector: Vector) -> Weights:
     """Of each row with the vector, in float64; 0 where one of them is 0."""
     products = torch.cat([torch.mv(part.double(), vector) for part in blocks(rows)])
-    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY))
+    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY)).clamp(-1, 1)  # whatever rounding made of it
 
 
 def weighted_sum(weights: Weights, rows: Rows) -> Vector:

@@ -257,12 +257,12 @@ def _attended(folder: Path, job: Any, output: Watched) -> int:
 
 
 def _watch(folder: Path, job: Any, output: Watched) -> int:
-    """Submit a job and follow its journal and its records to the end."""
+    """Submit a job, unless the server is at it already, and follow its journal and its records to the end."""
     from waffle_fl.deploy import folders, processes
 
     link = processes.Link(folder, folders.read_server(folder))
     position = job.journal.end
-    number = link.submit(job.name)
+    number = None if job.conducted else link.submit(job.name)
     with live(output) as listener:
         _follow(link, number, job, position, listener)
     runs = runs_in(job.out)
@@ -289,7 +289,7 @@ def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
     return [(RunConfig.from_json(read_json(folder / "config.json")), folder) for folder in folders]
 
 
-def _follow(link: Any, number: str, job: Any, position: int, listener: Listener) -> None:
+def _follow(link: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
     """Tell the listener of every round and note, until the job has ended."""
     from waffle_fl.deploy import processes
 
@@ -313,11 +313,12 @@ def _follow(link: Any, number: str, job: Any, position: int, listener: Listener)
             if line.get("done"):
                 return
         if not lines and time.monotonic() - heard > ASK:
-            before, status = status, link.status(number)
+            before, status = status, link.status(number) if number else processes.FINISHED
             heard = time.monotonic()
             if status == processes.UNKNOWN != before:
                 listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
-            if status.startswith("finished") and not job.journal.since(position)[0]:
+            ended = status.startswith(processes.FINISHED) and not job.conducted
+            if ended and not job.journal.since(position)[0]:
                 raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
         time.sleep(LOOK)
 

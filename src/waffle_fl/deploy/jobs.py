@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from waffle_fl.config import EVERYONE, RunConfig, check_name
 from waffle_fl.deploy.survey import Survey
@@ -58,6 +61,22 @@ class Job:
         return self.path.stem
 
     @property
+    def lock(self) -> Path:
+        return self.path.with_suffix(".lock")
+
+    @contextlib.contextmanager
+    def conducting(self) -> Iterator[bool]:
+        """Whether this is the process that conducts the job; the kernel frees the place when it dies."""
+        with self.lock.open("a") as stream:
+            yield any(_taken(stream) for _ in _moments())
+
+    @property
+    def conducted(self) -> bool:
+        """Is some process at it?"""
+        with self.lock.open("a") as stream:
+            return not _taken(stream)
+
+    @property
     def journal(self) -> Journal:
         return Journal(self.path.with_suffix(".log"))
 
@@ -78,6 +97,21 @@ class Job:
             replace(self.config, settings=replace(self.config.settings, alice=handle(i, names[i]))) for i in able
         ]
         return [(config, self.out / config.label) for config in configs]
+
+
+def _taken(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _moments() -> Iterator[None]:
+    """Long enough for who only looks whether the place is taken."""
+    for _ in range(20):
+        yield
+        time.sleep(0.1)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ TURNED_AWAY = 60.0  # seconds within which an end means that it was
 PR_SET_PDEATHSIG = 1
 CONNECTION = "waffle"
 UNKNOWN = "unknown"  # how a run stands of which no SuperLink tells
+FINISHED = "finished"  # how Flower's words for a run begin that has ended, well or not
 REGISTERED = "registered"  # a file that is there while the running SuperLink knows the sites
 PYPROJECT = """\
 [project]

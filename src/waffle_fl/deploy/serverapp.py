@@ -23,6 +23,7 @@ from waffle_fl.engines.flower.course import (
     Settled,
     first_stand,
     largest_message,
+    largest_reply,
     stand_of,
     tensors_of,
 )
@@ -40,17 +41,23 @@ HEARD = (REASONS[OK], REASONS[CLIPPED])
 
 
 def main(folder: Path, grid: Any, job_name: str) -> None:
-    """What Flower runs: one job, to its end or to an error that its journal keeps."""
+    """What Flower runs: one job, to its end or to an error that its journal keeps.
+
+    Flower starts another in place of one that was killed; where the job was submitted anew by then, that stands back.
+    """
     job = Job.open(folder, job_name)
-    try:
-        Conductor(folder, job, grid).conduct()
-    except WaffleError as error:
-        job.journal.say(error=str(error))
-        raise
-    except BaseException as error:
-        job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {error}")
-        raise
-    job.journal.say(done=True)
+    with job.conducting() as alone:
+        if not alone:
+            return
+        try:
+            Conductor(folder, job, grid).conduct()
+        except WaffleError as error:
+            job.journal.say(error=str(error))
+            raise
+        except BaseException as error:
+            job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {error}")
+            raise
+        job.journal.say(done=True)
 
 
 @dataclass
@@ -85,13 +92,14 @@ class Conductor:
             live = [entry for entry in entries if entry is not None]
             if not live:
                 return
-            needed = largest_message([entry.course for entry in live])
+            courses = [entry.course for entry in live]
+            needed = largest_message(courses)
             if needed > self.settings.message_mb << 20:
                 raise WaffleError(
                     f"a message of this model takes up to {-(-needed >> 20)} MB, server.toml allows "
                     f"{self.settings.message_mb}: raise message_mb, or train a smaller model"
                 )
-            self.post.max_bytes = needed + HANDSHAKE_BYTES
+            self.post.max_bytes = largest_reply(courses)
             unreachable = self._rounds(live, facts)
         if unreachable:
             raise WaffleError("; ".join(unreachable) + "; all rounds so far are saved: waffle deploy resume goes on")

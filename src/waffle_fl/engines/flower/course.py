@@ -27,6 +27,8 @@ from waffle_fl.models import FlatModel
 from waffle_fl.tensorfile import pack
 from waffle_fl.wire import Envelope, Inbox
 
+WORDS = 1 << 16  # bytes of what an agent says of its work, and of what Flower writes around it
+
 
 @dataclass(frozen=True)
 class Stand:
@@ -283,4 +285,9 @@ def largest_message(courses: Sequence[Course]) -> int:
     """Bytes of the largest message of a round, known before the first."""
     server: list[Tensor] = [value for course in courses for value in course.now.server]
     down = sum(value.numel() * value.element_size() for value in server)
-    return down + sum(2 * course.inbox.max_bytes for course in courses)
+    return down + largest_reply(courses)
+
+
+def largest_reply(courses: Sequence[Course]) -> int:
+    """Bytes of the largest answer: for each course an update, or a model, and what is said of it."""
+    return WORDS + sum(course.inbox.max_bytes + WORDS for course in courses)
