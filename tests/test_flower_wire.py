@@ -23,6 +23,7 @@ from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.loopback import deployed
 from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.errors import WaffleError
 
 SITES = ("a", "b", "c")
 A, B, C = range(3)
@@ -193,8 +194,10 @@ def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:
     """W6: what announces more bytes than a message may have is refused by its announcement."""
     scale = post.Scale(left=100)
     scale(SimpleNamespace(headers={"content-length": "60"}))
-    with pytest.raises(Exception, match="more bytes than any message of ours"):
+    with pytest.raises(WaffleError, match="more bytes than any message of ours"):
         scale(SimpleNamespace(headers={"content-length": "60"}))
+    with pytest.raises(WaffleError, match="more bytes than any message of ours"):
+        post.Scale(piece=50)(SimpleNamespace(headers={"content-length": "60"}))
 
 
 REAL = (
@@ -203,7 +206,7 @@ REAL = (
 )
 
 
-HIDDEN = 4096
+HIDDEN = 8192
 MODEL_BYTES = 8 * (64 * HIDDEN + HIDDEN + 10 * HIDDEN + 10)
 
 

@@ -22,6 +22,7 @@ SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # the memory of a message goes back to the system when it has been read
 }
 RETURNS, RETURN = 5, 20.0  # how often, and after how many seconds, a site that was refused tries again
 TURNED_AWAY = 60.0  # seconds within which an end means that it was

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from waffle_fl.engines.flower.course import (
     tensors_of,
 )
 from waffle_fl.engines.flower.messages import METRICS, SCORES, Parcel
-from waffle_fl.engines.flower.post import Post
+from waffle_fl.engines.flower.post import Letter, Post
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import index_of
 from waffle_fl.guard import CLIPPED, OK, REASONS
@@ -123,8 +124,8 @@ class Conductor:
 
     def _ask(self, stage: Stage, known: dict[str, Any]) -> Answers:
         words = {**self._words(), "stage": stage, "known": known}
-        parcels = {site: Parcel({**words, "agent": i}) for i, site in enumerate(self.sites)}
-        answers = {site: dict(reply.words) for site, reply in self._exchange(parcels, "query")}
+        letters = {site: partial(Parcel, {**words, "agent": i}) for i, site in enumerate(self.sites)}
+        answers = {site: dict(reply.words) for site, reply in self._exchange(letters, "query")}
         for site in self.sites:
             if site not in answers:
                 raise WaffleError(f"{site} did not answer within {self.settings.deadline:g} seconds")
@@ -138,8 +139,8 @@ class Conductor:
     def _words(self) -> dict[str, Any]:
         return {"software": software(), "run": self.job.run, "config": self.job.config.to_json()}
 
-    def _exchange(self, parcels: Mapping[str, Parcel], kind: str) -> Any:
-        yield from self.post.exchange(parcels, kind, self.settings.deadline)
+    def _exchange(self, letters: Mapping[str, Letter], kind: str) -> Any:
+        yield from self.post.exchange(letters, kind, self.settings.deadline)
         for site, what in self.post.log:
             self.job.journal.say(note=f"{site}: {what}")
         self.post.log.clear()
@@ -224,35 +225,36 @@ class Conductor:
 
     def _message(self, live: list[Entry], facts: Survey) -> None:
         """One message to every site that is still awaited, and its answer to each course."""
-        parcels = {}
-        for i, site in enumerate(self.sites):
-            asked = [
-                entry.course.task(entry.members.index(i))
-                for entry in live
-                if i in entry.members and entry.members.index(i) in entry.course.awaited
-            ]
-            if asked:
-                words = {
-                    **self._words(),
-                    "agent": i,
-                    "known": facts.known,
-                    "digest": facts.digests[site],
-                    "model": live[0].course.model.fingerprint(),
-                    "tasks": [task.to_json() for task, _ in asked],
-                }
-                parcels[site] = Parcel(words, {task.course: payload for task, payload in asked})
-        for site, reply in self._exchange(parcels, "train"):
+        asked = {
+            site: [e for e in live if i in e.members and e.members.index(i) in e.course.awaited]
+            for i, site in enumerate(self.sites)
+        }
+        letters = {site: partial(self._letter, site, entries, facts) for site, entries in asked.items() if entries}
+        for site, reply in self._exchange(letters, "train"):
             i, error = self.sites.index(site), reply.words.get("error")
             if error:
                 self.job.journal.say(note=f"{site}: {' '.join(str(error).split())[:300]}")
             said = reply.words.get("courses")
-            for entry in live:
+            for entry in asked[site]:
                 label = entry.course.plan.course
                 own = said.get(label) if isinstance(said, dict) else None
-                if error or (not isinstance(own, dict) and label in parcels[site].payloads):
+                if error or not isinstance(own, dict):
                     own = {"error": error or "no answer to what was asked"}
-                if i in entry.members and isinstance(own, dict):
-                    entry.course.hear(entry.members.index(i), own, reply.payloads.get(label))
+                entry.course.hear(entry.members.index(i), own, reply.payloads.get(label))
+
+    def _letter(self, site: str, entries: list[Entry], facts: Survey) -> Parcel:
+        """What is asked of a site, by all courses that wait for it."""
+        i = self.sites.index(site)
+        tasks = [entry.course.task(entry.members.index(i)) for entry in entries]
+        words = {
+            **self._words(),
+            "agent": i,
+            "known": facts.known,
+            "digest": facts.digests[site],
+            "model": entries[0].course.model.fingerprint(),
+            "tasks": [task.to_json() for task, _ in tasks],
+        }
+        return Parcel(words, {task.course: payload for task, payload in tasks})
 
     def _turn(self, entry: Entry) -> str | None:
         """Close, record and save what can be; a text if the course ends here without having finished."""

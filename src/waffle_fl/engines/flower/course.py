@@ -17,7 +17,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.engines.closing import Desk, close, screened_of, to_numbers
-from waffle_fl.engines.flower.messages import SCORES, Task, Version
+from waffle_fl.engines.flower.messages import SCORES, WORDS, Task, Version
 from waffle_fl.engines.simulate import ATTEMPTS, one_thread
 from waffle_fl.engines.states import mapped, rows_of
 from waffle_fl.engines.steps import products
@@ -26,8 +26,6 @@ from waffle_fl.guard import OK, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.tensorfile import pack
 from waffle_fl.wire import Envelope, Inbox
-
-WORDS = 1 << 16  # bytes of what an agent says of its work, and of what Flower writes around it
 
 
 @dataclass(frozen=True)

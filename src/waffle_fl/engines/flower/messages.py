@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from waffle_fl.errors import WaffleError
 
 MAX_WORDS = 8 << 20  # bytes of JSON
+WORDS = 1 << 16  # bytes of what a site says of a round's work, and of what Flower writes around it
 SCORES = ("accuracy", "rmse", "loss", "validation_accuracy", "validation_rmse", "validation_loss")  # of a round
 METRICS = ("balanced_accuracy", "auc", "log_loss")  # and of the final model besides
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
+from waffle_fl.engines.flower.messages import WORDS, Parcel, packed, unpacked
 from waffle_fl.errors import WaffleError
 
 PAUSE = 3.0  # seconds between two looks; Flower's own grid takes as many, and asking more often slows it down
 OFFLINE = 5  # Flower's code for a node that it has not heard of for too long
 TRIES = 3  # how often a message is sent again to a node whose process died over it
+
+Letter: TypeAlias = Callable[[], Parcel]  # written when it is sent, so that only one is in memory
 
 
 @dataclass
@@ -21,10 +23,12 @@ class Scale:
     """Stops a transfer before it is read, if more bytes are announced than are left: a site cannot fill our memory."""
 
     left: float = math.inf
+    piece: float = math.inf  # what an honest site sends at once
 
     def __call__(self, response: Any) -> None:
-        self.left -= int(response.headers.get("content-length", 0))
-        if self.left < 0:
+        announced = int(response.headers.get("content-length", 0))
+        self.left -= announced
+        if self.left < 0 or announced > self.piece:
             raise WaffleError("more bytes than any message of ours")
 
 
@@ -38,7 +42,9 @@ class Post:
     log: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._scale = Scale()
+        from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
+
+        self._scale = Scale(piece=CHUNK + WORDS)
         if client := getattr(self.grid, "_runtime_client", None):  # Flower itself fetches a reply of any size
             client._client.event_hooks = {"response": [self._scale]}
 
@@ -56,11 +62,11 @@ class Post:
             time.sleep(min(PAUSE, max(0.1, end - time.monotonic())))
         return []
 
-    def exchange(self, parcels: Mapping[str, Parcel], kind: str, seconds: float) -> Iterator[tuple[str, Parcel]]:
+    def exchange(self, letters: Mapping[str, Letter], kind: str, seconds: float) -> Iterator[tuple[str, Parcel]]:
         """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again."""
         from flwr.app import Message
 
-        waiting, marks, tries = dict(parcels), dict[str, tuple[int, str]](), dict.fromkeys(parcels, 0)
+        waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
         sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
@@ -69,7 +75,7 @@ class Post:
                 node = online[name]
                 mark = node.node_id, node.last_activated_at
                 if marks.get(name) != mark:  # not asked yet, or it was restarted and has forgotten the question
-                    content = packed(waiting[name])
+                    content = packed(waiting[name]())
                     ttl = max(1.0, end - time.monotonic())
                     message = Message(content, dst_node_id=node.node_id, message_type=kind, ttl=ttl)
                     (number,) = self.grid.push_messages([message])
