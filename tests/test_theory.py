@@ -19,10 +19,11 @@ from torch import Tensor
 
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.contract import one_hot
-from waffle_fl.algorithms.fedavg import FedAvg
+from waffle_fl.algorithms.fedavg import FedAvg, Up
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
+from waffle_fl.algorithms.waffle_kin import Cut, WaffleKin
 from waffle_fl.reproduce import drift, momentum
 from waffle_fl.reproduce.quadratics import (
     Quadratics,
@@ -585,6 +586,109 @@ def test_control_variates_keep_what_updates_hide() -> None:
     assert up.dy.norm() < 1e-8
     assert close((server.c_i - server.c_i[0]).norm(dim=1), (g - g[0]).norm(dim=1))
     assert (g - g[0]).norm(dim=1)[1:].min() > 0.1
+
+
+# ------------------------------------------------------------------------------------------------ WAFFLE by kinship
+
+
+def kinship_after(cosines: Sequence[float]) -> float:
+    """The kinship of an agent whose updates had these cosines with Alice's."""
+    algorithm = WaffleKin(cut=Cut((2,), (True,)))
+    server, _ = algorithm.init(Net(START, START[:0]), 2)
+    for r, s in enumerate(cosines, 1):
+        dy = torch.tensor([[1.0, 0.0], [s, math.sqrt(1 - s * s)]], dtype=torch.float64)
+        server, _ = algorithm.aggregate(server, Up(dy, dy[:, :0]), round_of(r, 100, 2))
+    return float(server.cubes[1, 0] / server.squares[1, 0])
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), st.integers(1, 5))
+@settings(max_examples=40)
+def test_kinship_listens_to_the_telling_rounds(cosines: list[float], noise: int) -> None:
+    """Kinship lies between the mean and the largest of the cosines s_r, and any number of rounds in which an agent's
+    update is orthogonal to Alice's leave it as it was."""
+    kinship = kinship_after(cosines)
+    assert sum(cosines) / len(cosines) - 1e-9 <= kinship <= max(cosines) + 1e-9
+    assert kinship_after([*cosines, *[0.0] * noise]) == pytest.approx(kinship)
+
+
+@pytest.mark.parametrize("shared", [0, 1, 3, 4, 6, 7, 8, 10])
+def test_kinship_counts_common_labels(shared: int) -> None:
+    """From a head of zeros, on balanced classes whose means form a regular simplex, the first gradient of an agent that
+    shares f of C labels with Alice has the cosine (f − 1)/(C − 1) with hers: of ten labels, who shares 3 or fewer has
+    no part in her head, and who shares 7 or more the whole."""
+    C = 10
+    moved = torch.arange(shared, C).roll(1)
+    labels = torch.stack([torch.arange(C), torch.cat([torch.arange(shared), moved])])
+    features = torch.eye(C, dtype=torch.float64)  # one sample a class, at the corners of a simplex
+    head = torch.zeros(2, C, C, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy((features @ head).flatten(0, 1), labels.flatten(), reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, head)
+    algorithm = WaffleKin(cut=Cut((C * C,), (True,)))
+    server, _ = algorithm.init(Net(torch.zeros(C * C, dtype=torch.float64), START[:0]), 2)
+    up = Up(-0.1 * gradient.flatten(1), gradient[:, 0, :0])
+    server, info = algorithm.aggregate(server, up, round_of(1, 100, 2))
+    cosine = torch.nn.functional.cosine_similarity(*gradient.flatten(1), dim=0).item()
+    assert cosine == pytest.approx((shared - 1) / (C - 1), abs=1e-12)
+    assert server.share[1, 0].item() == pytest.approx(min(max((cosine - 0.3) / 0.3, 0), 1), abs=1e-9)
+    assert (server.share[1, 0] == 0) == (shared <= 3)
+    assert (server.share[1, 0] == 1) == (shared >= 7)
+    assert info.head[1] < info.head[0] or shared >= 7
+
+
+def test_among_twins_kinship_is_fedavg() -> None:
+    """Among agents of one loss every share stays 1, and the model is FedAvg's."""
+    problem = same_curvature(quadratics(3))
+    problem = problem._replace(optima=problem.optima[:1].expand_as(problem.optima))
+    kin = play(WaffleKin(SGD(0.3), cut=Cut((1, 1), (False, True))), problem.grad, START, [5] * 3, 30)
+    for (server, _, info), (average, _, _) in zip(
+        kin, play(FedAvg(SGD(0.3)), problem.grad, START, [5] * 3, 30), strict=True
+    ):
+        assert close(server.x, average.x, atol=1e-12)
+        assert close(info.weights, equal_weights(problem))
+
+
+def test_alice_withdraws_exponentially() -> None:
+    """Where Alice and the others pull apart in a layer, on a line and in every round, each of them weighs exp(−0.3 r)
+    as much as she does after r rounds, and her model tends to her own optimum."""
+    problem = in_one_dimension((1.0, 1.0, 0.5))._replace(
+        optima=torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
+    )
+    way = list(play(WaffleKin(SGD(0.1), cut=Cut((1,), (False,))), problem.grad, START[:1], [3] * 3, 80))
+    for r, (_, _, info) in enumerate(way, 1):
+        assert close(info.weights[1:] / info.weights[0], torch.full((2,), math.exp(-0.3 * r), dtype=torch.float64))
+    assert way[-1][0].x.item() == pytest.approx(1, abs=1e-6)
+
+
+def test_each_layer_goes_its_own_way() -> None:
+    """Where layers do not meet in the loss, agents who agree with Alice in the body and oppose her in the head bring
+    her model to the common body and to her own head, and FedAvg's to no one's head."""
+    curvatures = torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.8, 1.0]], dtype=torch.float64)
+    optima = torch.tensor([[2.0, 1.0], [2.0, -1.0], [2.0, -1.0]], dtype=torch.float64)
+    problem = Quadratics(torch.diag_embed(curvatures), optima)
+    server = end(WaffleKin(SGD(0.2), cut=Cut((1, 1), (False, True))), problem, 4)
+    assert close(server.x, optima[0])
+    assert server.share[1:].tolist() == [[1, 0], [1, 0]]
+    assert close(end(FedAvg(SGD(0.2)), problem, 4).x, torch.tensor([2.0, -1 / 3], dtype=torch.float64))
+
+
+def test_a_shared_layer_is_quieter() -> None:
+    """In a layer that N agents share wholly, gradient noise adds to Alice's model 1/N of the variance that it adds to
+    hers where she trains alone."""
+    lr, K, N, copies = 0.1, 5, 5, 4000
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randn(N, copies, K, generator=g, dtype=torch.float64)
+    variance = {}
+    for agents in (1, N):
+        steps = iter(range(K))
+
+        def grad(params: Tensor, stats: Tensor, agents: int = agents, steps: Any = steps) -> Net:
+            return Net(params - 10 + noise[:agents, :, next(steps)], stats)
+
+        algorithm = WaffleKin(SGD(lr), cut=Cut((copies,), (False,)))
+        ((server, _, info),) = play(algorithm, grad, torch.zeros(copies, dtype=torch.float64), [K] * agents, 1)
+        assert close(info.weights, torch.full((agents,), 1 / agents, dtype=torch.float64))
+        variance[agents] = server.x.var().item()
+    assert variance[N] / variance[1] == pytest.approx(1 / N, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
