@@ -274,7 +274,7 @@ def test_candidates_are_judged_on_own_samples(stacked: bool, held_out: bool) -> 
     server, agents = last_state(Cell(fomo, federation, 3), model, rounds=3)[-1].state
     rows = slice(1, 3)
     down, agents = rows_of(fomo.broadcast(server, 4), rows), rows_of(agents, rows)
-    down = Judge(fomo, model, [federation], [3]).informed(down, agents, rows)
+    down = Judge(fomo, model, [federation], [3]).informed(down, agents, rows, 4)
     nets = fomo.candidates(down, agents)
     for row, agent in ((0, 1), (1, 2)):
         own = validation[agent] if held_out else federation.train[agent]
@@ -284,6 +284,22 @@ def test_candidates_are_judged_on_own_samples(stacked: bool, held_out: bool) -> 
             assert float(down.losses[row, k]) == pytest.approx(float(expected), rel=1e-12)
 
 
+def test_candidates_are_judged_by_the_labels_of_the_round() -> None:
+    """Where an agent's labels drift, models are judged by those that it trains on in this round."""
+    plain, model = make_federation().to("cpu", torch.float64), make_model()
+    later, turn = plain.relabel.roll(1, dims=1), torch.full((len(plain.x),), 0.5, dtype=torch.float64)
+    federation, fomo = replace(plain, later=later, turn=turn), FedFomo(LR)
+    server, agents = last_state(Cell(fomo, federation, 3), model, rounds=4)[-1].state
+    down = fomo.broadcast(server, 4)
+    judge, nets = Judge(fomo, model, [federation], [3], rounds=4), fomo.candidates(down, agents)
+    for r in (2, 3):
+        own = federation.train[1]
+        output = model.predict(nets.params[1, 0], nets.stats[1, 0], federation.x[own])
+        expected = model.losses(output, federation.labels(1, own, r / 4)).mean()
+        losses = judge.informed(down, agents, slice(None), r).losses
+        assert float(losses[1, 0]) == pytest.approx(float(expected), rel=1e-12)
+
+
 def test_a_site_judges_alone() -> None:
     """Where only one agent's data and row are at hand, its losses have the bits that they have among all."""
     federation, model = make_federation(), make_model(torch.float32)
@@ -291,11 +307,11 @@ def test_a_site_judges_alone() -> None:
     (cell,) = on_device([Cell(ifca, federation, 3)], model)
     server, agents = last_state(cell, model, rounds=2)[-1].state
     down = ifca.broadcast(server, 4)
-    among = Judge(ifca, model, [cell.federation], [3]).informed(down, agents, slice(None)).losses
+    among = Judge(ifca, model, [cell.federation], [3]).informed(down, agents, slice(None), 3).losses
     for i in range(4):
         row = slice(i, i + 1)
         alone = Judge(ifca, model, [cell.federation.only(i)], [3])
-        losses = alone.informed(rows_of(down, row), rows_of(agents, row), slice(None)).losses
+        losses = alone.informed(rows_of(down, row), rows_of(agents, row), slice(None), 3).losses
         assert torch.equal(losses[0], among[i])
 
 

@@ -57,7 +57,7 @@ class Stage:
         self.down = self.algorithm.broadcast(self.server, AGENTS)
         if hasattr(self.algorithm, "candidates"):
             judge = Judge(self.algorithm, self.model, [self.federation], [3])
-            self.down = judge.informed(self.down, self.agents, slice(None))
+            self.down = judge.informed(self.down, self.agents, slice(None), 4)
         self.local = self.algorithm.begin(self.down, self.agents)
         self.stepped = self.algorithm.step(self.local, self.grad())
         _, self.up = self.algorithm.finish(self.down, self.agents, self.stepped)
@@ -127,7 +127,7 @@ def test_federation_of_one(method: str) -> None:
         "apfl": {"mix": 1.0, "adaptive": "off"},
         "fedprox": {"mu": 0.0},
         "pfedme": {"lam": 1.0, "eta": 1.0, "inner_steps": 1},
-        "fedrep": {"head_layers": 0, "head_share": 0.0},
+        "fedrep": {"head_layers": 0},
     }
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.1), clip=2.0, **unmixed.get(method, {})))
     local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)

@@ -297,8 +297,9 @@ def test_fedper_between_fedavg_and_local() -> None:
 
 
 def test_fedrep_trains_one_part_at_a_time() -> None:
-    """Without a head it is FedAvg; with one, body and head each have the gradients of their own share of the steps."""
-    assert close(alice_s_model(fitted(FedRep(LR, head_layers=0, head_share=0.0))), alice_s_model(FedAvg(LR)))
+    """Without a head it is FedAvg, without a body Local; else each has the gradients of its own share of the steps."""
+    assert close(alice_s_model(fitted(FedRep(LR, head_layers=0))), alice_s_model(FedAvg(LR)))
+    assert close(alice_s_model(fitted(FedRep(LR, head_layers=2))), alice_s_model(Local(LR)))
     federation, model = make_federation((16,)), make_model()
     algorithm = fitted(FedRep(LR))
     state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state

@@ -201,7 +201,7 @@ def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3) -> Trace:
     return trace
 
 
-def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.15, eps_max: float = 0.5) -> Trace:
+def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.4, eps_max: float = 1.6) -> Trace:
     """CFL, Algorithm 3, each bipartition found by trying them all; every part keeps the model of the whole."""
     trace, N = Trace(), len(problem.nets)
     clusters = [(list(range(N)), problem.start)]

@@ -141,7 +141,7 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
         bodies: list[Tensor] = []
         for i, net in enumerate(problem.nets):
             batches, b, h = problem.batches[r - 1][i], body, heads[i]
-            on_head = math.floor(head_share * len(batches))
+            on_head = max(1, math.floor(head_share * len(batches))) if len(batches) > 1 else 0
             velocity = torch.zeros_like(h)
             for batch in batches[:on_head]:
                 g = gradient(net, torch.cat([b, h]), batch)[at:]

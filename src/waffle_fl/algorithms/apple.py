@@ -87,7 +87,7 @@ class APPLE:
         rows, stats = everyone(net, agents)
         zeros = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
         r = torch.zeros((), dtype=torch.int64, device=zeros.device)
-        pull = torch.full((), self.mu, dtype=torch.float64, device=zeros.device)
+        pull = torch.full((), self.mu if self.global_share else 0.0, dtype=torch.float64, device=zeros.device)
         return Server(rows.clone(), zeros, zeros, zeros[0], zeros[0] > 0, pull, r), Agents(rows, rows, stats)
 
     def offer(self, server: Server) -> Offer:

@@ -65,9 +65,9 @@ class CFL:
     sgd: SGD = field(default_factory=SGD)
     clip: float = 0.0
     """Largest norm of a gradient; 0 turns clipping off."""
-    eps_mean: float = server_side(0.15)
+    eps_mean: float = server_side(0.4)
     """A cluster may be parted once its mean update is shorter than this; 0 is FedAvg."""
-    eps_max: float = server_side(0.5)
+    eps_max: float = server_side(1.6)
     """And while its longest update is longer than this."""
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:

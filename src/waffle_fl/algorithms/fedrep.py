@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from waffle_fl.algorithms import fedavg, partial
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, of_the_model
@@ -33,7 +34,7 @@ class FedRep:
     head_layers: int = 1
     """How many of the last layers are each agent's own."""
     head_share: float = 0.5
-    """Share of a round's steps in which the head is trained, before the body is."""
+    """Share of a round's steps in which the head is trained, before the body is; one step at least, unless it is 0."""
     parts: Parts = of_the_model(Parts())
 
     def for_model(self, layers: Layers) -> FedRep:
@@ -54,9 +55,11 @@ class FedRep:
         g_body, g_head = cut(g, self.parts.params)
         body, body_velocity = self.sgd.step(local.body, local.body_velocity, g_body, clip=self.clip)
         head, head_velocity = self.sgd.step(local.head, local.head_velocity, g_head, clip=self.clip)
-        on_head = grad.t < (self.head_share * grad.steps).floor()
+        if not body.shape[1] or not head.shape[1]:  # one part is all there is, and trained in every step
+            return Local(body, head, stats, body_velocity, head_velocity)
+        on_head = grad.t < self._head_steps(grad.steps)
         alone = grad.steps == 1  # a single step has no turns to take
-        trains_head, trains_body = (on_head | alone)[:, None], (~on_head)[:, None]
+        trains_head, trains_body = (on_head | alone)[:, None], (~on_head | alone)[:, None]
         return Local(
             torch.where(trains_body, body, local.body),
             torch.where(trains_head, head, local.head),
@@ -64,6 +67,10 @@ class FedRep:
             torch.where(trains_body, body_velocity, local.body_velocity),
             torch.where(trains_head, head_velocity, local.head_velocity),
         )
+
+    def _head_steps(self, steps: Tensor) -> Tensor:
+        turns = (self.head_share * steps).floor()
+        return turns.clamp(min=1) if self.head_share else turns
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
         stats, own_stats = cut(local.stats, self.parts.stats)

@@ -9,7 +9,10 @@ dead, and another is started in its place.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -18,6 +21,7 @@ __all__ = ["clientapp", "refuse", "serverapp", "supernode", "write_commands"]
 
 Role: TypeAlias = Literal["flwr-clientapp", "flwr-serverapp"]
 ROLES = {"flwr-clientapp": "clientapp", "flwr-serverapp": "serverapp"}
+GRACE = 3.0  # seconds to end by itself
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 
 
@@ -60,6 +64,7 @@ def clientapp(home: str) -> None:
     def load(*_: Any) -> Any:
         return import_module("waffle_fl.deploy.clientapp").app_of(Path(home))
 
+    _end_with_parent()
     runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
     runtime.install_from_fab = _nothing
     runtime.get_load_client_app_fn = lambda **_: load
@@ -74,12 +79,26 @@ def serverapp(home: str) -> None:
         import_module("waffle_fl.deploy.serverapp").main(Path(home), grid, str(context.run_config.get("job")))
         return context
 
+    _end_with_parent()
     runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
     runtime.install_from_fab = _nothing
     runtime.get_project_config = lambda _: {"tool": {"flwr": {"app": {"components": {"serverapp": ""}}}}}
     runtime.get_fused_config_from_dir = lambda _, given: dict(given)
     runtime.run_ = run
     flwr_serverapp()
+
+
+def _end_with_parent() -> None:
+    """Flower interrupts an app whose parent is gone, which one that waits for an answer never hears: end it then."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _nothing(*_: Any, **__: Any) -> None:

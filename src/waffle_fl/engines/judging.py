@@ -22,19 +22,24 @@ class Judge:
     """The samples of every row by which it judges models: validation data where it has some and the algorithm asks."""
 
     def __init__(
-        self, algorithm: Algorithm, model: FlatModel, federations: Sequence[Federation], seeds: Sequence[int]
+        self,
+        algorithm: Algorithm,
+        model: FlatModel,
+        federations: Sequence[Federation],
+        seeds: Sequence[int],
+        rounds: int = 1,
     ) -> None:
         self.model, self._candidates = model, getattr(algorithm, "candidates")  # noqa: B009
         held_out = getattr(algorithm, "judged_on", "training") == "validation"
         judged = [replace(f, train=tuple(_some(part) for part in _judged_by(f, held_out))) for f in federations]
-        self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype)
+        self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
-    def informed(self, down: Any, agents: Any, rows: slice) -> Any:
-        """Down, with the mean loss of each candidate in its place."""
+    def informed(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
+        """Down, with the mean loss of each candidate in its place, by the labels of round r."""
         nets = self._candidates(down, agents)
         total = torch.zeros(nets.params.shape[:2], dtype=torch.float64, device=self.model.device)
         count = total[:, :1]
-        plan = self._batches.plan(0, 0, rows)
+        plan = self._batches.plan(r, 0, rows)
         for t in torch.arange(plan.samples.shape[1], device=self.model.device)[:, None]:
             batch = self._batches.batch(plan, t, WIDTH)
             losses = [

@@ -215,7 +215,8 @@ class _Simulator:
             agents = [f.agents for f in federations]
             cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
             algorithm = cells[0].algorithm
-            judge = Judge(algorithm, self.model, federations, seeds) if hasattr(algorithm, "candidates") else None
+            judges = hasattr(algorithm, "candidates")
+            judge = Judge(algorithm, self.model, federations, seeds, self.rounds) if judges else None
             self._trainings[indices] = Training(algorithm, self.model, batches, self._graphs, agents, cores, judge)
         return self._trainings[indices]
 

@@ -90,7 +90,7 @@ class Training:
         """A2.5-12 for the rows of one chunk."""
         down, agents = rows_of(down, rows), rows_of(agents, rows)
         if self._judge:
-            down = self._judge.informed(down, agents, rows)
+            down = self._judge.informed(down, agents, rows, r)
         local = self.algorithm.begin(down, agents)  # A2.5
         if hasattr(self.algorithm, "rehearse") and hasattr(self.algorithm, "rehearsed"):
             local = self._rehearsed(self.algorithm.rehearse, self.algorithm.rehearsed, local, r, attempt, rows)
