@@ -130,10 +130,12 @@ def _check_prepared(common: Preprocessing, own: Sequence[Table], how: Reading) -
         _check_texts(column.name, column.categories)
 
 
-def _check_texts(name: str, texts: Sequence[str]) -> None:
-    """Refuse before they leave: so many different texts are those of an identifier."""
+def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:
+    """Refuse before they leave: so many different texts, or one for each of the cells, are those of an identifier."""
     if len(texts) > MOST_CATEGORIES:
         raise Refused(f"column {name!r} has more than {MOST_CATEGORIES} different texts, which stay here")
+    if FEWEST < len(texts) == cells:
+        raise Refused(f"column {name!r} has another text in every row: they stay here")
 
 
 def _facts(f: Federation) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def _tell_target(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -
     values = sorted({name for table in own for name in target_names(table, target)})
     classes = may_be_classes(values, how.task)
     if classes:
-        _check_texts(target, values)
+        _check_texts(target, values, sum(map(len, own)))
     return {
         "kind": "tables",
         "columns": list(own[0].columns),
@@ -190,5 +192,5 @@ def _tell_columns(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) 
     told = [name for name in numeric if not stays or name == known["aim"]["target"]]
     categories = {name: tell_categories(table, name) for name, kind in kinds.items() if kind == "categorical"}
     for name, texts in categories.items():
-        _check_texts(name, texts)
+        _check_texts(name, texts, int((table.columns[name] != "").sum()))
     return {"moments": {name: list(tell_moments(table, name)) for name in told}, "categories": categories}

@@ -47,8 +47,9 @@ class Task:
     def from_json(cls, content: Any) -> Task:
         """A task as it came: each field of its own type, and a course that is a plain name, for files bear it."""
         try:
-            task = cls(**{**content, "base": Version(*content["base"])})
-        except (TypeError, KeyError):
+            r, attempt = content["base"]
+            task = cls(**{**content, "base": Version(r, attempt)})
+        except (TypeError, KeyError, ValueError):
             raise WaffleError("a task that cannot be read") from None
         counts = (*task.base, task.round, task.attempt)
         flags, texts = (task.examine, task.final, task.restored), (task.course, task.alice)
