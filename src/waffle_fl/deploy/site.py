@@ -65,7 +65,8 @@ class Site:
     def answer(self, request: Parcel) -> Parcel:
         """A reply to any request; what went wrong here is told in one line that names neither paths nor data."""
         try:
-            reply = self._answer(request)
+            with self.ledger.alone():
+                reply = self._answer(request)
         except Exception as error:
             reply = Parcel({"error": reason(error)})
             with contextlib.suppress(OSError):  # a full disk keeps all else here, but not the line that says so

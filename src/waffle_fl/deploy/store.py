@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -65,6 +66,13 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One answer at a time, also of several processes: two at once would each be counted without the other."""
+        with self.path.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
 
     def different(self, kind: str, question: str) -> int:
         """How many different questions of a kind the site would have been asked with this one."""
