@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from waffle_fl.deploy import folders
 from waffle_fl.deploy.clientapp import answered
 from waffle_fl.deploy.folders import change, read_site
 from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.rehearsal import rehearse
 from waffle_fl.deploy.site import Site, software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
 from waffle_fl.engines.flower.course import Course, Plan, first_stand
@@ -318,6 +320,19 @@ def test_another_attempt_is_another_question(changes: dict[str, Any], first: Sce
     assert "answers 1 rounds in all" in first.said(**changes)["error"]
 
 
+def test_a_resumed_server_asks_the_same(site: Path) -> None:
+    """A round asked for again without its score, or with the state that the site holds, is the same question."""
+    people(site)
+    change(site / "site.toml", rounds=1)
+    begun = scene(site, config("scaffold"))
+    begun.course.lost.add(0)
+    restored, payload = begun.course.task(0)
+    assert restored.restored
+    for said in (begun.said(examine=True), begun.said(), begun.said(payload, restored=True)):
+        assert "error" not in said
+    assert "answers 1 rounds in all" in begun.said(attempt=1)["error"]
+
+
 def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
     """A run of R rounds fits into rounds = R, its scores and its final model too, and the whole of it again is free."""
     people(site)
@@ -434,3 +449,18 @@ def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
     said = [line.get("said") for line in ledger(first.server.site)[-3:]]
     assert said == [score, metrics, {"error": refusal}]
     assert metrics["metrics"]["accuracy"] >= 0
+
+
+def test_one_answer_at_a_time(site: Path) -> None:
+    """While one process answers, another waits: neither counts without the other."""
+    own = Site(site).ledger
+    with own.alone(), own.path.open("ab") as stream, pytest.raises(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
+    """A course that would be refused is told by the dry run, not passed over."""
+    people(site)
+    change(site / "site.toml", max_norm=1e-9)
+    with pytest.raises(WaffleError, match="this site would refuse, or fail: an update that is too long stays here"):
+        list(rehearse(site, config()))
