@@ -420,9 +420,11 @@ def test_work_is_bounded(asked: RunConfig, first: Scene) -> None:
 
 
 def test_messages_are_bounded(first: Scene) -> None:
-    """A message of more megabytes than the site allows is not read."""
+    """A message of more megabytes than the site allows is not read, nor are copies of a model beyond them made."""
     change(first.server.site / "site.toml", max_mb=1)
     assert first.order(bytes(2 << 20)).words["error"] == "a message takes more than the 1 MB that this site allows"
+    first.server.config = config("ifca", {"clusters": 10**5})
+    assert first.said()["error"] == "this model takes more than the 1 MB that this site allows"
 
 
 def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
