@@ -179,13 +179,24 @@ def test_states_are_kept_as_long_as_they_may_be_needed(tmp_path: Path) -> None:
             store.load(name, "course", Version(8), like)
 
 
-def test_the_ledger_counts_a_round_once(tmp_path: Path) -> None:
-    """A round that is asked for again is not one more; another run's is."""
+def test_the_ledger_counts_a_question_once(tmp_path: Path) -> None:
+    """A question that is asked again is not one more; another is, and so is one of another kind in its own count."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    for run, r in (("one", 1), ("one", 2), ("one", 2), ("two", 1)):
-        ledger.note(run=run, round=r)
-    assert ledger.rounds("one", 2) == 3
-    assert ledger.rounds("one", 3) == 4
+    for kind, question in (("update", "one"), ("update", "two"), ("update", "two"), ("score", "three")):
+        ledger.note(asked={kind: question})
+    assert ledger.different("update", "two") == 2
+    assert ledger.different("update", "three") == 3
+    assert ledger.different("score", "three") == 1
+
+
+def test_a_torn_line_of_the_ledger_costs_no_other(tmp_path: Path) -> None:
+    """After a power cut in the middle of a line the next line begins anew, and all whole ones are read."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.note(asked={"update": "one"})
+    for torn in (b'{"asked": {"upd', b"\x00\xff", b'{"asked": {"update": "lost"}'):
+        ledger.path.write_bytes(ledger.path.read_bytes() + torn)
+        ledger.note(asked={"update": "two"})
+    assert ledger.different("update", "one") == 2
 
 
 TEXT = st.text(max_size=8)

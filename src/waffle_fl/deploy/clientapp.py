@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from waffle_fl.deploy.site import Site
-from waffle_fl.engines.flower.messages import packed, unpacked
+from waffle_fl.deploy.site import Site, reason, software
+from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
 
 MAX_BYTES = 1 << 34  # what Flower itself has let through already
+
+log = logging.getLogger("waffle_fl")
 
 
 def app_of(folder: Path) -> ClientApp:
     """The ClientApp of the site in this folder."""
-    handler = logging.FileHandler(folder / "site.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("waffle_fl").addHandler(handler)
+    try:
+        handler = logging.FileHandler(folder / "site.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+    except OSError as error:
+        log.error("the log is not kept: %s", error)
     app = ClientApp()
 
     @app.query()
     @app.train()
     def answer(message: Message, context: Context) -> Message:
-        reply = Site(folder).answer(unpacked(message.content, MAX_BYTES))
-        return Message(packed(reply), reply_to=message)
+        return Message(packed(answered(folder, message.content)), reply_to=message)
 
     return app
+
+
+def answered(folder: Path, content: Any) -> Parcel:
+    """The reply to whatever came. Flower would send the text of an exception, and with it paths of this machine."""
+    try:
+        return Site(folder).answer(unpacked(content, MAX_BYTES))
+    except Exception as error:
+        return Parcel({"error": reason(error), "software": software()})

@@ -51,8 +51,11 @@ port = {local}   # used on this machine alone, between Flower's own processes
 data = "{data}"   # a .csv, .tsv, .parquet or .npz file, or a folder with train.csv and test.csv; relative to this file
 methods = [{methods}]   # runs of other methods are refused
 models = []   # networks of your own (module:factory) that may be imported; the built-in ones always may
-rounds = 1000   # rounds that this site answers, in all runs together
+surveys = 1   # ways to read and split the data that are summarised; the difference of two can tell a single row
+rounds = 1000   # updates that leave this site, in all runs together, and models that are scored; the same again is free
 max_norm = 1000.0   # a longer update does not leave this site
+max_steps = 1000000   # steps of a round: epochs x batches, times the method's own inner steps
+max_mb = 1024   # a message, or a model as the method multiplies it, that is larger is refused
 metrics = [{metrics}]   # what may be told of a model on this site's held-out data
 model_may_leave = false   # may a model that is this site's alone (local, apfl, ditto) be sent to the server?
 """
@@ -88,14 +91,17 @@ class SiteSettings:
     insecure: bool = False
     port: int = 9094
     models: tuple[str, ...] = ()
+    surveys: int = 1
     rounds: int = 1000
     max_norm: float = 1000.0
+    max_steps: int = 1_000_000
+    max_mb: int = 1024
     model_may_leave: bool = False
     schema: int = 1
 
     @property
     def policy(self) -> Policy:
-        return Policy(self.methods, self.rounds, self.max_norm, self.metrics, self.models, self.model_may_leave)
+        return Policy(**{f.name: getattr(self, f.name) for f in fields(Policy)})
 
 
 def init(
@@ -172,7 +178,8 @@ def read_site(folder: Path) -> SiteSettings:
         for m in found.metrics
         if m not in (*SCORES, *METRICS)
     ]
-    strange += [f"{k}: expected above 0" for k in ("rounds", "max_norm") if not getattr(found, k) > 0]
+    above = ("surveys", "rounds", "max_norm", "max_steps", "max_mb")
+    strange += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
     _refuse(folder / "site.toml", strange)
     return found
 

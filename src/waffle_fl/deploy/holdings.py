@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from waffle_fl.own.arrays import read_npz
 from waffle_fl.own.checks import check_duplicates
 from waffle_fl.own.folder import check_columns, divided, goal_of, layout_of, parts_of, tables_at
 from waffle_fl.own.preprocessing import (
+    MOST_CATEGORIES,
     at_home,
     count_cells,
     may_be_classes,
@@ -28,6 +30,8 @@ from waffle_fl.own.preprocessing import (
     tell_moments,
 )
 from waffle_fl.own.tables import Table, numbers
+
+FEWEST = 5  # rows of which a summary or a score may leave
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,16 @@ class Holdings:
         }
         return stages[stage](own, _reading(s), known)
 
+    def questions(self, s: Settings, stage: str = "", known: Any = None) -> dict[str, str]:
+        """What a request wants to know of the data, each question by a hash: how it is read, and what else decides.
+
+        Of a data set by name nothing is to be kept.
+        """
+        if self.by_name:
+            return {}
+        reading = asdict(_reading(s))
+        return {"reading": _hash(reading)} | ({stage: _hash([reading, known])} if stage else {})
+
     def digest(self, s: Settings, agent: int, salt: str) -> str:
         """A hash of the data that means nothing to whoever does not hold it, and nothing in another run."""
         if self.by_name:
@@ -89,8 +103,9 @@ class Holdings:
         return replace(Federation.from_gathered(found, 0), ids=(agent,))
 
     def _from_tables(self, s: Settings, agent: int, common: Preprocessing) -> Federation:
-        own = tables_at(Path(self.source))
-        rows = divided(own, common, _reading(s))
+        own, how = tables_at(Path(self.source)), _reading(s)
+        _check_prepared(common, own, how)
+        rows = divided(own, common, how)
         keys = [key for table in own for key in table.row_keys()]
         check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(own) == 2)
         fitted = at_home(common, own[0].taken(rows.train))
@@ -100,6 +115,27 @@ class Holdings:
 
 def _reading(s: Settings) -> Reading:
     return Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)})
+
+
+def _hash(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _check_prepared(common: Preprocessing, own: Sequence[Table], how: Reading) -> None:
+    """Refuse a preparation of other columns than this site's, or of more texts than may be categories."""
+    columns = [*(column.name for column in common.columns), common.target]
+    if common.target != goal_of(own, how)[0] or sorted(columns) != sorted(own[0].columns):
+        raise Refused("the server's preparation of the columns is not of this site's columns and this run's target")
+    for column in common.columns:
+        _check_texts(column.name, column.categories)
+
+
+def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:
+    """Refuse before they leave: so many different texts, or one for each of the cells, are those of an identifier."""
+    if len(texts) > MOST_CATEGORIES:
+        raise Refused(f"column {name!r} has more than {MOST_CATEGORIES} different texts, which stay here")
+    if FEWEST < len(texts) == cells:
+        raise Refused(f"column {name!r} has another text in every row: they stay here")
 
 
 def _facts(f: Federation) -> dict[str, Any]:
@@ -118,18 +154,26 @@ def _tell_target(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -
     target, categorical = goal_of(own, how)
     check_columns(own, target, categorical)
     values = sorted({name for table in own for name in target_names(table, target)})
+    classes = may_be_classes(values, how.task)
+    if classes:
+        _check_texts(target, values, sum(map(len, own)))
     return {
         "kind": "tables",
         "columns": list(own[0].columns),
         "target": target,
         "categorical": list(categorical),
-        "values": values if may_be_classes(values, how.task) else None,
+        "values": values if classes else None,
         "numeric": bool(np.isfinite(numbers(np.array(values))).all()),
     }
 
 
 def _training(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> tuple[Table, dict[str, int]]:
-    rows = divided(own, Preprocessing.from_json(known["aim"]), how)
+    aim = Preprocessing.from_json(known["aim"])
+    if aim.target != goal_of(own, how)[0]:
+        raise Refused("the server asks for another target than this run's")
+    rows = divided(own, aim, how)
+    if 0 < len(rows.train) < FEWEST:
+        raise Refused(f"fewer than {FEWEST} training rows are not summarised")
     counts = {"samples": len(rows.train), "test": len(rows.test), "validation": len(rows.validation)}
     return own[0].taken(rows.train), counts
 
@@ -146,7 +190,7 @@ def _tell_columns(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) 
     numeric = [name for name, kind in kinds.items() if kind == "numeric"]
     stays = how.preprocessing == "local"
     told = [name for name in numeric if not stays or name == known["aim"]["target"]]
-    return {
-        "moments": {name: list(tell_moments(table, name)) for name in told},
-        "categories": {name: tell_categories(table, name) for name, kind in kinds.items() if kind == "categorical"},
-    }
+    categories = {name: tell_categories(table, name) for name, kind in kinds.items() if kind == "categorical"}
+    for name, texts in categories.items():
+        _check_texts(name, texts, int((table.columns[name] != "").sum()))
+    return {"moments": {name: list(tell_moments(table, name)) for name in told}, "categories": categories}

@@ -65,8 +65,9 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
 
 def _answered(site: Site, request: Parcel) -> Parcel:
     reply = site.answer(request)
-    if reply.words.get("error"):
-        raise WaffleError(f"this site would refuse, or fail: {reply.words['error']}")
+    for words in (reply.words, *reply.words.get("courses", {}).values()):
+        if words.get("error"):
+            raise WaffleError(f"this site would refuse, or fail: {words['error']}")
     return reply
 
 

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from waffle_fl import __version__
 from waffle_fl.algorithms import Net
-from waffle_fl.config import RunConfig, check_name
+from waffle_fl.config import RunConfig, Settings, check_name
 from waffle_fl.deploy.folders import data_of, read_site
-from waffle_fl.deploy.holdings import Holdings
+from waffle_fl.deploy.holdings import FEWEST, Holdings
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.store import Ledger, Store
+from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.closing import answering
-from waffle_fl.engines.flower.messages import Parcel, Task, Version
+from waffle_fl.engines.flower.messages import Parcel, Task, Version, number_of
 from waffle_fl.engines.flower.rows import Row
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, model_of
 from waffle_fl.experiment.jobs import predictions
 from waffle_fl.metrics import measure
-from waffle_fl.records import code_digest, provenance, write_json
-from waffle_fl.tensorfile import pack, unpack, write_tensors
-from waffle_fl.wire import Envelope, seal
+from waffle_fl.records import code_digest, provenance, read_json, write_json
+from waffle_fl.tensorfile import digest, pack, unpack, write_atomically
+from waffle_fl.wire import LONGEST_REASON, Envelope, seal
 
 log = logging.getLogger("waffle_fl")
 
@@ -37,6 +41,16 @@ log = logging.getLogger("waffle_fl")
 def software() -> str:
     """What must be the same at both ends: the version, and a hash of the modules that decide results."""
     return f"waffle-fl {__version__} ({code_digest()})"
+
+
+def reason(error: Exception) -> str:
+    """What may be told of an error, in one line: a site's own words, or else its kind alone; the log has the rest."""
+    if isinstance(error, Refused):
+        told = " ".join(str(error).split())[:LONGEST_REASON]
+        log.warning("refused: %s", told)
+        return told
+    log.error("this request could not be answered", exc_info=error)
+    return f"it failed there ({type(error).__name__}); the site's own log says why"
 
 
 class Site:
@@ -51,44 +65,84 @@ class Site:
     def answer(self, request: Parcel) -> Parcel:
         """A reply to any request; what went wrong here is told in one line that names neither paths nor data."""
         try:
-            reply = self._answer(request)
-        except Refused as error:
-            log.warning("refused: %s", error)
-            reply = Parcel({"error": str(error)})
+            with self.ledger.alone():
+                reply = self._answer(request)
         except Exception as error:
-            log.exception("this request could not be answered")
-            reply = Parcel({"error": f"it failed there ({type(error).__name__}); the site's own log says why"})
+            reply = Parcel({"error": reason(error)})
+            with contextlib.suppress(OSError):  # a full disk keeps all else here, but not the line that says so
+                self.ledger.note(run=str(request.words.get("run"))[:LONGEST_REASON], said=reply.words)
         return replace(reply, words={**reply.words, "software": software()})
 
     def _answer(self, request: Parcel) -> Parcel:
         words = request.words
         if words.get("software") != software():
             raise Refused(f"the server runs {words.get('software')}, this site {software()}: install the same")
-        run, agent, config = check_name(str(words["run"])), int(words["agent"]), RunConfig.from_json(words["config"])
+        run, agent = check_name(str(words["run"])), number_of(words, "agent")
+        config = RunConfig.from_json(words["config"])
+        self.policy.admit(config, sum(map(len, request.payloads.values())))
         if "stage" in words:
-            self.policy.admit(config, self.ledger.rounds(run, 1))
-            told = self.holdings.tell(config.settings, agent, str(words["stage"]), words["known"])
-            reply = Parcel({**told, "digest": self.holdings.digest(config.settings, agent, run)})
-            self.ledger.note(run=run, what="summaries", stage=words["stage"], bytes=reply.size)
-            return reply
+            return self._tell(run, agent, config.settings, words["stage"], words["known"])
+        asked = self._surveyed(self.holdings.questions(config.settings))
         if self.holdings.digest(config.settings, agent, run) != words["digest"]:
             raise Refused("this site's data is no longer what it was when the run began")
-        answers = {}
+        tasks = [Task.from_json(content) for content in words["tasks"]]
+        if len({task.course for task in tasks}) < len(tasks):
+            raise Refused("one course is asked for twice in a message")
+        answers: dict[str, dict[str, Any]] = {}
         payloads: dict[str, bytes] = {}
-        for content in words["tasks"]:
-            task = Task.from_json(content)
-            visit = Visit(self, run, agent, replace(config, settings=replace(config.settings, alice=task.alice)), words)
-            said, update = visit.perform(task, request.payloads[task.course])
+        for task in tasks:
+            own = replace(config, settings=replace(config.settings, alice=task.alice))
+            visit = Visit(self, run, agent, own, words, task, dict(asked))
+            update = None
+            try:
+                said, update = visit.perform(request.payloads[task.course])
+            except Exception as error:
+                said = {"error": reason(error)}
+            self.ledger.note(
+                run=run,
+                course=task.course,
+                round=task.round,
+                attempt=task.attempt,
+                asked=visit.asked,
+                said=said,
+                bytes=len(update or b""),
+            )
             answers[task.course] = said
             payloads |= {task.course: update} if update is not None else {}
         return Parcel({"courses": answers}, payloads)
 
+    def _tell(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any]) -> Parcel:
+        """The answer to one question of the survey."""
+        if stage not in get_args(Stage):
+            raise Refused("a survey has no such stage")
+        asked = self._surveyed(self.holdings.questions(s, stage, known))
+        told = self.holdings.tell(s, agent, stage, known)
+        reply = Parcel({**told, "digest": self.holdings.digest(s, agent, run)})
+        self.ledger.note(run=run, stage=stage, asked=asked, bytes=reply.size)
+        return reply
+
+    def _surveyed(self, asked: dict[str, str]) -> dict[str, str]:
+        """The questions, if they are among the few about the data that this site answers."""
+        for kind, question in asked.items():
+            self.policy.check_surveys(self.ledger.different(kind, question))
+        return asked
+
 
 class Visit:
-    """One task of one course at this site."""
+    """One task of one course at this site; `asked` is what it has told, or tried to."""
 
-    def __init__(self, site: Site, run: str, agent: int, config: RunConfig, words: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        run: str,
+        agent: int,
+        config: RunConfig,
+        words: Mapping[str, Any],
+        task: Task,
+        asked: dict[str, str],
+    ) -> None:
         self.site, self.run, self.agent, self.config, self.words = site, run, agent, config, words
+        self.task, self.asked = task, asked
 
     @cached_property
     def row(self) -> Row:
@@ -100,59 +154,69 @@ class Visit:
                 f"the server's model {s.model} has the fingerprint {self.words['model']}, "
                 f"this site's {model.fingerprint()}"
             )
+        size = model.size * model.dtype.itemsize
+        self.site.policy.check_work(self.config, len(federation.train[0]), size)
         return Row(self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment)
 
-    def perform(self, task: Task, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
+    def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """(words, an update): train and examine, as far as the site's rules go."""
-        policy, ledger = self.site.policy, self.site.ledger
-        if task.round:
-            policy.admit(self.config, ledger.rounds(self.run, task.round))
-        down, given = self._read(task, payload)
-        agents = given if task.restored else self._held(task)
+        task = self.task
+        down, given = self._read(payload)
+        agents = given if task.restored else self._held()
         if agents is None:
             return {"lost": True}, None
+        if task.round:
+            self._ask("update", (down, agents), task.round, task.attempt)
+        net = self._scored(down, agents) if task.examine or task.final else None
         said: dict[str, Any] = {}
-        update = self._train(task, down, agents) if task.round else None
-        if task.examine:
-            said["score"] = self._examine(task, self.row.own_model(down, agents))
-        if task.final:
-            net = self.row.own_model(down, agents)
-            said |= self._close(task, net)
+        update = self._train(down, agents) if task.round else None
+        if net and task.examine:
+            said["score"] = self._examine(net)
+        if net and task.final:
+            said["metrics"] = self._close(net)
             update = self._model(down, agents, net)
-        ledger.note(
-            run=self.run,
-            course=task.course,
-            round=task.round,
-            attempt=task.attempt,
-            told=sorted(said.get("score", {})),
-            bytes=len(update or b""),
-        )
         return said, update
 
-    def _read(self, task: Task, payload: bytes) -> tuple[Any, Any]:
+    def _scored(self, down: Any, agents: Any) -> Net:
+        """The model that the held-out rows are to judge; whose model is right on a few of them knows their labels."""
+        if len(self.row.federation.test[0]) < FEWEST:
+            raise Refused(f"fewer than {FEWEST} held-out rows score no model")
+        net = self.row.own_model(down, agents)
+        self._ask("score", (net,))
+        return net
+
+    def _ask(self, kind: str, states: tuple[Any, ...], *when: int) -> None:
+        """Count what is asked; it is the same again where all that decides the answer's bits is."""
+        what = json.dumps([self.config.to_json(), self.words["known"], self.agent, *when], sort_keys=True)
+        tensors = {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state._asdict().items()}
+        question = digest(tensors, {"what": what})
+        self.site.policy.check_rounds(self.site.ledger.different(kind, question))
+        self.asked[kind] = question
+
+    def _read(self, payload: bytes) -> tuple[Any, Any]:
         """What was sent down, and the agent's own state where it was restored; exact names, shapes and types."""
         down, agents = self.row.blank_down(), self.row.start()
         template: dict[str, Tensor] = dict(down._asdict())
-        if task.restored:
+        if self.task.restored:
             template |= {f"agents.{name}": value for name, value in agents._asdict().items()}
         try:
             _, tensors = unpack(payload, template)
         except WaffleError as error:
             raise Refused(f"what the server sent cannot be read: {error}") from None
-        given = type(agents)(*(tensors[f"agents.{name}"] for name in agents._fields)) if task.restored else None
+        given = type(agents)(*(tensors[f"agents.{name}"] for name in agents._fields)) if self.task.restored else None
         return type(down)(*(tensors[name] for name in down._fields)), given
 
-    def _held(self, task: Task) -> Any | None:
+    def _held(self) -> Any | None:
         """The state to go on from, or None if it is lost."""
-        start = self.row.start()
+        task, start = self.task, self.row.start()
         if task.base == Version() or not start._fields:
             return start
         return self.site.store.load(self.run, task.course, task.base, start)
 
-    def _train(self, task: Task, down: Any, agents: Any) -> bytes:
+    def _train(self, down: Any, agents: Any) -> bytes:
+        task = self.task
         after, up = self.row.train(down, agents, task.round, task.attempt)
-        if hasattr(up, "dy"):
-            self.site.policy.check_norm(up.dy[0])
+        up = self.site.policy.let_update_out(up)
         if after._fields:
             if task.restored:
                 self.site.store.save(self.run, task.course, task.base, task.base, agents)
@@ -160,17 +224,18 @@ class Visit:
         envelope = Envelope(f"{self.run}/{task.course}/{task.attempt}", task.round, self.row.model.fingerprint())
         return seal(up, 0, envelope, self.row.steps)
 
-    def _examine(self, task: Task, net: Net) -> dict[str, Any]:
+    def _examine(self, net: Net) -> dict[str, Any]:
         scores = self.row.examine(net)
         return {"finite": math.isfinite(scores["loss"]), **self.site.policy.let_out(scores)}
 
-    def _close(self, task: Task, net: Net) -> dict[str, Any]:
+    def _close(self, net: Net) -> dict[str, Any]:
         """The end of a run for Alice: her model is kept here, ready for `waffle predict`, and its metrics are told."""
         row, s = self.row, self.config.settings
         f = row.federation
         said = predictions(row.model, answering(row.algorithm, row.model, net, f), f)
         metrics = measure(said["output"], said["target"])
-        folder = self.site.folder / "models" / f"{self.run}-{task.course}"
+        model = pack(row.model.state_dict(net), {"round": str(s.rounds)})
+        folder = self._place(model)
         folder.mkdir(parents=True, exist_ok=True)
         about = provenance(
             "cpu",
@@ -189,9 +254,23 @@ class Visit:
         write_json(folder / "provenance.json", about)
         if f.preprocessing:
             write_json(folder / "preprocessing.json", f.preprocessing.to_json())
-        write_tensors(folder / "model.safetensors", {"round": str(s.rounds)}, row.model.state_dict(net))
+        write_atomically(folder / "model.safetensors", model)
         write_json(folder / "result.json", {"schema": 1, "status": "finished", "rounds": s.rounds, "metrics": metrics})
-        return {"metrics": self.site.policy.let_out(metrics)}
+        return self.site.policy.let_out(metrics)
+
+    def _place(self, model: bytes) -> Path:
+        """Where a final model goes: another that is kept there, of this run or not, is never written over."""
+        name, config = f"{self.run}-{self.task.course}", self.config.to_json()
+
+        def is_ours(folder: Path) -> bool:
+            kept = folder / "model.safetensors"
+            same = kept.exists() and kept.read_bytes() == model
+            return not kept.exists() or (
+                same and RunConfig.from_json(read_json(folder / "config.json")).to_json() == config
+            )
+
+        names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
+        return next(filter(is_ours, (self.site.folder / "models" / place for place in names)))
 
     def _model(self, down: Any, agents: Any, net: Net) -> bytes | None:
         """Alice's model, where it is hers alone and she lets it out."""

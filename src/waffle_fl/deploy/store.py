@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +58,37 @@ def _version(path: Path) -> Version:
 
 
 class Ledger:
-    """One line for everything that has left the site."""
+    """One line for everything that has left the site.
+
+    `asked` holds what was asked, by kind and as a hash: the same question again is answered in the same bits, which
+    tell nothing new.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def rounds(self, run: str, r: int) -> int:
-        """Rounds that the site would have answered in all runs with this one; the same round again is not one more."""
-        answered = {(line.get("run"), line.get("round")) for line in self._lines() if line.get("round")}
-        return len(answered | {(run, r)})
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One answer at a time, also of several processes: two at once would each be counted without the other."""
+        with self.path.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+    def different(self, kind: str, question: str) -> int:
+        """How many different questions of a kind the site would have been asked with this one."""
+        return len({line["asked"][kind] for line in self._lines() if kind in line.get("asked", {})} | {question})
 
     def note(self, **what: Any) -> None:
         line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **what}) + "\n"
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(line)
+        with self.path.open("a+b") as stream:
+            stream.seek(-min(1, stream.tell()), os.SEEK_END)
+            torn = stream.read() not in (b"", b"\n")
+            stream.write(b"\n" * torn + line.encode())
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _lines(self) -> list[dict[str, Any]]:
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """The lines that can be read; of one that a power cut has torn the answer has never left."""
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
+from waffle_fl.config import check_name
 from waffle_fl.errors import WaffleError
 
 MAX_WORDS = 8 << 20  # bytes of JSON
@@ -44,11 +45,19 @@ class Task:
 
     @classmethod
     def from_json(cls, content: Any) -> Task:
+        """A task as it came: each field of its own type, and a course that is a plain name, for files bear it."""
         try:
-            base = Version(*(int(n) for n in content["base"]))
-            return cls(**{**content, "base": base})
+            r, attempt = content["base"]
+            task = cls(**{**content, "base": Version(r, attempt)})
         except (TypeError, KeyError, ValueError):
             raise WaffleError("a task that cannot be read") from None
+        counts = (*task.base, task.round, task.attempt)
+        flags, texts = (task.examine, task.final, task.restored), (task.course, task.alice)
+        typed = all(type(flag) is bool for flag in flags) and all(type(text) is str for text in texts)
+        if not typed or not all(map(_is_count, counts)):
+            raise WaffleError("a task with a field that is not of its type")
+        check_name(task.course)
+        return task
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,10 @@ def unpacked(records: Any, max_bytes: int) -> Parcel:
 def number_of(words: Mapping[str, Any], name: str) -> int:
     """A count that a site tells; anything but a whole number of ordinary size is refused."""
     value = words.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 40:
+    if not _is_count(value):
         raise WaffleError(f"expected a count as {name!r}, got {str(value)[:40]!r}")
     return value
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 40

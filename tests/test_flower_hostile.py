@@ -1,0 +1,468 @@
+"""A site's rules against a server that asks for more than it may: its parcels go straight to `Site.answer`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+pytest.importorskip("flwr")
+
+from waffle_fl.algorithms import for_model
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.deploy import folders
+from waffle_fl.deploy.clientapp import answered
+from waffle_fl.deploy.folders import change, read_site
+from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.rehearsal import rehearse
+from waffle_fl.deploy.site import Site, software
+from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
+from waffle_fl.engines.flower.course import Course, Plan, first_stand
+from waffle_fl.engines.flower.messages import Parcel, Task, packed
+from waffle_fl.errors import WaffleError
+from waffle_fl.models import FlatModel, builder, cross_entropy
+from waffle_fl.tensorfile import pack
+
+ROWS = 40
+
+
+def table(path: Path, rows: int = ROWS, people: int = ROWS) -> None:
+    """Patients with a name each, two numbers, a ward to predict."""
+    lines = ["name,age,dose,ward"]
+    for i in range(rows):
+        lines.append(f"patient{i % people},{20 + i * 7 % 60},{(i * 13 % 11) / 3:.3f},{'AB'[(i * i + i // 3) % 2]}")
+    path.write_text("\n".join(lines))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    folders.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1")
+    folder = tmp_path / "fed" / "sites" / "north"
+    (folder / "data").mkdir()
+    table(folder / "data" / "north.csv")
+    return folder
+
+
+def config(method: str = "fedavg", options: dict[str, Any] | None = None, **settings: Any) -> RunConfig:
+    given = {"data": "hospitals", "target": "ward", "alice": "north", "batch_size": 8, "rounds": 2, "model": "linear"}
+    return check_run(method, {**given, **settings}, options or {})
+
+
+class Server:
+    """Whoever holds the server: what he asks of one site under one run's name and config."""
+
+    def __init__(self, site: Path, asked: RunConfig, run: str = "run") -> None:
+        self.site, self.run, self.config = site, run, asked
+
+    def send(self, payloads: dict[str, bytes] | None = None, **words: Any) -> Parcel:
+        common = {"software": software(), "run": self.run, "agent": 0, "config": self.config.to_json()}
+        return Site(self.site).answer(Parcel(json.loads(json.dumps({**common, **words})), payloads or {}))
+
+    def survey(self) -> Survey:
+        def ask(stage: Stage, known: dict[str, Any]) -> Answers:
+            words = self.send(stage=stage, known=known).words
+            if "error" in words:
+                raise WaffleError(words["error"])
+            return {"north": dict(words)}
+
+        return survey(ask, self.config.settings)
+
+    def course(self, facts: Survey) -> Course:
+        s = self.config.settings
+        model = FlatModel(
+            builder(s.model, s.data, facts.shape, facts.outputs), loss=cross_entropy, precision=s.precision
+        )
+        algorithm = for_model(self.config.algorithm(), model.layers)
+        samples = (facts.samples["north"],)
+        steps = (s.epochs * -(-samples[0] // s.batch_size),)
+        plan = Plan(
+            self.run, "course", algorithm, ("north",), 0, samples, steps, s.rounds, s.batch_size, "off", "north"
+        )
+        return Course(plan, model, first_stand(algorithm, model, s.seed, 1))
+
+    def order(self, facts: Survey, course: Course, *tasks: tuple[dict[str, Any], bytes], **words: Any) -> Parcel:
+        """These tasks in one message, honest in all besides."""
+        spec = {"known": facts.known, "digest": facts.digests["north"], "model": course.model.fingerprint()}
+        payloads = {str(task["course"]): payload for task, payload in tasks}
+        return self.send(payloads, **{**spec, "tasks": [task for task, _ in tasks], **words})
+
+
+class Scene(NamedTuple):
+    """A site that has been surveyed, and the first task of a run."""
+
+    server: Server
+    facts: Survey
+    course: Course
+    task: dict[str, Any]
+    payload: bytes
+
+    def order(self, payload: bytes | None = None, **changes: Any) -> Parcel:
+        """The first task with these fields changed."""
+        return self.server.order(self.facts, self.course, ({**self.task, **changes}, payload or self.payload))
+
+    def said(self, payload: bytes | None = None, **changes: Any) -> dict[str, Any]:
+        return next(iter(self.order(payload, **changes).words["courses"].values()))  # type: ignore[no-any-return]
+
+    def other_models(self) -> Iterator[bytes]:
+        """Payloads with other models in them."""
+        tensors = load(self.payload)
+        for k in range(1, 1000):
+            yield pack({name: value + 0.01 * k for name, value in tensors.items()}, {})
+
+
+def scene(site: Path, asked: RunConfig | None = None, run: str = "run") -> Scene:
+    server = Server(site, asked or config())
+    server.run = run
+    facts = server.survey()
+    course = server.course(facts)
+    task, payload = course.task(0)
+    return Scene(server, facts, course, task.to_json(), payload)
+
+
+@pytest.fixture
+def first(site: Path) -> Scene:
+    people(site)
+    return scene(site)
+
+
+def people(site: Path, count: int = 4, rows: int = ROWS) -> None:
+    """The site's table anew, with so many different names in it."""
+    table(site / "data" / "north.csv", rows, count)
+
+
+def ledger(site: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (site / "ledger.jsonl").read_text().splitlines()]
+
+
+AIM = {"columns": [], "target": "ward", "task": "classification", "classes": ["A", "B"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target": "name"}, {"stage": "hello", "known": {}}),
+        ({"target": "age", "task": "classification"}, {"stage": "hello", "known": {}}),
+        ({}, {"stage": "columns", "known": {"aim": AIM, "kinds": {"name": "categorical"}}}),
+        ({}, {"stage": "columns", "known": {"aim": AIM, "kinds": {"age": "numeric", "name": "categorical"}}}),
+    ],
+)
+def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words: dict[str, Any], site: Path) -> None:
+    """Names of patients are refused by the site itself, as target or as column, in one line without any of them."""
+    lines = [f"patient{i},{i / 7:.3f},{i % 5},{'AB'[i % 2]}" for i in range(150)]
+    (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
+    said = json.dumps(Server(site, config(**settings)).send(**words).words)
+    assert "more than 100 different texts, which stay here" in said
+    assert "patient" not in said
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("name", {"stage": "hello", "known": {}}),
+        ("ward", {"stage": "columns", "known": {"aim": AIM, "kinds": {"name": "categorical"}}}),
+    ],
+)
+def test_an_identifier_stays_however_few_there_are(target: str, words: dict[str, Any], site: Path) -> None:
+    """A text of its own in every row is a name, also where the site has few rows."""
+    said = json.dumps(Server(site, config(target=target)).send(**words).words)
+    assert "column 'name' has another text in every row: they stay here" in said
+    assert "patient" not in said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"split_seed": 1}, {"test_share": 0.26}, {"validation": 0.1}, {"target": "name"}, {"categorical": ("dose",)}],
+)
+def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> None:
+    """Means under another split would give single rows by subtraction: the data is summarised in one way only."""
+    people(site)
+    Server(site, config()).survey()
+    for run in ("run", "another"):
+        other = Server(site, config(**settings), run)
+        with pytest.raises(WaffleError, match=r"as read and split in 1 way\(s\), and this would be one more"):
+            other.survey()
+        facts = Server(site, config(), run).survey()
+        words = {"known": facts.known, "digest": facts.digests["north"], "model": "", "tasks": []}
+        assert "would be one more" in other.send(**words).words["error"]
+    change(site / "site.toml", surveys=2)
+    Server(site, config(**settings)).survey()
+
+
+def test_the_same_survey_is_free(site: Path) -> None:
+    """Runs of other methods, seeds and Alices on the same data, read alike, ask nothing new."""
+    people(site)
+    facts = [Server(site, config(m, seed=k), f"run-{k}").survey() for k, m in enumerate(("waffle", "ditto", "local"))]
+    assert len({json.dumps(found.prepared) for found in facts}) == 1
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"aim": {**AIM, "classes": ["B", "A"]}, "kinds": {"age": "numeric"}},
+        {"aim": {**AIM, "task": "regression"}, "kinds": {"age": "numeric"}},
+        {"aim": {**AIM, "target": "dose"}, "kinds": {"age": "numeric"}},
+        {"aim": AIM, "kinds": {"age": "categorical"}},
+    ],
+)
+def test_other_questions_within_a_survey_are_refused(known: dict[str, Any], site: Path) -> None:
+    """What the server itself says of target, classes and kinds of columns is part of the one survey."""
+    people(site)
+    server = Server(site, config())
+    server.survey()
+    assert set(server.send(stage="columns", known=known).words) == {"error", "software"}
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(5, True), (7, False)])
+def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> None:
+    """A mean of fewer than five training rows does not leave."""
+    people(site, rows=rows)
+    said = Server(site, config()).send(stage="counts", known={"aim": AIM}).words
+    assert said.get("error", "") == ("fewer than 5 training rows are not summarised" if refused else "")
+
+
+def test_few_rows_score_no_model(site: Path) -> None:
+    """Fewer than five held-out rows tell nothing of a model: it would tell their labels."""
+    people(site, rows=12)
+    assert scene(site).said(examine=True, round=0) == {"error": "fewer than 5 held-out rows score no model"}
+
+
+def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
+    """The server cannot have a column counted twice, left out, or made of more texts than may be categories."""
+    prepared = first.facts.prepared
+    assert prepared is not None
+    columns = prepared["columns"]
+    many = [{**columns[0], "categories": [str(i) for i in range(101)]}, *columns[1:]]
+    for changed in ({"columns": columns[1:]}, {"columns": [*columns, columns[0]]}, {"columns": many}):
+        known = {**first.facts.known, "prepared": {**prepared, **changed}}
+        reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+        assert "error" in reply.words["courses"]["course"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"course": name} for name in ("../../evil", "", "a/b", ".", 1, None, ["a"])),
+        *({"attempt": value} for value in ("1/../../evil", -1, 1.5, True, None, 1 << 50)),
+        *({"round": value} for value in ("1", -1, 2.0, False)),
+        *({"base": value} for value in ([0], [0, "../x"], [-1, 0], [0, 0, 0], "ab", {"a": 1, "b": 2})),
+        *({"alice": value} for value in (0, None)),
+        *({"examine": 1}, {"final": "yes"}, {"restored": None}, {"more": 1}),
+    ],
+)
+def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: Scene) -> None:
+    """What a server writes into a task becomes neither a path nor anything but what the field is for."""
+    with pytest.raises(WaffleError):
+        Task.from_json({**first.task, **changes})
+    before = sorted(first.server.site.parent.rglob("*"))
+    assert first.order(**changes).words["error"] == "it failed there (WaffleError); the site's own log says why"
+    assert sorted(first.server.site.parent.rglob("*")) == before
+
+
+def test_a_final_model_is_not_written_over(first: Scene) -> None:
+    """Neither another run nor another final model of the same run takes the place of one that is kept."""
+    models = first.server.site / "models"
+    final = {"round": 0, "final": True}
+    assert "metrics" in first.said(**final)
+    kept = (models / "run-course" / "model.safetensors").read_bytes()
+    other = next(first.other_models())
+    assert "metrics" in first.said(other, **final)
+    assert "metrics" in first.said(**final)
+    clash = scene(first.server.site, run="run-course")
+    assert "metrics" in clash.said(other, course="2", **final)
+    assert (models / "run-course" / "model.safetensors").read_bytes() == kept
+    assert sorted(path.name for path in models.iterdir()) == ["run-course", "run-course-2", "run-course.2"]
+
+
+@pytest.mark.parametrize("task", [{}, {"round": 0, "examine": True}, {"round": 0, "final": True}])
+def test_rules_hold_without_training(task: dict[str, Any], first: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that is not allowed is not scored either, and a module that is not allowed is never imported."""
+    canary = first.server.site / "canary"
+    (canary / "modules").mkdir(parents=True)
+    (canary / "modules" / "hostile_module.py").write_text(f"open({str(canary / 'sung')!r}, 'w')")
+    monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
+    change(first.server.site / "site.toml", methods=["fedavg"])
+    first.server.config = config("ditto")
+    assert "takes part in fedavg, not in ditto" in first.order(**task).words["error"]
+    first.server.config = config(model="hostile_module:build")
+    assert "does not import the model 'hostile_module:build'" in first.order(**task).words["error"]
+    assert not (canary / "sung").exists()
+
+
+@pytest.mark.parametrize("task", [{}, {"round": 0, "examine": True}, {"round": 0, "final": True}])
+def test_different_questions_are_counted(task: dict[str, Any], first: Scene) -> None:
+    """Of a round with other models only so many updates leave, or scores, as `rounds` says; the same again is free."""
+    change(first.server.site / "site.toml", rounds=2)
+    models = first.other_models()
+    asked = [first.payload, next(models)]
+    for payload in (*asked, *asked):
+        assert "error" not in first.said(payload, **task)
+    assert "answers 2 rounds in all" in first.said(next(models), **task)["error"]
+    assert (
+        "answers 2 rounds in all" in scene(first.server.site, config(seed=2), "new").said(next(models), **task)["error"]
+    )
+
+
+@pytest.mark.parametrize("changes", [{"attempt": 1}, {"round": 2}, {"alice": "south"}])
+def test_another_attempt_is_another_question(changes: dict[str, Any], first: Scene) -> None:
+    """Other batches, another round or another Alice tell more of the rows: each is one more."""
+    change(first.server.site / "site.toml", rounds=1)
+    assert "error" not in first.said()
+    assert "error" not in first.said(course="again")
+    assert "answers 1 rounds in all" in first.said(**changes)["error"]
+
+
+def test_a_resumed_server_asks_the_same(site: Path) -> None:
+    """A round asked for again without its score, or with the state that the site holds, is the same question."""
+    people(site)
+    change(site / "site.toml", rounds=1)
+    begun = scene(site, config("scaffold"))
+    begun.course.lost.add(0)
+    restored, payload = begun.course.task(0)
+    assert restored.restored
+    for said in (begun.said(examine=True), begun.said(), begun.said(payload, restored=True)):
+        assert "error" not in said
+    assert "answers 1 rounds in all" in begun.said(attempt=1)["error"]
+
+
+def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
+    """A run of R rounds fits into rounds = R, its scores and its final model too, and the whole of it again is free."""
+    people(site)
+    change(site / "site.toml", rounds=2)
+    for _ in range(2):
+        honest = scene(site)
+        course = honest.course
+        for _ in range(3):
+            task, payload = course.task(0)
+            reply = honest.server.order(honest.facts, course, (task.to_json(), payload))
+            course.hear(0, reply.words["courses"]["course"], reply.payloads.get("course"))
+            course.turn(1)
+        assert course.finished
+
+
+def test_what_is_not_finite_tells_nothing(first: Scene) -> None:
+    """An update with one infinite number leaves as NaN from end to end, however long it is."""
+    change(first.server.site / "site.toml", max_norm=1e-9)
+    tensors = load(first.payload)
+    name = max(tensors, key=lambda each: tensors[each].numel())
+    tensors[name].view(-1)[0] = torch.inf
+    reply = first.order(pack(tensors, {}))
+    sent = load(reply.payloads["course"])
+    assert sent["dy"].isnan().all()
+    assert first.said() == {"error": "an update that is too long stays here: this site allows 1e-09"}
+
+
+class Up(NamedTuple):
+    dy: Tensor
+    stats: Tensor
+    p: Tensor
+    chosen: Tensor
+
+
+def test_all_of_an_update_is_measured(site: Path) -> None:
+    """Every tensor but the statistics has to be short enough, and each is blanked if any number is not finite."""
+    policy = replace(read_site(site).policy, max_norm=1.0)
+    short, long = torch.full((1, 3), 0.1), torch.full((1, 3), 1e200, dtype=torch.float64)
+    chosen = torch.tensor([[1]])
+    assert policy.let_update_out(Up(short, long, short, chosen)).stats is long
+    for up in (Up(long, short, short, chosen), Up(short, short, long, chosen)):
+        with pytest.raises(Refused, match="too long stays here"):
+            policy.let_update_out(up)
+    out = policy.let_update_out(Up(short, short * torch.nan, short, chosen))
+    assert all(value.isnan().all() for value in out[:3])
+    assert out.chosen.item() == 0
+
+
+def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
+    """Whatever breaks before or in an answer is told by its kind: Flower never sees an exception of ours."""
+    good = packed(Parcel({"software": software()}))
+    for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None), (site, good)):
+        reply = answered(folder, content)
+        assert reply.words["error"].startswith("it failed there (")
+        assert str(tmp_path) not in json.dumps(reply.words)
+    (site / "site.toml").write_text("secret =")
+    assert answered(site, good).words["error"].startswith("it failed there (WaffleError)")
+
+
+def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
+    """What cannot be written down does not leave."""
+    path = first.server.site / "ledger.jsonl"
+    path.unlink()
+    path.mkdir()
+    reply = first.order()
+    assert reply.payloads == {}
+    assert reply.words["error"].startswith("it failed there (")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        config(epochs=10**12),
+        config(batch_size=10**9),
+        config("pfedme", {"inner_steps": 10**12}),
+        config("ifca", {"clusters": 10**9}),
+        config("fedfomo", {"models": 10**9}),
+    ],
+    ids=lambda each: each.method,
+)
+def test_work_is_bounded(asked: RunConfig, first: Scene) -> None:
+    """Steps, batches and copies of the model beyond what the site allows are refused before any is made."""
+    first.server.config = asked
+    assert "this site" in first.said()["error"]
+
+
+def test_messages_are_bounded(first: Scene) -> None:
+    """A message of more megabytes than the site allows is not read, nor are copies of a model beyond them made."""
+    change(first.server.site / "site.toml", max_mb=1)
+    assert first.order(bytes(2 << 20)).words["error"] == "a message takes more than the 1 MB that this site allows"
+    first.server.config = config("ifca", {"clusters": 10**5})
+    assert first.said()["error"] == "this model takes more than the 1 MB that this site allows"
+
+
+def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
+    """With alice = all each course has its own error, and the ledger says what truly left."""
+    broken = ({**first.task, "course": "broken"}, b"rubbish")
+    reply = first.server.order(first.facts, first.course, broken, (first.task, first.payload))
+    assert reply.words["courses"].keys() == {"broken", "course"}
+    assert reply.words["courses"]["broken"]["error"].startswith("what the server sent cannot be read")
+    assert reply.payloads.keys() == {"course"}
+    lines = {line["course"]: line for line in ledger(first.server.site)[-2:]}
+    assert lines["broken"]["bytes"] == 0
+    assert lines["broken"]["said"] == reply.words["courses"]["broken"]
+    assert lines["course"]["bytes"] == len(reply.payloads["course"])
+    twice = first.server.order(first.facts, first.course, (first.task, first.payload), (first.task, first.payload))
+    assert twice.words["error"] == "one course is asked for twice in a message"
+
+
+def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
+    """Scores, final metrics and refusals stand in the ledger as they left."""
+    score = first.said(round=0, examine=True)
+    metrics = first.said(round=0, final=True)
+    first.server.run = "../evil"
+    refusal = first.order().words["error"]
+    said = [line.get("said") for line in ledger(first.server.site)[-3:]]
+    assert said == [score, metrics, {"error": refusal}]
+    assert metrics["metrics"]["accuracy"] >= 0
+
+
+def test_one_answer_at_a_time(site: Path) -> None:
+    """While one process answers, another waits: neither counts without the other."""
+    own = Site(site).ledger
+    with own.alone(), own.path.open("ab") as stream, pytest.raises(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
+    """A course that would be refused is told by the dry run, not passed over."""
+    people(site)
+    change(site / "site.toml", max_norm=1e-9)
+    with pytest.raises(WaffleError, match="this site would refuse, or fail: an update that is too long stays here"):
+        list(rehearse(site, config()))
