@@ -158,6 +158,96 @@ def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> No
         conduct(folder, config("ditto"), tmp_path / "run", Grid(folder, lose))
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_f4_one_alice_s_loss_is_her_own(resumed: bool, folder: Path, tmp_path: Path) -> None:
+    """F4: of many Alices the one who has lost her own model ends her run alone; all others finish theirs."""
+    wanted = config("ditto", alice="all", rounds=2)
+
+    def lost(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        course = next((task["course"] for task in request.words.get("tasks", []) if task["examine"]), "")
+        if name != "b" or not course:
+            return reply
+        return Parcel({**reply.words, "courses": {**reply.words["courses"], course: {"lost": True}}}, reply.payloads)
+
+    for _ in range(1 + resumed):
+        with pytest.raises(WaffleError, match=r"^Alice \(agent 1\) has lost her own model of round 1.*resume goes on$"):
+            conduct(folder, wanted, tmp_path / "runs", Grid(folder, lost))
+    ended = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/result.json"))
+    assert ended == ["digits-C-ditto-1", "digits-C-ditto-1-2"]
+
+
+UNTOLD = {"accuracy": 10**400, "loss": None, "validation_loss": "low", "rmse": 0.5, "more": 1}
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+def test_what_alice_tells_is_a_number_or_nothing(r: int, folder: Path, tmp_path: Path) -> None:
+    """A score that is no finite number of this task is recorded as none, and the run finishes."""
+
+    def boast(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        (task,) = request.words.get("tasks", [{}])
+        if not task.get("examine") or task["base"][0] != r:
+            return reply
+        said = {**reply.words["courses"][task["course"]], "score": {"finite": True, **UNTOLD}}
+        if task["final"]:
+            said["metrics"] = {"auc": float("inf"), "log_loss": 10**400, "loss": True, **UNTOLD}
+        return Parcel({**reply.words, "courses": {task["course"]: said}}, reply.payloads)
+
+    conduct(folder, config(), tmp_path / "run", Grid(folder, boast))
+    _, rounds, result = bits(tmp_path / "run")
+    assert [line["accuracy"] is None for line in rounds] == [line["round"] == r for line in rounds]
+    assert all("rmse" not in line and "more" not in line for line in rounds)
+    assert result["best"]["round"] != r
+    assert r != 3 or result["metrics"] == dict.fromkeys(("accuracy", "loss", "validation_loss", "auc", "log_loss"))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"moments": {"age": [3, float("nan"), 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 40.0, float("inf")], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 40.0, -1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [-3, 40.0, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [float("inf"), 40.0, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 1e300, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 10**400, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": 3},
+        {"categories": {"sex": 3}},
+        {"categories": None},
+        {"counts": {"age": [-1, 0, 0]}},
+        {"counts": {"age": [float("inf"), 0, 0]}},
+        {"samples": -1},
+        {"samples": float("inf")},
+        {"columns": 3},
+        {"values": 3},
+        {"categorical": {}},
+    ],
+)
+def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
+    """A site that tells of its data what cannot be is named before the first round."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own))
+
+    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        replaced = {key: value for key, value in told.items() if key in reply.words}
+        return Parcel({**reply.words, **replaced}) if name == "south" else reply
+
+    with pytest.raises(WaffleError, match=r"^south told of its data in a way that cannot be read: [^\n]+$"):
+        conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
+
+
+@pytest.mark.parametrize("kind", [["tables"], None, "\x1b[31mred"])
+def test_another_kind_of_data(kind: Any, tmp_path: Path) -> None:
+    """Sites that hold different kinds of data are told so, in a line that no terminal takes for orders."""
+    folder = federation(tmp_path / "own", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
+
+    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        return Parcel({**reply.words, "kind": kind}) if name == "south" else reply
+
+    with pytest.raises(WaffleError, match="^the sites differ in the kind of their data: north has tables") as caught:
+        conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
+    assert str(caught.value).isprintable()
+
+
 def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> None:
     """F6: a server that dies at any message of a run ends, resumed, in the bits of the unbroken run."""
     twin = bits(simulated(config(), tmp_path / "twin"))

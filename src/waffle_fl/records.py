@@ -194,7 +194,7 @@ def code_digest() -> str:
 
 def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dict[str, Any]:
     """Best round (the paper's protocol), last round, and the one that validation selects."""
-    scored = [line for line in rounds if line.get("loss") is not None]
+    scored = [line for line in rounds if None not in (line.get("loss"), line.get("accuracy", line.get("rmse")))]
     result: dict[str, Any] = {"schema": SCHEMA, "status": status, "rounds": len(rounds)}
     if message:
         result["message"] = message
@@ -210,7 +210,7 @@ def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dic
 
 def _merit(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
     """The larger the better; a tie in accuracy on validation data goes to the smaller loss."""
-    accuracy = line.get(f"{prefix}accuracy", 0.0)
+    accuracy = line.get(f"{prefix}accuracy") or 0.0
     return accuracy, -line[f"{prefix}loss"] if prefix or "rmse" in line else 0.0
 
 

@@ -25,6 +25,8 @@ from waffle_fl.engines.flower.course import (
     first_stand,
     largest_message,
     largest_reply,
+    number,
+    one_line,
     stand_of,
     tensors_of,
 )
@@ -38,6 +40,7 @@ from waffle_fl.records import Run, provenance, read_rounds, summary
 from waffle_fl.tensorfile import unpack
 
 HANDSHAKE_BYTES = 8 << 20
+OTHER = {"classification": "rmse", "regression": "accuracy"}  # what is no score of this task
 HEARD = (REASONS[OK], REASONS[CLIPPED])
 
 
@@ -131,9 +134,10 @@ class Conductor:
                 raise WaffleError(f"{site} did not answer within {self.settings.deadline:g} seconds")
             told = answers[site]
             if told.get("error"):
-                raise WaffleError(f"{site}: {' '.join(str(told['error']).split())[:300]}")
+                raise WaffleError(f"{site}: {one_line(told['error'])}")
             if told.get("software") != software():
-                raise WaffleError(f"{site} runs {told.get('software')}, the server {software()}: install the same")
+                other = one_line(told.get("software"))
+                raise WaffleError(f"{site} runs {other}, the server {software()}: install the same")
         return {site: answers[site] for site in self.sites}
 
     def _words(self) -> dict[str, Any]:
@@ -171,6 +175,7 @@ class Conductor:
             batch_size=s.batch_size,
             guard=s.guard,
             handle=s.alice,
+            scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
         )
         run = stack.enter_context(Run.opened(folder, config, self._origin(config, facts, model, alice), self.job.force))
         if run.result is not None:
@@ -233,7 +238,7 @@ class Conductor:
         for site, reply in self._exchange(letters, "train"):
             i, error = self.sites.index(site), reply.words.get("error")
             if error:
-                self.job.journal.say(note=f"{site}: {' '.join(str(error).split())[:300]}")
+                self.job.journal.say(note=f"{site}: {one_line(error)}")
             said = reply.words.get("courses")
             for entry in asked[site]:
                 label = entry.course.plan.course
@@ -259,6 +264,8 @@ class Conductor:
     def _turn(self, entry: Entry) -> str | None:
         """Close, record and save what can be; a text if the course ends here without having finished."""
         course = entry.course
+        if course.stuck:
+            return course.stuck
         held, r = course.held_by(entry.quorum), course.now.round + course.training
         settled, diverged = course.turn(entry.quorum)
         if settled:
@@ -301,15 +308,15 @@ class Conductor:
         told, payload = course.parting
         result = summary(read_rounds(entry.run.folder / "rounds.jsonl"), "finished")
         if isinstance(told, dict):
-            names = [name for name in (*SCORES, *METRICS) if name in told]
-            result["metrics"] = {name: told[name] for name in names if isinstance(told[name], float | int | None)}
+            names = [name for name in (*course.plan.scores, *METRICS) if name in told]
+            result["metrics"] = {name: number(told[name]) for name in names}
         net = course.own_model()
         if net is None and payload is not None:
             blank = course.model.init(0)
             try:
                 net = Net(**unpack(payload, blank._asdict())[1])
             except WaffleError as error:
-                self.job.journal.say(note=f"Alice's model could not be read: {error}")
+                self.job.journal.say(note=f"Alice's model could not be read: {one_line(error)}")
         entry.run.close(result, course.model.state_dict(net) if net else None)
 
 
