@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.jobs import Job
-from waffle_fl.deploy.serverapp import main
+from waffle_fl.deploy.serverapp import Conductor, main
 from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
 from waffle_fl.errors import WaffleError
@@ -343,6 +344,24 @@ def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: p
     grid.gone = {"a", "c"}
     with pytest.raises(WaffleError, match=r"2 of 3 sites did not come within 0.2 seconds: a, c"):
         conduct(folder, config(), tmp_path / "run", grid)
+
+
+def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(folder: Path, tmp_path: Path) -> None:
+    """F10: a run whose sites have told of their data does not wait for those that may be missing."""
+    grid = Grid(folder)
+    survey = Conductor(folder, Job.create(folder, config(), tmp_path / "run", force=False), grid)._survey()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    grid.gone = {"c"}
+    conductor = Conductor(folder, Job.open(folder, "run"), grid)
+    began = time.monotonic()
+    assert conductor._survey() == survey
+    assert time.monotonic() - began < 1
+    change(folder / "server.toml", start_timeout=0.2)
+    for gone in ({"a"}, {"b", "c"}):
+        grid.gone = gone
+        with pytest.raises(WaffleError, match=f"did not come within 0.2 seconds: {', '.join(sorted(gone))}"):
+            Conductor(folder, Job.open(folder, "run"), grid)._survey()
 
 
 def test_f11_other_software(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

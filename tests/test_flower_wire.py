@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,9 @@ import httpx
 import pytest
 
 pytest.importorskip("flwr")
+
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.superlink.grid import http_grid
 
 from flower_harness import OWN_MODEL, Deployment, Grid, bits, conduct, federation, simulated, with_model
 from flower_liar import TWICE, UNREADABLE, Recorder, fleet, install, replayed
@@ -188,6 +192,90 @@ def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
     line = bits(tmp_path / "run")[1][1]
     assert line["weights"] == [0.5, 0.0, 0.5]
     assert line["refused"] == [["agent 1", "not a message that Flower can read (KeyError)"]]
+
+
+class HalfReply:
+    """What Flower's grid talks to: a SuperLink with one node, that has announced a reply and died."""
+
+    def __init__(self) -> None:
+        self._client = SimpleNamespace()
+
+    PushObject = None  # nothing is wanted of what is sent
+
+    def GetNodes(self, request: Any) -> Any:
+        return SimpleNamespace(nodes=[SimpleNamespace(node_id=1, public_key=b"a", last_activated_at="")])
+
+    def PushMessages(self, request: Any) -> Any:
+        return SimpleNamespace(message_ids=["1"], objects_to_push=[], session_id="")
+
+    def PullMessages(self, request: Any) -> Any:
+        reply = SimpleNamespace(metadata=SimpleNamespace(message_id="2", reply_to_message_id="1"))
+        return SimpleNamespace(messages_list=[reply], message_object_trees=[ObjectTree(object_id="2")])
+
+    def PullObject(self, request: Any) -> Any:
+        return SimpleNamespace(object_found=True, object_available=False)
+
+
+def test_a_reply_that_stops_half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a site that died while it sent its reply holds the round until the deadline, and no longer."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
+    Grid(folder)  # lets messages be made in this process
+    grid = http_grid.HttpGrid(token="token")
+    grid._client, grid._run = HalfReply(), SimpleNamespace(run_id=1)  # type: ignore[assignment]
+    office = post.Post(grid, {b"a": "a"}, 1 << 20)
+    began = time.monotonic()
+    assert list(office.exchange({"a": lambda: Parcel({})}, "train", seconds=1.0, grace=9.0)) == []
+    assert 1.0 <= time.monotonic() - began < 5.0
+    assert ("a", "Flower says: message unavailable") in office.log
+
+
+def test_a_superlink_that_is_away_for_a_while(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F5: requests that do not reach the SuperLink are made again, and no bit changes."""
+    monkeypatch.setattr(post, "PAUSE", 0.01)
+    change(folder / "server.toml", grace=0.1)
+
+    class Flaky(Grid):
+        calls = 0
+
+        def reached(self) -> None:
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise httpx.ConnectError("refused")
+
+        def get_nodes(self) -> list[Any]:
+            self.reached()
+            return super().get_nodes()
+
+        def push_messages(self, messages: Sequence[Any]) -> list[str]:
+            self.reached()
+            return super().push_messages(messages)
+
+        def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
+            self.reached()
+            return super().pull_messages(numbers)
+
+    conduct(folder, config(3), tmp_path / "run", Flaky(folder))
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(3), tmp_path / "twin"))[:2]
+
+
+def test_f1_a_site_that_is_offline(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a round waits `grace` seconds for a site that is offline, not the whole deadline."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    change(folder / "server.toml", grace=0.3, deadline=600.0)
+    grid = Grid(folder)
+
+    def leave(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+        if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+            grid.gone = {"b"}
+            return None
+        return reply
+
+    grid.post = leave
+    began = time.monotonic()
+    conduct(folder, config(3), tmp_path / "run", grid)
+    assert time.monotonic() - began < 60
+    assert [line.get("screened") for line in bits(tmp_path / "run")[1]] == [None, *2 * [{"agent 1": "absent"}]]
 
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from waffle_fl.algorithms import for_model
-from waffle_fl.config import RunConfig
+from waffle_fl.config import EVERYONE, RunConfig
 from waffle_fl.deploy.folders import ServerSettings, read_server
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
@@ -109,11 +109,17 @@ class Conductor:
             raise WaffleError("; ".join(unreachable) + "; all rounds so far are saved: waffle deploy resume goes on")
 
     def _survey(self) -> Survey:
-        """What is known of everyone's data: asked for once, and kept with the job."""
-        known = self.job.survey
-        missing = self.post.wait(list(self.sites), self.settings.start_timeout)
-        online = len(self.sites) - len(missing)
-        if missing and (known is None or online < self.settings.quorum):
+        """What is known of everyone's data: asked of all sites once, and kept with the job."""
+        known, alice = self.job.survey, self.job.config.settings.alice
+        needed = set(self.sites) if known is None else set()
+        if known is not None and alice != EVERYONE:
+            needed = {self.sites[index_of(alice, self.names)]}
+
+        def suffice(online: Collection[str]) -> bool:
+            return needed <= set(online) and len(set(online)) >= self.settings.quorum
+
+        missing = self.post.wait(self.sites, self.settings.start_timeout, suffice)
+        if not suffice(set(self.sites).difference(missing)):
             raise WaffleError(
                 f"{len(missing)} of {len(self.sites)} sites did not come within {self.settings.start_timeout:g} "
                 f"seconds: {', '.join(missing)}; start them (waffle deploy site), then waffle deploy resume"
@@ -131,7 +137,10 @@ class Conductor:
         answers = {site: dict(reply.words) for site, reply in self._exchange(letters, "query")}
         for site in self.sites:
             if site not in answers:
-                raise WaffleError(f"{site} did not answer within {self.settings.deadline:g} seconds")
+                raise WaffleError(
+                    f"{site} did not answer within {self.settings.deadline:g} seconds, or was offline for "
+                    f"{self.settings.grace:g}: start it (waffle deploy site), then waffle deploy resume"
+                )
             told = answers[site]
             if told.get("error"):
                 raise WaffleError(f"{site}: {one_line(told['error'])}")
@@ -144,7 +153,7 @@ class Conductor:
         return {"software": software(), "run": self.job.run, "config": self.job.config.to_json()}
 
     def _exchange(self, letters: Mapping[str, Letter], kind: str) -> Any:
-        yield from self.post.exchange(letters, kind, self.settings.deadline)
+        yield from self.post.exchange(letters, kind, self.settings.deadline, self.settings.grace)
         for site, what in self.post.log:
             self.job.journal.say(note=f"{site}: {what}")
         self.post.log.clear()

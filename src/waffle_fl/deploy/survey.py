@@ -94,7 +94,9 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
     def column(name: str) -> Column:
         if kinds[name] == "categorical":
-            return categorical_column(name, counts[name], [_texts(who, w, "categories", name) for who, w in told.items()])
+            return categorical_column(
+                name, counts[name], [_texts(who, w, "categories", name) for who, w in told.items()]
+            )
         own = [] if stays else [_moments(who, w, name) for who, w in told.items()]
         return numeric_column(name, counts[name], own)
 
