@@ -244,7 +244,7 @@ def test_another_kind_of_data(kind: Any, tmp_path: Path) -> None:
     def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
         return Parcel({**reply.words, "kind": kind}) if name == "south" else reply
 
-    with pytest.raises(WaffleError, match="^the sites differ in the kind of their data: north has tables") as caught:
+    with pytest.raises(WaffleError, match=r"^the sites differ in the kind of their data: north has tables") as caught:
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
     assert str(caught.value).isprintable()
 

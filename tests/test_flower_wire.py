@@ -194,26 +194,19 @@ def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
     assert line["refused"] == [["agent 1", "not a message that Flower can read (KeyError)"]]
 
 
-class HalfReply:
+def half_replied() -> Any:
     """What Flower's grid talks to: a SuperLink with one node, that has announced a reply and died."""
-
-    def __init__(self) -> None:
-        self._client = SimpleNamespace()
-
-    PushObject = None  # nothing is wanted of what is sent
-
-    def GetNodes(self, request: Any) -> Any:
-        return SimpleNamespace(nodes=[SimpleNamespace(node_id=1, public_key=b"a", last_activated_at="")])
-
-    def PushMessages(self, request: Any) -> Any:
-        return SimpleNamespace(message_ids=["1"], objects_to_push=[], session_id="")
-
-    def PullMessages(self, request: Any) -> Any:
-        reply = SimpleNamespace(metadata=SimpleNamespace(message_id="2", reply_to_message_id="1"))
-        return SimpleNamespace(messages_list=[reply], message_object_trees=[ObjectTree(object_id="2")])
-
-    def PullObject(self, request: Any) -> Any:
-        return SimpleNamespace(object_found=True, object_available=False)
+    node = SimpleNamespace(node_id=1, public_key=b"a", last_activated_at="")
+    reply = SimpleNamespace(metadata=SimpleNamespace(message_id="2", reply_to_message_id="1"))
+    pulled = SimpleNamespace(messages_list=[reply], message_object_trees=[ObjectTree(object_id="2")])
+    return SimpleNamespace(
+        _client=SimpleNamespace(),
+        GetNodes=lambda request: SimpleNamespace(nodes=[node]),
+        PushMessages=lambda request: SimpleNamespace(message_ids=["1"], objects_to_push=[], session_id=""),
+        PushObject=None,  # nothing is wanted of what is sent
+        PullMessages=lambda request: pulled,
+        PullObject=lambda request: SimpleNamespace(object_found=True, object_available=False),
+    )
 
 
 def test_a_reply_that_stops_half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +215,7 @@ def test_a_reply_that_stops_half_way(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
     Grid(folder)  # lets messages be made in this process
     grid = http_grid.HttpGrid(token="token")
-    grid._client, grid._run = HalfReply(), SimpleNamespace(run_id=1)  # type: ignore[assignment]
+    grid._client, grid._run = half_replied(), SimpleNamespace(run_id=1)  # type: ignore[assignment]
     office = post.Post(grid, {b"a": "a"}, 1 << 20)
     began = time.monotonic()
     assert list(office.exchange({"a": lambda: Parcel({})}, "train", seconds=1.0, grace=9.0)) == []

@@ -126,7 +126,7 @@ class Post:
         return number  # type: ignore[no-any-return]
 
     def _fetch(self, object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
-        """Flower's own, which waits for hours for the rest of a reply whose sender died over it: here to the deadline."""
+        """Flower's own way, to the deadline; it would wait for hours for a reply whose sender died over it."""
         from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
         left = max(0.0, self._end - time.monotonic())
