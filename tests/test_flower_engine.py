@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
+import json
 import shutil
 import time
 from pathlib import Path
@@ -9,15 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 pytest.importorskip("flwr")
 
 from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli import deploy
+from waffle_fl.cli.display import Live
+from waffle_fl.cli.watch import Watched
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy.folders import change
+from waffle_fl.deploy.checking import check_deployable
+from waffle_fl.deploy.folders import change, read_server
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.serverapp import Conductor, main
+from waffle_fl.deploy.site import software
 from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
 from waffle_fl.errors import WaffleError
@@ -366,6 +375,7 @@ def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(folder: Path, tmp_pat
 
 def test_f11_other_software(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F11: a site that runs another version is told from one of ours, both versions named."""
+    assert f"with torch {torch.__version__.partition('+')[0]}" in software()
     monkeypatch.setattr("waffle_fl.deploy.serverapp.software", lambda: "waffle-fl 9.9")
     with pytest.raises(WaffleError, match=r"the server runs waffle-fl 9.9, this site waffle-fl \d"):
         conduct(folder, config(), tmp_path / "run")
@@ -442,6 +452,117 @@ def test_one_process_conducts_a_job(folder: Path, tmp_path: Path) -> None:
     main(folder, Grid(folder), job.name)
     assert job.journal.since(0)[0][-1] == {"done": True}
     assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
+
+
+def test_who_looks_is_not_taken_for_who_conducts(folder: Path, tmp_path: Path) -> None:
+    """Many may look at the same moment whether a job is conducted, and none sees another's look."""
+    job = Job.create(folder, config(), tmp_path / "run", force=False)
+    with job.lock.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not job.conducted
+
+
+def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has said its last word, and still holds its place, ends for who watches it from now on."""
+    monkeypatch.setattr(deploy, "LOOK", 0.01)
+    job = Job.create(folder, config(), tmp_path / "run", force=False)
+    job.journal.say(error="that of an earlier attempt")
+    main(folder, Grid(folder), job.name)
+    with job.conducting():
+        assert deploy._watch(folder, job, Watched(quiet=True)) == 0
+    with job.journal.path.open("a") as stream:
+        stream.write('{"error": "cut by a cra')
+    job.journal.say(note="the same line")
+    job.journal.say(error="a cause")
+    with job.conducting(), pytest.raises(WaffleError, match=r"^a cause$"):
+        deploy._watch(folder, job, Watched(quiet=True))
+
+
+@pytest.mark.parametrize("metrics", [[], ["loss"], ["accuracy"], ["validation_loss"]])
+@pytest.mark.parametrize("alice", ["0", "all"])
+def test_a_run_of_which_little_is_told_is_watched(
+    metrics: list[str], alice: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A score that is not told is shown as n/a, an ended run is no surprise, and no text is taken for markup."""
+    monkeypatch.setattr(deploy, "LOOK", 0.01)
+    text = io.StringIO()
+    monkeypatch.setattr(deploy, "Console", lambda: Console(file=text, width=200))
+    for site in SITES:
+        change(folder / "sites" / site / "site.toml", metrics=metrics)
+
+    def evil(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        first = request.words.get("tasks", [{}])[0].get("round") == 1
+        return Parcel({"error": "[/evil] \x1b[31m[bold]\n\u202eno"}) if name == "c" and first else reply
+
+    job = Job.create(folder, config(alice=alice, rounds=2), tmp_path / "run", force=False)
+    main(folder, Grid(folder, evil), job.name)
+    for result in (tmp_path / "run").rglob("result.json"):
+        result.rename(result.with_suffix(".kept"))
+    with Live(Console(file=text, width=200)) as heard:
+        deploy._follow(None, "1", job, 0, heard)
+    for result in (tmp_path / "run").rglob("result.kept"):
+        result.rename(result.with_suffix(".json"))
+    with Live(Console(file=text, width=200)) as heard:
+        deploy._follow(None, "1", job, 0, heard)
+    with job.conducting():
+        assert deploy._watch(folder, job, Watched(quiet=True)) == 0
+    assert "note: c: [/evil] [31m[bold] no" in text.getvalue()
+    assert ("n/a" in text.getvalue()) == (metrics != ["accuracy"] or alice == "0")
+    assert "\x1b[31m[bold]" not in text.getvalue()
+
+
+def test_a_survey_is_of_its_run(tmp_path: Path) -> None:
+    """P5: what sites told for another target, or for a run whose folder is gone, is asked again."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own))
+    first = conduct(folder, tables(), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "ward"
+    assert first.survey is not None
+    shutil.rmtree(tmp_path / "run")
+    assert first.survey is None
+    second = Job.create(folder, tables(target="cost"), tmp_path / "run", force=True)
+    assert second.run != first.run
+    Conductor(folder, second, Grid(folder)).conduct()
+    assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "cost"
+    assert second.survey is not None
+
+
+def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
+    """P5: a job that was forced through a change is not forced when it is resumed."""
+
+    def stop(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if request.words.get("tasks", [{}])[0].get("round") == 2:
+            raise KeyboardInterrupt
+        return reply
+
+    with pytest.raises(KeyboardInterrupt):
+        conduct(folder, config(), tmp_path / "run", Grid(folder, stop))
+    forced = Job.create(folder, config(lr=0.05), tmp_path / "run", force=True)
+    with pytest.raises(KeyboardInterrupt):
+        Conductor(folder, forced, Grid(folder, stop)).conduct()
+    assert not Job.open(folder, "run").force
+    provenance = tmp_path / "run" / "provenance.json"
+    content = json.loads(provenance.read_text())
+    provenance.write_text(json.dumps({**content, "binding": {**content["binding"], "data": "other"}}))
+    with pytest.raises(WaffleError, match="holds another run"):
+        Conductor(folder, Job.open(folder, "run"), Grid(folder)).conduct()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (config(attack="sign-flip"), "attack is for simulations"),
+        (config(leave_out=("1",)), "leave_out is for simulations"),
+        (config(agents=4), "split among 4 agents, server.toml has 3 sites"),
+        (tables(shift="rotate(45)"), "shift divides a data set among agents"),
+        (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),
+        (tables(samples_per_agent=5), "samples_per_agent divides a data set among agents"),
+    ],
+)
+def test_what_a_deployment_does_not_do(wanted: RunConfig, words: str, folder: Path) -> None:
+    """A setting that no site would apply is refused before any is asked."""
+    with pytest.raises(WaffleError, match=words):
+        check_deployable(wanted, read_server(folder))
 
 
 def test_jobs_are_named_not_pointed_at(folder: Path, tmp_path: Path) -> None:

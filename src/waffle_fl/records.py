@@ -28,6 +28,10 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.tensorfile import read_tensors, write_atomically, write_tensors
 
 KEPT = 2
+DECIDING = (
+    *("algorithms", "models", "engines", "batches.py", "federation.py", "partition.py"),
+    *("shifts", "randomness.py", "guard.py", "attacks"),
+)
 
 
 class Run:
@@ -170,19 +174,12 @@ def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
 
 def code_digest() -> str:
     """A hash of the modules that decide results."""
+    return digest_of(*DECIDING)
+
+
+def digest_of(*names: str) -> str:
+    """A hash of these modules and packages of ours."""
     here = Path(__file__).parent
-    names = (
-        "algorithms",
-        "models",
-        "engines",
-        "batches.py",
-        "federation.py",
-        "partition.py",
-        "shifts",
-        "randomness.py",
-        "guard.py",
-        "attacks",
-    )
     files = sorted(
         f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))
     )

@@ -156,11 +156,26 @@ def _listed(names: typing.Iterable[str]) -> str:
 def read_server(folder: Path) -> ServerSettings:
     """server.toml, every mistake in it told."""
     found = _read(folder / "server.toml", ServerSettings)
-    problems = [] if 1 <= found.quorum <= len(found.sites) else [f"quorum: expected 1 to {len(found.sites)}"]
+    for name in found.sites:
+        check_name(name)
+    problems = [] if found.sites and len(set(found.sites)) == len(found.sites) else ["sites: expected each name once"]
+    problems += [] if 0 < found.port < 1 << 16 else ["port: expected 1 to 65535"]
+    problems += [] if 1 <= found.quorum <= len(found.sites) else [f"quorum: expected 1 to {len(found.sites)}"]
     positive = ("deadline", "grace", "start_timeout", "message_mb")
     problems += [f"{k}: expected above 0" for k in positive if not getattr(found, k) > 0]
     problems += [f"{k}: expected at least 0" for k in ("retries", "backoff") if not getattr(found, k) >= 0]
     _refuse(folder / "server.toml", problems)
+    return found
+
+
+def public_keys(folder: Path, s: ServerSettings) -> dict[str, Path]:
+    """By site, the file of the key that it is known by."""
+    found = {site: folder / "keys" / f"{site}.pub" for site in s.sites}
+    missing = [path.name for path in found.values() if not path.is_file()]
+    if missing:
+        raise WaffleError(
+            f"{folder / 'keys'} lacks {', '.join(missing)}: put it there, or take the site off server.toml"
+        )
     return found
 
 

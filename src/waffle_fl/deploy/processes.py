@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.deploy.folders import ServerSettings, SiteSettings, python_bin
+from waffle_fl.deploy.folders import ServerSettings, SiteSettings, public_keys, python_bin
 from waffle_fl.deploy.launcher import Role, write_commands
 from waffle_fl.errors import WaffleError, writable
 
@@ -165,9 +165,8 @@ class Link:
     def register(self, seconds: float) -> None:
         """Tell the SuperLink who may connect, as soon as it is up; who is registered already stays so."""
         end = time.monotonic() + seconds
-        for site in self.settings.sites:
-            public = str(self.folder / "keys" / f"{site}.pub")
-            while (done := self._flwr("supernode", "register", public, CONNECTION, "--name", site)).returncode:
+        for site, public in public_keys(self.folder, self.settings).items():
+            while (done := self._flwr("supernode", "register", str(public), CONNECTION, "--name", site)).returncode:
                 if "already in use" in done.stdout + done.stderr:
                     break
                 if time.monotonic() > end:

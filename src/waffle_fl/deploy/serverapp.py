@@ -13,7 +13,8 @@ from typing import Any
 
 from waffle_fl.algorithms import for_model
 from waffle_fl.config import EVERYONE, RunConfig
-from waffle_fl.deploy.folders import ServerSettings, read_server
+from waffle_fl.deploy.checking import check_deployable
+from waffle_fl.deploy.folders import public_keys, read_server
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.site import software
@@ -53,13 +54,14 @@ def main(folder: Path, grid: Any, job_name: str) -> None:
     with job.conducting() as alone:
         if not alone:
             return
+        job.journal.say(conducted=True)  # whatever was said before was another's
         try:
             Conductor(folder, job, grid).conduct()
         except WaffleError as error:
             job.journal.say(error=str(error))
             raise
         except BaseException as error:
-            job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {error}")
+            job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {one_line(error)}")
             raise
         job.journal.say(done=True)
 
@@ -85,14 +87,16 @@ class Conductor:
         self.sites = self.settings.sites
         own = job.config.settings.is_own
         self.names = self.sites if own else tuple(f"agent {i}" for i in range(len(self.sites)))
-        keys = {wire_form(folder / "keys" / f"{site}.pub"): site for site in self.sites}
+        keys = {wire_form(path): site for site, path in public_keys(folder, self.settings).items()}
         self.post = Post(grid, keys, HANDSHAKE_BYTES)
-        check(job.config, self.settings)
+        check_deployable(job.config, self.settings)
 
     def conduct(self) -> None:
         facts = self._survey()
         with contextlib.ExitStack() as stack:
             entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts, self.sites)]
+            if self.job.force:
+                self.job.write(force=False)  # it was meant for this time
             live = [entry for entry in entries if entry is not None]
             if not live:
                 return
@@ -327,14 +331,3 @@ class Conductor:
             except WaffleError as error:
                 self.job.journal.say(note=f"Alice's model could not be read: {one_line(error)}")
         entry.run.close(result, course.model.state_dict(net) if net else None)
-
-
-def check(config: RunConfig, settings: ServerSettings) -> None:
-    """What a deployment does not do, told before any site is asked."""
-    s = config.settings
-    if s.leave_out:
-        raise WaffleError("leave_out is for simulations: give server.toml fewer sites")
-    if not s.is_own and s.agents != len(settings.sites):
-        raise WaffleError(
-            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.sites)} sites"
-        )

@@ -207,7 +207,7 @@ class Course:
         if not heard[plan.alice]:
             return False
         screened = screened_of(codes, plan.names, plan.samples)
-        refused = [[plan.names[i], reason] for i, reason in (*self.inbox.log, *self.notes)]
+        refused = [[plan.names[i], one_line(reason)] for i, reason in (*self.inbox.log, *self.notes)]
         measured |= {**({"screened": screened} if screened else {}), **({"refused": refused} if refused else {})}
         made = Version(before.round + 1, self.attempt)
         versions = [made if code == OK else old for code, old in zip(codes, before.versions, strict=True)]
