@@ -230,6 +230,8 @@ def test_what_alice_tells_is_a_number_or_nothing(r: int, folder: Path, tmp_path:
         {"columns": 3},
         {"values": 3},
         {"categorical": {}},
+        {"target": {}},
+        {"digest": None},
     ],
 )
 def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
@@ -243,6 +245,16 @@ def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
 
     with pytest.raises(WaffleError, match=r"^south told of its data in a way that cannot be read: [^\n]+$"):
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
+
+
+def test_a_model_is_not_made_for_one_site_s_classes(folder: Path, tmp_path: Path) -> None:
+    """W6: a site that tells of a million classes is refused before a model is made for them."""
+
+    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        return Parcel({**reply.words, "classes": ["x"] * 1_000_000}) if name == "b" else reply
+
+    with pytest.raises(WaffleError, match=r"^b told of its data .*: 1000000 classes, more than 10000$"):
+        conduct(folder, config(), tmp_path / "run", Grid(folder, lie))
 
 
 @pytest.mark.parametrize("kind", [["tables"], None, "\x1b[31mred"])

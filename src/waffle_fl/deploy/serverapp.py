@@ -120,7 +120,7 @@ class Conductor:
             needed = {self.sites[index_of(alice, self.names)]}
 
         def suffice(online: Collection[str]) -> bool:
-            return needed <= set(online) and len(set(online)) >= self.settings.quorum
+            return needed <= set(online) and len(online) >= self.settings.quorum
 
         missing = self.post.wait(self.sites, self.settings.start_timeout, suffice)
         if not suffice(set(self.sites).difference(missing)):

@@ -26,6 +26,7 @@ from waffle_fl.own.preprocessing import (
 )
 
 LARGEST = 1e100  # of a mean: beyond any quantity, and its square is still a number
+MOST_CLASSES = 10_000  # of arrays: each is an output of everybody's model
 Stage: TypeAlias = Literal["hello", "counts", "columns"]
 Answers: TypeAlias = dict[str, dict[str, Any]]  # by site, in the order of the agents
 Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
@@ -65,7 +66,7 @@ def survey(ask: Ask, settings: Settings) -> Survey:
     """Ask until everything is known: once for arrays, three times for tables."""
     hello = ask("hello", {})
     kind = _agreed({name: one_line(words.get("kind")) for name, words in hello.items()}, "the kind of their data")
-    digests = {name: str(words.get("digest"))[:64] for name, words in hello.items()}
+    digests = {name: _text(name, words, "digest")[:64] for name, words in hello.items()}
     if kind == "tables":
         return _tables(ask, settings, hello, digests)
     facts = {name: _facts(name, words) for name, words in hello.items()}
@@ -77,7 +78,7 @@ def survey(ask: Ask, settings: Settings) -> Survey:
 def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:
     orders = {name: _texts(name, words, "columns") for name, words in hello.items()}
     columns = _agreed({name: tuple(sorted(order)) for name, order in orders.items()}, "columns")
-    target = _agreed({name: str(words.get("target")) for name, words in hello.items()}, "target")
+    target = _agreed({name: _text(name, words, "target") for name, words in hello.items()}, "target")
     categorical = _agreed({name: _texts(name, words, "categorical") for name, words in hello.items()}, "categorical")
     order = next(iter(orders.values()))
     if target not in columns:
@@ -144,6 +145,8 @@ def _facts(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
         if task not in ("classification", "regression"):
             raise ValueError(task)
         shape = tuple(number_of({"shape": side}, "shape") for side in words["shape"])
+        if len(words["classes"]) > MOST_CLASSES:
+            raise ValueError(f"{len(words['classes'])} classes, more than {MOST_CLASSES}")
     return {"shape": shape, "classes": _texts(name, words, "classes"), "task": task}
 
 
@@ -159,6 +162,13 @@ def _moments(name: str, words: Mapping[str, Any], column: str) -> Moments:
         if mean is None or squares is None or abs(mean) > LARGEST or not 0 <= squares <= LARGEST**2:
             raise ValueError(f"{column!r} has mean and squared deviations {rest}")
         return Moments(number_of({column: n}, column), mean, squares)
+
+
+def _text(name: str, words: Mapping[str, Any], key: str) -> str:
+    with _readable(name):
+        if not isinstance(words[key], str):
+            raise ValueError(f"{key!r} is no text")
+        return str(words[key])
 
 
 def _texts(name: str, words: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
@@ -185,5 +195,5 @@ def _list(told: Mapping[str, Any]) -> str:
 def _readable(name: str) -> Any:
     try:
         yield
-    except (KeyError, TypeError, ValueError, WaffleError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, WaffleError) as error:
         raise WaffleError(f"{name} told of its data in a way that cannot be read: {one_line(error)}") from None

@@ -279,7 +279,10 @@ def number(value: Any) -> float | None:
 
 def one_line(text: Any) -> str:
     """One line of moderate length that a terminal takes for text, whatever a site has sent."""
-    words = " ".join(str(text)[: 10 * LONGEST_REASON].split())
+    try:
+        words = " ".join(str(text)[: 10 * LONGEST_REASON].split())
+    except RecursionError:
+        words = "something nested too deeply"
     return "".join(letter for letter in words if letter.isprintable())[:LONGEST_REASON]
 
 

@@ -46,6 +46,7 @@ class Post:
         from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
 
         self._scale, self._end = Scale(piece=CHUNK + WORDS), math.inf
+        self._seen: dict[str, float] = {}  # when each site was online last
         if client := getattr(self.grid, "_runtime_client", None):
             client._client.event_hooks = {"response": [self._scale]}  # Flower itself fetches a reply of any size
             import_module(type(self.grid).__module__).pull_objects = self._fetch  # type: ignore[attr-defined]
@@ -74,15 +75,15 @@ class Post:
     ) -> Iterator[tuple[str, Parcel]]:
         """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again.
 
-        Each is waited for so many seconds, and no longer once it has been offline for `grace` of them.
+        Each is waited for so many seconds; one that has been offline for `grace` seconds by then, not at all.
         """
         waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
         sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
         self._end = time.monotonic() + seconds
-        seen = dict.fromkeys(letters, time.monotonic())
-        while time.monotonic() < self._end and any(time.monotonic() - seen[name] < grace for name in waiting):
+        self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
+        while waiting and time.monotonic() < self._end:
             online = self.online()
-            seen |= dict.fromkeys(waiting if online is None else online, time.monotonic())
+            self._seen |= dict.fromkeys(waiting if online is None else online, time.monotonic())
             for name, node in (online or {}).items():
                 mark = node.node_id, node.last_activated_at
                 if name in waiting and marks.get(name) != mark:  # not asked yet, or it was restarted and forgot
@@ -110,8 +111,9 @@ class Post:
                     continue
                 waiting.pop(name)
                 yield name, parcel
-            if waiting:
-                time.sleep(PAUSE)
+            if all(time.monotonic() - self._seen[name] >= grace for name in waiting):
+                return
+            time.sleep(PAUSE)
 
     def _pushed(self, parcel: Parcel, node: int, kind: str) -> str | None:
         """The number of the message, or None if it could not be sent now."""
@@ -120,10 +122,9 @@ class Post:
 
         ttl = max(1.0, self._end - time.monotonic())
         try:
-            (number,) = self.grid.push_messages([Message(packed(parcel), node, kind, ttl=ttl)])
+            return next(iter(self.grid.push_messages([Message(packed(parcel), node, kind, ttl=ttl)])), None)
         except HTTPError:
             return None
-        return number  # type: ignore[no-any-return]
 
     def _fetch(self, object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
         """Flower's own way, to the deadline; it would wait for hours for a reply whose sender died over it."""
