@@ -149,6 +149,9 @@ def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
         change(site / "site.toml", server=server)
         assert _run(["deploy", "check", str(site)]) == 2
         assert f"NOT OK: server = {server!r}" in capsys.readouterr().out
+        assert _run(["deploy", "site", str(site)]) == 2
+    assert _run(["deploy", "server", str(folder)]) == 2
+    assert "lacks ca.crt, server.pem" in capsys.readouterr().err
 
 
 def test_the_demonstration_removes_nothing_but_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("flwr")
 
 from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli import deploy
+from waffle_fl.cli import _run, deploy
 from waffle_fl.cli.display import Live
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import RunConfig, check_run
@@ -474,6 +474,14 @@ def test_who_looks_is_not_taken_for_who_conducts(folder: Path, tmp_path: Path) -
         assert not job.conducted
 
 
+def test_a_job_keeps_its_name_while_it_is_conducted(folder: Path, tmp_path: Path) -> None:
+    """A job that is submitted again before its run has a folder is the same run, if some process is at it."""
+    first = Job.create(folder, config(), tmp_path / "run", force=False)
+    with first.conducting():
+        assert Job.create(folder, config(), tmp_path / "run", force=False).run == first.run
+    assert Job.create(folder, config(), tmp_path / "run", force=False).run != first.run
+
+
 def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has said its last word, and still holds its place, ends for who watches it from now on."""
     monkeypatch.setattr(deploy, "LOOK", 0.01)
@@ -490,7 +498,7 @@ def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, m
         deploy._watch(folder, job, Watched(quiet=True))
 
 
-@pytest.mark.parametrize("metrics", [[], ["loss"], ["accuracy"], ["validation_loss"]])
+@pytest.mark.parametrize("metrics", [[], ["loss"], ["accuracy"]])
 @pytest.mark.parametrize("alice", ["0", "all"])
 def test_a_run_of_which_little_is_told_is_watched(
     metrics: list[str], alice: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -521,6 +529,8 @@ def test_a_run_of_which_little_is_told_is_watched(
     assert "note: c: [/evil] [31m[bold] no" in text.getvalue()
     assert ("n/a" in text.getvalue()) == (metrics != ["accuracy"] or alice == "0")
     assert "\x1b[31m[bold]" not in text.getvalue()
+    _, run = deploy.runs_in(tmp_path / "run")[0]
+    assert _run(["report", str(run), "--quiet"]) == 0
 
 
 def test_a_survey_is_of_its_run(tmp_path: Path) -> None:

@@ -95,9 +95,10 @@ def server(arguments: Sequence[str]) -> int:
     folder, settings = args.folder.resolve(), folders.read_server(args.folder)
     _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
     folders.public_keys(folder, settings)
+    command = processes.server_command(folder, settings)
     (folder / processes.REGISTERED).unlink(missing_ok=True)
     processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
-    processes.become(folder, "flwr-serverapp", processes.server_command(folder, settings))
+    processes.become(folder, "flwr-serverapp", command)
     return 0
 
 

@@ -14,6 +14,7 @@ from cryptography import x509
 from waffle_fl.attacks import NONE
 from waffle_fl.config import RunConfig
 from waffle_fl.deploy.folders import ServerSettings, data_of, read_server, read_site
+from waffle_fl.deploy.processes import address_of
 from waffle_fl.deploy.site import software
 from waffle_fl.errors import WaffleError
 from waffle_fl.folders import check_undivided
@@ -44,11 +45,10 @@ def findings(folder: Path) -> Iterator[Finding]:
         yield readable, f"data {source}"
         secret = folder / "node.key"
         yield secret.exists() and not secret.stat().st_mode & 0o077, f"{secret} is there, and for its owner alone"
-        host, _, port = own.server.rpartition(":")
-        if host and port.isdecimal() and int(port) < 1 << 16:
-            yield _reached(host, int(port), None if own.insecure else folder / "ca.crt")
-        else:
-            yield False, f"server = {own.server!r} in site.toml: expected its name and port, as in fl.example.org:9443"
+        try:
+            yield _reached(*address_of(own), None if own.insecure else folder / "ca.crt")
+        except WaffleError as error:
+            yield False, str(error)
     else:
         raise WaffleError(f"{folder} has neither server.toml nor site.toml: make one with waffle deploy init")
 

@@ -44,12 +44,12 @@ class Job:
     def create(cls, folder: Path, config: RunConfig, out: Path, force: bool) -> Job:
         """A new job, or the one that already writes to this place: then it goes on."""
         path = folder / "jobs" / f"{check_name(out.name)}.json"
-        known = read_json(path)
-        run = str(known["run"]) if known and begun(out) else secrets.token_hex(8)
-        if known and Path(known["out"]) != out.resolve():
+        known = cls.open(folder, out.name) if path.exists() else None
+        if known and known.out != out.resolve():
             raise WaffleError(f"another job of {folder} is called {out.name}: choose another --out")
-        if known and not force and RunConfig.from_json(known["config"]).to_json() != config.to_json():
+        if known and not force and known.config.to_json() != config.to_json():
             raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
+        run = known.run if known and (begun(out) or known.conducted) else secrets.token_hex(8)
         job = cls(path, run, config, out.resolve(), force)
         job.write(force)
         return job

@@ -68,6 +68,9 @@ def environment(home: Path) -> dict[str, str]:
 
 def server_command(folder: Path, s: ServerSettings) -> list[str]:
     keys = folder / "keys"
+    missing = [name for name in ("ca.crt", "server.pem", "server.key") if not (keys / name).is_file()]
+    if missing and not s.insecure:
+        raise WaffleError(f"{keys} lacks {', '.join(missing)}, by which sites know this server: put it back")
     certified = [
         *("--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.pem")),
         *("--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"),
@@ -79,7 +82,16 @@ def server_command(folder: Path, s: ServerSettings) -> list[str]:
     ]
 
 
+def address_of(s: SiteSettings) -> tuple[str, int]:
+    """The server's name and port."""
+    host, _, port = s.server.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise WaffleError(f"server = {s.server!r} in site.toml: expected a name and a port, as in fl.example.org:9443")
+    return host, int(port)
+
+
 def site_command(folder: Path, s: SiteSettings) -> list[str]:
+    address_of(s)
     secured = [
         *("--root-certificates", str(folder / "ca.crt")),
         *("--auth-supernode-private-key", str(folder / "node.key")),
