@@ -537,6 +537,8 @@ def test_a_survey_is_of_its_run(tmp_path: Path) -> None:
     """P5: what sites told for another target, or for a run whose folder is gone, is asked again."""
     own = hospitals(tmp_path / "hospitals")
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
+    for site in ("north", "south"):
+        change(folder / "sites" / site / "site.toml", surveys=2)
     first = conduct(folder, tables(), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "ward"
     assert first.survey is not None

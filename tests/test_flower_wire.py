@@ -17,6 +17,8 @@ pytest.importorskip("flwr")
 
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.superlink.grid import http_grid
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flower_harness import OWN_MODEL, Deployment, Grid, bits, conduct, federation, simulated, with_model
 from flower_liar import TWICE, UNREADABLE, Recorder, fleet, install, replayed
@@ -26,9 +28,12 @@ from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.loopback import deployed
 from waffle_fl.engines.flower import post
-from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.engines.flower.course import Course, Plan, first_stand
+from waffle_fl.engines.flower.messages import SCORES, Parcel
 from waffle_fl.errors import WaffleError
-from waffle_fl.records import read_rounds
+from waffle_fl.models import FlatModel, builder
+from waffle_fl.records import read_rounds, summary
+from waffle_fl.wire import LONGEST_REASON, seal
 
 SITES = ("a", "b", "c")
 A, B, C = range(3)
@@ -271,6 +276,35 @@ def test_f1_a_site_that_is_offline(folder: Path, tmp_path: Path, monkeypatch: py
     assert 4 < max(seconds) < 60
     assert seconds[-1] < 4
     assert [line.get("screened") for line in bits(tmp_path / "run")[1]] == [None, *2 * [{"agent 1": "absent"}]]
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
+ANYTHING = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+SCORE = st.fixed_dictionaries({}, optional={"finite": st.just(True) | PLAIN, **dict.fromkeys(SCORES, PLAIN)})
+SAID = st.fixed_dictionaries(
+    {}, optional={"error": PLAIN, "lost": PLAIN, "score": SCORE | ANYTHING, "metrics": ANYTHING}
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), SAID, st.none() | st.binary()), max_size=6))
+def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any], bytes | None]]) -> None:
+    """Any JSON in place of what sites say of a round is heard, and what is recorded of it can be read and summed up."""
+    model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
+    algorithm = config(2).algorithm()
+    plan = Plan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
+    course, lines = Course(plan, model, first_stand(algorithm, model, 1, 2)), []
+    honest = seal(course._up, 0, course.inbox.envelope, 1)
+    for agent in (A, B):
+        course.hear(agent, {}, honest)
+    course.turn(1)
+    assert course.closed
+    for agent, words, payload in said:
+        course.hear(agent, words, payload)
+        settled, _ = course.turn(1)
+        lines += [settled.measured] if settled else []
+    json.dumps([lines, summary(lines, "finished")], allow_nan=False)
+    assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in course.notes)
 
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:
