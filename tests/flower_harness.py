@@ -42,8 +42,8 @@ def asked(rounds: int, out: Path, **settings: Any) -> list[str | Path]:
 
 
 def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:
-    """A deployment folder on loopback that is quick to give up."""
-    prepare(folder, names, data, **{"backoff": 0.1, **settings})
+    """A deployment folder on loopback that asks again at once, and waits for a site that was killed."""
+    prepare(folder, names, data, **{"backoff": 0.1, "grace": PATIENCE, **settings})
     return folder
 
 

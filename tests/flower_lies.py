@@ -46,6 +46,17 @@ def declared(old: bytes, new: bytes) -> Lie:
     return lambda payload: payload.replace(old, new, 1)
 
 
+def shaped(*first: object) -> Lie:
+    """The same bytes under a sound header in which a shape begins otherwise."""
+
+    def lie(payload: bytes) -> bytes:
+        end = 8 + int.from_bytes(payload[:8], "little")
+        text = payload[8:end].replace(b'"shape":[', b'"shape":[' + json.dumps(first)[1:-1].encode() + b",", 1)
+        return len(text).to_bytes(8, "little") + text + payload[end:]
+
+    return lie
+
+
 # lie -> what is sent, and why the record then says that the agent was not heard; those about directions come first,
 # while all agents still move the same way
 LIES: dict[str, tuple[Lie, str]] = {
@@ -68,7 +79,8 @@ LIES: dict[str, tuple[Lie, str]] = {
     "W5 other than declared": (declared(b'"F64"', b'"F32"'), "damaged"),
     "W5 a pickle": (lambda payload: b"\x80\x04cos\nsystem\n(S'true'\ntR.", "not a safetensors file"),
     "W6 header bomb": (lambda payload: (1 << 40).to_bytes(8, "little") + payload[8:], "header would be longer"),
-    "W6 shape bomb": (declared(b'"shape":[', b'"shape":[' + 300_000 * b"9,"), "damaged"),
+    "W6 shape bomb": (shaped(*300_000 * [9]), "damaged"),
+    "W6 text bomb": (shaped(1_000_000, 1_000_000 * "x"), "damaged"),
     "W6 too long": (lambda payload: payload + bytes(BOMB), "more bytes than any message"),
     "W8 another round": (labelled(round="1"), "round is '1'"),
     "W8 another run": (labelled(run="other"), "run is 'other'"),

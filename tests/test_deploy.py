@@ -22,10 +22,13 @@ from hypothesis import strategies as st
 from conftest import refusal
 from waffle_fl.algorithms.scaffold import Agents
 from waffle_fl.cli import _run
-from waffle_fl.deploy import folders, processes
+from waffle_fl.config import check_run
+from waffle_fl.deploy import demo, folders, processes
 from waffle_fl.deploy.folders import change, read_server, read_site
+from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.launcher import REFUSED, write_commands
+from waffle_fl.deploy.serverapp import Conductor
 from waffle_fl.deploy.store import OLDER, Ledger, Store
 from waffle_fl.engines.flower.messages import Parcel, Task, Version, packed, unpacked
 from waffle_fl.errors import WaffleError
@@ -99,6 +102,76 @@ def test_unknown_keys(folder: Path) -> None:
     with (folder / "server.toml").open("a") as stream:
         stream.write("dead_line = 3\n")
     assert "did you mean deadline" in refusal(read_server, folder)
+
+
+def test_mistakes_in_server_toml(folder: Path) -> None:
+    """Sites twice or with odd names, and ports and times that cannot be, are told with the file."""
+    for changes, words in (
+        ({"sites": ["north", "north"]}, "sites: expected each name once"),
+        ({"sites": ["../north", "south"]}, "expected a run name"),
+        ({"port": 99999}, "port: expected 1 to 65535"),
+        ({"grace": 0}, "grace: expected above 0"),
+    ):
+        before = (folder / "server.toml").read_text()
+        change(folder / "server.toml", **changes)
+        assert words in refusal(read_server, folder)
+        (folder / "server.toml").write_text(before)
+
+
+@pytest.mark.parametrize("content", [None, b"rubbish"])
+def test_a_site_without_its_key(content: bytes | None, folder: Path, tmp_path: Path) -> None:
+    """A site of server.toml whose public key is missing or none ends in one line, wherever it is needed."""
+    public = folder / "keys" / "north.pub"
+    public.unlink()
+    if content is not None:
+        public.write_bytes(content)
+    job = Job.create(folder, check_run("waffle", {"data": "hospitals"}, {}), tmp_path / "run", force=False)
+    assert "north.pub" in refusal(Conductor, folder, job, None)
+    if content is None:
+        assert "lacks north.pub" in refusal(processes.Link(folder, read_server(folder)).register, 0.0)
+        assert _run(["deploy", "server", str(folder)]) == 2
+
+
+def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server without its certificate, and a site whose server has no port or CA, are told so line by line."""
+    change(folder / "server.toml", listen="127.0.0.1", port=1)
+    (folder / "keys" / "server.pem").write_bytes(b"rubbish")
+    assert _run(["deploy", "check", str(folder)]) == 2
+    assert "server.pem is no certificate" in capsys.readouterr().out
+    for name in ("server.pem", "ca.crt"):
+        (folder / "keys" / name).unlink()
+    assert _run(["deploy", "check", str(folder)]) == 2
+    out = capsys.readouterr().out
+    assert "server.pem: No such file" in out
+    assert "ca.crt is missing" in out
+    site = folder / "sites" / "north"
+    for server in ("fl.example.org", ":9443", "fl.example.org:port", "fl.example.org:99999"):
+        change(site / "site.toml", server=server)
+        assert _run(["deploy", "check", str(site)]) == 2
+        assert f"NOT OK: server = {server!r}" in capsys.readouterr().out
+        assert _run(["deploy", "site", str(site)]) == 2
+    assert _run(["deploy", "server", str(folder)]) == 2
+    assert "lacks ca.crt, server.pem" in capsys.readouterr().err
+
+
+def test_the_demonstration_removes_nothing_but_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with anything else in it, a federation even, is refused; an empty one or an earlier demo's is taken."""
+    monkeypatch.setenv("WAFFLE_DATA", str(tmp_path / "none"))
+    folders.init(tmp_path / "work" / "federation", ["north"], "127.0.0.1", 9443, "127.0.0.1")
+    assert _run(["deploy", "demo", "--out", str(tmp_path / "work")]) == 2
+    assert (tmp_path / "work" / "federation" / "keys" / "server.key").exists()
+    (tmp_path / "demo").mkdir()
+    for _ in range(2):
+        demo.set_up(tmp_path / "demo")
+    assert (tmp_path / "demo" / "federation" / "server.toml").exists()
+
+
+def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An attack is for simulations: a deployment says so, and makes no job."""
+    out = ["--folder", str(folder), "--out", str(tmp_path / "run")]
+    assert _run(["deploy", "run", "waffle", "--data", "hospitals", "--attack", "sign-flip", *out]) == 2
+    assert "attack is for simulations" in capsys.readouterr().err
+    assert not (folder / "jobs").exists()
 
 
 def test_processes_call_nobody(folder: Path) -> None:

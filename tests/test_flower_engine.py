@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
+import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 pytest.importorskip("flwr")
 
 from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli import _run, deploy
+from waffle_fl.cli.display import Live
+from waffle_fl.cli.watch import Watched
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy.folders import change
+from waffle_fl.deploy.checking import check_deployable
+from waffle_fl.deploy.folders import change, read_server
 from waffle_fl.deploy.jobs import Job
-from waffle_fl.deploy.serverapp import main
+from waffle_fl.deploy.serverapp import Conductor, main
+from waffle_fl.deploy.site import software
 from waffle_fl.engines.flower import post
 from waffle_fl.engines.flower.messages import Parcel
 from waffle_fl.errors import WaffleError
@@ -158,6 +168,108 @@ def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> No
         conduct(folder, config("ditto"), tmp_path / "run", Grid(folder, lose))
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_f4_one_alice_s_loss_is_her_own(resumed: bool, folder: Path, tmp_path: Path) -> None:
+    """F4: of many Alices the one who has lost her own model ends her run alone; all others finish theirs."""
+    wanted = config("ditto", alice="all", rounds=2)
+
+    def lost(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        course = next((task["course"] for task in request.words.get("tasks", []) if task["examine"]), "")
+        if name != "b" or not course:
+            return reply
+        return Parcel({**reply.words, "courses": {**reply.words["courses"], course: {"lost": True}}}, reply.payloads)
+
+    for _ in range(1 + resumed):
+        with pytest.raises(WaffleError, match=r"^Alice \(agent 1\) has lost her own model of round 1.*resume goes on$"):
+            conduct(folder, wanted, tmp_path / "runs", Grid(folder, lost))
+    ended = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/result.json"))
+    assert ended == ["digits-C-ditto-1", "digits-C-ditto-1-2"]
+
+
+UNTOLD = {"accuracy": 10**400, "loss": None, "validation_loss": "low", "rmse": 0.5, "more": 1}
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+def test_what_alice_tells_is_a_number_or_nothing(r: int, folder: Path, tmp_path: Path) -> None:
+    """A score that is no finite number of this task is recorded as none, and the run finishes."""
+
+    def boast(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        (task,) = request.words.get("tasks", [{}])
+        if not task.get("examine") or task["base"][0] != r:
+            return reply
+        said = {**reply.words["courses"][task["course"]], "score": {"finite": True, **UNTOLD}}
+        if task["final"]:
+            said["metrics"] = {"auc": float("inf"), "log_loss": 10**400, "loss": True, **UNTOLD}
+        return Parcel({**reply.words, "courses": {task["course"]: said}}, reply.payloads)
+
+    conduct(folder, config(), tmp_path / "run", Grid(folder, boast))
+    _, rounds, result = bits(tmp_path / "run")
+    assert [line["accuracy"] is None for line in rounds] == [line["round"] == r for line in rounds]
+    assert all("rmse" not in line and "more" not in line for line in rounds)
+    assert result["best"]["round"] != r
+    assert r != 3 or result["metrics"] == dict.fromkeys(("accuracy", "loss", "validation_loss", "auc", "log_loss"))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"moments": {"age": [3, float("nan"), 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 40.0, float("inf")], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 40.0, -1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [-3, 40.0, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [float("inf"), 40.0, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 1e300, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": {"age": [3, 10**400, 1.0], "dose": [3, 1.0, 1.0]}},
+        {"moments": 3},
+        {"categories": {"sex": 3}},
+        {"categories": None},
+        {"counts": {"age": [-1, 0, 0]}},
+        {"counts": {"age": [float("inf"), 0, 0]}},
+        {"samples": -1},
+        {"samples": float("inf")},
+        {"columns": 3},
+        {"values": 3},
+        {"categorical": {}},
+        {"target": {}},
+        {"digest": None},
+    ],
+)
+def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
+    """A site that tells of its data what cannot be is named before the first round."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own))
+
+    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        replaced = {key: value for key, value in told.items() if key in reply.words}
+        return Parcel({**reply.words, **replaced}) if name == "south" else reply
+
+    with pytest.raises(WaffleError, match=r"^south told of its data in a way that cannot be read: [^\n]+$"):
+        conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
+
+
+def test_a_model_is_not_made_for_one_site_s_classes(folder: Path, tmp_path: Path) -> None:
+    """W6: a site that tells of a million classes is refused before a model is made for them."""
+
+    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        return Parcel({**reply.words, "classes": ["x"] * 1_000_000}) if name == "b" else reply
+
+    with pytest.raises(WaffleError, match=r"^b told of its data .*: 1000000 classes, more than 10000$"):
+        conduct(folder, config(), tmp_path / "run", Grid(folder, lie))
+
+
+@pytest.mark.parametrize("kind", [["tables"], None, "\x1b[31mred"])
+def test_another_kind_of_data(kind: Any, tmp_path: Path) -> None:
+    """Sites that hold different kinds of data are told so, in a line that no terminal takes for orders."""
+    folder = federation(tmp_path / "own", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
+
+    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        return Parcel({**reply.words, "kind": kind}) if name == "south" else reply
+
+    with pytest.raises(WaffleError, match=r"^the sites differ in the kind of their data: north has tables") as caught:
+        conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
+    assert str(caught.value).isprintable()
+
+
 def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> None:
     """F6: a server that dies at any message of a run ends, resumed, in the bits of the unbroken run."""
     twin = bits(simulated(config(), tmp_path / "twin"))
@@ -255,8 +367,27 @@ def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: p
         conduct(folder, config(), tmp_path / "run", grid)
 
 
+def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(folder: Path, tmp_path: Path) -> None:
+    """F10: a run whose sites have told of their data does not wait for those that may be missing."""
+    grid = Grid(folder)
+    survey = Conductor(folder, Job.create(folder, config(), tmp_path / "run", force=False), grid)._survey()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    grid.gone = {"c"}
+    conductor = Conductor(folder, Job.open(folder, "run"), grid)
+    began = time.monotonic()
+    assert conductor._survey() == survey
+    assert time.monotonic() - began < 1
+    change(folder / "server.toml", start_timeout=0.2)
+    for gone in ({"a"}, {"b", "c"}):
+        grid.gone = gone
+        with pytest.raises(WaffleError, match=f"did not come within 0.2 seconds: {', '.join(sorted(gone))}"):
+            Conductor(folder, Job.open(folder, "run"), grid)._survey()
+
+
 def test_f11_other_software(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F11: a site that runs another version is told from one of ours, both versions named."""
+    assert f"with torch {torch.__version__.partition('+')[0]}" in software()
     monkeypatch.setattr("waffle_fl.deploy.serverapp.software", lambda: "waffle-fl 9.9")
     with pytest.raises(WaffleError, match=r"the server runs waffle-fl 9.9, this site waffle-fl \d"):
         conduct(folder, config(), tmp_path / "run")
@@ -333,6 +464,129 @@ def test_one_process_conducts_a_job(folder: Path, tmp_path: Path) -> None:
     main(folder, Grid(folder), job.name)
     assert job.journal.since(0)[0][-1] == {"done": True}
     assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
+
+
+def test_who_looks_is_not_taken_for_who_conducts(folder: Path, tmp_path: Path) -> None:
+    """Many may look at the same moment whether a job is conducted, and none sees another's look."""
+    job = Job.create(folder, config(), tmp_path / "run", force=False)
+    with job.lock.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not job.conducted
+
+
+def test_a_job_keeps_its_name_while_it_is_conducted(folder: Path, tmp_path: Path) -> None:
+    """A job that is submitted again before its run has a folder is the same run, if some process is at it."""
+    first = Job.create(folder, config(), tmp_path / "run", force=False)
+    with first.conducting():
+        assert Job.create(folder, config(), tmp_path / "run", force=False).run == first.run
+    assert Job.create(folder, config(), tmp_path / "run", force=False).run != first.run
+
+
+def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has said its last word, and still holds its place, ends for who watches it from now on."""
+    monkeypatch.setattr(deploy, "LOOK", 0.01)
+    job = Job.create(folder, config(), tmp_path / "run", force=False)
+    job.journal.say(error="that of an earlier attempt")
+    main(folder, Grid(folder), job.name)
+    with job.conducting():
+        assert deploy._watch(folder, job, Watched(quiet=True)) == 0
+    with job.journal.path.open("a") as stream:
+        stream.write('{"error": "cut by a cra')
+    job.journal.say(note="the same line")
+    job.journal.say(error="a cause")
+    with job.conducting(), pytest.raises(WaffleError, match=r"^a cause$"):
+        deploy._watch(folder, job, Watched(quiet=True))
+
+
+@pytest.mark.parametrize("metrics", [[], ["loss"], ["accuracy"]])
+@pytest.mark.parametrize("alice", ["0", "all"])
+def test_a_run_of_which_little_is_told_is_watched(
+    metrics: list[str], alice: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A score that is not told is shown as n/a, an ended run is no surprise, and no text is taken for markup."""
+    monkeypatch.setattr(deploy, "LOOK", 0.01)
+    text = io.StringIO()
+    monkeypatch.setattr(deploy, "Console", lambda: Console(file=text, width=200))
+    for site in SITES:
+        change(folder / "sites" / site / "site.toml", metrics=metrics)
+
+    def evil(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        first = request.words.get("tasks", [{}])[0].get("round") == 1
+        return Parcel({"error": "[/evil] \x1b[31m[bold]\n\u202eno"}) if name == "c" and first else reply
+
+    job = Job.create(folder, config(alice=alice, rounds=2), tmp_path / "run", force=False)
+    main(folder, Grid(folder, evil), job.name)
+    for result in (tmp_path / "run").rglob("result.json"):
+        result.rename(result.with_suffix(".kept"))
+    with Live(Console(file=text, width=200)) as heard:
+        deploy._follow(None, "1", job, 0, heard)
+    for result in (tmp_path / "run").rglob("result.kept"):
+        result.rename(result.with_suffix(".json"))
+    with Live(Console(file=text, width=200)) as heard:
+        deploy._follow(None, "1", job, 0, heard)
+    with job.conducting():
+        assert deploy._watch(folder, job, Watched(quiet=True)) == 0
+    assert "note: c: [/evil] [31m[bold] no" in text.getvalue()
+    assert ("n/a" in text.getvalue()) == (metrics != ["accuracy"] or alice == "0")
+    assert "\x1b[31m[bold]" not in text.getvalue()
+    _, run = deploy.runs_in(tmp_path / "run")[0]
+    assert _run(["report", str(run), "--quiet"]) == 0
+
+
+def test_a_survey_is_of_its_run(tmp_path: Path) -> None:
+    """P5: what sites told for another target, or for a run whose folder is gone, is asked again."""
+    own = hospitals(tmp_path / "hospitals")
+    folder = federation(tmp_path / "own", ("north", "south"), str(own))
+    for site in ("north", "south"):
+        change(folder / "sites" / site / "site.toml", surveys=2)
+    first = conduct(folder, tables(), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "ward"
+    assert first.survey is not None
+    shutil.rmtree(tmp_path / "run")
+    assert first.survey is None
+    second = Job.create(folder, tables(target="cost"), tmp_path / "run", force=True)
+    assert second.run != first.run
+    Conductor(folder, second, Grid(folder)).conduct()
+    assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "cost"
+    assert second.survey is not None
+
+
+def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
+    """P5: a job that was forced through a change is not forced when it is resumed."""
+
+    def stop(name: str, request: Parcel, reply: Parcel) -> Parcel:
+        if request.words.get("tasks", [{}])[0].get("round") == 2:
+            raise KeyboardInterrupt
+        return reply
+
+    with pytest.raises(KeyboardInterrupt):
+        conduct(folder, config(), tmp_path / "run", Grid(folder, stop))
+    forced = Job.create(folder, config(lr=0.05), tmp_path / "run", force=True)
+    with pytest.raises(KeyboardInterrupt):
+        Conductor(folder, forced, Grid(folder, stop)).conduct()
+    assert not Job.open(folder, "run").force
+    provenance = tmp_path / "run" / "provenance.json"
+    content = json.loads(provenance.read_text())
+    provenance.write_text(json.dumps({**content, "binding": {**content["binding"], "data": "other"}}))
+    with pytest.raises(WaffleError, match="holds another run"):
+        Conductor(folder, Job.open(folder, "run"), Grid(folder)).conduct()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (config(attack="sign-flip"), "attack is for simulations"),
+        (config(leave_out=("1",)), "leave_out is for simulations"),
+        (config(agents=4), "split among 4 agents, server.toml has 3 sites"),
+        (tables(shift="rotate(45)"), "shift divides a data set among agents"),
+        (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),
+        (tables(samples_per_agent=5), "samples_per_agent divides a data set among agents"),
+    ],
+)
+def test_what_a_deployment_does_not_do(wanted: RunConfig, words: str, folder: Path) -> None:
+    """A setting that no site would apply is refused before any is asked."""
+    with pytest.raises(WaffleError, match=words):
+        check_deployable(wanted, read_server(folder))
 
 
 def test_jobs_are_named_not_pointed_at(folder: Path, tmp_path: Path) -> None:

@@ -161,7 +161,9 @@ def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> 
         deployment.start_site("c")
         deployment.environment["PYTHONPATH"] = here
         versions = deployment.refuses(*asked(1, tmp_path / "f11"))
-        assert re.search(r"c: the server runs waffle-fl \d\S* \(\w+\), this site waffle-fl 9\.9 \(", versions)
+        assert re.search(
+            r"c: the server runs waffle-fl \d\S* \(\w+\) with torch \S+, this site waffle-fl 9\.9 \(", versions
+        )
         deployment.kill("c", signal.SIGTERM)
 
         for name in SITES:

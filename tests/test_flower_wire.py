@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.superlink.grid import http_grid
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from flower_harness import OWN_MODEL, Deployment, Grid, bits, conduct, federation, simulated, with_model
 from flower_liar import TWICE, UNREADABLE, Recorder, fleet, install, replayed
 from flower_lies import BOAST, BOMB, LIES, NO_ANSWER, REASONS, REPLAY, told
@@ -22,8 +28,12 @@ from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.loopback import deployed
 from waffle_fl.engines.flower import post
-from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.engines.flower.course import Course, Plan, first_stand
+from waffle_fl.engines.flower.messages import SCORES, Parcel
 from waffle_fl.errors import WaffleError
+from waffle_fl.models import FlatModel, builder
+from waffle_fl.records import read_rounds, summary
+from waffle_fl.wire import LONGEST_REASON, seal
 
 SITES = ("a", "b", "c")
 A, B, C = range(3)
@@ -188,6 +198,113 @@ def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
     line = bits(tmp_path / "run")[1][1]
     assert line["weights"] == [0.5, 0.0, 0.5]
     assert line["refused"] == [["agent 1", "not a message that Flower can read (KeyError)"]]
+
+
+def half_replied() -> Any:
+    """What Flower's grid talks to: a SuperLink with one node, that has announced a reply and died."""
+    node = SimpleNamespace(node_id=1, public_key=b"a", last_activated_at="")
+    reply = SimpleNamespace(metadata=SimpleNamespace(message_id="2", reply_to_message_id="1"))
+    pulled = SimpleNamespace(messages_list=[reply], message_object_trees=[ObjectTree(object_id="2")])
+    return SimpleNamespace(
+        _client=SimpleNamespace(),
+        GetNodes=lambda request: SimpleNamespace(nodes=[node]),
+        PushMessages=lambda request: SimpleNamespace(message_ids=["1"], objects_to_push=[], session_id=""),
+        PushObject=None,  # nothing is wanted of what is sent
+        PullMessages=lambda request: pulled,
+        PullObject=lambda request: SimpleNamespace(object_found=True, object_available=False),
+    )
+
+
+def test_a_reply_that_stops_half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a site that died while it sent its reply holds the round until the deadline, and no longer."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
+    Grid(folder)  # lets messages be made in this process
+    grid = http_grid.HttpGrid(token="token")
+    grid._client, grid._run = half_replied(), SimpleNamespace(run_id=1)  # type: ignore[assignment]
+    office = post.Post(grid, {b"a": "a"}, 1 << 20)
+    began = time.monotonic()
+    assert list(office.exchange({"a": lambda: Parcel({})}, "train", seconds=1.0, grace=9.0)) == []
+    assert 1.0 <= time.monotonic() - began < 5.0
+    assert ("a", "Flower says: message unavailable") in office.log
+
+
+def test_a_superlink_that_is_away_for_a_while(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F5: requests that do not reach the SuperLink are made again, and no bit changes."""
+    monkeypatch.setattr(post, "PAUSE", 0.01)
+    change(folder / "server.toml", grace=0.1)
+
+    class Flaky(Grid):
+        calls = 0
+
+        def reached(self) -> None:
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise httpx.ConnectError("refused")
+
+        def get_nodes(self) -> list[Any]:
+            self.reached()
+            return super().get_nodes()
+
+        def push_messages(self, messages: Sequence[Any]) -> list[str]:
+            self.reached()
+            return super().push_messages(messages)
+
+        def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
+            self.reached()
+            return super().pull_messages(numbers)
+
+    conduct(folder, config(3), tmp_path / "run", Flaky(folder))
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(3), tmp_path / "twin"))[:2]
+
+
+def test_f1_a_site_that_is_offline(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a round waits `grace` seconds for a site that is offline, not the whole deadline; the next rounds do not."""
+    monkeypatch.setattr(post, "PAUSE", 0.05)
+    change(folder / "server.toml", grace=4.0, deadline=600.0)
+    grid = Grid(folder)
+
+    def leave(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+        if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+            grid.gone = {"b"}
+            return None
+        return reply
+
+    grid.post = leave
+    conduct(folder, config(3), tmp_path / "run", grid)
+    seconds = [line["seconds"] for line in read_rounds(tmp_path / "run" / "rounds.jsonl")]
+    assert 4 < max(seconds) < 60
+    assert seconds[-1] < 4
+    assert [line.get("screened") for line in bits(tmp_path / "run")[1]] == [None, *2 * [{"agent 1": "absent"}]]
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
+ANYTHING = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+SCORE = st.fixed_dictionaries({}, optional={"finite": st.just(True) | PLAIN, **dict.fromkeys(SCORES, PLAIN)})
+SAID = st.fixed_dictionaries(
+    {}, optional={"error": PLAIN, "lost": PLAIN, "score": SCORE | ANYTHING, "metrics": ANYTHING}
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), SAID, st.none() | st.binary()), max_size=6))
+def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any], bytes | None]]) -> None:
+    """Any JSON in place of what sites say of a round is heard, and what is recorded of it can be read and summed up."""
+    model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
+    algorithm = config(2).algorithm()
+    plan = Plan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
+    course, lines = Course(plan, model, first_stand(algorithm, model, 1, 2)), []
+    honest = seal(course._up, 0, course.inbox.envelope, 1)
+    for agent in (A, B):
+        course.hear(agent, {}, honest)
+    course.turn(1)
+    assert course.closed
+    for agent, words, payload in said:
+        course.hear(agent, words, payload)
+        settled, _ = course.turn(1)
+        lines += [settled.measured] if settled else []
+    json.dumps([lines, summary(lines, "finished")], allow_nan=False)
+    assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in course.notes)
 
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:

@@ -372,7 +372,7 @@ def edited(rng: random.Random, payload: bytes) -> bytes:
             header[rng.choice(("a\nb", "dc", "", "zz", "__metadata__", "dy", "\ud800"))] = header[name]
         case 6:
             stop = max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
-            shape = rng.choice(([0], [0, 2**62], [0, 2**62, 2**62], [0] + [1] * 70, [2**62, 0, 4]))
+            shape = rng.choice(([0], [0, 2**62], [0, 2**62, 2**62], [0] + [1] * 70, [2**62, 0, 4], [2**40, "x"]))
             kind = rng.choice(("F32", "F64", "I64", "BOOL"))
             header["dc"] = {"dtype": kind, "shape": shape, "data_offsets": [stop, stop]}
             if rng.random() < 0.8:  # keep the file dense, so that only the odd shape is wrong
@@ -436,6 +436,8 @@ def test_safetensors_header() -> None:
         pytest.param([0, 2**62, 2**62], id="two huge axes"),
         pytest.param([0] + [1] * 70, id="nothing in 71 axes"),
         pytest.param([1] * 70, id="one byte in 70 axes"),
+        pytest.param([10**9, "x" * 900_000], id="a text a billion times"),
+        pytest.param([True, 1], id="a truth value"),
     ],
 )
 def test_ignored_tensor_of_impossible_shape_is_refused(shape: list[int]) -> None:

@@ -168,6 +168,15 @@ def test_rounds_without_a_finite_loss_score_nothing() -> None:
     assert (result["status"], result["message"], result["rounds"]) == ("diverged", "round 3", 2)
 
 
+def test_rounds_of_which_no_score_was_told() -> None:
+    """A round of which a site told no accuracy, or none but its loss, is neither best nor last."""
+    rounds = [line(1, accuracy=None), line(2, accuracy=0.3), {"round": 3, "loss": 0.1}]
+    result = summary(rounds, "finished")
+    assert result["best"] == result["last"] == {"round": 2, "accuracy": 0.3}
+    untold = line(3, accuracy=0.9, validation_accuracy=None, validation_loss=0.1)
+    assert summary([*rounds[:2], untold], "finished")["selected"] == {"round": 3, "accuracy": 0.9}
+
+
 def test_a_run_that_scored_nothing_has_a_status_alone() -> None:
     """The summary of no rounds claims no accuracy."""
     assert summary([], "diverged") == {"schema": 1, "status": "diverged", "rounds": 0}

@@ -18,13 +18,18 @@ SPLITTING = (  # settings that make agents out of one data set, and make them di
 
 
 def own_federation(s: Settings, folder: Path, alice: str | None) -> Federation:
-    """The agents of a folder; settings that would divide it among others are refused."""
+    """The agents of a folder."""
+    check_undivided(s)
+    found = _read(str(folder), Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(folder))
+    return found if alice is None else check_alice(replace(found, alice=index_of(alice, found.names)))
+
+
+def check_undivided(s: Settings) -> None:
+    """Refuse settings that would divide a folder of agents among others."""
     defaults = Settings()
     odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
     if odd:
         raise WaffleError(f"{odd} divides a data set among agents; in {s.data} each agent has its own: leave it out")
-    found = _read(str(folder), Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(folder))
-    return found if alice is None else check_alice(replace(found, alice=index_of(alice, found.names)))
 
 
 @lru_cache(maxsize=4)

@@ -28,6 +28,10 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.tensorfile import read_tensors, write_atomically, write_tensors
 
 KEPT = 2
+DECIDING = (
+    *("algorithms", "models", "engines", "batches.py", "federation.py", "partition.py"),
+    *("shifts", "randomness.py", "guard.py", "attacks"),
+)
 
 
 class Run:
@@ -170,19 +174,12 @@ def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
 
 def code_digest() -> str:
     """A hash of the modules that decide results."""
+    return digest_of(*DECIDING)
+
+
+def digest_of(*names: str) -> str:
+    """A hash of these modules and packages of ours."""
     here = Path(__file__).parent
-    names = (
-        "algorithms",
-        "models",
-        "engines",
-        "batches.py",
-        "federation.py",
-        "partition.py",
-        "shifts",
-        "randomness.py",
-        "guard.py",
-        "attacks",
-    )
     files = sorted(
         f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))
     )
@@ -194,7 +191,7 @@ def code_digest() -> str:
 
 def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dict[str, Any]:
     """Best round (the paper's protocol), last round, and the one that validation selects."""
-    scored = [line for line in rounds if line.get("loss") is not None]
+    scored = [line for line in rounds if None not in (line.get("loss"), line.get("accuracy", line.get("rmse")))]
     result: dict[str, Any] = {"schema": SCHEMA, "status": status, "rounds": len(rounds)}
     if message:
         result["message"] = message
@@ -210,7 +207,7 @@ def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dic
 
 def _merit(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
     """The larger the better; a tie in accuracy on validation data goes to the smaller loss."""
-    accuracy = line.get(f"{prefix}accuracy", 0.0)
+    accuracy = line.get(f"{prefix}accuracy") or 0.0
     return accuracy, -line[f"{prefix}loss"] if prefix or "rmse" in line else 0.0
 
 

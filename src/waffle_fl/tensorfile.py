@@ -70,8 +70,10 @@ def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
             begin, stop = entry["data_offsets"]
             count = 0 if 0 in entry["shape"] else 1
             for dimension in entry["shape"]:
+                if type(dimension) is not int or dimension < 0:  # first: a number times a text is a longer text
+                    raise ValueError("shape")
                 count *= dimension
-                if type(dimension) is not int or dimension < 0 or count > size:  # before it has a million digits
+                if count > size:  # before it has a million digits
                     raise ValueError("shape")
             if type(begin) is not int or begin < 0 or stop - begin != count * WIDTHS[entry["dtype"]]:
                 raise ValueError("offsets")

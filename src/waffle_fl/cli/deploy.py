@@ -94,9 +94,11 @@ def server(arguments: Sequence[str]) -> int:
     args = parse(Server, arguments, "deploy server")
     folder, settings = args.folder.resolve(), folders.read_server(args.folder)
     _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
+    folders.public_keys(folder, settings)
+    command = processes.server_command(folder, settings)
     (folder / processes.REGISTERED).unlink(missing_ok=True)
     processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
-    processes.become(folder, "flwr-serverapp", processes.server_command(folder, settings))
+    processes.become(folder, "flwr-serverapp", command)
     return 0
 
 
@@ -171,9 +173,13 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     out = Path(args.out or Path("runs") / config.label)
     check_name(out.name)
+    from waffle_fl.deploy.checking import check_deployable
+    from waffle_fl.deploy.folders import read_server
     from waffle_fl.deploy.jobs import Job
 
-    return _attended(args.folder.resolve(), Job.create(args.folder.resolve(), config, out, args.force), args.output)
+    folder = args.folder.resolve()
+    check_deployable(config, read_server(folder))
+    return _attended(folder, Job.create(folder, config, out, args.force), args.output)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -222,7 +228,7 @@ def demo(arguments: Sequence[str]) -> int:
         """TLS, authentication, five processes, a few rounds of WAFFLE; every bit is compared with the simulation's."""
 
         out: Path = Path("demo-flower")
-        """Folder of the federation and of both runs; what is there is removed."""
+        """Folder of the federation and of both runs; an earlier demonstration there is removed."""
         output: Watched = field(default_factory=Watched)
 
     from waffle_fl.deploy import demo as stage
@@ -261,8 +267,9 @@ def _watch(folder: Path, job: Any, output: Watched) -> int:
     from waffle_fl.deploy import folders, processes
 
     link = processes.Link(folder, folders.read_server(folder))
-    position = job.journal.end
-    number = None if job.conducted else link.submit(job.name)
+    watched = job.conducted
+    position = job.journal.last if watched else job.journal.end  # its last word may have been its end, just now
+    number = None if watched else link.submit(job.name)
     with live(output) as listener:
         _follow(link, number, job, position, listener)
     runs = runs_in(job.out)
@@ -299,8 +306,9 @@ def _follow(link: Any, number: str | None, job: Any, position: int, listener: Li
         lines, position = job.journal.since(position)
         for config, folder in runs_in(job.out):
             if folder not in told:
-                told[folder] = 0
                 listener.planned([(config, folder)], 0)
+                ended = (folder / "result.json").exists()  # then nobody was told to expect its rounds
+                told[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
             for measured in read_rounds(folder / "rounds.jsonl")[told[folder] :]:
                 listener.advanced(config, measured)
                 told[folder], heard = told[folder] + 1, time.monotonic()

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -75,8 +76,10 @@ class Live(Listener):
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         known, measure = self._scores[config.method], measure_of(measured)
-        known[config.label] = measured[measure.key] or 0.0
-        state = f"{measure.key} {measure.text(sum(known.values()) / len(known), 1):>5}{' %' * (measure == ACCURACY)}"
+        if measured.get(measure.key) is not None:
+            known[config.label] = measured[measure.key]
+        mean_score = f"{measure.text(mean(known.values()), 1):>5}{' %' * (measure == ACCURACY)}" if known else "n/a"
+        state = f"{measure.key} {mean_score}"
         self.progress.update(self._tasks[config.method], advance=1, state=state)
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
@@ -87,7 +90,7 @@ class Live(Listener):
         if message in self._said:
             return
         self._said.add(message)
-        self.console.print(f"note: {message}", style="yellow", highlight=False)
+        self.console.print(f"note: {message}", style="yellow", highlight=False, markup=False)
 
 
 def show_tables(runs: Sequence[Finished], console: Console) -> None:
@@ -168,14 +171,17 @@ def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str,
     """How one run ended."""
     s = config.settings
     where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.column}"
-    table = Table(title=f"{TITLES[config.method]} on {where}", title_justify="left")
+    table = Table(title=escape(f"{TITLES[config.method]} on {where}"), title_justify="left")
     measure = measure_of(result.get("best", {}))
     for column in ("protocol", "round", measure.title.lower()):
         table.add_column(column, justify="left" if column == "protocol" else "right")
     for protocol, title in PROTOCOLS.items():
         if protocol in result:
             entry = result[protocol]
-            table.add_row(title, str(entry["round"]), measure.text(entry[measure.key]))
+            value = entry.get(measure.key)
+            table.add_row(title, str(entry["round"]), "n/a" if value is None else measure.text(value))
+    if not table.row_count:
+        table.add_row("no score was told", "n/a", "n/a")
     console.print(table)
     if last.get("weights"):
         weights = "  ".join(f"{w:.2f}" for w in last["weights"])
@@ -194,7 +200,7 @@ def show_everyone(results: Sequence[tuple[str, Mapping[str, Any]]], console: Con
         table.add_column(column, justify="left" if column == "agent" else "right")
     for i, (agent, result) in enumerate(results):
         own = result.get("metrics", {})
-        table.add_row(agent, *(_shown(own.get(name)) for name in metrics), end_section=i + 1 == len(results))
+        table.add_row(escape(agent), *(_shown(own.get(name)) for name in metrics), end_section=i + 1 == len(results))
     for title, pick in (("mean", mean), ("lowest", min), ("highest", max)):
         table.add_row(title, *(_shown(pick([v for v in values[name] if v is not None])) for name in metrics))
     console.print(table)

@@ -1,4 +1,4 @@
-"""Is one end in order? Its settings, its keys, Flower's version, its data, and the way to the server."""
+"""Is one end in order: its settings, keys and data, Flower, the way to the server? And can this run be deployed?"""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from pathlib import Path
 
 from cryptography import x509
 
-from waffle_fl.deploy.folders import data_of, read_server, read_site
+from waffle_fl.attacks import NONE
+from waffle_fl.config import RunConfig
+from waffle_fl.deploy.folders import ServerSettings, data_of, read_server, read_site
+from waffle_fl.deploy.processes import address_of
 from waffle_fl.deploy.site import software
 from waffle_fl.errors import WaffleError
+from waffle_fl.folders import check_undivided
 from waffle_fl.own.folder import layout_of
 
 Finding = tuple[bool, str]
@@ -31,7 +35,7 @@ def findings(folder: Path) -> Iterator[Finding]:
         yield True, f"server of {', '.join(s.sites)}"
         for site in s.sites:
             yield (folder / "keys" / f"{site}.pub").exists(), f"public key of {site}"
-        yield from _certificate(folder / "keys" / "server.pem")
+        yield _certificate(folder / "keys" / "server.pem")
         yield _reached(near, s.port, None if s.insecure else folder / "keys" / "ca.crt")
     elif (folder / "site.toml").exists():
         own = read_site(folder)
@@ -41,10 +45,27 @@ def findings(folder: Path) -> Iterator[Finding]:
         yield readable, f"data {source}"
         secret = folder / "node.key"
         yield secret.exists() and not secret.stat().st_mode & 0o077, f"{secret} is there, and for its owner alone"
-        host, _, port = own.server.rpartition(":")
-        yield _reached(host, int(port), None if own.insecure else folder / "ca.crt")
+        try:
+            yield _reached(*address_of(own), None if own.insecure else folder / "ca.crt")
+        except WaffleError as error:
+            yield False, str(error)
     else:
         raise WaffleError(f"{folder} has neither server.toml nor site.toml: make one with waffle deploy init")
+
+
+def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
+    """What a deployment does not do, told before any site is asked."""
+    s = config.settings
+    if s.leave_out:
+        raise WaffleError("leave_out is for simulations: give server.toml fewer sites")
+    if s.attack != NONE:
+        raise WaffleError(f"attack is for simulations, and no site of a deployment does {s.attack!r}: leave it out")
+    if s.is_own:
+        check_undivided(s)
+    if not s.is_own and s.agents != len(settings.sites):
+        raise WaffleError(
+            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.sites)} sites"
+        )
 
 
 def _flower() -> Finding:
@@ -55,15 +76,22 @@ def _flower() -> Finding:
     return found == TESTED, f"Flower {found} (tested with {TESTED})"
 
 
-def _certificate(path: Path) -> Iterator[Finding]:
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+def _certificate(path: Path) -> Finding:
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        return False, f"cannot read {path}: {error.strerror}"
+    except ValueError:
+        return False, f"{path} is no certificate"
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    yield left > SOON, f"certificate valid for {left.days} more days"
+    return left > SOON, f"certificate valid for {left.days} more days"
 
 
 def _reached(host: str, port: int, ca: Path | None) -> Finding:
     """Connect as Flower would: name resolution, port, certificate."""
     where = f"{host}:{port}"
+    if ca is not None and not ca.is_file():
+        return False, f"{ca} is missing, by which the server is known"
     try:
         with socket.create_connection((host, port), timeout=10) as plain:
             if ca is None:

@@ -16,14 +16,18 @@ from waffle_fl.own.folder import agents_in
 from waffle_fl.records import read_rounds
 
 ROUNDS = 2  # each takes as long as Flower takes to start a process at every site
+MARK = "demonstration.txt"
 HEART = "heart-disease"
 
 
 def set_up(folder: Path) -> tuple[RunConfig, tuple[str, ...]]:
     """(the run, its sites): four real hospitals where their data is at hand, four shares of the digits otherwise."""
     with writable(folder):
+        if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
+            raise WaffleError(f"{folder} holds something else than an earlier demonstration: choose another --out")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        (folder / MARK).write_text("made by waffle deploy demo, which removes this folder when it is run again\n")
     heart = data_dir() / HEART
     common: dict[str, Any] = {"rounds": ROUNDS, "precision": "float64", "guard": "standard", "batch_size": 16}
     if heart.is_dir():

@@ -33,7 +33,8 @@ sites = [{sites}]   # the agents, in this order; each is known by keys/NAME.pub
 insecure = {insecure}   # true: neither TLS nor authentication
 
 quorum = {quorum}   # a round needs this many answers, Alice's among them
-deadline = 600.0   # seconds that a round waits for an answer before it is closed without it
+deadline = 600.0   # seconds that a round waits for a site that is online before it is closed without it
+grace = 45.0   # seconds that a round waits for a site that is offline; Flower notices a minute after it was killed
 start_timeout = 600.0   # seconds to wait for the sites before the first round
 retries = 3   # how often a round is asked for again when Alice, or the quorum, does not answer in time
 backoff = 30.0   # seconds before the first of these, twice as many before each further one
@@ -72,6 +73,7 @@ class ServerSettings:
     insecure: bool = False
     quorum: int = 1
     deadline: float = 600.0
+    grace: float = 45.0
     start_timeout: float = 600.0
     retries: int = 3
     backoff: float = 30.0
@@ -160,12 +162,26 @@ def _listed(names: typing.Iterable[str]) -> str:
 def read_server(folder: Path) -> ServerSettings:
     """server.toml, every mistake in it told."""
     found = _read(folder / "server.toml", ServerSettings)
-    problems = [] if 1 <= found.quorum <= len(found.sites) else [f"quorum: expected 1 to {len(found.sites)}"]
-    problems += [
-        f"{k}: expected above 0" for k in ("deadline", "start_timeout", "message_mb") if not getattr(found, k) > 0
-    ]
+    for name in found.sites:
+        check_name(name)
+    problems = [] if found.sites and len(set(found.sites)) == len(found.sites) else ["sites: expected each name once"]
+    problems += [] if 0 < found.port < 1 << 16 else ["port: expected 1 to 65535"]
+    problems += [] if 1 <= found.quorum <= len(found.sites) else [f"quorum: expected 1 to {len(found.sites)}"]
+    positive = ("deadline", "grace", "start_timeout", "message_mb")
+    problems += [f"{k}: expected above 0" for k in positive if not getattr(found, k) > 0]
     problems += [f"{k}: expected at least 0" for k in ("retries", "backoff") if not getattr(found, k) >= 0]
     _refuse(folder / "server.toml", problems)
+    return found
+
+
+def public_keys(folder: Path, s: ServerSettings) -> dict[str, Path]:
+    """By site, the file of the key that it is known by."""
+    found = {site: folder / "keys" / f"{site}.pub" for site in s.sites}
+    missing = [path.name for path in found.values() if not path.is_file()]
+    if missing:
+        raise WaffleError(
+            f"{folder / 'keys'} lacks {', '.join(missing)}: put it there, or take the site off server.toml"
+        )
     return found
 
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,17 +44,21 @@ class Job:
     def create(cls, folder: Path, config: RunConfig, out: Path, force: bool) -> Job:
         """A new job, or the one that already writes to this place: then it goes on."""
         path = folder / "jobs" / f"{check_name(out.name)}.json"
-        known = read_json(path)
-        run = str(known["run"]) if known and Path(known["out"]) == out.resolve() else secrets.token_hex(8)
-        if known and Path(known["out"]) != out.resolve():
+        known = cls.open(folder, out.name) if path.exists() else None
+        if known and known.out != out.resolve():
             raise WaffleError(f"another job of {folder} is called {out.name}: choose another --out")
-        if known and not force and RunConfig.from_json(known["config"]).to_json() != config.to_json():
+        if known and not force and known.config.to_json() != config.to_json():
             raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
+        run = known.run if known and (begun(out) or known.conducted) else secrets.token_hex(8)
         job = cls(path, run, config, out.resolve(), force)
-        with writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"run": run, "config": config.to_json(), "out": str(job.out), "force": force})
+        job.write(force)
         return job
+
+    def write(self, force: bool) -> None:
+        content = {"run": self.run, "config": self.config.to_json(), "out": str(self.out), "force": force}
+        with writable(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, content)
 
     @property
     def name(self) -> str:
@@ -68,13 +72,13 @@ class Job:
     def conducting(self) -> Iterator[bool]:
         """Whether this is the process that conducts the job; the kernel frees the place when it dies."""
         with self.lock.open("a") as stream:
-            yield any(_taken(stream) for _ in _moments())
+            yield any(_taken(stream, fcntl.LOCK_EX) for _ in _moments())
 
     @property
     def conducted(self) -> bool:
-        """Is some process at it?"""
+        """Is some process at it? Many may look at once, and whoever looks is not taken for it."""
         with self.lock.open("a") as stream:
-            return not _taken(stream)
+            return not _taken(stream, fcntl.LOCK_SH)
 
     @property
     def journal(self) -> Journal:
@@ -82,11 +86,19 @@ class Job:
 
     @property
     def survey(self) -> Survey | None:
+        """What the sites have told for this run; None where it is new, or its settings were others then."""
         content = read_json(self.path.with_suffix(".survey"))
-        return Survey.from_json(content) if content else None
+        same = content is not None and content.get("asked") == self._asked and begun(self.out)
+        return Survey.from_json(content["told"]) if content and same else None
 
     def keep(self, survey: Survey) -> None:
-        write_json(self.path.with_suffix(".survey"), survey.to_json())
+        write_json(self.path.with_suffix(".survey"), {"asked": self._asked, "told": survey.to_json()})
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """For which run the sites were asked, as JSON has it."""
+        asked: dict[str, Any] = json.loads(json.dumps({"run": self.run, "settings": asdict(self.config.settings)}))
+        return asked
 
     def runs(self, names: tuple[str, ...], survey: Survey, sites: tuple[str, ...]) -> list[tuple[RunConfig, Path]]:
         """The run of the named Alice, or one for each site that can be."""
@@ -99,9 +111,14 @@ class Job:
         return [(config, self.out / config.label) for config in configs]
 
 
-def _taken(stream: IO[str]) -> bool:
+def begun(out: Path) -> bool:
+    """Does this place hold a run, or one for each Alice?"""
+    return (out / "config.json").exists() or any(out.glob("*/config.json"))
+
+
+def _taken(stream: IO[str], how: int) -> bool:
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(stream, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -127,16 +144,23 @@ class Journal:
             os.fsync(stream.fileno())
 
     def since(self, position: int) -> tuple[list[Mapping[str, Any]], int]:
-        """(whole lines after a position, the position after them)."""
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(position)
-                text = stream.read()
-        except FileNotFoundError:
-            return [], position
+        """(whole lines after a position, the position after them); one that a crash has cut is passed over."""
+        text = self._content()[position:]
         whole = text[: text.rfind(b"\n") + 1]
-        return [json.loads(line) for line in whole.splitlines()], position + len(whole)
+        lines = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+        return lines, position + len(whole)
 
     @property
     def end(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+        return len(self._content())
+
+    @property
+    def last(self) -> int:
+        """Where the last line begins."""
+        return self._content().rfind(b"\n", 0, -1) + 1
+
+    def _content(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -17,6 +18,8 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_ssh_public_key,
 )
+
+from waffle_fl.errors import WaffleError
 
 CURVE = ec.SECP384R1()
 VALID = datetime.timedelta(days=825)
@@ -54,7 +57,11 @@ def make_node_key(private: Path, public: Path) -> None:
 
 def wire_form(public: Path) -> bytes:
     """A site's public key as Flower reports the key that a node has proven to hold."""
-    return load_ssh_public_key(public.read_bytes()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    try:
+        key = load_ssh_public_key(public.read_bytes())
+    except (ValueError, UnsupportedAlgorithm):
+        raise WaffleError(f"{public} is no public key of a site") from None
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def write_secret(path: Path, content: bytes) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.deploy.folders import ServerSettings, SiteSettings, python_bin
+from waffle_fl.deploy.folders import ServerSettings, SiteSettings, public_keys, python_bin
 from waffle_fl.deploy.launcher import Role, write_commands
 from waffle_fl.errors import WaffleError, writable
 
@@ -68,6 +68,9 @@ def environment(home: Path) -> dict[str, str]:
 
 def server_command(folder: Path, s: ServerSettings) -> list[str]:
     keys = folder / "keys"
+    missing = [name for name in ("ca.crt", "server.pem", "server.key") if not (keys / name).is_file()]
+    if missing and not s.insecure:
+        raise WaffleError(f"{keys} lacks {', '.join(missing)}, by which sites know this server: put it back")
     certified = [
         *("--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.pem")),
         *("--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"),
@@ -79,7 +82,16 @@ def server_command(folder: Path, s: ServerSettings) -> list[str]:
     ]
 
 
+def address_of(s: SiteSettings) -> tuple[str, int]:
+    """The server's name and port."""
+    host, _, port = s.server.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise WaffleError(f"server = {s.server!r} in site.toml: expected a name and a port, as in fl.example.org:9443")
+    return host, int(port)
+
+
 def site_command(folder: Path, s: SiteSettings) -> list[str]:
+    address_of(s)
     secured = [
         *("--root-certificates", str(folder / "ca.crt")),
         *("--auth-supernode-private-key", str(folder / "node.key")),
@@ -165,9 +177,8 @@ class Link:
     def register(self, seconds: float) -> None:
         """Tell the SuperLink who may connect, as soon as it is up; who is registered already stays so."""
         end = time.monotonic() + seconds
-        for site in self.settings.sites:
-            public = str(self.folder / "keys" / f"{site}.pub")
-            while (done := self._flwr("supernode", "register", public, CONNECTION, "--name", site)).returncode:
+        for site, public in public_keys(self.folder, self.settings).items():
+            while (done := self._flwr("supernode", "register", str(public), CONNECTION, "--name", site)).returncode:
                 if "already in use" in done.stdout + done.stderr:
                     break
                 if time.monotonic() > end:

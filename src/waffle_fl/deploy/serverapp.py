@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from waffle_fl.algorithms import for_model
-from waffle_fl.config import RunConfig
-from waffle_fl.deploy.folders import ServerSettings, read_server
+from waffle_fl.config import EVERYONE, RunConfig
+from waffle_fl.deploy.checking import check_deployable
+from waffle_fl.deploy.folders import public_keys, read_server
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.site import software
@@ -25,6 +26,8 @@ from waffle_fl.engines.flower.course import (
     first_stand,
     largest_message,
     largest_reply,
+    number,
+    one_line,
     stand_of,
     tensors_of,
 )
@@ -38,6 +41,7 @@ from waffle_fl.records import Run, provenance, read_rounds, summary
 from waffle_fl.tensorfile import unpack
 
 HANDSHAKE_BYTES = 8 << 20
+OTHER = {"classification": "rmse", "regression": "accuracy"}  # what is no score of this task
 HEARD = (REASONS[OK], REASONS[CLIPPED])
 
 
@@ -50,13 +54,14 @@ def main(folder: Path, grid: Any, job_name: str) -> None:
     with job.conducting() as alone:
         if not alone:
             return
+        job.journal.say(conducted=True)  # whatever was said before was another's
         try:
             Conductor(folder, job, grid).conduct()
         except WaffleError as error:
             job.journal.say(error=str(error))
             raise
         except BaseException as error:
-            job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {error}")
+            job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {one_line(error)}")
             raise
         job.journal.say(done=True)
 
@@ -82,14 +87,16 @@ class Conductor:
         self.sites = self.settings.sites
         own = job.config.settings.is_own
         self.names = self.sites if own else tuple(f"agent {i}" for i in range(len(self.sites)))
-        keys = {wire_form(folder / "keys" / f"{site}.pub"): site for site in self.sites}
+        keys = {wire_form(path): site for site, path in public_keys(folder, self.settings).items()}
         self.post = Post(grid, keys, HANDSHAKE_BYTES)
-        check(job.config, self.settings)
+        check_deployable(job.config, self.settings)
 
     def conduct(self) -> None:
         facts = self._survey()
         with contextlib.ExitStack() as stack:
             entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts, self.sites)]
+            if self.job.force:
+                self.job.write(force=False)  # it was meant for this time
             live = [entry for entry in entries if entry is not None]
             if not live:
                 return
@@ -106,11 +113,17 @@ class Conductor:
             raise WaffleError("; ".join(unreachable) + "; all rounds so far are saved: waffle deploy resume goes on")
 
     def _survey(self) -> Survey:
-        """What is known of everyone's data: asked for once, and kept with the job."""
-        known = self.job.survey
-        missing = self.post.wait(list(self.sites), self.settings.start_timeout)
-        online = len(self.sites) - len(missing)
-        if missing and (known is None or online < self.settings.quorum):
+        """What is known of everyone's data: asked of all sites once, and kept with the job."""
+        known, alice = self.job.survey, self.job.config.settings.alice
+        needed = set(self.sites) if known is None else set()
+        if known is not None and alice != EVERYONE:
+            needed = {self.sites[index_of(alice, self.names)]}
+
+        def suffice(online: Collection[str]) -> bool:
+            return needed <= set(online) and len(online) >= self.settings.quorum
+
+        missing = self.post.wait(self.sites, self.settings.start_timeout, suffice)
+        if not suffice(set(self.sites).difference(missing)):
             raise WaffleError(
                 f"{len(missing)} of {len(self.sites)} sites did not come within {self.settings.start_timeout:g} "
                 f"seconds: {', '.join(missing)}; start them (waffle deploy site), then waffle deploy resume"
@@ -128,19 +141,23 @@ class Conductor:
         answers = {site: dict(reply.words) for site, reply in self._exchange(letters, "query")}
         for site in self.sites:
             if site not in answers:
-                raise WaffleError(f"{site} did not answer within {self.settings.deadline:g} seconds")
+                raise WaffleError(
+                    f"{site} did not answer within {self.settings.deadline:g} seconds, or was offline for "
+                    f"{self.settings.grace:g}: start it (waffle deploy site), then waffle deploy resume"
+                )
             told = answers[site]
             if told.get("error"):
-                raise WaffleError(f"{site}: {' '.join(str(told['error']).split())[:300]}")
+                raise WaffleError(f"{site}: {one_line(told['error'])}")
             if told.get("software") != software():
-                raise WaffleError(f"{site} runs {told.get('software')}, the server {software()}: install the same")
+                other = one_line(told.get("software"))
+                raise WaffleError(f"{site} runs {other}, the server {software()}: install the same")
         return {site: answers[site] for site in self.sites}
 
     def _words(self) -> dict[str, Any]:
         return {"software": software(), "run": self.job.run, "config": self.job.config.to_json()}
 
     def _exchange(self, letters: Mapping[str, Letter], kind: str) -> Any:
-        yield from self.post.exchange(letters, kind, self.settings.deadline)
+        yield from self.post.exchange(letters, kind, self.settings.deadline, self.settings.grace)
         for site, what in self.post.log:
             self.job.journal.say(note=f"{site}: {what}")
         self.post.log.clear()
@@ -171,6 +188,7 @@ class Conductor:
             batch_size=s.batch_size,
             guard=s.guard,
             handle=s.alice,
+            scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
         )
         run = stack.enter_context(Run.opened(folder, config, self._origin(config, facts, model, alice), self.job.force))
         if run.result is not None:
@@ -233,7 +251,7 @@ class Conductor:
         for site, reply in self._exchange(letters, "train"):
             i, error = self.sites.index(site), reply.words.get("error")
             if error:
-                self.job.journal.say(note=f"{site}: {' '.join(str(error).split())[:300]}")
+                self.job.journal.say(note=f"{site}: {one_line(error)}")
             said = reply.words.get("courses")
             for entry in asked[site]:
                 label = entry.course.plan.course
@@ -259,6 +277,8 @@ class Conductor:
     def _turn(self, entry: Entry) -> str | None:
         """Close, record and save what can be; a text if the course ends here without having finished."""
         course = entry.course
+        if course.stuck:
+            return course.stuck
         held, r = course.held_by(entry.quorum), course.now.round + course.training
         settled, diverged = course.turn(entry.quorum)
         if settled:
@@ -301,24 +321,13 @@ class Conductor:
         told, payload = course.parting
         result = summary(read_rounds(entry.run.folder / "rounds.jsonl"), "finished")
         if isinstance(told, dict):
-            names = [name for name in (*SCORES, *METRICS) if name in told]
-            result["metrics"] = {name: told[name] for name in names if isinstance(told[name], float | int | None)}
+            names = [name for name in (*course.plan.scores, *METRICS) if name in told]
+            result["metrics"] = {name: number(told[name]) for name in names}
         net = course.own_model()
         if net is None and payload is not None:
             blank = course.model.init(0)
             try:
                 net = Net(**unpack(payload, blank._asdict())[1])
             except WaffleError as error:
-                self.job.journal.say(note=f"Alice's model could not be read: {error}")
+                self.job.journal.say(note=f"Alice's model could not be read: {one_line(error)}")
         entry.run.close(result, course.model.state_dict(net) if net else None)
-
-
-def check(config: RunConfig, settings: ServerSettings) -> None:
-    """What a deployment does not do, told before any site is asked."""
-    s = config.settings
-    if s.leave_out:
-        raise WaffleError("leave_out is for simulations: give server.toml fewer sites")
-    if not s.is_own and s.agents != len(settings.sites):
-        raise WaffleError(
-            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.sites)} sites"
-        )

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,16 +31,24 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, model_of
 from waffle_fl.experiment.jobs import predictions
 from waffle_fl.metrics import measure
-from waffle_fl.records import code_digest, provenance, read_json, write_json
+from waffle_fl.records import DECIDING, digest_of, provenance, read_json, write_json
 from waffle_fl.tensorfile import digest, pack, unpack, write_atomically
 from waffle_fl.wire import LONGEST_REASON, Envelope, seal
 
 log = logging.getLogger("waffle_fl")
 
 
+SHARED = (  # besides what decides results: how data is read, and what is sent
+    *("own", "data", "deploy", "experiment", "config"),
+    *("wire.py", "tensorfile.py", "augment.py", "metrics.py", "folders.py", "records.py"),
+)
+
+
+@cache
 def software() -> str:
-    """What must be the same at both ends: the version, and a hash of the modules that decide results."""
-    return f"waffle-fl {__version__} ({code_digest()})"
+    """What must be the same at both ends: the version, a hash of the modules that decide bits, and torch's release."""
+    release = torch.__version__.partition("+")[0]
+    return f"waffle-fl {__version__} ({digest_of(*DECIDING, *SHARED)}) with torch {release}"
 
 
 def reason(error: Exception) -> str:

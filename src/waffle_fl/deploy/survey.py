@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from waffle_fl.config import Settings
+from waffle_fl.engines.flower.course import number, one_line
 from waffle_fl.engines.flower.messages import number_of
 from waffle_fl.errors import WaffleError
 from waffle_fl.own import Column, Preprocessing
@@ -24,6 +25,8 @@ from waffle_fl.own.preprocessing import (
     numeric_column,
 )
 
+LARGEST = 1e100  # of a mean: beyond any quantity, and its square is still a number
+MOST_CLASSES = 10_000  # of arrays: each is an output of everybody's model
 Stage: TypeAlias = Literal["hello", "counts", "columns"]
 Answers: TypeAlias = dict[str, dict[str, Any]]  # by site, in the order of the agents
 Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
@@ -62,11 +65,9 @@ class Survey:
 def survey(ask: Ask, settings: Settings) -> Survey:
     """Ask until everything is known: once for arrays, three times for tables."""
     hello = ask("hello", {})
-    kinds = {words.get("kind") for words in hello.values()}
-    if len(kinds) > 1:
-        raise WaffleError(f"the sites hold different kinds of data: {_list({n: w['kind'] for n, w in hello.items()})}")
-    digests = {name: str(words.get("digest"))[:64] for name, words in hello.items()}
-    if kinds == {"tables"}:
+    kind = _agreed({name: one_line(words.get("kind")) for name, words in hello.items()}, "the kind of their data")
+    digests = {name: _text(name, words, "digest")[:64] for name, words in hello.items()}
+    if kind == "tables":
         return _tables(ask, settings, hello, digests)
     facts = {name: _facts(name, words) for name, words in hello.items()}
     shape, task = (_agreed({n: f[key] for n, f in facts.items()}, key) for key in ("shape", "task"))
@@ -75,12 +76,13 @@ def survey(ask: Ask, settings: Settings) -> Survey:
 
 
 def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:
-    columns = _agreed({n: tuple(sorted(map(str, w.get("columns", ())))) for n, w in hello.items()}, "columns")
-    target = _agreed({n: str(w.get("target")) for n, w in hello.items()}, "target")
-    categorical = _agreed({n: tuple(map(str, w.get("categorical", ()))) for n, w in hello.items()}, "categorical")
-    order = [str(name) for name in next(iter(hello.values()))["columns"]]
+    orders = {name: _texts(name, words, "columns") for name, words in hello.items()}
+    columns = _agreed({name: tuple(sorted(order)) for name, order in orders.items()}, "columns")
+    target = _agreed({name: _text(name, words, "target") for name, words in hello.items()}, "target")
+    categorical = _agreed({name: _texts(name, words, "categorical") for name, words in hello.items()}, "categorical")
+    order = next(iter(orders.values()))
     if target not in columns:
-        raise WaffleError(f"no site has the target column {target!r}")
+        raise WaffleError(f"no site has the target column {one_line(target)!r}")
     aim = _aim(s, target, hello)
     counted = ask("counts", {"aim": aim.to_json()})
     counts = {name: [_cells(who, words, name) for who, words in counted.items()] for name in order}
@@ -93,7 +95,9 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
     def column(name: str) -> Column:
         if kinds[name] == "categorical":
-            return categorical_column(name, counts[name], [_categories(who, w, name) for who, w in told.items()])
+            return categorical_column(
+                name, counts[name], [_texts(who, w, "categories", name) for who, w in told.items()]
+            )
         own = [] if stays else [_moments(who, w, name) for who, w in told.items()]
         return numeric_column(name, counts[name], own)
 
@@ -113,7 +117,8 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
     """Classes where everyone's values can be; else a number, where all are numbers."""
     if all(words.get("values") is not None for words in hello.values()):
-        aim = aim_from(target, {str(value) for words in hello.values() for value in words["values"]}, s.task)
+        values = {value for name, words in hello.items() for value in _texts(name, words, "values")}
+        aim = aim_from(target, values, s.task)
         check_classes(aim.task, aim.classes)
         return aim
     texts = [name for name, words in hello.items() if words.get("numeric") is not True]
@@ -124,10 +129,14 @@ def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
 
 def _counts(answers: Answers) -> dict[str, dict[str, int]]:
     def counted(key: str) -> dict[str, int]:
-        with _readable():
-            return {name: number_of(words, key) for name, words in answers.items()}
+        return {name: _count(name, words, key) for name, words in answers.items()}
 
     return {key: counted(key) for key in ("samples", "test", "validation")}
+
+
+def _count(name: str, words: Mapping[str, Any], key: str) -> int:
+    with _readable(name):
+        return number_of(words, key)
 
 
 def _facts(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,27 +144,41 @@ def _facts(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
         task = words["task"]
         if task not in ("classification", "regression"):
             raise ValueError(task)
-        return {
-            "shape": tuple(int(side) for side in words["shape"]),
-            "classes": tuple(map(str, words["classes"])),
-            "task": task,
-        }
+        shape = tuple(number_of({"shape": side}, "shape") for side in words["shape"])
+        if len(words["classes"]) > MOST_CLASSES:
+            raise ValueError(f"{len(words['classes'])} classes, more than {MOST_CLASSES}")
+    return {"shape": shape, "classes": _texts(name, words, "classes"), "task": task}
 
 
 def _cells(name: str, words: Mapping[str, Any], column: str) -> Cellcount:
     with _readable(name):
-        return Cellcount(*(int(n) for n in words["counts"][column]))
+        return Cellcount(*(number_of({column: n}, column) for n in words["counts"][column]))
 
 
 def _moments(name: str, words: Mapping[str, Any], column: str) -> Moments:
     with _readable(name):
-        n, mean, squares = words["moments"][column]
-        return Moments(int(n), float(mean), float(squares))
+        n, *rest = words["moments"][column]
+        mean, squares = map(number, rest)
+        if mean is None or squares is None or abs(mean) > LARGEST or not 0 <= squares <= LARGEST**2:
+            raise ValueError(f"{column!r} has mean and squared deviations {rest}")
+        return Moments(number_of({column: n}, column), mean, squares)
 
 
-def _categories(name: str, words: Mapping[str, Any], column: str) -> list[str]:
+def _text(name: str, words: Mapping[str, Any], key: str) -> str:
     with _readable(name):
-        return [str(category) for category in words["categories"][column]]
+        if not isinstance(words[key], str):
+            raise ValueError(f"{key!r} is no text")
+        return str(words[key])
+
+
+def _texts(name: str, words: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    with _readable(name):
+        found: Any = words
+        for key in keys:
+            found = found[key]
+        if not isinstance(found, list):
+            raise ValueError(f"{keys[-1]!r} is no list")
+        return tuple(map(str, found))
 
 
 def _agreed(told: Mapping[str, Any], what: str) -> Any:
@@ -165,12 +188,12 @@ def _agreed(told: Mapping[str, Any], what: str) -> Any:
 
 
 def _list(told: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} has {value}" for name, value in told.items())[:500]
+    return ", ".join(f"{name} has {one_line(value)}" for name, value in told.items())[:500]
 
 
 @contextmanager
-def _readable(name: str = "a site") -> Any:
+def _readable(name: str) -> Any:
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
-        raise WaffleError(f"{name} told of its data in a way that cannot be read: {error}") from None
+    except (KeyError, TypeError, ValueError, RecursionError, WaffleError) as error:
+        raise WaffleError(f"{name} told of its data in a way that cannot be read: {one_line(error)}") from None

@@ -74,8 +74,10 @@ def accuracy(runs: Sequence[Finished]) -> Any:
     values = []
     for (row, title), group in groups.items():
         for r in range(min(len(run.rounds) for run in group)):
-            value = measure.scale * mean(run.rounds[r][measure.key] for run in group)
-            values.append({"split": row, "method": title, "round": r + 1, measure.key: float(f"{value:.5g}")})
+            told = [run.rounds[r][measure.key] for run in group if run.rounds[r].get(measure.key) is not None]
+            if told:
+                value = float(f"{measure.scale * mean(told):.5g}")
+                values.append({"split": row, "method": title, "round": r + 1, measure.key: value})
     if not values:
         return None
     hover = alt.selection_point(fields=["method"], bind="legend")

@@ -7,7 +7,7 @@ closed round at most, which every site trains again in the same bits.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,11 @@ from waffle_fl.engines.flower.messages import SCORES, WORDS, Task, Version
 from waffle_fl.engines.simulate import ATTEMPTS, one_thread
 from waffle_fl.engines.states import mapped, rows_of
 from waffle_fl.engines.steps import products
-from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.errors import Diverged
 from waffle_fl.guard import OK, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.tensorfile import pack
-from waffle_fl.wire import Envelope, Inbox
+from waffle_fl.wire import LONGEST_REASON, Envelope, Inbox
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Plan:
     batch_size: int
     guard: Guard
     handle: str  # what the config calls Alice
+    scores: tuple[str, ...] = SCORES  # what may be told of a round
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Course:
     lost: set[int] = field(default_factory=set)  # agents that have to be sent their state
     found: set[int] = field(default_factory=set)  # those of them that have said so just now: they are asked once more
     notes: list[tuple[int, str]] = field(default_factory=list)
+    stuck: str = ""  # why this course cannot go on, whoever answers
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -133,7 +135,7 @@ class Course:
     def hear(self, agent: int, words: Mapping[str, Any], payload: bytes | None) -> None:
         """Take in what the transport says came from this agent."""
         if words.get("error"):
-            self.notes.append((agent, _line(words["error"])))
+            self.notes.append((agent, one_line(words["error"])))
         elif words.get("lost"):
             self._find_copy(agent, again=agent in self.lost)
         else:
@@ -187,7 +189,7 @@ class Course:
         if score.get("finite") is not True:
             self.attempt = attempt
             return None, True
-        told = {name: _number(value) for name, value in score.items() if name in SCORES}
+        told = {name: number(value) for name, value in score.items() if name in self.plan.scores}
         told.setdefault("loss", None)
         self.stand = stand
         return Settled({"round": stand.round, **told, **measured}, stand), False
@@ -205,7 +207,7 @@ class Course:
         if not heard[plan.alice]:
             return False
         screened = screened_of(codes, plan.names, plan.samples)
-        refused = [[plan.names[i], reason] for i, reason in (*self.inbox.log, *self.notes)]
+        refused = [[plan.names[i], one_line(reason)] for i, reason in (*self.inbox.log, *self.notes)]
         measured |= {**({"screened": screened} if screened else {}), **({"refused": refused} if refused else {})}
         made = Version(before.round + 1, self.attempt)
         versions = [made if code == OK else old for code, old in zip(codes, before.versions, strict=True)]
@@ -246,7 +248,7 @@ class Course:
             self.found.add(agent)
             self.notes.append((agent, f"had lost its state of round {round_}, which the server restored"))
         elif agent == self.plan.alice:
-            raise WaffleError(
+            self.stuck = (
                 f"Alice ({name}) has lost her own model of round {round_}, and the server has no copy of it: restore "
                 "the site's `state` folder from a backup, or start another run"
             )
@@ -270,13 +272,18 @@ def first_stand(algorithm: Algorithm, model: FlatModel, seed: int, agents: int) 
     return Stand(0, algorithm.init(model.init(seed), agents)[0], (Version(),) * agents)
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+def number(value: Any) -> float | None:
+    """A finite number that a site tells; anything else is none."""
+    return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
-def _line(text: Any) -> str:
-    """One line of moderate length, whatever a site has sent."""
-    return " ".join(str(text).split())[:300]
+def one_line(text: Any) -> str:
+    """One line of moderate length that a terminal takes for text, whatever a site has sent."""
+    try:
+        words = " ".join(str(text)[: 10 * LONGEST_REASON].split())
+    except RecursionError:
+        words = "something nested too deeply"
+    return "".join(letter for letter in words if letter.isprintable())[:LONGEST_REASON]
 
 
 def largest_message(courses: Sequence[Course]) -> int:

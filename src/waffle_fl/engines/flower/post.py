@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from waffle_fl.engines.flower.messages import WORDS, Parcel, packed, unpacked
@@ -44,41 +45,49 @@ class Post:
     def __post_init__(self) -> None:
         from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
 
-        self._scale = Scale(piece=CHUNK + WORDS)
-        if client := getattr(self.grid, "_runtime_client", None):  # Flower itself fetches a reply of any size
-            client._client.event_hooks = {"response": [self._scale]}
+        self._scale, self._end = Scale(piece=CHUNK + WORDS), math.inf
+        self._seen: dict[str, float] = {}  # when each site was online last
+        if client := getattr(self.grid, "_runtime_client", None):
+            client._client.event_hooks = {"response": [self._scale]}  # Flower itself fetches a reply of any size
+            import_module(type(self.grid).__module__).pull_objects = self._fetch  # type: ignore[attr-defined]
 
-    def online(self) -> dict[str, Any]:
-        """The nodes that Flower has heard of lately, by site."""
-        nodes = [(self.keys.get(bytes(node.public_key)), node) for node in self.grid.get_nodes()]
+    def online(self) -> dict[str, Any] | None:
+        """The nodes that Flower has heard of lately, by site; None while the SuperLink is not heard of itself."""
+        from httpx import HTTPError
+
+        try:
+            nodes = [(self.keys.get(bytes(node.public_key)), node) for node in self.grid.get_nodes()]
+        except HTTPError:
+            return None
         return {name: node for name, node in nodes if name is not None}
 
-    def wait(self, names: list[str], seconds: float) -> list[str]:
-        """Wait until these sites are online; those that are not, in the end."""
+    def wait(self, names: Sequence[str], seconds: float, suffice: Callable[[Collection[str]], bool]) -> list[str]:
+        """Wait until the sites that are online suffice; those of `names` that are missing then, or in the end."""
         end = time.monotonic() + seconds
-        while missing := [name for name in names if name not in self.online()]:
-            if time.monotonic() >= end:
-                return missing
+        while True:
+            online = self.online() or {}
+            if suffice(online) or time.monotonic() >= end:
+                return [name for name in names if name not in online]
             time.sleep(min(PAUSE, max(0.1, end - time.monotonic())))
-        return []
 
-    def exchange(self, letters: Mapping[str, Letter], kind: str, seconds: float) -> Iterator[tuple[str, Parcel]]:
-        """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again."""
-        from flwr.app import Message
+    def exchange(
+        self, letters: Mapping[str, Letter], kind: str, seconds: float, grace: float
+    ) -> Iterator[tuple[str, Parcel]]:
+        """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again.
 
+        Each is waited for so many seconds; one that has been offline for `grace` seconds by then, not at all.
+        """
         waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
         sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
-        end = time.monotonic() + seconds
-        while waiting and time.monotonic() < end:
+        self._end = time.monotonic() + seconds
+        self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
+        while waiting and time.monotonic() < self._end:
             online = self.online()
-            for name in [name for name in waiting if name in online]:
-                node = online[name]
+            self._seen |= dict.fromkeys(waiting if online is None else online, time.monotonic())
+            for name, node in (online or {}).items():
                 mark = node.node_id, node.last_activated_at
-                if marks.get(name) != mark:  # not asked yet, or it was restarted and has forgotten the question
-                    content = packed(waiting[name]())
-                    ttl = max(1.0, end - time.monotonic())
-                    message = Message(content, dst_node_id=node.node_id, message_type=kind, ttl=ttl)
-                    (number,) = self.grid.push_messages([message])
+                if name in waiting and marks.get(name) != mark:  # not asked yet, or it was restarted and forgot
+                    number = self._pushed(waiting[name](), node.node_id, kind)
                     if number is not None:
                         marks[name], sent[number] = mark, name
             for number, name in list(sent.items()):
@@ -102,8 +111,27 @@ class Post:
                     continue
                 waiting.pop(name)
                 yield name, parcel
-            if waiting:
-                time.sleep(PAUSE)
+            if all(time.monotonic() - self._seen[name] >= grace for name in waiting):
+                return
+            time.sleep(PAUSE)
+
+    def _pushed(self, parcel: Parcel, node: int, kind: str) -> str | None:
+        """The number of the message, or None if it could not be sent now."""
+        from flwr.app import Message
+        from httpx import HTTPError
+
+        ttl = max(1.0, self._end - time.monotonic())
+        try:
+            return next(iter(self.grid.push_messages([Message(packed(parcel), node, kind, ttl=ttl)])), None)
+        except HTTPError:
+            return None
+
+    def _fetch(self, object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+        """Flower's own way, to the deadline; it would wait for hours for a reply whose sender died over it."""
+        from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+        left = max(0.0, self._end - time.monotonic())
+        return pull_objects(object_ids, pull_object_fn, max_time=left, backoff_cap=PAUSE)
 
     def _pulled(self, number: str) -> Any:
         """The answer to one message, or None if it is not there yet.
@@ -115,7 +143,9 @@ class Post:
         self._scale.left = self.max_bytes
         try:
             return next(iter(self.grid.pull_messages([number])), None)
-        except (WaffleError, HTTPError):
+        except HTTPError:
+            return None
+        except WaffleError:
             raise
         except Exception as error:
             raise WaffleError(f"not a message that Flower can read ({type(error).__name__})") from None
