@@ -136,6 +136,8 @@ def test_a_mixture_is_joined_by_plus() -> None:
         ("drift(gradual, 0.8, 0.2)", "at < until"),
         ("drift(k=1)", "2 or more labels"),
         ("drift(sudden) + drift(gradual)", "one drift"),
+        ("swap(2) + swap(2)", "one swap"),
+        ("noise(1) + noise(1)", "one noise"),
         ("sizes(1, 2) + quantity(1)", "one quantity"),
         ("rotate(45) +", "expected a shift such as"),
     ],
