@@ -73,7 +73,7 @@ def check_portable(config: RunConfig) -> None:
 
 
 class InUnit(nn.Module):
-    """From a standardised number to the target's own unit, in double: a time in seconds has more digits than a single."""
+    """From a standardised number to the target's own unit, in double: a time in seconds has many digits."""
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         super().__init__()
