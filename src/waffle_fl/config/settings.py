@@ -169,7 +169,10 @@ class RunConfig:
 def plain(text: str) -> str:
     """The text as part of a folder's name; letters beyond ASCII are lost to it, so that a digest tells two apart."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
-    return name if text.isascii() else f"{name.strip('-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    if text.isascii():
+        return name
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # a file's name need not be UTF-8
+    return f"{name.strip('-')}-{digest[:8]}"
 
 
 def completed(content: Any) -> Any:
