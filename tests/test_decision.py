@@ -353,6 +353,14 @@ def test_the_page_is_self_contained(study: Decision, tmp_path: Path) -> None:
     assert "<select" not in alone
 
 
+def test_a_page_that_cannot_be_written_leaves_the_old_one(study: Decision, tmp_path: Path) -> None:
+    """One line says so, and nothing half-written lies about."""
+    page = tmp_path / "page.html"
+    page.mkdir()
+    assert f"cannot write {page}: " in refusal(write_page, study, page)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
 def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
     """A name that is markup is shown, not run, in the text as in the charts' data."""
     evil = '</script><script>alert("x")</script>&'
@@ -474,6 +482,28 @@ def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
     assert not (tmp_path / "alone" / "decision.html").exists()
     again = waffle("report", tmp_path / "run", "--out", tmp_path / "r")
     assert told["says"][0] in again.out
+
+
+def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
+    """Where every run does without the same partner, those who are left are the federation."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    line = [
+        "run",
+        "waffle",
+        "--data",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "2",
+        "--workers",
+        "1",
+    ]
+    shown = waffle(*line, "--leave-out", "south", "--out", tmp_path / "run")
+    assert shown.code == 0, shown.err
+    assert ", 2 agents; an agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
 
 
 def test_a_decision_about_numbers(tmp_path: Path) -> None:

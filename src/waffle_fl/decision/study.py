@@ -133,7 +133,8 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
     """Compare the methods on each agent's own test data, by this metric: else by accuracy, or the error of numbers."""
     check_alike(runs, ("seed", "alice", "leave_out"))
     _check_same_data(runs)
-    whole = [run for run in runs if not run.config.settings.leave_out]
+    absent = min((run.config.settings.leave_out for run in runs), key=len, default=())
+    whole = [run for run in runs if run.config.settings.leave_out == absent]
     by_agent: dict[str, list[Finished]] = {}
     for run in whole:
         by_agent.setdefault(_alice(run), []).append(run)
@@ -141,7 +142,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
     if ALONE not in methods or not by_agent:
         raise WaffleError("expected runs of local among them: without it nothing tells what joining brings")
     names = tuple(whole[0].provenance["agents"])
-    less = [run for run in runs if len(run.config.settings.leave_out) == 1]
+    less = [run for run in runs if not absent and len(run.config.settings.leave_out) == 1]
     method = headline(methods)
     views, metrics, unjudged = [], set(), []
     for name in sorted(by_agent, key=names.index):
