@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from waffle_fl.decision.bootstrap import Hint, Interval, _areas, estimate, gain, metrics_of, value
+from waffle_fl.decision.bootstrap import Hint, Interval, Metric, _areas, estimate, figures, gain, metrics_of
 from waffle_fl.metrics import measure
 
 binom = pytest.importorskip("scipy.stats").binom
@@ -46,7 +46,7 @@ def test_a_value_is_the_metric_and_lies_in_its_interval(samples: int, classes: i
     other = drawn(seed + 1, samples, classes)[0]
     for metric in metrics_of(target, classes):
         singles = [measure(torch.tensor(o), torch.tensor(target))[metric] for o in (output, other)]
-        assert value(metric, {1: output}, target) == pytest.approx(singles[0])
+        assert figures(metric, {1: output, 2: other}, target) == pytest.approx({1: singles[0], 2: singles[1]})
         found = estimate(metric, {1: output, 2: other}, target)
         assert found.value == pytest.approx(sum(singles) / 2)
         assert 0 <= found.low <= found.value <= found.high <= 1
@@ -124,6 +124,20 @@ def test_chance_in_training_is_no_gain(seeds: int, chance: float) -> None:
     target = np.ones(samples, dtype=np.int64)
     sets = (rng.random(samples) for _ in range(100))
     assert sum(gain("accuracy", trained(hard), trained(hard), target).sign != 0 for hard in sets) <= 8
+
+
+@pytest.mark.parametrize("metric", ["rmse", "auc"])
+def test_few_samples_are_seldom_a_gain(metric: Metric) -> None:
+    """From 10 samples, or 10 positives, methods that are equally good differ clearly at most 8 times in 100."""
+    rng, target = np.random.default_rng(0), np.arange(10 if metric == "rmse" else 100) < 10
+
+    def trained() -> dict[int, np.ndarray]:
+        errors = rng.standard_normal(len(target))
+        outputs = (target + errors + 0.1 * rng.standard_normal(len(target)) for _ in range(3))
+        return {seed: np.stack([0 * o, o], axis=1) if metric == "auc" else o[:, None] for seed, o in enumerate(outputs)}
+
+    truth = target.astype(np.float32 if metric == "rmse" else np.int64)
+    assert sum(gain(metric, trained(), trained(), truth).sign != 0 for _ in range(100)) <= 8
 
 
 def test_seeds_are_paired_where_both_have_them() -> None:

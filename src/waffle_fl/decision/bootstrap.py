@@ -4,7 +4,9 @@ A resample draws as many test samples as there are, with replacement; a differen
 same draws. The figure of a method is the mean over its seeds. Balanced accuracy and AUC are drawn class by class, so
 that no draw lacks a class. A small test set on which all samples agree would look certain: so the draws of an accuracy
 know two imagined samples more, one that is won and one that is lost, in the manner of Agresti and Coull (1998) for a
-share and of Agresti and Min (2005) for a paired difference; the classes of a balanced accuracy share the two.
+share and of Agresti and Min (2005) for a paired difference; the classes of a balanced accuracy share the two. The draws
+of an AUC or an RMSE are spread as a normal distribution must be to become Student's, with the samples of the smallest
+group.
 
 To each resample chance in training is added: the standard error over the seeds, times a draw from Student's
 distribution (the sum of Behrens and Fisher). Drawing the seeds themselves anew would not do: where there is no
@@ -81,11 +83,6 @@ def figures(metric: Metric, outputs: Seeds, target: Target) -> dict[int, float]:
     return {seed: float(_scores(metric, output, target, whole)[0]) for seed, output in outputs.items()}
 
 
-def value(metric: Metric, outputs: Seeds, target: Target) -> float:
-    """The metric, mean over seeds."""
-    return fmean(figures(metric, outputs, target).values())
-
-
 def estimate(metric: Metric, outputs: Seeds, target: Target) -> Interval:
     """A method's figure."""
     if in_percent(metric):
@@ -119,13 +116,13 @@ def _most(metric: Metric) -> float:
     return np.inf if better_if_lower(metric) else 1.0
 
 
-def _training(figures: Sequence[float], *purpose: str) -> Array:
-    """What chance in training adds to each resample."""
-    seeds = len(figures)
+def _training(singles: Sequence[float], *purpose: str) -> Array:
+    """What chance in training adds to each resample, as the figures of single seeds tell it."""
+    seeds = len(singles)
     if seeds == 1:
         return np.zeros(RESAMPLES)
     draws = generator(0, "training", *purpose).standard_t(seeds - 1, RESAMPLES)
-    return np.asarray(draws * stdev(figures) / seeds**0.5)
+    return np.asarray(draws * stdev(singles) / seeds**0.5)
 
 
 def _interval(found: float, draws: Array) -> Interval:
@@ -158,7 +155,7 @@ def _means(values: Array, groups: Sequence[NDArray[np.intp]], imagined: tuple[fl
 
 
 def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Array]:
-    """Each method's figure on every resample, the same for all of them."""
+    """Each method's figure on every resample, the same for all of them; the fewer the samples, the wider spread."""
     draws = [np.empty(RESAMPLES) for _ in methods]
     for rows in _blocks(len(target)):
         counts = np.zeros((len(rows), len(target)))
@@ -169,7 +166,10 @@ def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Arr
         for draw, outputs in zip(draws, methods, strict=True):
             scores = [_scores(metric, output, target, counts) for output in outputs.values()]
             draw[rows.start : rows.stop] = np.mean(scores, axis=0)
-    return draws
+    fewest = min(map(len, _groups(metric, target)))
+    wider = np.sqrt(fewest / generator(0, "few").chisquare(max(1, fewest - 1), RESAMPLES))
+    found = [fmean(figures(metric, outputs, target).values()) for outputs in methods]
+    return [middle + (draw - middle) * wider for middle, draw in zip(found, draws, strict=True)]
 
 
 def _blocks(samples: int) -> list[range]:

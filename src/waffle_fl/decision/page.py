@@ -217,7 +217,8 @@ def _reading(decision: Decision) -> str:
         "An agent is said to gain or lose when the whole interval lies on one side of 0. An AUC of fewer than "
         f"{FEW} samples of a class, and an error of fewer than {FEW} samples, are too uncertain for that.",
         "So that a small test set on which all samples agree does not look certain, the draws of an accuracy know two "
-        "imagined samples more, one won and one lost. Balanced accuracy and AUC are drawn class by class.",
+        "imagined samples more, one won and one lost; those of an AUC or an error are spread the wider, the fewer "
+        "samples there are. Balanced accuracy and AUC are drawn class by class.",
     ]
     methods = {TITLES[m]: words.METHODS[m] for m in decision.methods}
     facts = "".join(

@@ -150,12 +150,12 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
         try:
             view, measured = _view(name, names, methods, method, by_agent[name], mine, metric)
         except Unjudged as reason:
-            unjudged.append(f"{name} is not judged: {reason}.")
+            unjudged.append(f"{name} is not judged: {reason}")
             continue
         views.append(view)
         metrics.add(measured)
     if not views:
-        raise WaffleError(" ".join(unjudged))
+        raise WaffleError(unjudged[0])
     first = whole[0]
     return Decision(
         data=first.config.settings.data_name,
@@ -166,7 +166,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
         views=tuple(views),
         seeds=len({run.config.settings.seed for run in whole}),
         first=first,
-        unjudged=tuple(unjudged),
+        unjudged=tuple(f"{why}." for why in unjudged),
         distances=distances,
     )
 
