@@ -1,4 +1,4 @@
-"""Intervals beside closed forms, metrics beside our own, and how often an interval holds the truth."""
+"""Intervals beside closed forms, metrics beside our own, how often an interval holds the truth and a verdict errs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from waffle_fl.decision.bootstrap import _areas, estimate, gain, metrics_of, value
+from waffle_fl.decision.bootstrap import Hint, Interval, Metric, _areas, estimate, figures, gain, metrics_of
 from waffle_fl.metrics import measure
 
 binom = pytest.importorskip("scipy.stats").binom
@@ -31,7 +31,7 @@ def drawn(seed: int, samples: int, classes: int) -> tuple[np.ndarray, np.ndarray
 def test_an_accuracy_has_the_interval_of_a_binomial_share(n: int, data: st.DataObject) -> None:
     """With k of n right and one right, one wrong imagined, resamples are binomial with n + 2 and (k + 1) / (n + 2)."""
     k = data.draw(st.integers(0, n))
-    found = estimate("accuracy", [answers(np.arange(n) < k)], np.ones(n, dtype=np.int64))
+    found = estimate("accuracy", {1: answers(np.arange(n) < k)}, np.ones(n, dtype=np.int64))
     law = binom(n + 2, (k + 1) / (n + 2))
     assert found.value == pytest.approx(k / n)
     assert found.low == pytest.approx(min(law.ppf(0.025) / (n + 2), k / n), abs=1.5 / (n + 2))
@@ -46,11 +46,11 @@ def test_a_value_is_the_metric_and_lies_in_its_interval(samples: int, classes: i
     other = drawn(seed + 1, samples, classes)[0]
     for metric in metrics_of(target, classes):
         singles = [measure(torch.tensor(o), torch.tensor(target))[metric] for o in (output, other)]
-        assert value(metric, [output], target) == pytest.approx(singles[0])
-        found = estimate(metric, [output, other], target)
+        assert figures(metric, {1: output, 2: other}, target) == pytest.approx({1: singles[0], 2: singles[1]})
+        found = estimate(metric, {1: output, 2: other}, target)
         assert found.value == pytest.approx(sum(singles) / 2)
         assert 0 <= found.low <= found.value <= found.high <= 1
-        change = gain(metric, [output], [other], target)
+        change = gain(metric, {1: output}, {1: other}, target)
         assert change.value == pytest.approx(singles[0] - singles[1])
         assert -1 <= change.low <= change.value <= change.high <= 1
 
@@ -71,7 +71,7 @@ def test_the_area_of_a_resample_is_that_of_its_samples(samples: int, seed: int) 
 def test_a_few_wins_are_not_yet_a_gain(wins: int, clear: bool) -> None:
     """Of 46 samples, 4 or 5 wins without a loss are chance (sign test: 1/8, 1/16); 7 are not (1/64)."""
     alone = np.arange(46) >= wins
-    found = gain("accuracy", [answers(np.ones(46, dtype=bool))], [answers(alone)], np.ones(46, dtype=np.int64))
+    found = gain("accuracy", {1: answers(np.ones(46, dtype=bool))}, {1: answers(alone)}, np.ones(46, dtype=np.int64))
     assert found.value == pytest.approx(wins / 46)
     assert (found.sign == 1) == clear
 
@@ -80,7 +80,7 @@ def test_a_loss_is_a_gain_of_the_other() -> None:
     """Whoever loses where the other gains has the same figure with the other sign."""
     right, wrong = answers(np.arange(80) < 70), answers(np.arange(80) < 40)
     target = np.ones(80, dtype=np.int64)
-    ours, theirs = gain("accuracy", [right], [wrong], target), gain("accuracy", [wrong], [right], target)
+    ours, theirs = gain("accuracy", {1: right}, {1: wrong}, target), gain("accuracy", {1: wrong}, {1: right}, target)
     assert ours.value == -theirs.value == pytest.approx(30 / 80)
     assert (ours.sign, theirs.sign) == (1, -1)
 
@@ -90,15 +90,15 @@ def test_errors_that_are_all_alike_have_no_interval() -> None:
     target = np.linspace(0, 1, 30).astype(np.float32)
     small, large = (target.astype(np.float64) + 3)[:, None], (target.astype(np.float64) - 4)[:, None]
     assert metrics_of(target, 1) == ["rmse"]
-    assert estimate("rmse", [small], target) == pytest.approx((3, 3, 3), abs=1e-6)
-    assert gain("rmse", [small], [large], target) == pytest.approx((1, 1, 1), abs=1e-6)
+    assert estimate("rmse", {1: small}, target) == pytest.approx((3, 3, 3), abs=1e-6)
+    assert gain("rmse", {1: small}, {1: large}, target) == pytest.approx((1, 1, 1), abs=1e-6)
 
 
 def test_an_rmse_has_the_interval_of_a_mean() -> None:
     """Of many samples the squared error's interval is its mean and 1.96 standard errors."""
     target = np.zeros(2000, dtype=np.float32)
     errors = np.random.default_rng(0).standard_normal(2000)
-    found, half = estimate("rmse", [errors[:, None]], target), 1.96 * (errors**2).std() / 2000**0.5
+    found, half = estimate("rmse", {1: errors[:, None]}, target), 1.96 * (errors**2).std() / 2000**0.5
     assert found.low**2 == pytest.approx((errors**2).mean() - half, rel=0.01)
     assert found.high**2 == pytest.approx((errors**2).mean() + half, rel=0.01)
 
@@ -108,8 +108,63 @@ def test_intervals_hold_the_truth() -> None:
     rng = np.random.default_rng(1)
     for truth, n in ((0.9, 30), (0.97, 40), (0.7, 25)):
         sets = (answers(rng.random(n) < truth) for _ in range(300))
-        found = [estimate("accuracy", [output], np.ones(n, dtype=np.int64)) for output in sets]
+        found = [estimate("accuracy", {1: output}, np.ones(n, dtype=np.int64)) for output in sets]
         assert sum(f.low <= truth <= f.high for f in found) >= 0.92 * 300
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("chance", [0.005, 0.05])
+def test_chance_in_training_is_no_gain(seeds: int, chance: float) -> None:
+    """Two methods alike but for this much chance in training differ clearly at most 8 times in 100."""
+    rng, samples = np.random.default_rng(seeds), 300
+
+    def trained(hard: np.ndarray) -> dict[int, np.ndarray]:
+        return {seed: answers(hard < rng.normal(0.8, chance)) for seed in range(seeds)}
+
+    target = np.ones(samples, dtype=np.int64)
+    sets = (rng.random(samples) for _ in range(100))
+    assert sum(gain("accuracy", trained(hard), trained(hard), target).sign != 0 for hard in sets) <= 8
+
+
+@pytest.mark.parametrize("metric", ["rmse", "auc"])
+def test_few_samples_are_seldom_a_gain(metric: Metric) -> None:
+    """From 10 samples, or 10 positives, methods that are equally good differ clearly at most 8 times in 100."""
+    rng, target = np.random.default_rng(0), np.arange(10 if metric == "rmse" else 100) < 10
+
+    def trained() -> dict[int, np.ndarray]:
+        errors = rng.standard_normal(len(target))
+        outputs = (target + errors + 0.1 * rng.standard_normal(len(target)) for _ in range(3))
+        return {seed: np.stack([0 * o, o], axis=1) if metric == "auc" else o[:, None] for seed, o in enumerate(outputs)}
+
+    truth = target.astype(np.float32 if metric == "rmse" else np.int64)
+    assert sum(gain(metric, trained(), trained(), truth).sign != 0 for _ in range(100)) <= 8
+
+
+def test_seeds_are_paired_where_both_have_them() -> None:
+    """What a seed brings to both methods is no chance in their difference; without common seeds it is."""
+    hard, target = np.linspace(0, 1, 400), np.ones(400, dtype=np.int64)
+    ours = {seed: answers(hard < 0.7 + 0.05 * seed) for seed in (1, 2, 3)}
+    theirs = {seed: answers(hard < 0.6 + 0.05 * seed) for seed in (3, 2, 1)}
+    assert gain("accuracy", ours, theirs, target).sign == 1
+    assert gain("accuracy", ours, {seed + 3: output for seed, output in theirs.items()}, target).sign == 0
+
+
+@pytest.mark.parametrize(("samples", "few"), [(1, True), (9, True), (10, False)])
+def test_an_error_of_few_samples_has_no_verdict(samples: int, few: bool) -> None:
+    """From fewer than 10 samples an error has an interval but no sign, however far it is from 0."""
+    target = np.zeros(samples, dtype=np.float32)
+    found = gain("rmse", {1: target[:, None] + 1.0}, {1: target[:, None] + 2.0}, target)
+    assert found == Interval(1, 1, 1)
+    assert (isinstance(found, Hint), found.sign) == (few, int(not few))
+
+
+@pytest.mark.parametrize(("positives", "few"), [(1, True), (9, True), (10, False)])
+def test_an_area_of_few_positives_has_no_verdict(positives: int, few: bool) -> None:
+    """It takes 10 samples of each class to say that an AUC is better."""
+    target = (np.arange(60) < positives).astype(np.int64)
+    found = gain("auc", {1: answers(target == 1)}, {1: answers(target == 0)}, target)
+    assert found == Interval(1, 1, 1)
+    assert (isinstance(found, Hint), found.sign) == (few, int(not few))
 
 
 def test_one_class_has_accuracy_alone() -> None:

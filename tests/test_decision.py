@@ -17,8 +17,8 @@ import torch
 from conftest import make_federation, make_model, refusal
 from test_cli import waffle
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.decision.bootstrap import Interval
-from waffle_fl.decision.distances import Distances, distances, feature_distance
+from waffle_fl.decision.bootstrap import Hint, Interval
+from waffle_fl.decision.distances import Distances, distances, feature_distance, gradient_distance
 from waffle_fl.decision.markup import together
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
@@ -26,6 +26,7 @@ from waffle_fl.decision.words import caution, difference, everyone, partners, si
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, execute, federation_of
 from waffle_fl.federation import Federation
+from waffle_fl.models import squared_error
 from waffle_fl.results import read_runs
 
 SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", model="linear", samples_per_agent=60)
@@ -50,11 +51,12 @@ def make_linear(federation: Federation) -> Any:
 
 
 def view(found: Interval, tests: int = 200, **more: Any) -> View:
-    alone = Standing("local", {"accuracy": Interval(0.74, 0.7, 0.78)}, {}, (0.74,))
-    joined = Standing(
-        "waffle", {"accuracy": Interval(0.74 + found.value, 0.7, 0.9)}, {"accuracy": found}, (0.74 + found.value,)
-    )
-    return View("VA", 100, tests, 50, 0.5, {"local": alone, "waffle": joined}, {}, more.get("partners", {}))
+    trained = more.get("seeds", 2)
+    alone = Standing("local", {"accuracy": Interval(0.74, 0.7, 0.78)}, {}, (0.74,) * trained)
+    score = 0.74 + found.value
+    joined = Standing("waffle", {"accuracy": Interval(score, 0.7, 0.9)}, {"accuracy": found}, (score,) * trained)
+    standings, classes = {"local": alone, "waffle": joined}, more.get("classes", (100, 100))
+    return View("VA", 100, tests, classes, standings, {}, more.get("partners", {}))
 
 
 # --- who is left out
@@ -107,15 +109,29 @@ def test_distances_by_hand() -> None:
 
 
 def test_distances_are_metrics() -> None:
-    """Symmetric, 0 to oneself, at most 1 where they are shares; labels and features keep the triangle."""
+    """Symmetric, 0 to oneself, the triangle kept, at most 1 where they are shares or angles."""
     found = distances(make_federation(), make_model())
     for matrix in (np.array(m) for m in (found.label, found.feature, found.gradient)):
         assert np.allclose(matrix, matrix.T)
         assert np.allclose(np.diag(matrix), 0)
+        assert all(matrix[i, j] <= matrix[i, k] + matrix[k, j] + 1e-12 for i, j, k in np.ndindex(4, 4, 4))
     assert np.max(found.label) <= 1
     assert np.max(found.gradient) <= 1
-    for matrix in (np.array(m) for m in (found.label, found.feature)):
-        assert all(matrix[i, j] <= matrix[i, k] + matrix[k, j] + 1e-12 for i, j, k in np.ndindex(4, 4, 4))
+
+
+def test_a_pull_has_a_way_and_no_strength() -> None:
+    """Agents whose gradients point the same way are at 0 though one is a thousand times stronger; opposite at 1."""
+    from waffle_fl.models import FlatModel, mlp
+
+    y = {"a": 1.0, "b": 1000.0, "c": -1000.0}
+    parts = {
+        n: tuple(np.array(v, dtype=np.float32) for v in ([[1.0]] * 4, [t] * 4, [[9.0]], [t])) for n, t in y.items()
+    }
+    federation = Federation.from_arrays(parts, allow_duplicates=True, task="regression")
+    model = FlatModel(lambda: mlp((1,), 1, hidden=3), loss=squared_error, precision="float64")
+    a, b, c = gradient_distance(federation, model, [0, 1, 2], list(federation.train), 1).tolist()
+    assert (a[1], a[2], b[2]) == pytest.approx((0, 1, 1), abs=1e-6)
+    assert c[2] == 0
 
 
 def test_a_feature_that_never_varies_says_nothing() -> None:
@@ -154,16 +170,35 @@ def test_an_error_is_less_or_greater() -> None:
 
 def test_a_small_test_set_is_said_to_be_small(study: Decision) -> None:
     """Fewer than 100 test samples, and a single seed, are told."""
-    said = caution(view(Interval(0.07, 0.02, 0.12), tests=40), replace(study, seeds=1))
+    said = caution(view(Interval(0.07, 0.02, 0.12), tests=40, seeds=1), study)
     assert any("only 40 test samples: one sample more or less is 2.5 points" in line for line in said)
-    assert any("trained once" in line for line in said)
+    assert any("trained once, so the interval leaves out chance in training" in line for line in said)
     assert caution(view(Interval(0.07, 0.02, 0.12)), study) == []
 
 
 def test_a_model_that_guesses_is_told(study: Decision) -> None:
     """Where no method beats the commonest answer, an accuracy alone would mislead."""
-    lopsided = replace(view(Interval(0.01, -0.03, 0.05)), commonest=0.8)
+    lopsided = view(Interval(0.01, -0.03, 0.05), classes=(160, 40))
     assert any("always giving the commonest answer, which is right for 80.0 %" in s for s in caution(lopsided, study))
+
+
+def test_absent_classes_are_told(study: Decision) -> None:
+    """A class that the test data lack is missed, and a single one is said to be the only one."""
+    found = Interval(0.07, 0.02, 0.12)
+    assert caution(view(found, classes=(0, 200)), study) == [
+        "There is only one class in its test data: how well others are recognised is not known."
+    ]
+    assert caution(view(found, classes=(0, 3, 97, 100)), study) == [
+        "Its test data lack 1 of 4 classes.",
+        "Its rarest class has 3 test samples.",
+    ]
+
+
+def test_few_samples_have_no_verdict_in_words() -> None:
+    """Too few are said to be too few, and their interval is shown."""
+    said = verdict(view(Hint(0.07, 0.02, 0.12)), "waffle", "accuracy")
+    assert said.startswith("Too few test samples to say whether VA gains by joining: ")
+    assert said.endswith("+7.0 points (95 % interval +2.0 to +12.0).")
 
 
 def test_partners_who_help_and_who_hurt(study: Decision) -> None:
@@ -228,8 +263,34 @@ def test_another_metric_can_decide(study: Decision) -> None:
     other = decide(runs, metric="balanced_accuracy")
     assert other.metric == "balanced_accuracy"
     assert "its balanced accuracy is" in verdict(other.views[0], "waffle", other.metric)
-    with pytest.raises(WaffleError, match="agent 0: auc is not defined on its test data"):
+    with pytest.raises(WaffleError, match="agent 0 is not judged: auc is not defined on its test data"):
         decide(runs, metric="auc")
+
+
+def test_an_agent_that_cannot_be_judged_is_left_out_with_a_word(study: Decision, tmp_path: Path) -> None:
+    """Where an agent's training alone diverged, the page tells of the others, and why not of that one."""
+    runs = read_runs([study.first.folder.parent])
+    lost = [
+        replace(run, result={**run.result, "status": "diverged"})
+        if run.config.method == "local" and run.config.settings.alice == "1"
+        else run
+        for run in runs
+    ]
+    rest = decide(lost)
+    assert [v.name for v in rest.views] == ["agent 0", "agent 2"]
+    assert rest.unjudged == (
+        "agent 1 is not judged: no run of local came to its end, so nothing can be compared with it.",
+    )
+    assert rest.unjudged[0] in write_page(rest, tmp_path / "page.html").read_text()
+
+
+def test_two_left_out_at_once_tell_nothing_of_one(study: Decision) -> None:
+    """A run without two partners says of neither what it is worth."""
+    runs = read_runs([study.first.folder.parent])
+    run = next(run for run in runs if run.config.settings.leave_out)
+    both = replace(run.config, settings=replace(run.config.settings, leave_out=("0", "2")))
+    left = [run for run in runs if not run.config.settings.leave_out]
+    assert [v.partners for v in decide([*left, replace(run, config=both)]).views] == [{}, {}, {}]
 
 
 def test_phases_cover_every_round_once() -> None:
@@ -290,6 +351,14 @@ def test_the_page_is_self_contained(study: Decision, tmp_path: Path) -> None:
     alone = write_page(replace(study, views=study.views[:1]), tmp_path / "one.html").read_text()
     assert "Should agent 0 join?" in alone
     assert "<select" not in alone
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(study: Decision, tmp_path: Path) -> None:
+    """One line says so, and nothing half-written lies about."""
+    page = tmp_path / "page.html"
+    page.mkdir()
+    assert f"cannot write {page}: " in refusal(write_page, study, page)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
@@ -370,9 +439,6 @@ def test_a_page_with_markup_for_names_in_a_browser(study: Decision, tmp_path: Pa
 # --- data of one's own
 
 
-OUTCOME = ("--target", "outcome", "--workers", "1")
-
-
 def folder_of_tables(folder: Path, numbers: bool) -> Path:
     """Three hospitals whose target follows two columns; the third reads them the other way round."""
     rng = np.random.default_rng(0)
@@ -418,6 +484,28 @@ def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
     assert told["says"][0] in again.out
 
 
+def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
+    """Where every run does without the same partner, those who are left are the federation."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    line = [
+        "run",
+        "waffle",
+        "--data",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "2",
+        "--workers",
+        "1",
+    ]
+    shown = waffle(*line, "--leave-out", "south", "--out", tmp_path / "run")
+    assert shown.code == 0, shown.err
+    assert ", 2 agents; an agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
+
+
 def test_a_decision_about_numbers(tmp_path: Path) -> None:
     """A regression is judged by its error, where less is better; whoever is unlike all others loses with FedAvg."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=True)
@@ -444,6 +532,81 @@ def test_a_decision_about_numbers(tmp_path: Path) -> None:
     assert "commonest" not in text.partition("<script")[0]
     assert "&lt;b&gt;west&lt;b&gt;" in text
     assert "<b>" not in text.partition("<script")[0]
+
+
+def test_runs_from_before_and_after_a_correction_are_not_compared(tmp_path: Path) -> None:
+    """A corrected feature makes the finished runs strangers to new ones: both are named, and what to delete."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    line = [
+        "decide",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "1",
+        "--workers",
+        "1",
+        "--seeds",
+        "1",
+    ]
+    line += ["--model", "linear", "--out", tmp_path / "d", "--quiet", "--methods"]
+    assert waffle(*line, "fedavg").code == 0
+    table = data / "south.csv"
+    table.write_text(table.read_text().replace("\n", "\n9", 1))
+    mixed = waffle(*line, "fedavg", "waffle")
+    assert mixed.code == 2
+    assert "were made on different data: delete the folder of each run made before" in mixed.err
+    assert len(mixed.err.strip().splitlines()) == 1
+    for method in ("local", "fedavg"):
+        shutil.rmtree(next((tmp_path / "d").glob(f"*-{method}-*")))
+    assert waffle(*line, "fedavg", "waffle").code == 0
+
+
+def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
+    """What nobody's test data define is refused before the first run; whoever alone lacks it is left out."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    header, *rows = (data / "south.csv").read_text().splitlines()
+    (data / "south.csv").write_text("\n".join([header, *(row for row in rows if row.endswith("ill"))]) + "\n")
+    line = ["decide", data, "--target", "outcome", "--rounds", "1", "--workers", "1", "--seeds", "1", "--model"]
+    line += ["linear", "--methods", "fedavg", "--out", tmp_path / "d", "--quiet"]
+    refused = waffle(*line, "--metric", "rmse")
+    assert refused.code == 2
+    assert "rmse is not defined on anybody's test data; there is accuracy, balanced_accuracy, auc" in refused.err
+    assert "there is accuracy" in waffle(*line, "--alice", "south", "--metric", "auc").err
+    assert not (tmp_path / "d").exists()
+    shown = waffle(*line, "--metric", "auc")
+    assert shown.code == 0, shown.err
+    assert "south is not judged: auc is not defined on its test data; there is accuracy." in " ".join(shown.out.split())
+    whole = waffle(*line)
+    assert whole.code == 0, whole.err
+    assert "There is only one class in its test data" in (tmp_path / "d" / "decision.html").read_text()
+
+
+def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> None:
+    """Where every agent has made its own means 0, the page says so in place of a matrix of zeros."""
+    data = folder_of_tables(tmp_path / "hospitals", numbers=False)
+    line = [
+        "decide",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "1",
+        "--workers",
+        "1",
+        "--seeds",
+        "1",
+    ]
+    line += ["--model", "linear", "--methods", "fedavg", "--out", tmp_path / "d", "--preprocessing", "local"]
+    assert waffle(*line).code == 0
+    text = (tmp_path / "d" / "decision.html").read_text()
+    assert 'id="distance-gradient"' in text
+    assert 'id="distance-feature"' not in text
+    assert "so that none are left to compare" in text
 
 
 @pytest.mark.data

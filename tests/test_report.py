@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import refusal
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.deltas import after, since
 from waffle_fl.errors import WaffleError
@@ -141,6 +142,13 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
     assert 'data-charts="4"' in done.stdout
     assert done.stdout.count('class="marks"') == 4
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["table.csv", "accuracy.png", "index.html"])
+def test_a_file_that_cannot_be_written_is_named(name: str, runs: Path, tmp_path: Path) -> None:
+    """One line says which, whatever stands in its place."""
+    (tmp_path / name).mkdir()
+    assert f"cannot write {tmp_path / name}: " in refusal(write_report, read_runs([runs]), tmp_path, "title")
 
 
 def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:

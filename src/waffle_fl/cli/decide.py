@@ -69,13 +69,12 @@ def decide_command(arguments: Sequence[str]) -> int:
     s = configs[0].settings
     out = Path(asked.out or Path("runs") / f"{s.data_name}-decision")
     check_name(out.name)
-    runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place)
+    metric: Metric | None = None if asked.metric == "auto" else asked.metric
+    runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place, metric=metric)
     with live(args.output) as listener:
         execute(runs, args.place, listener)
     note_distances(s, args.place, out)
-    decision = page_of(
-        read_runs([folder for _, folder in runs]), out, out, None if asked.metric == "auto" else asked.metric
-    )
+    decision = page_of(read_runs([folder for _, folder in runs]), out, out, metric)
     _tell(decision, out / PAGE, args.output)
     return 0
 
@@ -108,9 +107,10 @@ def companions(config: RunConfig, folder: Path) -> list[tuple[RunConfig, Path]]:
 def sentences(decision: Decision) -> list[str]:
     """What the terminal says of a decision: of one agent its verdict, of many who gains."""
     if len(decision.views) > 1:
-        return words.everyone(decision, decision.method)
+        return [*words.everyone(decision, decision.method), *decision.unjudged]
     (view,) = decision.views
-    return [words.verdict(view, decision.method, decision.metric), *words.caution(view, decision)]
+    said = [words.verdict(view, decision.method, decision.metric), *words.caution(view, decision)]
+    return [*said, *decision.unjudged]
 
 
 def _tell(decision: Decision, page: Path, output: Output) -> None:

@@ -3,7 +3,9 @@
 label      half the sum of the differences between label shares: 0 the same mix, 1 no label in common
            (of numbers to predict: the difference of their means, in standard deviations of all of them)
 feature    the difference of the means of a feature, in standard deviations of all training samples, mean over features
-gradient   |g_i - g_j| / (|g_i| + |g_j|) of the full gradients at one random model: 0 the same pull, 1 opposite pulls
+           (None of tables with local preprocessing, where every agent has made its own means 0)
+gradient   the sine of half the angle between the full gradients at one random model: 0 the same way, 0.71 at right
+           angles, 1 opposite ways, however strong they are
 
 All three are metrics (symmetric, 0 to oneself), see training data only, and take at most SAMPLES of each agent.
 """
@@ -27,7 +29,7 @@ class Distances(NamedTuple):
 
     names: list[str]
     label: list[list[float]]
-    feature: list[list[float]]
+    feature: list[list[float]] | None
     gradient: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
@@ -38,10 +40,13 @@ def distances(federation: Federation, model: FlatModel, seed: int = 1) -> Distan
     """All three kinds; an agent without training samples is left out."""
     present = [i for i in range(federation.agents) if len(federation.train[i])]
     rows = [_some(federation.train[i]) for i in present]
-    means = label_distance(federation, present), feature_distance(federation.x, rows)
-    pulls = gradient_distance(federation, model, present, rows, seed)
-    names = [federation.names[i] for i in present]
-    return Distances(names, *(matrix.tolist() for matrix in (*means, pulls)))
+    prepared = federation.preprocessing
+    return Distances(
+        names=[federation.names[i] for i in present],
+        label=label_distance(federation, present).tolist(),
+        feature=None if prepared and prepared.scope == "local" else feature_distance(federation.x, rows).tolist(),
+        gradient=gradient_distance(federation, model, present, rows, seed).tolist(),
+    )
 
 
 def label_distance(federation: Federation, present: list[int]) -> Tensor:
@@ -77,9 +82,8 @@ def gradient_distance(
             total += model.grad(net.params[None], net.stats[None], batch).params[0].double() * len(part) / len(mine)
         pulls.append(total.cpu())
     g = torch.stack(pulls)
-    size = g.norm(dim=1)
-    apart = torch.stack([(g - row).norm(dim=1) for row in g])
-    return torch.div(apart, (size + size[:, None]).clamp(min=1e-300))
+    ways = g / g.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return torch.stack([(ways - way).norm(dim=1) for way in ways]) / 2
 
 
 def _some(rows: Tensor) -> Tensor:

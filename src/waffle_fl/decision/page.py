@@ -11,12 +11,11 @@ from typing import Any
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.decision import words
-from waffle_fl.decision.bootstrap import RESAMPLES
+from waffle_fl.decision.bootstrap import FEW, RESAMPLES
 from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
 from waffle_fl.decision.markup import MARKS, figure, gain, heat, interval, paragraphs, part, select, table
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
-from waffle_fl.errors import writable
-from waffle_fl.report.page import bundle, facts_of
+from waffle_fl.report.page import bundle, facts_of, put
 
 KINDS = {
     "label": (
@@ -31,10 +30,12 @@ KINDS = {
     ),
     "gradient": (
         "Gradients",
-        "How differently the data of two agents would pull one and the same untrained model: 0 the same way, 0.7 at "
-        "right angles, 1 opposite ways.",
+        "How differently the data of two agents would pull one and the same untrained model, by the angle between "
+        "the two: 0 the same way, 0.7 at right angles, 1 opposite ways.",
     ),
 }
+
+UNKNOWN = "Each agent standardised its columns by its own means, so that none are left to compare."
 
 
 def write_page(decision: Decision, path: Path) -> Path:
@@ -47,19 +48,15 @@ def write_page(decision: Decision, path: Path) -> Path:
         resources.files("waffle_fl.decision").joinpath(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("css", "js")
     )
-    with writable(path):
-        path.write_text(
-            f"""<!doctype html>
+    page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(_title(decision))}</title><style>{style}</style></head>
 <body><main>{body}</main>
 <script type="application/json" id="data">{content}</script>
 <script type="module">{bundle()}</script>
 <script type="module">{script}</script></body></html>
-""",
-            encoding="utf-8",
-        )
-    return path
+"""
+    return put(path, page.encode())
 
 
 def _title(decision: Decision) -> str:
@@ -70,6 +67,7 @@ def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
     several = len(decision.views) > 1
     parts = [
         f"<header><h1>{escape(_title(decision))}</h1>{paragraphs([_lead(decision)], 'soft')}"
+        f"{paragraphs(decision.unjudged)}"
         '<button id="print" class="screen" type="button">Print this page</button></header>',
         _federation(decision, charts) if several else "",
         _agents(decision, charts),
@@ -195,9 +193,10 @@ def _heterogeneity(decision: Decision) -> str:
     if found is None:
         return ""
     parts = [
-        f'<div class="keep"><h3>{title}</h3>{paragraphs([about], "soft")}'
-        f"{heat(f'distance-{kind}', found.names, found.names, getattr(found, kind))}</div>"
+        f'<div class="keep"><h3>{title}</h3>{paragraphs([about if matrix else UNKNOWN], "soft")}'
+        f"{heat(f'distance-{kind}', found.names, found.names, matrix) if matrix else ''}</div>"
         for kind, (title, about) in KINDS.items()
+        for matrix in [getattr(found, kind)]
     ]
     said = (
         "How unlike the agents' data are, known before any model is trained. Partners that are near are likelier to "
@@ -213,19 +212,34 @@ def _reading(decision: Decision) -> str:
     said = [
         f"The verdict compares {title} with training alone. {title} was chosen to stand for joining before any result "
         "was seen; picking the best of several methods afterwards would flatter it.",
-        f"An interval is a percentile bootstrap: the test samples are drawn anew {RESAMPLES:,} times, with "
-        "replacement, and every method faces the same draws, so a difference is judged sample by sample. It tells how "
-        "much the choice of test samples matters; “seed by seed” tells how much the randomness of training does. An "
-        "agent is said to gain or lose when the whole interval lies on one side of 0. Of 20 such statements about "
-        "agents without any real difference, about one will be wrong.",
+        f"For an interval the test samples are drawn anew {RESAMPLES:,} times, with replacement, and every method "
+        f"faces the same draws, so a difference is judged sample by sample. {_chance(decision)}",
+        "An agent is said to gain or lose when the whole interval lies on one side of 0. An AUC of fewer than "
+        f"{FEW} samples of a class, and an error of fewer than {FEW} samples, are too uncertain for that.",
         "So that a small test set on which all samples agree does not look certain, the draws of an accuracy know two "
-        "imagined samples more, one won and one lost. Balanced accuracy and AUC are drawn class by class.",
+        "imagined samples more, one won and one lost; those of an AUC or an error are spread the wider, the fewer "
+        "samples there are. Balanced accuracy and AUC are drawn class by class.",
     ]
     methods = {TITLES[m]: words.METHODS[m] for m in decision.methods}
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )
     return f"<section><h2>How to read this</h2>{paragraphs(said)}<dl>{facts}</dl></section>"
+
+
+def _chance(decision: Decision) -> str:
+    """What the intervals cover, and what they do not."""
+    if decision.seeds == 1:
+        return (
+            "The models were trained once: an interval tells how much the choice of test samples matters, and nothing "
+            "about the randomness of training. A clear difference may be that of one lucky training run."
+        )
+    return (
+        "To each draw the randomness of training is added: the standard error over the seeds, in Student’s "
+        "distribution. An interval so covers the choice of test samples and chance in training, but takes each "
+        "agent’s training data as they are. Of 20 agents without any real difference, about one at most is said to "
+        "have one; many agents are not corrected for."
+    )
 
 
 def _weighing(decision: Decision) -> list[str]:

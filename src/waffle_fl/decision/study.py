@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from waffle_fl.config import Experiment, RunConfig, Settings
-from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, gain, metrics_of, value
+from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, figures, gain, metrics_of
 from waffle_fl.decision.distances import Distances
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import EVERYONE, Place, everyone_of, handle, plan
-from waffle_fl.federation import index_of
+from waffle_fl.federation import Federation, index_of
 from waffle_fl.results import WEIGHING, Finished, check_alike, methods_of
 from waffle_fl.tensorfile import read_named
 
@@ -42,12 +42,16 @@ class View:
     name: str
     training: int
     tests: int
-    rarest: int  # test samples of its rarest class
-    commonest: float  # share of its commonest class: what a model would get right that always says the same
+    classes: tuple[int, ...]  # test samples of each class, also of those it lacks; none of numbers
     standings: dict[str, Standing]
     taken: dict[str, list[list[float]]]  # method -> round -> whose updates it took, mean over seeds
     partners: dict[str, Interval]  # partner -> what its presence is worth to this agent
     notes: tuple[str, ...] = ()
+
+    @property
+    def commonest(self) -> float:
+        """The share of its commonest class: what a model would get right that always says the same."""
+        return max(self.classes) / sum(self.classes)
 
     @property
     def weighing(self) -> list[str]:
@@ -66,6 +70,7 @@ class Decision:
     views: tuple[View, ...]  # those a model was trained for
     seeds: int
     first: Finished
+    unjudged: tuple[str, ...] = ()  # of each agent that has no view though a model was trained for it: why
     distances: Distances | None = None
 
     @property
@@ -89,8 +94,11 @@ def runs_for(
     out: Path,
     place: Place,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    metric: Metric | None = None,
 ) -> list[tuple[RunConfig, Path]]:
-    """Every method for every chosen agent and seed; for agents in `without`, also with each partner left out."""
+    """Every method for every chosen agent and seed; for agents in `without`, also with each partner left out.
+
+    A `metric` that none of the chosen agents' test data define is refused."""
     methods = tuple(dict.fromkeys((ALONE, *methods)))
     method = headline(methods)
     grid = Experiment(
@@ -99,6 +107,7 @@ def runs_for(
     runs = plan(grid, out, place)
     whole = everyone_of(settings, place)
     chosen = {index_of(config.settings.alice, whole.names): config.settings.alice for config, _ in runs}
+    _check_metric(metric, whole, list(chosen))
     asked = list(chosen) if EVERYONE in without else [index_of(name, whole.names) for name in without]
     strangers = [whole.names[i] for i in asked if i not in chosen]
     if strangers:
@@ -113,10 +122,19 @@ def runs_for(
     return runs
 
 
+def _check_metric(metric: Metric | None, whole: Federation, agents: Sequence[int]) -> None:
+    targets = [whole.labels(i, whole.test[i]).numpy() for i in agents]
+    able = dict.fromkeys(known for target in targets for known in metrics_of(target, whole.outputs))
+    if metric and metric not in able:
+        raise WaffleError(f"metric: {metric} is not defined on anybody's test data; there is {', '.join(able)}")
+
+
 def decide(runs: Sequence[Finished], distances: Distances | None = None, metric: Metric | None = None) -> Decision:
     """Compare the methods on each agent's own test data, by this metric: else by accuracy, or the error of numbers."""
     check_alike(runs, ("seed", "alice", "leave_out"))
-    whole = [run for run in runs if not run.config.settings.leave_out]
+    _check_same_data(runs)
+    absent = min((run.config.settings.leave_out for run in runs), key=len, default=())
+    whole = [run for run in runs if run.config.settings.leave_out == absent]
     by_agent: dict[str, list[Finished]] = {}
     for run in whole:
         by_agent.setdefault(_alice(run), []).append(run)
@@ -124,14 +142,20 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
     if ALONE not in methods or not by_agent:
         raise WaffleError("expected runs of local among them: without it nothing tells what joining brings")
     names = tuple(whole[0].provenance["agents"])
-    less = [run for run in runs if run.config.settings.leave_out]
+    less = [run for run in runs if not absent and len(run.config.settings.leave_out) == 1]
     method = headline(methods)
-    views, metrics = [], set()
+    views, metrics, unjudged = [], set(), []
     for name in sorted(by_agent, key=names.index):
         mine = [run for run in less if _alice(run) == name and run.config.method == method]
-        view, measured = _view(name, names, methods, method, by_agent[name], mine, metric)
+        try:
+            view, measured = _view(name, names, methods, method, by_agent[name], mine, metric)
+        except Unjudged as reason:
+            unjudged.append(f"{name} is not judged: {reason}")
+            continue
         views.append(view)
         metrics.add(measured)
+    if not views:
+        raise WaffleError(unjudged[0])
     first = whole[0]
     return Decision(
         data=first.config.settings.data_name,
@@ -142,6 +166,7 @@ def decide(runs: Sequence[Finished], distances: Distances | None = None, metric:
         views=tuple(views),
         seeds=len({run.config.settings.seed for run in whole}),
         first=first,
+        unjudged=tuple(f"{why}." for why in unjudged),
         distances=distances,
     )
 
@@ -150,6 +175,23 @@ def decidable(runs: Sequence[Finished]) -> bool:
     """Do these runs, of one split, hold training alone and another method, and what each said of the test data?"""
     told = {run.config.method for run in runs if (run.folder / SAID).exists()}
     return ALONE in told and len(told) > 1 and len({run.config.settings.column for run in runs}) == 1
+
+
+class Unjudged(Exception):
+    """Why nothing can be said of one agent."""
+
+
+def _check_same_data(runs: Sequence[Finished]) -> None:
+    """Runs for one agent, in one company, from before and after a change of the data tell nothing together."""
+    known: dict[tuple[str, tuple[str, ...]], Finished] = {}
+    for run in runs:
+        other = known.setdefault((_alice(run), run.config.settings.leave_out), run)
+        seen, before = (r.provenance.get("binding", {}).get("data") for r in (run, other))
+        if seen != before:
+            raise WaffleError(
+                f"{other.folder} and {run.folder} were made on different data: delete the folder of each run made "
+                "before the data changed, and run again"
+            )
 
 
 def _alice(run: Finished) -> str:
@@ -167,15 +209,16 @@ def _view(
 ) -> tuple[View, tuple[Metric, ...]]:
     said, target = _said(runs)
     if ALONE not in said:
-        raise WaffleError(f"{name}: no run of local came to its end, so nothing can be compared with it")
-    able = metrics_of(target, said[ALONE][0].shape[1] if said[ALONE][0].ndim > 1 else 1)
+        raise Unjudged("no run of local came to its end, so nothing can be compared with it")
+    outputs = next(iter(said[ALONE].values())).shape[-1]
+    able = metrics_of(target, outputs)
     if metric and metric not in able:
-        raise WaffleError(f"{name}: {metric} is not defined on its test data; there is {', '.join(able)}")
+        raise Unjudged(f"{metric} is not defined on its test data; there is {', '.join(able)}")
     metrics = tuple(sorted(able, key=lambda m: m != metric))
     standings = {}
     for m in (m for m in methods if m in said):
         gains = {k: gain(k, said[m], said[ALONE], target) for k in metrics} if m != ALONE else {}
-        seeds = tuple(value(metrics[0], [one], target) for one in said[m])
+        seeds = tuple(figures(metrics[0], said[m], target).values())
         standings[m] = Standing(m, {k: estimate(k, said[m], target) for k in metrics}, gains, seeds)
     partners = {}
     for partner in (p for p in names if p != name):
@@ -185,14 +228,13 @@ def _view(
             if method in others:
                 partners[partner] = gain(metrics[0], said[method], others[method], target)
     counts = next((run.provenance.get("label_counts") for run in runs if run.provenance.get("label_counts")), None)
-    classes = np.unique(target, return_counts=True)[1] if metrics[0] != "rmse" else np.array([len(target)])
+    classes = np.bincount(target, minlength=outputs).tolist() if metrics[0] != "rmse" else []
     lost = sorted({run.title for run in [*runs, *less] if run.result["status"] != "finished"})
     view = View(
         name=name,
         training=sum(counts[names.index(name)]) if counts and counts[0] else 0,
         tests=len(target),
-        rarest=int(classes.min()),
-        commonest=float(classes.max() / classes.sum()),
+        classes=tuple(classes),
         standings=standings,
         taken={m: _taken([run for run in runs if run.config.method == m]) for m in WEIGHING if m in said},
         partners=partners,
@@ -201,9 +243,9 @@ def _view(
     return view, metrics
 
 
-def _said(runs: Sequence[Finished], target: Any = None) -> tuple[dict[str, list[Array]], Any]:
+def _said(runs: Sequence[Finished], target: Any = None) -> tuple[dict[str, dict[int, Array]], Any]:
     """(method -> what each seed's model said of the test samples, the truth)."""
-    said: dict[str, list[Array]] = {}
+    said: dict[str, dict[int, Array]] = {}
     for run in sorted(runs, key=lambda run: run.config.settings.seed):
         if run.result["status"] != "finished":
             continue
@@ -212,7 +254,7 @@ def _said(runs: Sequence[Finished], target: Any = None) -> tuple[dict[str, list[
         if target is not None and not np.array_equal(target, truth):
             raise WaffleError(f"{run.folder.name} was tested on other samples than the runs beside it: run them anew")
         target = truth
-        said.setdefault(run.config.method, []).append(tensors["output"].double().numpy())
+        said.setdefault(run.config.method, {})[run.config.settings.seed] = tensors["output"].double().numpy()
     return said, target
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import pstdev
 
 from waffle_fl.algorithms import TITLES
-from waffle_fl.decision.bootstrap import Interval, Metric, in_percent
+from waffle_fl.decision.bootstrap import FEW, Hint, Interval, Metric, in_percent
 from waffle_fl.decision.distances import Distances
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over
 
-SMALL, FEW = 100, 10
+SMALL = 100
 METRIC_TITLES: dict[Metric, str] = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced accuracy",
@@ -88,6 +88,8 @@ def verdict(view: View, method: str, metric: Metric) -> str:
         -1: f"{view.name} loses by joining",
         0: f"No clear difference for {view.name}",
     }[found.sign]
+    if isinstance(found, Hint):
+        opening = f"Too few test samples to say whether {view.name} gains by joining"
     return f"{opening}: {compared}: {change}."
 
 
@@ -103,10 +105,16 @@ def caution(view: View, decision: Decision) -> list[str]:
             f"No method does better than always giving the commonest answer, which is right for "
             f"{number(view.commonest, 'accuracy')}: look at the balanced accuracy before using any of these models."
         )
-    if view.rarest < FEW and decision.metric != "rmse":
-        said.append(f"Its rarest class has {view.rarest} test sample{'s' if view.rarest > 1 else ''}.")
-    if decision.seeds == 1:
-        said.append("The models were trained once; several seeds would show how much chance there is in training.")
+    present = [n for n in view.classes if n]
+    if len(present) == 1:
+        said.append("There is only one class in its test data: how well others are recognised is not known.")
+    elif len(present) < len(view.classes):
+        said.append(f"Its test data lack {len(view.classes) - len(present)} of {len(view.classes)} classes.")
+    if len(present) > 1 and min(present) < FEW:
+        said.append(f"Its rarest class has {min(present)} test sample{'s' if min(present) > 1 else ''}.")
+    compared = [view.standings[m] for m in (ALONE, decision.method) if m in view.standings]
+    if any(len(standing.seeds) == 1 for standing in compared):
+        said.append("Models were trained once, so the interval leaves out chance in training: give several seeds.")
     return [*said, *(f"{note}." for note in view.notes)]
 
 

@@ -16,6 +16,7 @@ from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
 from waffle_fl.results import PROTOCOLS, Finished, check_alike, judged_by
+from waffle_fl.tensorfile import write_atomically
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
@@ -24,15 +25,21 @@ def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool =
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
-        (out / name).write_text(text, encoding="utf-8")
+        put(out / name, text.encode())
     charts = charts_of(runs)
     for name, (_, chart) in charts.items() if images else ():
         specification = chart.to_json()
-        (out / f"{name}.png").write_bytes(vl_convert.vegalite_to_png(specification, scale=2))
-        (out / f"{name}.pdf").write_bytes(vl_convert.vegalite_to_pdf(specification))
-    page = out / "index.html"
-    page.write_text(_page(runs, {n: (c, chart.to_dict()) for n, (c, chart) in charts.items()}, title), encoding="utf-8")
-    return page
+        put(out / f"{name}.png", vl_convert.vegalite_to_png(specification, scale=2))
+        put(out / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
+    page = _page(runs, {n: (c, chart.to_dict()) for n, (c, chart) in charts.items()}, title)
+    return put(out / "index.html", page.encode())
+
+
+def put(path: Path, content: bytes) -> Path:
+    """Write a file, whole, or say in one line why that cannot be."""
+    with writable(path):
+        write_atomically(path, content)
+    return path
 
 
 def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
