@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waffle_fl.decision.bootstrap import value
+from waffle_fl.decision.bootstrap import figures
 from waffle_fl.metrics import auc, measure
 
 sklearn = pytest.importorskip("sklearn.metrics")
@@ -38,7 +38,7 @@ def test_the_record_and_the_page_tell_one_auc(samples: int, scale: float, seed: 
     rng = np.random.default_rng(seed)
     output, target = scale * rng.standard_normal((samples, 2)), np.arange(samples) % 2
     found = measure(torch.tensor(output), torch.tensor(target))["auc"]
-    assert found == pytest.approx(value("auc", [output], target), abs=1e-12)
+    assert found == pytest.approx(figures("auc", {1: output}, target)[1], abs=1e-12)
     apart = np.stack([np.zeros(samples), 100.0 + np.argsort(np.argsort(target, kind="stable"))], axis=1)
     assert measure(torch.tensor(apart), torch.tensor(target))["auc"] == 1.0
 
