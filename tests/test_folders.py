@@ -135,14 +135,14 @@ def test_a_changed_file_is_read_anew() -> None:
 
 
 def test_a_run_without_an_agent_comes_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--leave-out` on data of one's own trains that run alone, shows it and exits with 0, also when asked again."""
+    """`--leave-out` on data of one's own has its page among those who are left, and exits with 0, also when resumed."""
     asked = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")
     code, out, err = waffle(capsys, "run", "waffle", *asked)
     run = Path("runs/clinics-waffle-1-without-south")
     assert (code, err) == (0, "")
     assert str(run) in out
     assert json.loads((run / "result.json").read_text())["status"] == "finished"
-    assert not (run / "local").exists()
+    assert (run / "decision.html").exists()
     assert waffle(capsys, "resume", str(run), "--quiet")[0] == 0
 
 

@@ -97,11 +97,7 @@ def resume(arguments: Sequence[str]) -> int:
 
 
 def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
-    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings.
-
-    A run without some of the agents is not compared: to join is to join all of them.
-    """
-    compared = compared and not config.settings.leave_out
+    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
     runs = companions(config, folder) if compared else [(config, folder)]
     with live(output) as listener:
         result, *others = execute(runs, place, listener)
