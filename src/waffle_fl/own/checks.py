@@ -19,7 +19,7 @@ Array: TypeAlias = NDArray[Any]
 def as_arrays(name: str, given: Any) -> list[Array]:
     """(x, y) or (x_train, y_train, x_test, y_test), as arrays."""
     try:
-        arrays = [np.asarray(array) for array in given]
+        arrays = [_native(np.asarray(array)) for array in given]
     except (ValueError, TypeError):
         raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
     if len(arrays) not in (2, 4) or any(array.ndim == 0 for array in arrays):
@@ -29,6 +29,12 @@ def as_arrays(name: str, given: Any) -> list[Array]:
     if any(labels.ndim != 1 for labels in arrays[1::2]):
         raise WaffleError(f"{name}: expected labels with one axis, one integer a sample (or one number, to regress)")
     return arrays
+
+
+def _native(array: Array) -> Array:
+    """The array in a form that torch can hold."""
+    kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
+    return array.astype(kind, copy=False)
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -47,9 +53,9 @@ def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
             raise WaffleError(f"{name}: {len(x)} {part} samples but {len(y)} labels")
         if task == "classification":
             _check_labels(name, part, y)
-        elif not _is_real(y):
+        elif not is_real(y):
             raise WaffleError(f"{name}: expected numbers to predict, the {part} ones are {y.dtype}")
-        if not _is_real(x):
+        if not is_real(x):
             raise WaffleError(f"{name}: expected numbers as features, the {part} features are {x.dtype}")
         wrong = np.flatnonzero(~(_finite(x) & _finite(y)))
         if len(wrong):
@@ -67,7 +73,7 @@ def _check_labels(name: str, part: str, labels: Array) -> None:
         raise WaffleError(f"{name}: expected labels >= 0, got {labels[bad[0]]} at {part} index {bad[0]}")
 
 
-def _is_real(array: Array) -> bool:
+def is_real(array: Array) -> bool:
     return np.issubdtype(array.dtype, np.number) and not np.issubdtype(array.dtype, np.complexfloating)
 
 
@@ -89,12 +95,12 @@ def check_kinds(agents: Mapping[str, Sequence[Array]]) -> None:
                 )
 
 
-def check_range(agents: Mapping[str, Sequence[Array]], classes: int) -> None:
+def check_range(agents: Mapping[str, Sequence[Array]], classes: int, advice: str = "") -> None:
     for name, arrays in agents.items():
         for y in arrays[1::2]:
             bad = np.flatnonzero(y >= classes)
             if len(bad):
-                raise WaffleError(f"{name}: expected labels below {classes}, got {y[bad[0]]} at index {bad[0]}")
+                raise WaffleError(f"{name}: expected labels below {classes}, got {y[bad[0]]} at index {bad[0]}{advice}")
 
 
 def keys_of(x: Array, y: Array) -> list[bytes]:
