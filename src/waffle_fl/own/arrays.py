@@ -19,6 +19,7 @@ from waffle_fl.own.checks import (
     check_samples,
     is_real,
     keys_of,
+    whole,
 )
 from waffle_fl.own.parts import Gathered, Parts, Reading, divide
 from waffle_fl.own.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, Wish
@@ -38,7 +39,7 @@ def gather(
     agents = {name: as_arrays(name, given) for name, given in items}
     task = _task_of([y for arrays in agents.values() for y in arrays[1::2]], how.task)
     if how.task == "auto" and task == "classification":
-        agents = {name: [_whole(a) if i % 2 else a for i, a in enumerate(arrays)] for name, arrays in agents.items()}
+        agents = {name: [whole(a) if i % 2 else a for i, a in enumerate(arrays)] for name, arrays in agents.items()}
     for name, arrays in agents.items():
         check_samples(name, arrays, task)
     check_kinds(agents)
@@ -65,19 +66,13 @@ def _task_of(targets: Sequence[Array], wish: Wish) -> Task:
     """Integers number classes, and so do floats that are few and whole; other numbers are quantities."""
     if wish != "auto":
         return wish
-    if not any(np.issubdtype(y.dtype, np.floating) for y in targets):
+    if not any(y.dtype.kind == "f" for y in targets):
         return "classification"
     if not all(is_real(y) for y in targets):
         return "regression"
     different = np.unique(np.concatenate(targets))
-    whole = bool((_whole(different) == different).all())
-    return "classification" if whole and len(different) <= MOST_CLASSES else "regression"
-
-
-def _whole(labels: Array) -> Array:
-    """Floats as integers; what is none becomes another number."""
-    with np.errstate(invalid="ignore"):
-        return labels.astype(np.int64) if np.issubdtype(labels.dtype, np.floating) else labels
+    few_whole = len(different) <= MOST_CLASSES and bool((whole(different) == different).all())
+    return "classification" if few_whole else "regression"
 
 
 def read_npz(path: Path) -> list[Array]:

@@ -19,7 +19,7 @@ Array: TypeAlias = NDArray[Any]
 def as_arrays(name: str, given: Any) -> list[Array]:
     """(x, y) or (x_train, y_train, x_test, y_test), as arrays."""
     try:
-        arrays = [_native(np.asarray(array)) for array in given]
+        arrays = [native(np.asarray(array)) for array in given]
     except (ValueError, TypeError):
         raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
     if len(arrays) not in (2, 4) or any(array.ndim == 0 for array in arrays):
@@ -31,7 +31,7 @@ def as_arrays(name: str, given: Any) -> list[Array]:
     return arrays
 
 
-def _native(array: Array) -> Array:
+def native(array: Array) -> Array:
     """The array in a form that torch can hold."""
     kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
     return array.astype(kind, copy=False)
@@ -66,7 +66,7 @@ def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
 
 
 def _check_labels(name: str, part: str, labels: Array) -> None:
-    if not np.issubdtype(labels.dtype, np.integer):
+    if labels.dtype.kind not in "iu":
         raise WaffleError(f"{name}: expected integer labels, the {part} labels are {labels.dtype}")
     bad = np.flatnonzero(labels < 0)
     if len(bad):
@@ -74,7 +74,13 @@ def _check_labels(name: str, part: str, labels: Array) -> None:
 
 
 def is_real(array: Array) -> bool:
-    return np.issubdtype(array.dtype, np.number) and not np.issubdtype(array.dtype, np.complexfloating)
+    return array.dtype.kind in "iuf"
+
+
+def whole(labels: Array) -> Array:
+    """Floats as integers; what is none becomes another number."""
+    with np.errstate(invalid="ignore"):
+        return labels.astype(np.int64) if labels.dtype.kind == "f" else labels
 
 
 def _finite(array: Array) -> NDArray[np.bool_]:

@@ -12,8 +12,8 @@ from waffle_fl.own.tables import Cells, Table, numbers
 
 COMMA = re.compile(r"[-+]?[\d.]*\d,\d+")
 LARGEST = float(np.finfo(np.float32).max)
-AS_CATEGORIES = "name the column in `categorical`"
-AS_CLASSES = "set task to classification"
+AS_CATEGORIES = "repair it, leave it empty if missing, or name the column in `categorical`"
+AS_CLASSES = "repair it, drop the row, or set task to classification"
 
 
 def cells_of(table: Table, name: str) -> Cells:
@@ -22,8 +22,8 @@ def cells_of(table: Table, name: str) -> Cells:
     return table.columns[name]
 
 
-def numeric(table: Table, name: str, otherwise: str = AS_CATEGORIES) -> NDArray[np.float64]:
-    """The numbers of a column, NaN where one is missing; `otherwise` is what to do where text is meant."""
+def numeric(table: Table, name: str, remedy: str = AS_CATEGORIES) -> NDArray[np.float64]:
+    """The numbers of a column, NaN where one is missing; the remedy is told where there is text."""
     cells = cells_of(table, name)
     values = numbers(cells)
     bad = np.flatnonzero(np.isnan(values) & (cells != ""))
@@ -32,18 +32,17 @@ def numeric(table: Table, name: str, otherwise: str = AS_CATEGORIES) -> NDArray[
         if COMMA.fullmatch(said):
             raise _comma(table, name, int(bad[0]))
         raise WaffleError(
-            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {said!r}: "
-            f"repair it, leave it empty if missing, or {otherwise}"
+            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {said!r}: {remedy}"
         )
     _refuse_huge(values, table, name)
     return values
 
 
 def standardised(
-    table: Table, name: str, mean: float, deviation: float, otherwise: str = AS_CATEGORIES
+    table: Table, name: str, mean: float, deviation: float, remedy: str = AS_CATEGORIES
 ) -> NDArray[np.float64]:
     """The numbers of a column in units of its deviation, NaN where one is missing; all 0 where it has none."""
-    values = numeric(table, name, otherwise)
+    values = numeric(table, name, remedy)
     scaled = (values - mean) / deviation if deviation else np.zeros(len(values))
     _refuse_huge(scaled, table, name)
     return scaled
@@ -78,5 +77,5 @@ def _refuse_huge(values: NDArray[np.float64], table: Table, name: str) -> None:
     if len(bad):
         raise WaffleError(
             f"{table.path}: column {name!r} says {str(table.columns[name][bad[0]])!r} in line {table.lines[bad[0]]}, "
-            "too large for numbers of 32 bits: repair it, or leave it empty if missing"
+            "too large for numbers of 32 bits: repair it or drop the row"
         )

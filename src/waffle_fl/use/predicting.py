@@ -16,6 +16,7 @@ from torch import Tensor
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.metrics import measure
+from waffle_fl.own.checks import is_real, native, whole
 from waffle_fl.use.trained import Trained
 
 ARRAYS = (".npz", ".npy")
@@ -84,7 +85,7 @@ def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | N
 
 def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     x, y = _read_arrays(path)
-    if not _is_numeric(x):
+    if not is_real(x):
         raise WaffleError(f"{path}: expected numbers in x, got {x.dtype}")
     if x.shape[1:] != trained.shape or not x.ndim:
         hint = "; one sample needs an axis of rows too" if x.shape == trained.shape else ""
@@ -102,10 +103,10 @@ def _targets(trained: Trained, path: Path, y: NDArray[Any], rows: int) -> NDArra
     if y.shape != (rows,):
         raise WaffleError(f"{path}: expected y of shape ({rows},), got ({_sides(y.shape)})")
     if trained.task == "regression":
-        if not _is_numeric(y) or not np.isfinite(y).all():
+        if not is_real(y) or not np.isfinite(y).all():
             raise WaffleError(f"{path}: expected finite numbers in y")
         return y.astype(np.float64)
-    if not np.issubdtype(y.dtype, np.integer) or y.min() < 0 or y.max() >= len(trained.classes):
+    if not is_real(y) or (whole(y) != y).any() or y.min() < 0 or y.max() >= len(trained.classes):
         raise WaffleError(f"{path}: expected integers from 0 to {len(trained.classes) - 1} in y")
     return y.astype(np.int64)
 
@@ -118,18 +119,14 @@ def _read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
         with path.open("rb") as stream:
             found = np.load(stream, allow_pickle=False)
             if isinstance(found, np.ndarray):
-                return found, None
+                return native(found), None
             if "x" in found.files:
-                return found["x"], found["y"] if "y" in found.files else None
-            names = ", ".join(found.files) or "nothing"
+                return native(found["x"]), native(found["y"]) if "y" in found.files else None
+            names = " ".join(", ".join(found.files).split()) or "nothing"
     except Exception as error:  # whatever zipfile and NumPy raise at a damaged file
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is cut off"
         raise WaffleError(f"cannot read {path} as plain arrays: {reason}") from None
     raise WaffleError(f"{path}: expected the array x (and, to be measured, y), got {names}")
-
-
-def _is_numeric(array: NDArray[Any]) -> bool:
-    return np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
 
 
 def _sides(shape: Sequence[int]) -> str:
