@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -258,18 +259,15 @@ def test_wrong_tables_are_refused(tmp_path: Path, what: str) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-9])
-def test_a_number_that_is_huge_beside_the_others_is_refused_wherever_it_lies(tmp_path: Path, scale: float) -> None:
-    """A test row that would become infinite is refused with its file, column and line, as a training row is."""
-    for part, last in (("train", 1.0), ("test", 3e38 if scale < 1 else 1e39)):
-        (tmp_path / "n").mkdir(exist_ok=True)
-        rows = [f"{scale * i + len(part)},{i % 2}\n" for i in range(8)]
-        (tmp_path / "n" / f"{part}.csv").write_text("a,y\n" + "".join(rows) + f"{last},1\n")
-    if scale < 1:
-        (tmp_path / "n" / "train.csv").write_text("a,y\n" + "".join(f"{scale * i},{i % 2}\n" for i in range(8)))
+@pytest.mark.parametrize(("step", "huge"), [(1.0, "1e39"), (1e-9, "3e38")])
+def test_a_test_row_that_would_become_infinite_is_refused(tmp_path: Path, step: float, huge: str) -> None:
+    """A number too large for 32 bits, as it is or in units of the deviation, is told with file, column and line."""
+    (tmp_path / "n").mkdir()
+    for part, start, last in (("train", 0, "0"), ("test", 10, huge)):
+        rows = "".join(f"{step * (start + i)},{i % 2}\n" for i in range(8))
+        (tmp_path / "n" / f"{part}.csv").write_text(f"a,y\n{rows}{last},1\n")
     text = refusal(read, tmp_path, target="y")
-    assert "test.csv: column 'a' says '" in text
-    assert "in line 10, too large for numbers of 32 bits" in text
+    assert f"test.csv: column 'a' says '{huge}' in line 10, too large for numbers of 32 bits" in text
 
 
 @pytest.mark.parametrize("task", ["auto", "classification", "regression"])
@@ -464,6 +462,10 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
     ):
         np.savez(path, **content)
         assert expected in refusal(Federation.from_folder, tmp_path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in "xy":
+            archive.writestr(f"{name}.npy", b"no array")
+    assert "axis of features" in refusal(Federation.from_folder, tmp_path)
     path.write_bytes(path.read_bytes()[:50])
     assert "as a .npz of plain arrays" in refusal(Federation.from_folder, tmp_path)
     np.savez(path, x=x, y=y)

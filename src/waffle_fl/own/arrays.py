@@ -19,6 +19,7 @@ from waffle_fl.own.checks import (
     check_samples,
     is_real,
     keys_of,
+    native,
     whole,
 )
 from waffle_fl.own.parts import Gathered, Parts, Reading, divide
@@ -80,7 +81,7 @@ def read_npz(path: Path) -> list[Array]:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
             wanted = next((wanted for wanted in (GIVEN, WHOLE) if set(wanted) <= set(content.files)), ())
-            arrays = [content[name] for name in wanted]
+            arrays = [native(content[name]) for name in wanted]
             found = " ".join(", ".join(content.files).split()) or "nothing"
     except Exception as error:  # whatever zipfile and NumPy raise at a damaged file
         reason = " ".join(str(error).split()) or "it is cut off"

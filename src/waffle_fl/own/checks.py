@@ -19,7 +19,7 @@ Array: TypeAlias = NDArray[Any]
 def as_arrays(name: str, given: Any) -> list[Array]:
     """(x, y) or (x_train, y_train, x_test, y_test), as arrays."""
     try:
-        arrays = [native(np.asarray(array)) for array in given]
+        arrays = [native(array) for array in given]
     except (ValueError, TypeError):
         raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
     if len(arrays) not in (2, 4) or any(array.ndim == 0 for array in arrays):
@@ -31,8 +31,9 @@ def as_arrays(name: str, given: Any) -> list[Array]:
     return arrays
 
 
-def native(array: Array) -> Array:
-    """The array in a form that torch can hold."""
+def native(given: Any) -> Array:
+    """An array in a form that torch can hold."""
+    array = np.asarray(given)
     kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
     return array.astype(kind, copy=False)
 

@@ -84,7 +84,7 @@ def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | N
 
 
 def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    x, y = _read_arrays(path)
+    x, y = read_arrays(path)
     if not is_real(x):
         raise WaffleError(f"{path}: expected numbers in x, got {x.dtype}")
     if x.shape[1:] != trained.shape or not x.ndim:
@@ -111,7 +111,7 @@ def _targets(trained: Trained, path: Path, y: NDArray[Any], rows: int) -> NDArra
     return y.astype(np.int64)
 
 
-def _read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """x, and y where a .npz has it. Nothing is unpickled."""
     if path.suffix.lower() not in ARRAYS:
         raise WaffleError(f"{path}: this run was trained on arrays: expected a .npz with x (and y), or a .npy")
