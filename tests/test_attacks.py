@@ -112,6 +112,21 @@ def test_a_backdoored_federation() -> None:
     assert torch.equal(bad.test[0], tests)
 
 
+def test_attacks_on_labels_outlast_a_drift() -> None:
+    """Where labels drift, attackers mirror the new ones too, and what is stamped keeps its name."""
+    honest = make_federation()
+    turn = torch.full((len(honest.x),), 0.5, dtype=torch.float64)
+    honest = replace(honest, later=honest.relabel.roll(1, dims=1), turn=turn)
+    mirrored, bad = poisoned(honest, "label-flip", 1), poisoned(honest, "backdoor(1, 0.5)", 1)
+    for moment in (0.2, 0.8):
+        own = honest.train[3]
+        assert torch.equal(mirrored.labels(3, own, moment), 2 - honest.labels(3, own, moment))
+        assert bad.backdoor is not None
+        assert (bad.labels(0, bad.backdoor, moment) == 1).all()
+        assert (bad.labels(3, bad.train[3][: round(0.5 * len(own))], moment) == 1).all()
+    assert len(last_state(Cell(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
+
+
 def test_a_stamp_is_a_patch() -> None:
     """Of an image of 28 x 28 the last 3 x 3 pixels of each channel become the brightest of all."""
     x = torch.zeros(2, 1, 28, 28)

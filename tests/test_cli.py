@@ -22,9 +22,9 @@ import torch
 from waffle_fl import __version__, cli, experiment
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.commands import COMMANDS, Output
-from waffle_fl.config import Settings, load_experiment, load_experiments, option_types
+from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, load_experiments, option_types
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place
+from waffle_fl.experiment import Place, plan
 from waffle_fl.federation import Federation
 from waffle_fl.records import read_rounds
 
@@ -834,6 +834,24 @@ def test_a_grid_runs_every_cell(bench: Bench) -> None:
     assert all(len(read_rounds(bench.out / name / "rounds.jsonl")) == 60 for name in RUNS)
 
 
+def test_two_and_two_point_nothing_are_one_config(here: Path) -> None:
+    """Where a number may have a fraction an integer is that number: both give one config, in the same words."""
+    text = 'methods = ["waffle"]\nsplits = ["A"]\nsizes = {0}\n[waffle]\nclip = {1}\neta_g = {{ A = {1} }}\n'
+    files = [toml(here, text.format(*n), f"{i}.toml") for i, n in enumerate([("[2, 1]", "2"), ("[2.0, 1.0]", "2.0")])]
+    whole, real = (plan(load_experiment(file), here)[0][0] for file in files)
+    assert json.dumps(whole.to_json()) == json.dumps(real.to_json())
+    assert json.dumps(check_run("waffle", {}, {"clip": 2}).to_json()) == json.dumps(
+        check_run("waffle", {}, {"clip": 2.0}).to_json()
+    )
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_a_config_is_read_back_in_the_same_words(method: str) -> None:
+    """The config of a run, read from its JSON, is written as it was."""
+    text = json.dumps(check_run(method, {}, {}).to_json())
+    assert json.dumps(RunConfig.from_json(json.loads(text)).to_json()) == text
+
+
 def test_options_by_split_reach_their_runs(bench: Bench) -> None:
     """An option that is a table gives each split its own value."""
     for name in RUNS:
@@ -895,6 +913,19 @@ def test_a_killed_bench_goes_on(bench: Bench, here: Path) -> None:
         ours, theirs = (read_rounds(folder / name / "rounds.jsonl") for folder in (out, bench.out))
         assert [{**a, "seconds": 0} for a in ours] == [{**b, "seconds": 0} for b in theirs]
         assert (out / name / "model.safetensors").read_bytes() == (bench.out / name / "model.safetensors").read_bytes()
+
+
+def test_agents_whose_runs_diverge_are_named(here: Path) -> None:
+    """With `--alice all` all results are shown, then one line names those that diverged; the exit code is 2."""
+    asked = ("run", "waffle", *SMALL, "--agents", "3", "--alice", "all", "--lr", "1e38", "--out", "all", "--quiet")
+    shown = waffle(*asked)
+    assert shown.code == 2
+    assert "run folders: all" in shown.out
+    assert shown.err.startswith("waffle: 3 of 3 runs diverged, those for 0, 1, 2; 0: round ")
+    assert shown.err.count("\n") == 1
+    shown = waffle(*asked, "--json")
+    assert shown.code == 2
+    assert [run["status"] for run in strict(shown.out)] == ["diverged"] * 3
 
 
 def test_a_grid_that_diverges_still_reports(here: Path) -> None:

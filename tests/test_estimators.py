@@ -108,6 +108,40 @@ def test_numbers_are_predicted_in_their_own_unit() -> None:
     assert fitted.history_[-1]["training_rmse"] == pytest.approx(error, rel=1e-3)
 
 
+def numbers() -> dict[str, tuple[Any, Any]]:
+    """The same agents, with a number to predict."""
+    return {name: (X, X.sum(axis=1)) for name, (X, _) in agents().items()}
+
+
+@pytest.mark.parametrize(("kind", "data"), [(PersonalizedClassifier, agents()), (PersonalizedRegressor, numbers())])
+def test_a_table_of_one_column_is_that_column(kind: Any, data: dict[str, tuple[Any, Any]]) -> None:
+    """y of shape (rows, 1) trains and scores as y of shape (rows,) does."""
+    tables = {name: (X, y[:, None]) for name, (X, y) in data.items()}
+    X, y = data["north"]
+    flat, tall = kind(**QUICK).fit(data), kind(**QUICK).fit(tables)
+    assert flat.predict(X).tolist() == tall.predict(X).tolist()
+    assert flat.score(X, y) == tall.score(X, y[:, None])
+
+
+class NAType:
+    """As pandas' NA: what compares with it is no truth."""
+
+    def __ne__(self, _: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), np.datetime64("NaT"), NAType()])
+@pytest.mark.parametrize(("kind", "data"), [(PersonalizedClassifier, agents()), (PersonalizedRegressor, numbers())])
+def test_a_missing_label_is_refused(kind: Any, data: dict[str, tuple[Any, Any]], missing: Any) -> None:
+    """A label that is missing, whatever stands for it, is named with its agent and row, and is no class."""
+    X, y = data["south"]
+    for labels in (np.array([*y[:-1], missing], dtype=object), [*y[:-1].tolist(), missing]):
+        assert "south: y has no value in row 40" in refusal(kind(**QUICK).fit, {**data, "south": (X, labels)})
+
+
 @pytest.mark.parametrize(
     ("call", "word"),
     [
@@ -122,6 +156,13 @@ def test_numbers_are_predicted_in_their_own_unit() -> None:
         (lambda: PersonalizedClassifier(**QUICK).fit(agents()).predict(np.zeros((2, 4))), "(rows, *(3,))"),
         (lambda: PersonalizedClassifier(**QUICK).fit(agents()).predict([["a", "b", "c"]]), "finite numbers"),
         (lambda: PersonalizedClassifier(**QUICK).fit(agents()).score(np.zeros((2, 3)), [0, 1]), "labels from"),
+        (lambda: PersonalizedClassifier(**QUICK).fit(agents()).score(np.zeros((2, 3)), [["no", "yes"]]), "shape (2,)"),
+        (lambda: PersonalizedClassifier(**QUICK).fit(agents()).score(np.zeros((2, 3)), ["no", None]), "row 2 (None)"),
+        (lambda: PersonalizedClassifier(**QUICK).fit({"a": (np.zeros((2, 3)), ["no"])}), "a: expected y of shape (2,)"),
+        (lambda: PersonalizedClassifier(**QUICK).fit({"a": (np.eye(2), np.array([0, "no"], object))}), "of one kind"),
+        (lambda: PersonalizedRegressor(**QUICK).fit(numbers()).score(np.zeros((2, 3)), np.eye(2)), "shape (2,)"),
+        (lambda: PersonalizedRegressor(**QUICK).fit({"a": (np.eye(2), ["no", "yes"])}), "a: expected numbers in y"),
+        (lambda: PersonalizedRegressor(**QUICK).fit({"a": (np.eye(2), [0, np.inf])}), "a: expected finite numbers"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line(call: Any, word: str) -> None:

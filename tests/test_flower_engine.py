@@ -577,6 +577,7 @@ def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
     [
         (config(attack="sign-flip"), "attack is for simulations"),
         (config(leave_out=("1",)), "leave_out is for simulations"),
+        (config(shift="drift(sudden, 0.5)"), "drift is for simulations"),
         (config(agents=4), "split among 4 agents, server.toml has 3 sites"),
         (tables(shift="rotate(45)"), "shift divides a data set among agents"),
         (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),

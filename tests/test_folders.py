@@ -11,7 +11,7 @@ import torch
 
 from conftest import refusal
 from waffle_fl import cli
-from waffle_fl.config import Settings, check_run
+from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.experiment import Place, execute, federation_of
 from waffle_fl.own import Preprocessing
 from waffle_fl.results import best_of, read_runs, scores
@@ -76,7 +76,7 @@ def test_a_regression_is_recorded_by_its_error(capsys: pytest.CaptureFixture[str
     chosen = min(lines, key=lambda line: line["validation_rmse"])
     assert result["selected"] == {"round": chosen["round"], "rmse": chosen["rmse"]}
     assert result["metrics"]["rmse"] == pytest.approx(result["last"]["rmse"], rel=1e-5)
-    template = {"output": torch.empty(8, 1), "target": torch.empty(8)}
+    template = {"output": torch.empty(8, 1).double(), "target": torch.empty(8).double()}
     _, said = read_tensors(run / "predictions.safetensors", template)
     assert said["target"].min() > 1000
     assert waffle(capsys, "report", "runs", "--quiet")[0] == 0
@@ -146,6 +146,35 @@ def test_nobody_is_called_all() -> None:
     for alice in ("all", "north", "0"):
         text = refusal(federation_of, Settings(data="clinics", target="ill", alice=alice))
         assert text == "clinics has an agent called 'all', which means every agent: give it another name"
+
+
+def test_a_run_without_an_agent_comes_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--leave-out` on data of one's own trains that run alone, shows it and exits with 0, also when asked again."""
+    asked = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")
+    code, out, err = waffle(capsys, "run", "waffle", *asked)
+    run = Path("runs/clinics-waffle-1-without-south")
+    assert (code, err) == (0, "")
+    assert str(run) in out
+    assert json.loads((run / "result.json").read_text())["status"] == "finished"
+    assert not (run / "local").exists()
+    assert waffle(capsys, "resume", str(run), "--quiet")[0] == 0
+
+
+def test_agents_of_any_name_have_folders_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names beyond ASCII do not meet in one folder; those within it are folders as they are."""
+    Path("医院").mkdir()
+    for seed, name in enumerate(("北京", "上海", "north")):
+        Path("医院", f"{name}.csv").write_text(rows(seed, 20, False))
+    asked = ("--data", "医院", "--target", "ill", "--rounds", "1", "--quiet")
+    code, _, err = waffle(capsys, "run", "waffle", *asked, "--alice", "all")
+    assert (code, err) == (0, "")
+    (found,) = Path("runs").iterdir()
+    alices = [json.loads(path.read_text())["settings"]["alice"] for path in found.glob("*/config.json")]
+    assert sorted(alices) == ["north", "上海", "北京"]
+    labels = {alice: Settings(data="clinics", alice=alice) for alice in ("north wing", "北京", "上海")}
+    north, *others = (RunConfig(method="waffle", settings=settings).label for settings in labels.values())
+    assert north == "clinics-waffle-1-north-wing"
+    assert len({check_name(label) for label in others}) == 2
 
 
 def test_a_name_that_is_no_folder() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waffle_fl.decision.bootstrap import value
 from waffle_fl.metrics import auc, measure
 
 sklearn = pytest.importorskip("sklearn.metrics")
@@ -29,6 +30,17 @@ def test_as_scikit_learn_has_them(classes: int, samples: int, seed: int, ties: b
     expected = sklearn.roc_auc_score(target, chances[:, 1] if classes == 2 else chances, multi_class="ovr")
     assert found["auc"] == pytest.approx(expected)
     assert found["log_loss"] == pytest.approx(sklearn.log_loss(target, chances, labels=range(classes)))
+
+
+@given(st.integers(2, 60), st.sampled_from([1.0, 30.0, 1000.0]), st.integers(0, 10**6))
+def test_the_record_and_the_page_tell_one_auc(samples: int, scale: float, seed: int) -> None:
+    """The AUC of two classes is the decision page's, also where the outputs are so large that softmax would tie."""
+    rng = np.random.default_rng(seed)
+    output, target = scale * rng.standard_normal((samples, 2)), np.arange(samples) % 2
+    found = measure(torch.tensor(output), torch.tensor(target))["auc"]
+    assert found == pytest.approx(value("auc", [output], target), abs=1e-12)
+    apart = np.stack([np.zeros(samples), 100.0 + np.argsort(np.argsort(target, kind="stable"))], axis=1)
+    assert measure(torch.tensor(apart), torch.tensor(target))["auc"] == 1.0
 
 
 def test_what_one_class_does_not_define_is_none() -> None:

@@ -167,6 +167,19 @@ def test_missing_runs_are_made_and_kept(clone: Path) -> None:
     assert not (clone / "elsewhere").exists()
 
 
+def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
+    """A study of a data set by name with alice = "all" plans, makes and keeps a run for each agent."""
+    text = 'methods = ["fedavg"]\nsplits = ["B"]\nalice = "all"\nagents = 3\nrounds = 1\nsamples_per_agent = 20\n'
+    (clone / "experiments" / "tiny.toml").write_text(text)
+    cells = ["tiny/B/fedavg/1", "tiny/B for 1/fedavg/1", "tiny/B for 2/fedavg/1"]
+    assert list(read_part(clone, "tiny").planned()) == cells
+    run_missing(clone, "tiny", clone / "runs", Place(), Listener())
+    part = read_part(clone, "tiny")
+    assert [run.config.settings.alice for run in part.all_runs] == ["0", "1", "2"]
+    assert not part.missing()
+    assert problems({"tiny": part}) == []
+
+
 def test_running_stops_in_time_and_goes_on(clone: Path) -> None:
     """Out of time a study stops after a round, its runs saved; the same call ends in the record of an unbroken one."""
     with pytest.raises(Interrupted):

@@ -20,7 +20,7 @@ from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, FedAvg
 from waffle_fl.batches import Batches, Plan
 from waffle_fl.cli.commands import main
-from waffle_fl.config import Experiment, Settings, check_run, completed, load_experiments
+from waffle_fl.config import Experiment, RunConfig, Settings, check_run, completed, load_experiments
 from waffle_fl.engines.cells import Cell
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import federation_of, plan
@@ -136,6 +136,8 @@ def test_a_mixture_is_joined_by_plus() -> None:
         ("drift(gradual, 0.8, 0.2)", "at < until"),
         ("drift(k=1)", "2 or more labels"),
         ("drift(sudden) + drift(gradual)", "one drift"),
+        ("swap(2) + swap(2)", "one swap"),
+        ("noise(1) + noise(1)", "one noise"),
         ("sizes(1, 2) + quantity(1)", "one quantity"),
         ("rotate(45) +", "expected a shift such as"),
     ],
@@ -543,6 +545,21 @@ def test_a_config_without_a_shift_is_the_run_it_was() -> None:
     earlier = {**known, "settings": {k: v for k, v in known["settings"].items() if k != "shift"}}
     assert completed(earlier) == known
     assert check_run("fedavg", {}, {}).label == "digits-C-fedavg-1"
+
+
+@pytest.mark.parametrize(
+    ("shift", "label"),
+    [
+        ("rotate(45)", "rotate-45"),
+        ("rotate(-45)", "rotate-minus-45"),
+        ("scale(-1e-3, groups=2) + rotate(degrees=-9)", "scale-minus-1e-3-groups-2-rotate-degrees-minus-9"),
+        ("noise(0.3) + swap(4)", "noise-0.3-swap-4"),
+    ],
+)
+def test_a_sign_is_part_of_the_folder_s_name(shift: str, label: str) -> None:
+    """Shifts that differ in a sign have folders of their own; without one the name is the numbers'."""
+    run = RunConfig(method="fedavg", settings=Settings(shift=shift))
+    assert run.label == f"digits-C-{label}-fedavg-1"
 
 
 def test_one_name_in_toml_on_the_command_line_and_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
 from waffle_fl.engines.closing import Examination, score
+from waffle_fl.engines.simulate import _Simulator, one_thread
 from waffle_fl.engines.steps import WORTH_A_CUT, last_for_all
 from waffle_fl.models import Quadratic, output_is_loss
 from waffle_fl.randomness import derive, noise, shuffle
@@ -177,3 +179,27 @@ def test_the_rows_that_go_on_alone_are_worth_it(steps: list[int]) -> None:
 def test_most_rows_of_one_length_are_not_held_up_by_a_few() -> None:
     assert last_for_all([189] * 40 + [198] * 10) == 189
     assert last_for_all([189] * 40 + [190] * 10) == 190
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_began_ahead_of_a_failed_round_is_begun_again(ahead: bool) -> None:
+    """A GPU begins a round before the last one's numbers are known; where those are bad it starts from the new ones."""
+    spoiled = []
+
+    def tamper(up: Any, r: int) -> Any:
+        if r == 2 and not spoiled:
+            spoiled.append(r)
+            up.dy[0] = torch.nan
+        return up
+
+    cell = Cell(Scaffold(SGD(0.1)), make_federation(), 3, tamper=tamper)
+    simulator = _Simulator([cell], make_model(), 5, BATCH, 1, augment=False, guard="off", workers=1)
+    simulator._looks_ahead = ahead
+    models = []
+    for r in range(1, 6):
+        with one_thread():
+            (outcome,) = simulator.round(r)
+        models.append(outcome.state.server.x)
+    spoiled.clear()
+    expected = [outcome.state.server.x for outcome in last_state(cell, make_model(), rounds=5)]
+    assert all(torch.equal(*pair) for pair in zip(models, expected, strict=True))

@@ -13,7 +13,7 @@ from conftest import refusal
 from waffle_fl.cli.commands import main
 from waffle_fl.config import RunConfig, load_experiments
 from waffle_fl.reproduce import robustness
-from waffle_fl.reproduce.stated import changed, judge, matches, stated
+from waffle_fl.reproduce.stated import accuracies, changed, judge, matches, stated
 from waffle_fl.reproduce.studies import Part, read_part, read_study
 from waffle_fl.results import Finished, condense
 
@@ -181,6 +181,26 @@ def test_the_same_but_for(clone: Path) -> None:
     assert other.settings == replace(config.settings, guard="standard")
     assert other.options["aggregation"] == "median"
     assert changed(config, {}).to_json() == config.to_json()
+    assert "did you mean guard" in refusal(changed, config, {"gaurd": "standard"})
+
+
+def test_a_claim_compares_with_something_else(clone: Path) -> None:
+    """A claim that would hold a run against itself, or against a score that it does not have, is refused."""
+    part, (claim, *_) = recorded(clone), stated(clone / "experiments" / "small.toml")
+    same = replace(claim, against={"guard": "standard"})
+    assert "with itself" in refusal(judge, [same], part)
+    assert "'selected', which A FedAvg guard standard does not have" in refusal(
+        judge, [replace(claim, at=("selected",))], part
+    )
+
+
+def test_a_run_that_diverged_ends_at_nothing(clone: Path) -> None:
+    """By the last round a run that diverged before it has no accuracy, by the best one it has."""
+    config = next(iter(read_part(clone, "small").planned().values()))
+    run = finished(config, 0.9)
+    run = replace(run, result={**run.result, "status": "diverged"})
+    assert accuracies([run], "last") == [0.0]
+    assert accuracies([run], "best") == [0.9]
 
 
 def test_a_file_is_a_study_of_its_own(clone: Path) -> None:

@@ -147,6 +147,26 @@ def test_numbers_are_predicted_in_the_target_s_unit(made: Path, tmp_path: Path) 
     assert 1000 < told["predictions"][0]["prediction"] < 8000
 
 
+def test_a_large_number_keeps_its_digits(tmp_path: Path) -> None:
+    """Where targets are far from 0 beside their deviation, as times are, the run and predict tell one error."""
+    data = tmp_path / "times"
+    data.mkdir()
+    for k, name in enumerate(("north", "south")):
+        lines = [[age, sex, f"{1.7e9 + 2 * float(age)}"] for age, sex, _ in rows(k, 40)]
+        write(data / f"{name}.csv", lines, "age,sex,time")
+    run = read_run(trained(tmp_path / "run", "--data", str(data), "--target", "time", "--batch-size", "8"))
+    rmse = run.result["metrics"]["rmse"]
+    assert rmse == pytest.approx(run.result["last"]["rmse"], rel=1e-4)
+    said = load_file(tmp_path / "run" / "predictions.safetensors")
+    opened = open_run(run.folder).outputs(test_samples(run.folder))
+    torch.testing.assert_close(opened, said["output"], rtol=0, atol=1e-3)
+    new = [[age, sex, f"{1.7e9 + 2 * float(age)}"] for age, sex, _ in rows(9, 12)]
+    shown = waffle("predict", run.folder, write(tmp_path / "new.csv", new, "age,sex,time"), "--json")
+    told = strict(shown.out)
+    errors = [p["prediction"] - float(line[2]) for p, line in zip(told["predictions"], new, strict=True)]
+    assert told["metrics"]["rmse"] == pytest.approx(float(np.sqrt(np.mean(np.square(errors)))), rel=1e-4)
+
+
 def test_arrays_are_predicted(made: Path, tmp_path: Path) -> None:
     """x in .npy, or in .npz with y to measure against; --out takes the lines, --json the rest."""
     x = test_samples(made / "digits").numpy()[:6]

@@ -92,4 +92,4 @@ def _repeated(norms: Weights, agreement: Weights, others: Tensor) -> Tensor:
 
 
 def _median(values: Weights, among: Tensor) -> Tensor:
-    return torch.where(among, values, torch.nan).nanmedian()
+    return torch.where(among, values, torch.nan).nanmedian(dim=0).values

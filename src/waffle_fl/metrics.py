@@ -32,10 +32,13 @@ def balanced_accuracy(output: Tensor, target: Tensor) -> float | None:
 
 
 def auc(output: Tensor, target: Tensor) -> float | None:
-    """Area under the ROC curve; of more than two classes the mean of each against the rest."""
-    score = output.softmax(dim=1)
-    classes = [1] if output.shape[1] == 2 else range(output.shape[1])
-    areas = [_area(score[:, k], target == k) for k in classes]
+    """Area under the ROC curve; of more than two classes the mean of each against the rest.
+
+    Two classes are ranked by the difference of their outputs: where it is large, softmax rounds unequal ones to 1.
+    """
+    two = output.shape[1] == 2
+    scores = {1: output[:, 1] - output[:, 0]} if two else dict(enumerate(output.softmax(dim=1).unbind(dim=1)))
+    areas = [_area(score, target == k) for k, score in scores.items()]
     known = [area for area in areas if area is not None]
     return sum(known) / len(known) if known else None
 

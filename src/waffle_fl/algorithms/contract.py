@@ -171,10 +171,10 @@ def everyone(net: Net, agents: int) -> Net:
 
 
 def inner(a: Rows, b: Rows) -> Tensor:
-    """<a_i, b_i> of each row."""
+    """<a_i, b_i> of each row, added up in float64 whatever the products of the model are made in."""
     if len(a) == 1:  # a stack of one would add up in another order: its bits must not depend on company
         return inner(a.repeat(2, 1), b.repeat(2, 1))[:1]
-    return torch.bmm(a[:, None], b[:, :, None]).flatten()
+    return torch.bmm(a[:, None].double(), b[:, :, None].double()).flatten().to(a.dtype)
 
 
 def blocks(rows: Rows) -> tuple[Rows, ...]:

@@ -153,7 +153,7 @@ def _bearable(f: int, heard: Tensor) -> Tensor:
 
 
 def _middle(values: Weights, heard: Tensor) -> Tensor:
-    return torch.where(heard, values, torch.nan).nanmedian()
+    return torch.where(heard, values, torch.nan).nanmedian(dim=0).values
 
 
 def _whole(rule: str, f: float) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from waffle_fl.errors import WaffleError
@@ -15,11 +16,16 @@ PATCH = 8  # the stamp's side is an eighth of the image's, at least two pixels
 
 
 def flipped(federation: Federation, attackers: Sequence[int]) -> Federation:
-    """The attackers call class C - 1 - k what they would call k."""
+    """The attackers call class C - 1 - k what they would call k, also once they have drifted."""
     _check_classes(federation)
-    relabel = federation.relabel.clone()
-    relabel[list(attackers)] = len(federation.class_names) - 1 - relabel[list(attackers)]
-    return replace(federation, relabel=relabel)
+
+    def mirrored(names: Tensor) -> Tensor:
+        names = names.clone()
+        names[list(attackers)] = len(federation.class_names) - 1 - names[list(attackers)]
+        return names
+
+    later = None if federation.later is None else mirrored(federation.later)
+    return replace(federation, relabel=mirrored(federation.relabel), later=later)
 
 
 def backdoored(federation: Federation, attackers: Sequence[int], target: int, share: float) -> Federation:
@@ -44,9 +50,11 @@ def backdoored(federation: Federation, attackers: Sequence[int], target: int, sh
     tests = tests[federation.labels(alice, tests) != target]
     x.append(stamped(federation.x[tests], federation.x))
     y.append(_called(federation, alice, target).expand(len(tests)))
-    return replace(
-        federation, x=torch.cat(x), y=torch.cat(y), train=tuple(train), backdoor=torch.arange(size, size + len(tests))
-    )
+    backdoor = torch.arange(size, size + len(tests))
+    turn = federation.turn
+    if turn is not None:  # what is stamped keeps its name through a drift
+        turn = F.pad(turn, (0, size + len(tests) - len(turn)), value=torch.inf)
+    return replace(federation, x=torch.cat(x), y=torch.cat(y), train=tuple(train), backdoor=backdoor, turn=turn)
 
 
 def stamped(x: Tensor, pool: Tensor) -> Tensor:

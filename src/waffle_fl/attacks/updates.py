@@ -79,4 +79,4 @@ def _honest_mean(scene: Scene) -> Vector:
 
 
 def _typical_length(scene: Scene) -> Tensor:
-    return lengths(scene.dy).where(scene.honest, float("nan")).nanmedian()
+    return lengths(scene.dy).where(scene.honest, float("nan")).nanmedian(dim=0).values

@@ -97,7 +97,11 @@ def resume(arguments: Sequence[str]) -> int:
 
 
 def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
-    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
+    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings.
+
+    A run without some of the agents is not compared: to join is to join all of them.
+    """
+    compared = compared and not config.settings.leave_out
     runs = companions(config, folder) if compared else [(config, folder)]
     with live(output) as listener:
         result, *others = execute(runs, place, listener)
@@ -141,6 +145,12 @@ def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watc
         console.print(f"run folders: {folder}", highlight=False, markup=False, soft_wrap=True)
         if s.is_own:
             console.print(f"waffle decide {s.data} tells who of them gains by joining", highlight=False, markup=False)
+    lost = {
+        c.settings.alice: r["message"] for (c, _), r in zip(runs, results, strict=True) if r["status"] == "diverged"
+    }
+    if lost:
+        first, message = next(iter(lost.items()))
+        raise WaffleError(f"{len(lost)} of {len(runs)} runs diverged, those for {', '.join(lost)}; {first}: {message}")
     return 0
 
 

@@ -97,7 +97,16 @@ def tuples(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def floats(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: float(value) if hints[key] is float else value for key, value in values.items()}
+    """The values, every number of a float setting a float: 2 and 2.0 are one config, and are written alike."""
+    return {key: _floated(value, hints[key]) for key, value in values.items()}
+
+
+def _floated(value: Any, hint: Any) -> Any:
+    if isinstance(value, dict):  # an option by split
+        return {split: _floated(inner, hint) for split, inner in value.items()}
+    if typing.get_origin(hint) is tuple:
+        return tuple(_floated(inner, typing.get_args(hint)[0]) for inner in value)
+    return float(value) if hint is float else value
 
 
 def at_least(bound: int) -> tuple[str, Any]:

@@ -119,7 +119,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     return Experiment(
         name=name,
         settings=Settings(**floats(values, hints)),
-        options=tables,
+        options={method: floats(table, option_types(method)) for method, table in tables.items()},
         **{key: tuple(value) for key, value in grid.items()},
     )
 

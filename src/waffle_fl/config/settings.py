@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import types
 import typing
@@ -136,7 +137,8 @@ class RunConfig:
     def label(self) -> str:
         s = self.settings
         split = f"shares{'*' * s.split.endswith('*')}" if s.shares else s.split
-        shift = f"-{re.sub(r'[^A-Za-z0-9.]+', '-', s.shift).strip('-')}" if s.shift else ""
+        signed = re.sub(r"(?<=[(,=\s])-", "minus-", s.shift)
+        shift = f"-{re.sub(r'[^A-Za-z0-9.]+', '-', signed).strip('-')}" if s.shift else ""
         where = s.data_name if s.is_own else f"{s.data}-{split.replace('*', '-star')}{shift}"
         alice = "" if s.alice == "0" else f"-{s.alice}"
         without = "".join(f"-without-{name}" for name in s.leave_out)
@@ -165,8 +167,12 @@ class RunConfig:
 
 
 def plain(text: str) -> str:
-    """The text as part of a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+    """The text as part of a folder's name; letters beyond ASCII are lost to it, so that a digest tells two apart."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+    if text.isascii():
+        return name
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # a file's name need not be UTF-8
+    return f"{name.strip('-')}-{digest[:8]}"
 
 
 def completed(content: Any) -> Any:
@@ -199,10 +205,11 @@ def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, An
     if method not in ALGORITHMS:
         raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
     hints = typing.get_type_hints(Settings)
-    problems = problems_of(settings, hints) + problems_of(options, option_types(method))
+    kinds = option_types(method)
+    problems = problems_of(settings, hints) + problems_of(options, kinds)
     if problems:
         raise WaffleError("; ".join(problems))
-    return RunConfig(method=method, settings=Settings(**floats(settings, hints)), options=dict(options))
+    return RunConfig(method=method, settings=Settings(**floats(settings, hints)), options=floats(options, kinds))
 
 
 def check_name(name: str) -> str:

@@ -19,6 +19,7 @@ from waffle_fl.deploy.site import software
 from waffle_fl.errors import WaffleError
 from waffle_fl.folders import check_undivided
 from waffle_fl.own.folder import layout_of
+from waffle_fl.shifts import Drift, read_shifts
 
 Finding = tuple[bool, str]
 TESTED = "1.41.0"
@@ -60,6 +61,8 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError("leave_out is for simulations: give server.toml fewer sites")
     if s.attack != NONE:
         raise WaffleError(f"attack is for simulations, and no site of a deployment does {s.attack!r}: leave it out")
+    if any(isinstance(shift, Drift) for shift in read_shifts(s.shift)):
+        raise WaffleError(f"drift is for simulations, and labels do not change in a deployment: leave {s.shift!r} out")
     if s.is_own:
         check_undivided(s)
     if not s.is_own and s.agents != len(settings.sites):

@@ -143,6 +143,8 @@ class _Simulator:
             outcomes = [self._outcome(i, c, m, r) for i, c, m in zip(pending, closed, measured, strict=True)]
             done |= {outcome.cell: outcome for outcome in outcomes}
             pending = [outcome.cell for outcome in outcomes if outcome.error]
+            if pending:
+                self._ahead.clear()  # it began from what was refused
         began, self._clock = self._clock, time.perf_counter()
         seconds = (self._clock - began) / len(self.live)
         if pending:

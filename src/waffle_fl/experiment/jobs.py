@@ -74,7 +74,7 @@ def close(job: Job, model: FlatModel, status: str, message: str = "") -> dict[st
 
 
 def predictions(model: FlatModel, answer: Answer, federation: Federation) -> dict[str, Tensor]:
-    """What Alice's model says of her test data, beside the truth; numbers in the target's own unit."""
+    """What Alice's model says of her test data, beside the truth; numbers in the target's own unit, in double."""
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
     output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
@@ -82,7 +82,8 @@ def predictions(model: FlatModel, answer: Answer, federation: Federation) -> dic
     prepared = federation.preprocessing
     if prepared is None or federation.task == "classification":
         return said
-    return {name: prepared.target_mean + prepared.target_deviation * numbers for name, numbers in said.items()}
+    mean, deviation = prepared.target_mean, prepared.target_deviation
+    return {name: mean + deviation * numbers.double() for name, numbers in said.items()}
 
 
 def tensors_of(state: State) -> dict[str, Tensor]:

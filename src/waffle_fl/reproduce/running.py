@@ -22,6 +22,7 @@ COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "momentum": momentum.lines,
     "quadratics": quadratics.lines,
 }
+OPEN = 1000  # runs at a time: each keeps two files open
 DETAILS: dict[str, Details] = {  # of the rounds, where tables need less than all
     **dict.fromkeys(("mnist-departures", "mnist-sizes", "robustness", "beyond"), "accuracy"),
     **dict.fromkeys(("har", "landmine"), "none"),
@@ -47,12 +48,8 @@ def run_missing(
     for part in parts:
         asked = part.planned(seeds) if anew else part.missing(seeds)
         missing = {name: config for name, config in asked.items() if is_in(name, cell)}
-        if not missing:
-            continue
-        minutes = (end - time.monotonic()) / 60 if place.minutes else 0.0
-        if minutes < 0:
-            raise Interrupted(signal.SIGALRM)
-        _run(root, part.name, missing, runs, replace(place, minutes=minutes), listener)
+        if missing:
+            _run(root, part.name, missing, runs, place, listener, end)
 
 
 def is_in(name: str, cell: str) -> bool:
@@ -60,14 +57,36 @@ def is_in(name: str, cell: str) -> bool:
     return not cell or f"{name}/".startswith(f"{cell}/")
 
 
-def _run(root: Path, part: str, missing: Mapping[str, RunConfig], runs: Path, place: Place, listener: Listener) -> None:
+def _run(
+    root: Path,
+    part: str,
+    missing: Mapping[str, RunConfig],
+    runs: Path,
+    place: Place,
+    listener: Listener,
+    end: float,
+) -> None:
+    """Method by method, as the file has them, so many runs at a time."""
+    methods = list(dict.fromkeys(config.method for config in missing.values()))
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
-    try:
-        execute(planned, place, listener)
-    finally:
-        ended = [folder for _, folder in planned if read_json(folder / "result.json")]
-        if ended:
-            keep(root, part, read_runs(ended))
+    planned.sort(key=lambda run: methods.index(run[0].method))
+    for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
+        try:
+            execute(piece, _until(end, place), listener)
+        finally:
+            ended = [folder for _, folder in piece if read_json(folder / "result.json")]
+            if ended:
+                keep(root, part, read_runs(ended))
+
+
+def _until(end: float, place: Place) -> Place:
+    """The place with what is left of its time, where that is limited."""
+    if not place.minutes:
+        return place
+    minutes = (end - time.monotonic()) / 60
+    if minutes <= 0:
+        raise Interrupted(signal.SIGALRM)
+    return replace(place, minutes=minutes)
 
 
 def compute(root: Path) -> None:

@@ -114,6 +114,8 @@ def _rivals(
     """What a cell is compared with: the same but for `against`, or every method of its setting."""
     if claim.against:
         key = unseeded(changed(config, claim.against))
+        if key == unseeded(config):
+            raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
         return [cells[key]] if key in cells else []
     alike = [other for other in asked if other.settings == replace(config.settings, seed=other.settings.seed)]
     return [cells[unseeded(other)] for other in alike if unseeded(other) in cells]
@@ -122,10 +124,12 @@ def _rivals(
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """The run with other settings or options."""
     content = config.to_json()
+    known = {**content["settings"], **content["options"]}
+    for key in values:
+        if key not in known:
+            raise WaffleError(f"a claim compares with another {key!r}, which is no setting{suggest(key, known)}")
     parts = {part: {**content[part], **_present(values, content[part])} for part in ("settings", "options")}
-    return RunConfig.from_json(
-        json.loads(json.dumps({**content, **parts, "method": values.get("method", config.method)}))
-    )
+    return RunConfig.from_json(json.loads(json.dumps({**content, **parts})))
 
 
 def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
@@ -139,8 +143,16 @@ def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
 def accuracies(runs: Sequence[Finished], at: float | str) -> list[float]:
     """Of each run at a share of its rounds or by a protocol; a run that diverged before knows nothing."""
     if isinstance(at, str):
-        return [run.result.get(at, {}).get("accuracy", 0.0) for run in runs]
+        return [_by_protocol(run, at) for run in runs]
     return [_accuracy(run, max(1, int(at * run.config.settings.rounds))) for run in runs]
+
+
+def _by_protocol(run: Finished, at: str) -> float:
+    if run.result["status"] == "diverged" and (at == "last" or at not in run.result):
+        return 0.0
+    if "accuracy" not in run.result.get(at, {}):
+        raise WaffleError(f"a claim is about the accuracy by {at!r}, which {_named(run.config)} does not have")
+    return float(run.result[at]["accuracy"])
 
 
 def _accuracy(run: Finished, r: int) -> float:

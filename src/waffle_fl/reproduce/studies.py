@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.config import Experiment, RunConfig, load_experiments
+from waffle_fl.config import Experiment, RunConfig, Settings, load_experiments
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import plan
 from waffle_fl.results import Finished, read_condensed
@@ -48,8 +48,15 @@ class Part:
 
 def cell_of(experiment: str, config: RunConfig) -> str:
     """The name of a run in its study: mnist/C/waffle/1, or har/subject-01/waffle/1 where each agent is Alice."""
+    return f"{experiment}/{_seen_by(config)}/{config.method}/{config.settings.seed}"
+
+
+def _seen_by(config: RunConfig) -> str:
+    """What runs of one row share: the split, for an Alice besides the first her number, or the Alice of own data."""
     s = config.settings
-    return f"{experiment}/{s.alice if s.is_own else s.column}/{config.method}/{s.seed}"
+    if s.is_own:
+        return s.alice
+    return s.column if s.alice == Settings.alice else f"{s.column} for {s.alice}"
 
 
 def find_root(start: Path) -> Path:
@@ -124,10 +131,10 @@ def problems(parts: dict[str, Part]) -> list[str]:
             shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
             found.append(f"{record}: {len(missing)} cells are not complete: {shown}")
         for name, runs in part.runs.items():
-            keys = [(run.row, run.config.method, run.config.settings.seed) for run in runs]
-            if len(set(keys)) < len(keys):
+            if len({cell_of(name, run.config) for run in runs}) < len(runs):
                 found.append(f"{record}: a run of {name} is there twice")
-            if len({(run.row, run.provenance["binding"]["data"]) for run in runs}) > len({run.row for run in runs}):
+            seen = {(_seen_by(run.config), run.provenance["binding"]["data"]) for run in runs}
+            if len(seen) > len({row for row, _ in seen}):
                 found.append(f"{record}: runs of {name} on one split saw different data")
             found += [
                 f"{record}: the result of {name} {run.folder.name} is not its rounds'" for run in runs if _odd(run)

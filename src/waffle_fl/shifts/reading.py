@@ -27,8 +27,8 @@ def read_shifts(text: str) -> tuple[Shift, ...]:
     if not text.strip():
         return ()
     shifts = tuple(_read(part) for part in text.split("+"))
-    for kinds in ((Quantity, Sizes), (Prior,), (Drift,)):
-        if sum(isinstance(shift, kinds) for shift in shifts) > 1:
+    for kinds in ((Quantity, Sizes), *((kind,) for kind in KINDS.values())):
+        if sum(isinstance(shift, kinds) for shift in shifts) > 1:  # two of a kind would draw the same numbers
             raise WaffleError(f"expected one {kinds[0].__name__.lower()} in a mixture, got {text!r}")
     return shifts
 

@@ -28,7 +28,7 @@ Runs = Sequence[tuple[RunConfig, Path]]
 
 RUNGS = (0.5, 0.75)  # parts of the rounds after which hopeless trials are given up
 DEFAULT = -1  # the number of the run with the values to begin with
-TIE = 1e-3  # the most that a loss counts beside an accuracy: it decides between equal ones
+TIE = 1e-6  # the most that a loss counts beside an accuracy: it decides between equal ones
 STATES: dict[State, str] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "diverged"}
 
 

@@ -148,8 +148,11 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
         return self._of(federation, "classification")
 
     def _gathered(self, agents: Mapping[str, tuple[Any, Any]]) -> Federation:
-        labels = {name: np.asarray(y) for name, (_, y) in _pairs(agents).items()}
-        self.classes_ = np.unique(np.concatenate(list(labels.values())))
+        labels = {name: _column(y, _numbers(x), f"{name}: ") for name, (x, y) in _pairs(agents).items()}
+        try:
+            self.classes_ = np.unique(np.concatenate(list(labels.values())))
+        except TypeError:
+            raise WaffleError("expected labels of one kind, all texts or all numbers, got both") from None
         numbered = {name: np.searchsorted(self.classes_, y) for name, y in labels.items()}
         return self._from_arrays(agents, numbered, "classification")
 
@@ -164,7 +167,8 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
 
     def score(self, X: Any, y: Any) -> float:
         """The share of rows whose class is predicted."""
-        found, truth = self.predict(X), np.asarray(y)
+        found = self.predict(X)
+        truth = _column(y, found)
         if not np.isin(truth, self.classes_).any():
             raise WaffleError(f"expected labels from {self.classes_.tolist()}, got none of them")
         return float((found == truth).mean())
@@ -178,7 +182,7 @@ class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc
 
     def _gathered(self, agents: Mapping[str, tuple[Any, Any]]) -> Federation:
         """Targets are standardised over all agents, so that one step size suits every unit."""
-        targets = {name: np.asarray(y, np.float64) for name, (_, y) in _pairs(agents).items()}
+        targets = {name: _reals(y, _numbers(x), f"{name}: ") for name, (x, y) in _pairs(agents).items()}
         everyone = np.concatenate(list(targets.values()))
         middle, deviation = float(everyone.mean()), float(everyone.std()) or 1.0
         scaled = {name: (y - middle) / deviation for name, y in targets.items()}
@@ -191,8 +195,9 @@ class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc
 
     def score(self, X: Any, y: Any) -> float:
         """R²: 1 is perfect, 0 no better than the mean."""
-        truth = np.asarray(y, np.float64)
-        rest, spread = ((truth - self.predict(X)) ** 2).sum(), ((truth - truth.mean()) ** 2).sum()
+        found = self.predict(X)
+        truth = _reals(y, found)
+        rest, spread = ((truth - found) ** 2).sum(), ((truth - truth.mean()) ** 2).sum()
         return float(1 - rest / spread) if spread else float(rest == 0)
 
 
@@ -220,3 +225,34 @@ def _numbers(X: Any) -> Array:
     x = np.asarray(X)
     with np.errstate(over="ignore"):
         return x.astype(np.float32) if x.dtype.kind in "fiub" else x
+
+
+def _column(y: Any, beside: Array, whose: str = "") -> Array:
+    """One value for each row of what it stands beside, none missing; a table of one column counts as that column."""
+    column = np.asarray(y)
+    if column.shape == (*beside.shape[:1], 1):
+        column = column[:, 0]
+    if column.shape != beside.shape[:1]:
+        raise WaffleError(f"{whose}expected y of shape {beside.shape[:1]}, a value for each row, got {column.shape}")
+    given = np.asarray(y, dtype=object).reshape(-1)  # among texts numpy would make a text of NaN
+    missing = next((i for i, value in enumerate(given) if _is_missing(value)), None)
+    if missing is not None:
+        raise WaffleError(f"{whose}y has no value in row {missing + 1} ({given[missing]}): drop such rows")
+    return column
+
+
+def _is_missing(value: Any) -> bool:
+    """Is it None, a NaN or not-a-time, which differ from themselves, or pandas' NA, which cannot be asked that?"""
+    return value is None or type(value).__name__ == "NAType" or value != value
+
+
+def _reals(y: Any, beside: Array, whose: str = "") -> Array:
+    """A column of finite numbers."""
+    column = _column(y, beside, whose)
+    try:
+        numbers = column.astype(np.float64)
+    except (TypeError, ValueError):
+        raise WaffleError(f"{whose}expected numbers in y, got {column.dtype}") from None
+    if not np.isfinite(numbers).all():
+        raise WaffleError(f"{whose}expected finite numbers in y, got infinity")
+    return numbers

@@ -80,7 +80,7 @@ def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | N
     x, y = trained.preprocessing.transform_table(path)
     if y is None or trained.task == "classification":
         return x, y
-    return x, trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y
+    return x, trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y.astype(np.float64)
 
 
 def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:

@@ -73,14 +73,14 @@ def check_portable(config: RunConfig) -> None:
 
 
 class InUnit(nn.Module):
-    """From a standardised number to the target's own unit."""
+    """From a standardised number to the target's own unit, in double: a time in seconds has many digits."""
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         super().__init__()
         self.mean, self.deviation = preprocessing.target_mean, preprocessing.target_deviation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mean + self.deviation * x
+        return self.mean + self.deviation * x.double()
 
 
 @torch.no_grad()
