@@ -341,7 +341,7 @@ def test_a_test_row_written_otherwise_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n").mkdir()
     (tmp_path / "n" / "train.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(8)))
     (tmp_path / "n" / "test.csv").write_text("y,a\n1.0,7.00\n0,8\n")
-    assert "n: 1 test samples are training data of n too, the first at index 0" in refusal(read, tmp_path, target="y")
+    assert "n: 1 test sample is training data of n too, the first at index 0" in refusal(read, tmp_path, target="y")
 
 
 def test_a_target_that_does_not_exist(hospitals: Path) -> None:
@@ -453,7 +453,7 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
     bad = x.copy()
     bad[3, 1] = np.nan
     for content, expected in (
-        ({"x": bad, "y": y}, "a: 1 given samples hold NaN or infinity, the first at index 3"),
+        ({"x": bad, "y": y}, "a: 1 given sample holds NaN or infinity, the first at index 3"),
         ({"features": x, "y": y}, "expected the arrays x_train y_train x_test y_test, or x y; got features, y"),
         ({"x": x, "y": np.zeros(20, int)}, "got only '0'"),
         ({"x": x[:, 0], "y": y}, "axis of features"),

@@ -60,8 +60,9 @@ def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
             raise WaffleError(f"{name}: expected numbers as features, the {part} features are {x.dtype}")
         wrong = np.flatnonzero(~(_finite(x) & _finite(y)))
         if len(wrong):
+            they = "samples hold" if len(wrong) > 1 else "sample holds"
             raise WaffleError(
-                f"{name}: {len(wrong)} {part} samples hold NaN or infinity, the first at index {wrong[0]}: "
+                f"{name}: {len(wrong)} {part} {they} NaN or infinity, the first at index {wrong[0]}: "
                 "drop or repair them"
             )
 
@@ -135,7 +136,8 @@ def check_duplicates(agents: Mapping[str, tuple[Sequence[bytes], Rows, Rows]], g
         shared = [(i, trained[keys[row]]) for i, row in enumerate(test.tolist()) if keys[row] in trained]
         if shared:
             first, trainer = shared[0]
+            they = "samples are" if len(shared) > 1 else "sample is"
             raise WaffleError(
-                f"{name}: {len(shared)} test samples are training data of {trainer} too, the first at index {first}: "
+                f"{name}: {len(shared)} test {they} training data of {trainer} too, the first at index {first}: "
                 "remove them, or the result is too good"
             )
