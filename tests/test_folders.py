@@ -134,6 +134,20 @@ def test_a_changed_file_is_read_anew() -> None:
     assert federation_of(settings).digest() != before.digest()
 
 
+def test_hidden_files_stop_no_run() -> None:
+    """The dangling link that an editor leaves beside an open file is nobody's data."""
+    Path("clinics/.#north.csv").symlink_to("nobody@nowhere")
+    assert federation_of(Settings(data="clinics", target="ill", alice="north")).agents == 3
+
+
+def test_nobody_is_called_all() -> None:
+    """`all` means every agent, so a file of that name is refused whoever is Alice."""
+    Path("clinics/all.csv").write_text(rows(9, 12, False))
+    for alice in ("all", "north", "0"):
+        text = refusal(federation_of, Settings(data="clinics", target="ill", alice=alice))
+        assert text == "clinics has an agent called 'all', which means every agent: give it another name"
+
+
 def test_a_run_without_an_agent_comes_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     """`--leave-out` on data of one's own has its page among those who are left, and exits with 0, also when resumed."""
     asked = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_other_files_are_passed_over(hospitals: Path) -> None:
     """Notes and hidden files beside the tables are no agents."""
     (hospitals / "README.md").write_text("notes")
     (hospitals / ".hidden.csv").write_text("")
+    (hospitals / ".#north.csv").symlink_to("nobody@nowhere")
     assert read(hospitals).agents == 3
 
 
@@ -241,6 +243,9 @@ WRONG_TABLES = {
     "a missing target": ({"s": f"{HEADER}\n50,f,a,no\n51,f,a,\n"}, "target 'ill' is missing in line 3"),
     "the same data twice": ({"s": patients(1)}, "s and n hold the same training data"),
     "one class": ({"n": f"{HEADER}\n1,f,a,no\n2,f,b,no\n"}, "at least two classes among all agents, got only 'no'"),
+    "a number beyond 32 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e39,m,b,yes\n"}, "'1e39' in line 3, too large"),
+    "a square beyond 64 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e200,m,b,yes\n"}, "'1e200' in line 3, too large"),
+    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' says '1,5' in line 3: write"),
     "nothing but the target": ({"n": "ill\nno\nyes\nno\n"}, "expected columns besides the target"),
 }  # fmt: skip
 
@@ -252,6 +257,91 @@ def test_wrong_tables_are_refused(tmp_path: Path, what: str) -> None:
     assert expected in refusal(
         read, write(tmp_path / "d", **{**({} if "n" in agents else {"n": patients(1)}), **agents})
     )
+
+
+@pytest.mark.parametrize(("step", "huge"), [(1.0, "1e39"), (1e-9, "3e38")])
+def test_a_test_row_that_would_become_infinite_is_refused(tmp_path: Path, step: float, huge: str) -> None:
+    """A number too large for 32 bits, as it is or in units of the deviation, is told with file, column and line."""
+    (tmp_path / "n").mkdir()
+    for part, start, last in (("train", 0, "0"), ("test", 10, huge)):
+        rows = "".join(f"{step * (start + i)},{i % 2}\n" for i in range(8))
+        (tmp_path / "n" / f"{part}.csv").write_text(f"a,y\n{rows}{last},1\n")
+    text = refusal(read, tmp_path, target="y")
+    assert f"test.csv: column 'a' says '{huge}' in line 10, too large for numbers of 32 bits" in text
+
+
+@pytest.mark.parametrize("task", ["auto", "classification", "regression"])
+def test_decimal_commas_are_no_categories_and_no_classes(tmp_path: Path, task: str) -> None:
+    """A column of texts like 1,5 is refused with the line, whether it is a feature or the target."""
+    rows = [f"{i},{i % 10};{i % 2}\n" for i in range(30)]
+    for header, target, column in (("a;y", "y", "a"), ("y;a", "y", "y")):
+        text = refusal(read, write(tmp_path / column, n=header + "\n" + "".join(rows)), target=target, task=task)
+        assert f"column {column!r} says '" in text
+        assert text.endswith("write numbers with a decimal point and without separators of thousands, as 1234.5")
+    names = "a,b,y\n" + "".join(f'"{"ward 1,5" if i % 3 else "1,5"}",{i},{i % 2}\n' for i in range(24))
+    found = read(write(tmp_path / "names", n=names), target="y").preprocessing
+    assert found is not None
+    assert found.features == ("a=1,5", "a=ward 1,5", "b")
+
+
+@pytest.mark.parametrize("value", [0.5, 1, 30])
+def test_one_text_among_numbers_makes_no_classes_of_a_target(tmp_path: Path, value: float) -> None:
+    """A target whose cells are mostly numbers is numeric as any column; its texts name classes on request alone."""
+    cells = [str(value * (i % 4)) for i in range(40)]
+    cells[7:9] = "n.a.", "none"
+    folder = write(tmp_path / "d", n="a,y\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)))
+    assert "'y' holds numbers, but line 9 says 'n.a.'" in refusal(read, folder, target="y")
+    assert refusal(read, folder, target="y").endswith("drop the row, or set task to classification")
+    assert {"n.a.", "none"} < set(read(folder, target="y", task="classification").class_names)
+
+
+def test_suffixes_in_capitals(tmp_path: Path) -> None:
+    """WEST.CSV is an agent as north.csv is, and so are TSV and, among arrays, NPZ."""
+    folder = write(tmp_path / "d", north=patients(1), south=patients(2))
+    (folder / "WEST.CSV").write_text(patients(3))
+    (folder / "east.TSV").write_text(patients(4).replace(",", "\t"))
+    assert read(folder).names == ("WEST", "east", "north", "south")
+    (tmp_path / "e").mkdir()
+    for name, seed in (("A.NPZ", 1), ("b.npz", 2)):
+        with (tmp_path / "e" / name).open("wb") as stream:
+            np.savez(stream, **dict(zip("xy", arrays(seed), strict=True)))
+    assert Federation.from_folder(tmp_path / "e").names == ("A", "b")
+
+
+def test_tabs_alone_part_a_tsv(tmp_path: Path) -> None:
+    """Commas in the names of the columns of a .tsv part nothing."""
+    (tmp_path / "n.tsv").write_text("weight, net, kg\ty\n" + "".join(f"{i}\t{i % 2}\n" for i in range(9)))
+    found = read(tmp_path, target="y").preprocessing
+    assert found is not None
+    assert found.features == ("weight, net, kg",)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-9, 9), min_size=4, max_size=30), st.integers(0, 9))
+def test_a_number_written_otherwise_is_the_same_row(tmp_path_factory: Any, values: list[int], seed: int) -> None:
+    """1, 1.0 and 1e0 are one row to our split: none is tested on that is trained on."""
+    folder = tmp_path_factory.mktemp("d")
+    forms = ("{}", "{}.0", "{}e0", "0{}" if min(values) >= 0 else "{}.00")
+    rows = [f"{form.format(v)},x,{v % 2}" for v in {*values, 10, 11, 12, 13} for form in forms]
+    found = read(write(folder, n="a,b,y\n" + "\n".join(rows)), target="y", split_seed=seed, validation=0.2)
+    parts = [{tuple(row) for row in found.x[part[0]].tolist()} for part in (found.train, found.validation, found.test)]
+    assert not parts[0] & parts[2]
+    assert not parts[0] & parts[1]
+    assert not parts[1] & parts[2]
+
+
+def test_the_split_of_rows_that_differ_goes_by_their_text(tmp_path: Path) -> None:
+    """The rows that are held out are those that have always been: old records stay valid."""
+    found = read(write(tmp_path / "d", n=patients(1)))
+    assert found.test[0].tolist() == [2, 3, 6, 9, 19, 20]
+
+
+def test_a_test_row_written_otherwise_is_refused(tmp_path: Path) -> None:
+    """D11: a given test row is somebody's training row though its numbers are written with other digits."""
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "train.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(8)))
+    (tmp_path / "n" / "test.csv").write_text("y,a\n1.0,7.00\n0,8\n")
+    assert "n: 1 test sample is training data of n too, the first at index 0" in refusal(read, tmp_path, target="y")
 
 
 def test_a_target_that_does_not_exist(hospitals: Path) -> None:
@@ -363,7 +453,7 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
     bad = x.copy()
     bad[3, 1] = np.nan
     for content, expected in (
-        ({"x": bad, "y": y}, "a: 1 given samples hold NaN or infinity, the first at index 3"),
+        ({"x": bad, "y": y}, "a: 1 given sample holds NaN or infinity, the first at index 3"),
         ({"features": x, "y": y}, "expected the arrays x_train y_train x_test y_test, or x y; got features, y"),
         ({"x": x, "y": np.zeros(20, int)}, "got only '0'"),
         ({"x": x[:, 0], "y": y}, "axis of features"),
@@ -372,6 +462,10 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
     ):
         np.savez(path, **content)
         assert expected in refusal(Federation.from_folder, tmp_path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in "xy":
+            archive.writestr(f"{name}.npy", b"no array")
+    assert "axis of features" in refusal(Federation.from_folder, tmp_path)
     path.write_bytes(path.read_bytes()[:50])
     assert "as a .npz of plain arrays" in refusal(Federation.from_folder, tmp_path)
     np.savez(path, x=x, y=y)
@@ -385,6 +479,28 @@ def test_float_targets_of_arrays_are_regressed(tmp_path: Path) -> None:
     found = Federation.from_folder(tmp_path)
     assert (found.task, found.unit) == ("regression", 1.0)
     assert found.y.is_floating_point()
+
+
+def test_labels_of_arrays_follow_one_rule(tmp_path: Path) -> None:
+    """Few whole floats are classes as in tables; a label of 100 or more is refused in one line, at any size."""
+    x, y = arrays(1)
+    for content, classes in ((y.astype(np.float64), 2), (y * 19.0, 20), (y + 98, 100), (y.astype(">f4"), 2)):
+        np.savez(tmp_path / "a.npz", x=x.astype(">f8"), y=content)
+        found = Federation.from_folder(tmp_path)
+        assert (found.task, len(found.class_names)) == ("classification", classes)
+        assert found.y.tolist() == content.tolist()
+    for content in (y + 300_000, y * 10**12, (y * 1e12), np.full(20, 2**63, np.uint64)):
+        np.savez(tmp_path / "a.npz", x=x, y=content)
+        assert "a: expected labels below 100, got " in refusal(Federation.from_folder, tmp_path)
+        assert "labels" in refusal(Federation.from_folder, tmp_path, task="classification")
+        if content.max() < 2**63:
+            assert Federation.from_folder(tmp_path, task="regression").task == "regression"
+    np.savez(tmp_path / "a.npz", x=x, y=y + 150)
+    assert len(Federation.from_folder(tmp_path, task="classification").class_names) == 152
+    np.savez(tmp_path / "a.npz", x=x, y=np.where(y, np.inf, 0.0))
+    assert "hold NaN or infinity" in refusal(Federation.from_folder, tmp_path)
+    np.savez(tmp_path / "a.npz", x=x.astype("m8[s]"), y=y)
+    assert "expected numbers as features" in refusal(Federation.from_folder, tmp_path)
 
 
 def test_any_torch_dataset_will_do() -> None:
@@ -455,6 +571,23 @@ def test_parquet_is_a_table(tmp_path: Path) -> None:
     assert "as Parquet" in refusal(read, tmp_path / "parquet")
 
 
+def test_parquet_keeps_to_the_columns_of_its_frame(tmp_path: Path) -> None:
+    """Two columns of one name are refused, pandas' index is none, and times finer than Python's are refused."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    a, y, path = arrow.array(range(12)), arrow.array([i % 2 for i in range(12)]), tmp_path / "n.parquet"
+    parquet.write_table(arrow.Table.from_arrays([a, a, y], names=["a", "a", "y"]), path)
+    assert "two columns are called 'a'" in refusal(read, tmp_path, target="y")
+    framed = arrow.table({"a": a, "y": y, "__index_level_0__": a})
+    told = json.dumps({"index_columns": ["__index_level_0__"], "columns": []})
+    parquet.write_table(framed.replace_schema_metadata({"pandas": told}), path)
+    found = read(tmp_path, target="y").preprocessing
+    assert found is not None
+    assert found.features == ("a",)
+    parquet.write_table(arrow.table({"a": arrow.array(range(1, 13), arrow.timestamp("ns")), "y": y}), path)
+    assert "as Parquet: " in refusal(read, tmp_path, target="y")
+
+
 @pytest.mark.parametrize(("name", "word"), [("n.parquet", "pyarrow"), ("c/x.png", "Pillow")])
 def test_absent_readers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str) -> None:
     """Without pyarrow or Pillow one line says what to install."""
@@ -489,6 +622,8 @@ def test_heart_disease_is_recognised(published: Path) -> None:
     assert x.shape == (200, len(found.preprocessing.features))
     assert y is not None
     assert y.sum() == 149
+    record = (Path(__file__).parent.parent / "results" / "heart-disease.jsonl").read_text().splitlines()[0]
+    assert json.loads(record)["tables"]["provenance"]["binding"]["data"] == found.digest()
 
 
 def test_heart_disease_layout(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from waffle_fl.config import Settings
+from waffle_fl.config import EVERYONE, Settings
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.own import Reading
@@ -21,6 +21,8 @@ def own_federation(s: Settings, folder: Path, alice: str | None) -> Federation:
     """The agents of a folder."""
     check_undivided(s)
     found = _read(str(folder), Reading(**{f.name: getattr(s, f.name) for f in fields(Reading)}), _stamp(folder))
+    if EVERYONE in found.names:
+        raise WaffleError(f"{folder} has an agent called {EVERYONE!r}, which means every agent: give it another name")
     return found if alice is None else check_alice(replace(found, alice=index_of(alice, found.names)))
 
 
@@ -38,8 +40,14 @@ def _read(folder: str, how: Reading, stamp: tuple[tuple[str, int, int], ...]) ->
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What tells a changed folder: name, size and time of each file; hidden ones are nobody's data."""
     try:
-        found = [(path, path.stat()) for path in sorted(folder.rglob("*"))]
+        paths = [path for path in sorted(folder.rglob("*")) if not _hidden(path.relative_to(folder))]
+        found = [(path, path.stat()) for path in paths]
     except OSError as error:
         raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
     return tuple((str(path), status.st_size, status.st_mtime_ns) for path, status in found)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,19 @@ from waffle_fl.own.checks import (
     check_names,
     check_range,
     check_samples,
+    is_real,
     keys_of,
+    native,
+    whole,
 )
 from waffle_fl.own.parts import Gathered, Parts, Reading, divide
-from waffle_fl.own.preprocessing import Task
+from waffle_fl.own.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, Wish
 
 GIVEN, WHOLE = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
+NUMBERED: dict[Wish, tuple[int, str]] = {  # each class is an output of everybody's model
+    "auto": (MOST_CATEGORIES, "; set task to classification if there are more, or to regression"),
+    "classification": (10_000, "; number the classes from 0, or set task to regression"),
+}
 
 
 def gather(
@@ -33,11 +38,14 @@ def gather(
     """Named agents, each (x_train, y_train, x_test, y_test), or (x, y) to be split by us."""
     check_names([name for name, _ in items])
     agents = {name: as_arrays(name, given) for name, given in items}
-    floats = any(np.issubdtype(y.dtype, np.floating) for arrays in agents.values() for y in arrays[1::2])
-    task: Task = how.task if how.task != "auto" else "regression" if floats else "classification"
+    task = _task_of([y for arrays in agents.values() for y in arrays[1::2]], how.task)
+    if how.task == "auto" and task == "classification":
+        agents = {name: [whole(a) if i % 2 else a for i, a in enumerate(arrays)] for name, arrays in agents.items()}
     for name, arrays in agents.items():
         check_samples(name, arrays, task)
     check_kinds(agents)
+    if task == "classification":
+        check_range(agents, *((len(class_names), "") if class_names else NUMBERED[how.task]))
     made, keys = {}, {}
     for name, arrays in agents.items():
         x = np.concatenate(arrays[::2])
@@ -52,25 +60,37 @@ def gather(
         return Gathered(made, task, ())
     largest = max(int(part.y.max(initial=0)) for part in made.values())
     labels = tuple(class_names) or tuple(str(k) for k in range(largest + 1))
-    check_range(agents, len(labels))
     return Gathered(made, task, labels)
+
+
+def _task_of(targets: Sequence[Array], wish: Wish) -> Task:
+    """Integers number classes, and so do floats that are few and whole; other numbers are quantities."""
+    if wish != "auto":
+        return wish
+    if not any(y.dtype.kind == "f" for y in targets):
+        return "classification"
+    if not all(is_real(y) for y in targets):
+        return "regression"
+    different = np.unique(np.concatenate(targets))
+    few_whole = len(different) <= MOST_CLASSES and bool((whole(different) == different).all())
+    return "classification" if few_whole else "regression"
 
 
 def read_npz(path: Path) -> list[Array]:
     """The arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
-            for wanted in (GIVEN, WHOLE):
-                if set(wanted) <= set(content.files):
-                    arrays = [content[name] for name in wanted]
-                    if any(x.ndim < 2 for x in arrays[::2]):
-                        raise WaffleError(f"{path}: expected samples with an axis of features, got {arrays[0].shape}")
-                    return arrays
-            found = ", ".join(content.files) or "nothing"
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+            wanted = next((wanted for wanted in (GIVEN, WHOLE) if set(wanted) <= set(content.files)), ())
+            arrays = [native(content[name]) for name in wanted]
+            found = " ".join(", ".join(content.files).split()) or "nothing"
+    except Exception as error:  # whatever zipfile and NumPy raise at a damaged file
         reason = " ".join(str(error).split()) or "it is cut off"
         raise WaffleError(f"cannot read {path} as a .npz of plain arrays: {reason}; save it with numpy.savez") from None
-    raise WaffleError(f"{path}: expected the arrays x_train y_train x_test y_test, or x y; got {found}")
+    if not arrays:
+        raise WaffleError(f"{path}: expected the arrays x_train y_train x_test y_test, or x y; got {found}")
+    if any(x.ndim < 2 for x in arrays[::2]):
+        raise WaffleError(f"{path}: expected samples with an axis of features, got {arrays[0].shape}")
+    return arrays
 
 
 def stacked(name: str, dataset: Any) -> tuple[Array, Array]:

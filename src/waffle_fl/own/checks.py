@@ -19,7 +19,7 @@ Array: TypeAlias = NDArray[Any]
 def as_arrays(name: str, given: Any) -> list[Array]:
     """(x, y) or (x_train, y_train, x_test, y_test), as arrays."""
     try:
-        arrays = [np.asarray(array) for array in given]
+        arrays = [native(array) for array in given]
     except (ValueError, TypeError):
         raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
     if len(arrays) not in (2, 4) or any(array.ndim == 0 for array in arrays):
@@ -29,6 +29,13 @@ def as_arrays(name: str, given: Any) -> list[Array]:
     if any(labels.ndim != 1 for labels in arrays[1::2]):
         raise WaffleError(f"{name}: expected labels with one axis, one integer a sample (or one number, to regress)")
     return arrays
+
+
+def native(given: Any) -> Array:
+    """An array in a form that torch can hold."""
+    array = np.asarray(given)
+    kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
+    return array.astype(kind, copy=False)
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -47,28 +54,35 @@ def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
             raise WaffleError(f"{name}: {len(x)} {part} samples but {len(y)} labels")
         if task == "classification":
             _check_labels(name, part, y)
-        elif not _is_real(y):
+        elif not is_real(y):
             raise WaffleError(f"{name}: expected numbers to predict, the {part} ones are {y.dtype}")
-        if not _is_real(x):
+        if not is_real(x):
             raise WaffleError(f"{name}: expected numbers as features, the {part} features are {x.dtype}")
         wrong = np.flatnonzero(~(_finite(x) & _finite(y)))
         if len(wrong):
+            they = "samples hold" if len(wrong) > 1 else "sample holds"
             raise WaffleError(
-                f"{name}: {len(wrong)} {part} samples hold NaN or infinity, the first at index {wrong[0]}: "
+                f"{name}: {len(wrong)} {part} {they} NaN or infinity, the first at index {wrong[0]}: "
                 "drop or repair them"
             )
 
 
 def _check_labels(name: str, part: str, labels: Array) -> None:
-    if not np.issubdtype(labels.dtype, np.integer):
+    if labels.dtype.kind not in "iu":
         raise WaffleError(f"{name}: expected integer labels, the {part} labels are {labels.dtype}")
     bad = np.flatnonzero(labels < 0)
     if len(bad):
         raise WaffleError(f"{name}: expected labels >= 0, got {labels[bad[0]]} at {part} index {bad[0]}")
 
 
-def _is_real(array: Array) -> bool:
-    return np.issubdtype(array.dtype, np.number) and not np.issubdtype(array.dtype, np.complexfloating)
+def is_real(array: Array) -> bool:
+    return array.dtype.kind in "iuf"
+
+
+def whole(labels: Array) -> Array:
+    """Floats as integers; what is none becomes another number."""
+    with np.errstate(invalid="ignore"):
+        return labels.astype(np.int64) if labels.dtype.kind == "f" else labels
 
 
 def _finite(array: Array) -> NDArray[np.bool_]:
@@ -89,12 +103,12 @@ def check_kinds(agents: Mapping[str, Sequence[Array]]) -> None:
                 )
 
 
-def check_range(agents: Mapping[str, Sequence[Array]], classes: int) -> None:
+def check_range(agents: Mapping[str, Sequence[Array]], classes: int, advice: str = "") -> None:
     for name, arrays in agents.items():
         for y in arrays[1::2]:
             bad = np.flatnonzero(y >= classes)
             if len(bad):
-                raise WaffleError(f"{name}: expected labels below {classes}, got {y[bad[0]]} at index {bad[0]}")
+                raise WaffleError(f"{name}: expected labels below {classes}, got {y[bad[0]]} at index {bad[0]}{advice}")
 
 
 def keys_of(x: Array, y: Array) -> list[bytes]:
@@ -122,7 +136,8 @@ def check_duplicates(agents: Mapping[str, tuple[Sequence[bytes], Rows, Rows]], g
         shared = [(i, trained[keys[row]]) for i, row in enumerate(test.tolist()) if keys[row] in trained]
         if shared:
             first, trainer = shared[0]
+            they = "samples are" if len(shared) > 1 else "sample is"
             raise WaffleError(
-                f"{name}: {len(shared)} test samples are training data of {trainer} too, the first at index {first}: "
+                f"{name}: {len(shared)} test {they} training data of {trainer} too, the first at index {first}: "
                 "remove them, or the result is too good"
             )

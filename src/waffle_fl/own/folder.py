@@ -65,11 +65,11 @@ def layout_of(path: Path) -> str:
         if any(p.stem == "train" and _is_table(p) for p in inside):
             return "tables"
         return "images" if images.classes_of(path) or (path / "train").is_dir() else ""
-    return "arrays" if path.suffix == ".npz" else "tables" if _is_table(path) else ""
+    return "arrays" if path.suffix.lower() == ".npz" else "tables" if _is_table(path) else ""
 
 
 def _is_table(path: Path) -> bool:
-    return path.is_file() and (path.suffix in tables.SUFFIXES or bool(UCI_HEART.fullmatch(path.name)))
+    return path.is_file() and (path.suffix.lower() in tables.SUFFIXES or bool(UCI_HEART.fullmatch(path.name)))
 
 
 def tables_at(path: Path) -> list[Table]:
@@ -110,7 +110,7 @@ def goal_of(everyone: Sequence[Table], how: Reading) -> tuple[str, tuple[str, ..
 def divided(own: Sequence[Table], aim: Preprocessing, how: Reading) -> Divided:
     """Which of an agent's rows are for what."""
     labels = _targets(aim, own) if aim.task == "classification" else None
-    return divide(_keys(own), labels, len(own[0]) if len(own) == 2 else None, how)
+    return divide(_lots(own), labels, len(own[0]) if len(own) == 2 else None, how)
 
 
 def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: Divided) -> Parts:
@@ -121,6 +121,15 @@ def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: Divided) -> Part
 
 def _keys(own: Sequence[Table]) -> list[bytes]:
     return [key for table in own for key in table.row_keys()]
+
+
+def _lots(own: Sequence[Table]) -> list[bytes]:
+    """What each row is drawn by: its text. Rows of equal content, however written, share the least of their texts."""
+    keys, texts = _keys(own), [text for table in own for text in table.row_texts()]
+    least: dict[bytes, bytes] = {}
+    for key, text in zip(keys, texts, strict=True):
+        least[key] = min(text, least.get(key, text))
+    return [least[key] for key in keys]
 
 
 def _targets(prepared: Preprocessing, own: Sequence[Table]) -> Array:

@@ -22,7 +22,8 @@ def is_image(path: Path) -> bool:
 
 def classes_of(folder: Path) -> list[str]:
     """The names of the subfolders that hold images."""
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and any(is_image(f) for f in p.iterdir()))
+    found = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    return sorted(p.name for p in found if any(is_image(f) for f in p.iterdir()))
 
 
 def read_images(folder: Path, classes: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -54,7 +55,7 @@ def read_image(path: Path) -> NDArray[np.float32]:
                 pixels = np.asarray(image.convert("L"), np.float32)[None] / 255
             else:
                 pixels = np.asarray(image.convert("RGB"), np.float32).transpose(2, 0, 1) / 255
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # whatever Pillow raises at a damaged image
         raise WaffleError(f"cannot read the image {path}: {' '.join(str(error).split())}") from None
     return (2 * pixels - 1).astype(np.float32)
 

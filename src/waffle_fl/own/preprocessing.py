@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.own.columns import AS_CLASSES, cells_of, numeric, refuse_commas, refuse_missing, standardised
 from waffle_fl.own.tables import Cells, Table, names, numbers, read_table
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
@@ -71,7 +72,7 @@ class Preprocessing:
 
     def transform(self, table: Table, unknown: Literal["refuse", "ignore"] = "refuse") -> Floats:
         """(rows, features): standardised numbers, one-hot categories; a category nobody trained on is refused."""
-        blocks = [_block(column, _column(table, column.name), table, unknown) for column in self.columns]
+        blocks = [_block(column, table, unknown) for column in self.columns]
         return np.concatenate([np.empty((len(table), 0), np.float32), *blocks], axis=1)
 
     def strange(self, table: Table) -> int:
@@ -87,10 +88,10 @@ class Preprocessing:
         cells = table.columns.get(self.target)
         if cells is None or not (cells != "").any():
             return None
-        _refuse_missing(table, self.target)
+        refuse_missing(table, self.target)
         if self.task == "regression":
-            values = _numeric(cells, table, self.target)
-            return ((values - self.target_mean) / self.target_deviation).astype(np.float32)
+            scaled = standardised(table, self.target, self.target_mean, self.target_deviation, AS_CLASSES)
+            return scaled.astype(np.float32)
         found = names(cells)
         known = {name: k for k, name in enumerate(self.classes)}
         bad = next((i for i, name in enumerate(found.tolist()) if name not in known), None)
@@ -163,13 +164,18 @@ def moments(values: NDArray[np.float64]) -> Moments:
 
 def aim_of(target: str, tables: Sequence[Table], task: Wish) -> Preprocessing:
     """What is to be predicted, from all rows: classes by name, or a number; the columns are fitted later."""
-    return aim_from(target, {name for table in tables for name in target_names(table, target)}, task)
+    found = {name for table in tables for name in target_names(table, target)}
+    if task == "auto" and kind_of([count_cells(table.columns[target]) for table in tables], named=False) == "numeric":
+        for table in tables:
+            numeric(table, target, AS_CLASSES)
+    return aim_from(target, found, task)
 
 
 def target_names(table: Table, target: str) -> list[str]:
     """The different values of a table's target."""
-    _refuse_missing(table, target)
-    return np.unique(names(_column(table, target))).tolist()  # type: ignore[no-any-return]
+    refuse_missing(table, target)
+    refuse_commas(table, target)
+    return np.unique(names(table.columns[target])).tolist()  # type: ignore[no-any-return]
 
 
 def may_be_classes(found: Collection[str], task: Wish) -> bool:
@@ -203,7 +209,8 @@ def fit(
     if not features:
         raise WaffleError(f"{tables[0].path}: expected columns besides the target {aim.target!r}, got none")
     shared = tuple(_shared_column(name, tables, name in categorical) for name in features)
-    goal = _joined_moments(aim.target, tables) if aim.task == "regression" else Moments()
+    goals = tables if aim.task == "regression" else []
+    goal = joined_moments(moments(numeric(table, aim.target, AS_CLASSES)) for table in goals)
     common = in_common(aim, shared, goal, scope)
     return {name: at_home(common, table) for name, table in training.items()}
 
@@ -223,10 +230,6 @@ def at_home(common: Preprocessing, table: Table) -> Preprocessing:
     return replace(common, columns=tuple(_local(column, table) for column in common.columns))
 
 
-def _joined_moments(name: str, tables: Sequence[Table]) -> Moments:
-    return joined_moments([tell_moments(table, name) for table in tables])
-
-
 def joined_moments(told: Iterable[Moments]) -> Moments:
     """The moments of all agents, in their order."""
     joined = Moments()
@@ -236,7 +239,7 @@ def joined_moments(told: Iterable[Moments]) -> Moments:
 
 
 def _shared_column(name: str, tables: Sequence[Table], named: bool) -> Column:
-    counts = [count_cells(_column(table, name)) for table in tables]
+    counts = [count_cells(cells_of(table, name)) for table in tables]
     if kind_of(counts, named) == "numeric":
         return numeric_column(name, counts, [tell_moments(table, name) for table in tables])
     return categorical_column(name, counts, [tell_categories(table, name) for table in tables])
@@ -249,11 +252,12 @@ def kind_of(counts: Sequence[Cellcount], named: bool) -> Kind:
 
 
 def tell_moments(table: Table, name: str) -> Moments:
-    return moments(_numeric(_column(table, name), table, name))
+    return moments(numeric(table, name))
 
 
 def tell_categories(table: Table, name: str) -> list[str]:
-    return [category for category in np.unique(names(_column(table, name))).tolist() if category]
+    refuse_commas(table, name)
+    return [category for category in np.unique(names(table.columns[name])).tolist() if category]
 
 
 def numeric_column(name: str, counts: Sequence[Cellcount], told: Iterable[Moments]) -> Column:
@@ -274,15 +278,15 @@ def categorical_column(name: str, counts: Sequence[Cellcount], told: Iterable[Co
 def _local(column: Column, table: Table) -> Column:
     if column.kind == "categorical":
         return column
-    own = moments(numbers(table.columns[column.name]))
+    own = tell_moments(table, column.name)
     return replace(column, mean=own.mean, deviation=own.deviation)
 
 
-def _block(column: Column, cells: Cells, table: Table, unknown: str) -> Floats:
+def _block(column: Column, table: Table, unknown: str) -> Floats:
+    cells = cells_of(table, column.name)
     gone = (cells == "")[:, None]
     if column.kind == "numeric":
-        values = _numeric(cells, table, column.name)
-        scaled = (values - column.mean) / column.deviation if column.deviation else np.zeros(len(values))
+        scaled = standardised(table, column.name, column.mean, column.deviation)
         block = np.where(gone, 0.0, scaled[:, None])
     else:
         found = names(cells)
@@ -298,28 +302,3 @@ def _block(column: Column, cells: Cells, table: Table, unknown: str) -> Floats:
 
 def _strange(column: Column, found: Cells) -> NDArray[np.bool_]:
     return ~np.isin(found, ["", *column.categories])
-
-
-def _column(table: Table, name: str) -> Cells:
-    if name not in table.columns:
-        raise WaffleError(f"{table.path} lacks the column {name!r}: it has {', '.join(table.columns)}")
-    return table.columns[name]
-
-
-def _numeric(cells: Cells, table: Table, name: str) -> NDArray[np.float64]:
-    values = numbers(cells)
-    bad = np.flatnonzero(np.isnan(values) & (cells != ""))
-    if len(bad):
-        raise WaffleError(
-            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {str(cells[bad[0]])!r}: "
-            "repair it, leave it empty if missing, or name the column in `categorical`"
-        )
-    return values
-
-
-def _refuse_missing(table: Table, target: str) -> None:
-    bad = np.flatnonzero(table.columns[target] == "")
-    if len(bad):
-        raise WaffleError(
-            f"{table.path}: the target {target!r} is missing in line {table.lines[bad[0]]}: fill it or drop the row"
-        )

@@ -43,31 +43,34 @@ class Table:
     def taken(self, rows: Rows) -> Table:
         return Table(self.path, {name: cells[rows] for name, cells in self.columns.items()}, self.lines[rows])
 
+    def row_texts(self) -> list[bytes]:
+        """Each row as it is written, whatever the order of the columns."""
+        return _joined([self.columns[name] for name in sorted(self.columns)])
+
     def row_keys(self) -> list[bytes]:
-        """The content of each row, whatever the order of the columns."""
-        ordered = [self.columns[name] for name in sorted(self.columns)]
-        return ["\x1f".join(row).encode() for row in zip(*ordered, strict=True)]
+        """The content of each row: 1, 1.0 and 1e0 are one number."""
+        return _joined([_plain(self.columns[name]) for name in sorted(self.columns)])
 
 
 def read_table(path: Path) -> Table:
     """The table in a file, by its name: `processed.*.data` is UCI Heart Disease, without a header of its own."""
     if UCI_HEART.fullmatch(path.name):
         return _heart_disease(path)
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return _parquet(path)
     header, *rows = _lines(path)
     return _table(path, header[1], rows)
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of every line that is not blank; the first line shows what stands between cells."""
+    """(line number, cells) of every line that is not blank; but for .tsv the first shows what stands between cells."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             first = stream.readline()
             stream.seek(0)
-            delimiter = max(",;\t", key=first.count)
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            rows = [(reader.line_num, [" ".join(cell.split()) for cell in row]) for row in reader]
+            rows = [(reader.line_num, [_text(cell) for cell in row]) for row in reader]
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -112,18 +115,39 @@ def _heart_disease(path: Path) -> Table:
 def _parquet(path: Path) -> Table:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
-        arrow: Any = importlib.import_module("pyarrow")
     except ImportError:
         raise WaffleError(f"{path}: Parquet needs pyarrow: `pip install waffle-fl[parquet]`, or save as CSV") from None
     try:
-        found: dict[str, list[Any]] = parquet.ParquetFile(path).read().to_pydict()
-    except (OSError, arrow.ArrowException) as error:
-        raise WaffleError(f"cannot read {path} as Parquet: {' '.join(str(error).split())}") from None
+        found = parquet.ParquetFile(path).read()
+        index = (found.schema.pandas_metadata or {}).get("index_columns", [])
+        columns = [
+            (_text(name), column.to_pylist())
+            for name, column in zip(found.column_names, found.columns, strict=True)
+            if name not in index
+        ]
+    except Exception as error:  # whatever Arrow raises at a damaged file, and at values that Python cannot hold
+        reason = _text(error) or type(error).__name__
+        raise WaffleError(f"cannot read {path} as Parquet: {reason}; save it anew, or as CSV") from None
     rows = [
-        (i, ["" if cell is None else " ".join(str(cell).split()) for cell in row])
-        for i, row in enumerate(zip(*found.values(), strict=True), 1)
+        (i, ["" if cell is None else _text(cell) for cell in row])
+        for i, row in enumerate(zip(*(cells for _, cells in columns), strict=True), 1)
     ]
-    return _table(path, list(found), rows)
+    return _table(path, [name for name, _ in columns], rows)
+
+
+def _joined(columns: Sequence[Cells]) -> list[bytes]:
+    return ["\x1f".join(row).encode() for row in zip(*columns, strict=True)]
+
+
+def _plain(cells: Cells) -> Cells:
+    """The cells with every number written in one way."""
+    values = numbers(cells) + 0.0  # -0 is 0
+    return np.where(np.isnan(values), cells, values.astype(np.str_))
+
+
+def _text(value: Any) -> str:
+    """One line, and one blank between words."""
+    return " ".join(str(value).split())
 
 
 def numbers(cells: Cells) -> NDArray[np.float64]:

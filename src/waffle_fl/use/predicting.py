@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.metrics import measure
+from waffle_fl.own.checks import is_real, native, whole
 from waffle_fl.use.trained import Trained
 
 ARRAYS = (".npz", ".npy")
@@ -75,19 +74,18 @@ def answers(trained: Trained, output: Tensor, target: Tensor | None = None) -> A
 
 def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     assert trained.preprocessing is not None
-    if path.suffix in ARRAYS:
+    if path.suffix.lower() in ARRAYS:
         columns = ", ".join(column.name for column in trained.preprocessing.columns)
         raise WaffleError(f"{path}: this run was trained on tables: expected .csv or .parquet with columns {columns}")
-    with np.errstate(over="ignore"):
-        x, y = trained.preprocessing.transform_table(path)
+    x, y = trained.preprocessing.transform_table(path)
     if y is None or trained.task == "classification":
         return x, y
     return x, trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y.astype(np.float64)
 
 
 def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    x, y = _read_arrays(path)
-    if not _is_numeric(x):
+    x, y = read_arrays(path)
+    if not is_real(x):
         raise WaffleError(f"{path}: expected numbers in x, got {x.dtype}")
     if x.shape[1:] != trained.shape or not x.ndim:
         hint = "; one sample needs an axis of rows too" if x.shape == trained.shape else ""
@@ -105,34 +103,30 @@ def _targets(trained: Trained, path: Path, y: NDArray[Any], rows: int) -> NDArra
     if y.shape != (rows,):
         raise WaffleError(f"{path}: expected y of shape ({rows},), got ({_sides(y.shape)})")
     if trained.task == "regression":
-        if not _is_numeric(y) or not np.isfinite(y).all():
+        if not is_real(y) or not np.isfinite(y).all():
             raise WaffleError(f"{path}: expected finite numbers in y")
         return y.astype(np.float64)
-    if not np.issubdtype(y.dtype, np.integer) or y.min() < 0 or y.max() >= len(trained.classes):
+    if not is_real(y) or (whole(y) != y).any() or y.min() < 0 or y.max() >= len(trained.classes):
         raise WaffleError(f"{path}: expected integers from 0 to {len(trained.classes) - 1} in y")
     return y.astype(np.int64)
 
 
-def _read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """x, and y where a .npz has it. Nothing is unpickled."""
-    if path.suffix not in ARRAYS:
+    if path.suffix.lower() not in ARRAYS:
         raise WaffleError(f"{path}: this run was trained on arrays: expected a .npz with x (and y), or a .npy")
     try:
         with path.open("rb") as stream:
             found = np.load(stream, allow_pickle=False)
             if isinstance(found, np.ndarray):
-                return found, None
+                return native(found), None
             if "x" in found.files:
-                return found["x"], found["y"] if "y" in found.files else None
-            names = ", ".join(found.files) or "nothing"
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError) as error:
+                return native(found["x"]), native(found["y"]) if "y" in found.files else None
+            names = " ".join(", ".join(found.files).split()) or "nothing"
+    except Exception as error:  # whatever zipfile and NumPy raise at a damaged file
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is cut off"
         raise WaffleError(f"cannot read {path} as plain arrays: {reason}") from None
     raise WaffleError(f"{path}: expected the array x (and, to be measured, y), got {names}")
-
-
-def _is_numeric(array: NDArray[Any]) -> bool:
-    return np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
 
 
 def _sides(shape: Sequence[int]) -> str:
