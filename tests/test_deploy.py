@@ -61,6 +61,11 @@ def test_what_init_makes(folder: Path) -> None:
     assert not list(folder.rglob("ca.key"))
 
 
+def test_nobody_is_every_site(tmp_path: Path) -> None:
+    """A site cannot bear the name that stands for all of them."""
+    assert "means every site" in refusal(folders.init, tmp_path / "x", ["all", "b"], "127.0.0.1", 9443, "127.0.0.1")
+
+
 def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that holds a federation keeps its keys."""
     before = (folder / "keys" / "server.key").read_bytes()

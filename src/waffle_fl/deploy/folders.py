@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.config import check_name
+from waffle_fl.config import EVERYONE, check_name
 from waffle_fl.data import NAMES
 from waffle_fl.deploy.keys import make_certificates, make_node_key
 from waffle_fl.deploy.policy import Policy
@@ -113,6 +113,8 @@ def init(
     names = sorted(sites)
     for name in names:
         check_name(name)
+    if EVERYONE in names:
+        raise WaffleError(f"a site cannot be called {EVERYONE!r}, which means every site")
     if not names or len(set(names)) < len(names):
         raise WaffleError(f"expected the names of the sites, none of them twice, got {', '.join(sites) or 'none'}")
     if not re.fullmatch(r"[A-Za-z0-9.:-]+", address):

@@ -23,6 +23,7 @@ from waffle_fl.own.folder import check_columns, divided, goal_of, layout_of, par
 from waffle_fl.own.preprocessing import (
     MOST_CATEGORIES,
     at_home,
+    check_target,
     count_cells,
     may_be_classes,
     target_names,
@@ -154,6 +155,7 @@ def _tell_target(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -
     target, categorical = goal_of(own, how)
     check_columns(own, target, categorical)
     values = sorted({name for table in own for name in target_names(table, target)})
+    check_target(target, own, how.task)
     classes = may_be_classes(values, how.task)
     if classes:
         _check_texts(target, values, sum(map(len, own)))

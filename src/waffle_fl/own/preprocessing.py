@@ -165,10 +165,15 @@ def moments(values: NDArray[np.float64]) -> Moments:
 def aim_of(target: str, tables: Sequence[Table], task: Wish) -> Preprocessing:
     """What is to be predicted, from all rows: classes by name, or a number; the columns are fitted later."""
     found = {name for table in tables for name in target_names(table, target)}
+    check_target(target, tables, task)
+    return aim_from(target, found, task)
+
+
+def check_target(target: str, tables: Sequence[Table], task: Wish) -> None:
+    """Refuse a text in a target of which most values are numbers: it would make classes of them all."""
     if task == "auto" and kind_of([count_cells(table.columns[target]) for table in tables], named=False) == "numeric":
         for table in tables:
             numeric(table, target, AS_CLASSES)
-    return aim_from(target, found, task)
 
 
 def target_names(table: Table, target: str) -> list[str]:
