@@ -98,9 +98,8 @@ def caution(view: View, decision: Decision) -> list[str]:
     said = []
     if view.tests < SMALL:
         one = f": one sample more or less is {100 / view.tests:.1f} points" if decision.metric == "accuracy" else ""
-        said.append(
-            f"{view.name} has only {view.tests} test sample{'s' * (view.tests != 1)}{one}. Read this as a hint, not as proof."
-        )
+        tests = "test sample" if view.tests == 1 else "test samples"
+        said.append(f"{view.name} has only {view.tests} {tests}{one}. Read this as a hint, not as proof.")
     known = [s.scores["accuracy"].value for s in view.standings.values() if "accuracy" in s.scores]
     if known and max(known) <= view.commonest < 1:
         said.append(
