@@ -452,23 +452,15 @@ def folder_of_tables(folder: Path, numbers: bool) -> Path:
     return folder
 
 
+def for_north(*command: str | Path, rounds: int) -> list[str | Path]:
+    """A command about these tables, for the first hospital."""
+    return [*command, "--target", "outcome", "--alice", "north", "--rounds", str(rounds), "--workers", "1"]
+
+
 def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
     """Beside it Local and FedAvg are trained, and its page has the verdict; --alone does without."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
-    line = [
-        "run",
-        "waffle",
-        "--data",
-        data,
-        "--target",
-        "outcome",
-        "--alice",
-        "north",
-        "--rounds",
-        "4",
-        "--workers",
-        "1",
-    ]
+    line = for_north("run", "waffle", "--data", data, rounds=4)
     shown = waffle(*line, "--out", tmp_path / "run")
     assert shown.code == 0, shown.err
     assert "north" in shown.out
@@ -487,20 +479,7 @@ def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
 def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
     """Where every run does without the same partner, those who are left are the federation."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
-    line = [
-        "run",
-        "waffle",
-        "--data",
-        data,
-        "--target",
-        "outcome",
-        "--alice",
-        "north",
-        "--rounds",
-        "2",
-        "--workers",
-        "1",
-    ]
+    line = for_north("run", "waffle", "--data", data, rounds=2)
     shown = waffle(*line, "--leave-out", "south", "--out", tmp_path / "run")
     assert shown.code == 0, shown.err
     assert ", 2 agents; an agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
@@ -537,21 +516,8 @@ def test_a_decision_about_numbers(tmp_path: Path) -> None:
 def test_runs_from_before_and_after_a_correction_are_not_compared(tmp_path: Path) -> None:
     """A corrected feature makes the finished runs strangers to new ones: both are named, and what to delete."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
-    line = [
-        "decide",
-        data,
-        "--target",
-        "outcome",
-        "--alice",
-        "north",
-        "--rounds",
-        "1",
-        "--workers",
-        "1",
-        "--seeds",
-        "1",
-    ]
-    line += ["--model", "linear", "--out", tmp_path / "d", "--quiet", "--methods"]
+    line = for_north("decide", data, rounds=1)
+    line += ["--seeds", "1", "--model", "linear", "--out", tmp_path / "d", "--quiet", "--methods"]
     assert waffle(*line, "fedavg").code == 0
     table = data / "south.csv"
     table.write_text(table.read_text().replace("\n", "\n9", 1))
@@ -587,21 +553,19 @@ def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
 def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> None:
     """Where every agent has made its own means 0, the page says so in place of a matrix of zeros."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
-    line = [
-        "decide",
-        data,
-        "--target",
-        "outcome",
-        "--alice",
-        "north",
-        "--rounds",
-        "1",
-        "--workers",
-        "1",
+    line = for_north("decide", data, rounds=1)
+    line += [
         "--seeds",
         "1",
+        "--model",
+        "linear",
+        "--methods",
+        "fedavg",
+        "--out",
+        tmp_path / "d",
+        "--preprocessing",
+        "local",
     ]
-    line += ["--model", "linear", "--methods", "fedavg", "--out", tmp_path / "d", "--preprocessing", "local"]
     assert waffle(*line).code == 0
     text = (tmp_path / "d" / "decision.html").read_text()
     assert 'id="distance-gradient"' in text

@@ -18,7 +18,7 @@ pytest.importorskip("flwr")
 
 from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli import _run, deploy
+from waffle_fl.cli import _run, attendance
 from waffle_fl.cli.display import Live
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import RunConfig, check_run
@@ -484,18 +484,18 @@ def test_a_job_keeps_its_name_while_it_is_conducted(folder: Path, tmp_path: Path
 
 def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has said its last word, and still holds its place, ends for who watches it from now on."""
-    monkeypatch.setattr(deploy, "LOOK", 0.01)
+    monkeypatch.setattr(attendance, "LOOK", 0.01)
     job = Job.create(folder, config(), tmp_path / "run", force=False)
     job.journal.say(error="that of an earlier attempt")
     main(folder, Grid(folder), job.name)
     with job.conducting():
-        assert deploy._watch(folder, job, Watched(quiet=True)) == 0
+        assert attendance.watch(folder, job, Watched(quiet=True)) == 0
     with job.journal.path.open("a") as stream:
         stream.write('{"error": "cut by a cra')
     job.journal.say(note="the same line")
     job.journal.say(error="a cause")
     with job.conducting(), pytest.raises(WaffleError, match=r"^a cause$"):
-        deploy._watch(folder, job, Watched(quiet=True))
+        attendance.watch(folder, job, Watched(quiet=True))
 
 
 @pytest.mark.parametrize("metrics", [[], ["loss"], ["accuracy"]])
@@ -504,9 +504,9 @@ def test_a_run_of_which_little_is_told_is_watched(
     metrics: list[str], alice: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A score that is not told is shown as n/a, an ended run is no surprise, and no text is taken for markup."""
-    monkeypatch.setattr(deploy, "LOOK", 0.01)
+    monkeypatch.setattr(attendance, "LOOK", 0.01)
     text = io.StringIO()
-    monkeypatch.setattr(deploy, "Console", lambda: Console(file=text, width=200))
+    monkeypatch.setattr(attendance, "Console", lambda: Console(file=text, width=200))
     for site in SITES:
         change(folder / "sites" / site / "site.toml", metrics=metrics)
 
@@ -519,17 +519,17 @@ def test_a_run_of_which_little_is_told_is_watched(
     for result in (tmp_path / "run").rglob("result.json"):
         result.rename(result.with_suffix(".kept"))
     with Live(Console(file=text, width=200)) as heard:
-        deploy._follow(None, "1", job, 0, heard)
+        attendance._follow(None, "1", job, 0, heard)
     for result in (tmp_path / "run").rglob("result.kept"):
         result.rename(result.with_suffix(".json"))
     with Live(Console(file=text, width=200)) as heard:
-        deploy._follow(None, "1", job, 0, heard)
+        attendance._follow(None, "1", job, 0, heard)
     with job.conducting():
-        assert deploy._watch(folder, job, Watched(quiet=True)) == 0
+        assert attendance.watch(folder, job, Watched(quiet=True)) == 0
     assert "note: c: [/evil] [31m[bold] no" in text.getvalue()
     assert ("n/a" in text.getvalue()) == (metrics != ["accuracy"] or alice == "0")
     assert "\x1b[31m[bold]" not in text.getvalue()
-    _, run = deploy.runs_in(tmp_path / "run")[0]
+    _, run = attendance.runs_in(tmp_path / "run")[0]
     assert _run(["report", str(run), "--quiet"]) == 0
 
 
