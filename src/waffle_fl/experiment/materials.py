@@ -13,7 +13,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms.partial import Parts
 from waffle_fl.algorithms.schedules import ADAPTIVE, evaluate
-from waffle_fl.attacks import NONE, poisoned
+from waffle_fl.attacks import NONE, parse, poisoned
 from waffle_fl.config import EVERYONE, RunConfig, Settings
 from waffle_fl.data import Dataset, load
 from waffle_fl.data.files import data_dir as data_folder
@@ -38,14 +38,17 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
-    """The federation that the settings describe; runs that differ in their seed alone share it."""
-    if s.attack != NONE and not s.is_own:
-        return _attacked(replace(s, seed=0, guard="off"), data_dir, allow_unverified)
+    """The federation that the settings describe; runs share it that differ in their seed, or in what happens later."""
+    s = replace(s, seed=0, guard="off")
+    if parse(s.attack).poison is None:
+        s = replace(s, attack=NONE, attackers=1)
+    elif not s.is_own:
+        return _attacked(s, data_dir, allow_unverified)
     folder = _own_folder(s.data, data_dir) if s.is_own else None
     if folder:
         whole = own_federation(s, folder, None if s.alice == EVERYONE else s.alice)
     else:
-        whole = _federation(replace(s, seed=0, leave_out=()), data_dir, allow_unverified)
+        whole = _federation(replace(s, leave_out=()), data_dir, allow_unverified)
     whole = whole.without(*s.leave_out) if s.leave_out else whole
     return poisoned(whole, s.attack, s.attackers) if s.attack != NONE else whole
 
