@@ -38,27 +38,29 @@ class Batches:
         dtype: torch.dtype,
         augment: bool = False,
         rounds: int = 1,
+        agents: Sequence[Sequence[int]] | None = None,  # of each federation; None: all
     ) -> None:
+        agents = agents or [range(f.agents) for f in federations]
         self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
         self.x, self.y, offsets = _pooled(federations)
         self._border = darkest(self.x) if augment else None
         self.device = self.x.device
         rows = [
             (f, seed, offset, i)
-            for f, seed, offset in zip(federations, seeds, offsets, strict=True)
-            for i in range(f.agents)
+            for f, seed, offset, some in zip(federations, seeds, offsets, agents, strict=True)
+            for i in some
         ]
         self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
         self.lengths = [len(f.train[i]) for f, _, _, i in rows]
         samples = [f.train[i] + offset for f, _, offset, i in rows]
         self._table = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-        self._relabel = torch.cat([f.relabel for f in federations])
+        self._relabel = torch.stack([f.relabel[i] for f, _, _, i in rows])
         self._classes, self._rounds = self._relabel.shape[1], rounds
         self._turns: Tensor | None = None
         if any(f.later is not None for f in federations):
             turns = [_turns(f, i) for f, _, _, i in rows]
             self._turns = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
-            later = torch.cat([f.relabel if f.later is None else f.later for f in federations])
+            later = torch.stack([(f.relabel if f.later is None else f.later)[i] for f, _, _, i in rows])
             self._relabel = torch.cat([self._relabel, later], dim=1)
         self.steps = [epochs * -(-n // batch_size) for n in self.lengths]
 

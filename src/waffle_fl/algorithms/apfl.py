@@ -48,6 +48,9 @@ class APFL:
     adaptive: Literal["step", "round", "off"] = "step"
     """When the share adapts: at the first step of each round, once for the whole round's movement, or never."""
 
+    def helper(self) -> fedavg.FedAvg:
+        return fedavg.FedAvg(self.sgd, self.clip)
+
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)
         mix = torch.full((agents,), self.mix, dtype=net.params.dtype, device=net.params.device)

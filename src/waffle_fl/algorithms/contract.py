@@ -71,6 +71,8 @@ class Algorithm(Protocol):
 
     What else an algorithm may have; an engine looks for it by name:
 
+    `helper() -> Algorithm`, of the same `Down` and `Up`: all that an agent must do whose own model nobody asks for. A
+        simulation for one Alice trains the others so.
     `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on own
         samples and writes it into `down.losses` (N, M), which was sent empty. `judged_on` says by which samples:
         "training", or "validation" where the agent has some.

@@ -39,6 +39,9 @@ class Ditto:
     lam: float = 1.0
     """Pull towards the global model: 0 is Local, large is FedAvg; lr * lam must stay below 2."""
 
+    def helper(self) -> fedavg.FedAvg:
+        return fedavg.FedAvg(self.sgd, self.clip)
+
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents(*everyone(net, agents))
 

@@ -35,6 +35,7 @@ class Cell:
     tamper: Tamper | None = None  # what happens to the updates on their way, as tensors
     post: Post | None = None  # and as bytes: then every update is packed, posted and unpacked
     attackers: tuple[int, ...] = ()  # whose weight the record tells
+    asked: frozenset[int] | None = None  # the agents whose own models are of use; None: all
 
 
 @dataclass(frozen=True)

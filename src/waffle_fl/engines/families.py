@@ -37,7 +37,9 @@ def once_a_family(
     """Train the first of each family; the others share its rounds as long as their own Alice could train in them."""
     followers = {family[0]: list(family[1:]) for family in families}
     leaders, states = list(followers), {first: cells[first].state for first in followers}
-    stream, examiner = each([cells[first] for first in leaders], start), Examiner(model)
+    asked = [_united([cells[i].asked for i in family]) for family in families]
+    stream = each([replace(cells[first], asked=all_of) for first, all_of in zip(leaders, asked, strict=True)], start)
+    examiner = Examiner(model)
     strays: dict[int, Iterator[list[Outcome]]] = {}
     for r in range(start + 1, rounds + 1):
         done: list[Outcome] = []
@@ -55,6 +57,12 @@ def once_a_family(
         if not done:
             return
         yield sorted(done, key=lambda outcome: outcome.cell)
+
+
+def _united(asked: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
+    """The agents that any of a family asks for."""
+    sets = [some for some in asked if some is not None]
+    return frozenset().union(*sets) if len(sets) == len(asked) else None
 
 
 def _shared(

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import training_key
+from waffle_fl.algorithms import Algorithm, training_key
 from waffle_fl.batches import Batches
 from waffle_fl.engines.cells import Cell, Outcome, State, fitted, on_device
 from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, screened_of, to_numbers
+from waffle_fl.engines.dividing import Divided, helping
 from waffle_fl.engines.families import families_of, once_a_family
 from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.states import mapped
@@ -107,7 +108,7 @@ class _Simulator:
         self.augment = augment
         self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
         self.live = list(range(len(cells)))
-        self._trainings: dict[tuple[int, ...], Training] = {}  # of the live cells
+        self._trainings: dict[tuple[int, ...], Training | Divided] = {}  # of the live cells
         honest = not any(c.tamper or c.post for c in cells)
         cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
         by_cells = honest and model.stacked and len(cells) >= cores  # else by rows
@@ -207,19 +208,25 @@ class _Simulator:
         ]
         return self._training_of(tuple(indices)).round(given, r, attempt, self.rounds - r + 1)
 
-    def _training_of(self, indices: tuple[int, ...]) -> Training:
+    def _training_of(self, indices: tuple[int, ...]) -> Training | Divided:
         if indices not in self._trainings:
             cells = [self.cells[i] for i in indices]
             federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
-            batches = Batches(
-                federations, seeds, self.batch_size, self.epochs, self.model.dtype, self.augment, self.rounds
-            )
-            agents = [f.agents for f in federations]
             cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
-            algorithm = cells[0].algorithm
-            judges = hasattr(algorithm, "candidates")
-            judge = Judge(algorithm, self.model, federations, seeds, self.rounds) if judges else None
-            self._trainings[indices] = Training(algorithm, self.model, batches, self._graphs, agents, cores, judge)
+            settings = (self.batch_size, self.epochs, self.model.dtype, self.augment, self.rounds)
+
+            def training(algorithm: Algorithm, agents: Sequence[Sequence[int]], judge: Judge | None = None) -> Training:
+                batches, counts = Batches(federations, seeds, *settings, agents), [len(some) for some in agents]
+                return Training(algorithm, self.model, batches, self._graphs, counts, cores, judge)
+
+            algorithm, sizes, helpers = cells[0].algorithm, [f.agents for f in federations], helping(cells)
+            if any(helpers) and hasattr(algorithm, "helper"):
+                parts = (algorithm, algorithm.helper(), self.model, sizes, helpers)
+                self._trainings[indices] = Divided(*parts, training)
+            else:
+                judges = hasattr(algorithm, "candidates")
+                judge = Judge(algorithm, self.model, federations, seeds, self.rounds) if judges else None
+                self._trainings[indices] = training(algorithm, [range(size) for size in sizes], judge)
         return self._trainings[indices]
 
     def _close(self, indices: Sequence[int], r: int, trained: Sequence[tuple[Any, Any]]) -> list[Closed]:

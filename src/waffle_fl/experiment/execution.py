@@ -134,7 +134,7 @@ def _open(
 def _cell(config: RunConfig, federation: Federation) -> Cell:
     """The run as the engine sees it; who trains alone is nobody's victim."""
     s = config.settings
-    cell = Cell(config.algorithm(), federation, s.seed)
+    cell = Cell(config.algorithm(), federation, s.seed, asked=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
         return cell
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed)

@@ -136,9 +136,8 @@ def problems(parts: dict[str, Part]) -> list[str]:
             seen = {(_seen_by(run.config), run.provenance["binding"]["data"]) for run in runs}
             if len(seen) > len({row for row, _ in seen}):
                 found.append(f"{record}: runs of {name} on one split saw different data")
-            found += [
-                f"{record}: the result of {name} {run.folder.name} is not its rounds'" for run in runs if _odd(run)
-            ]
+            odd = [run.folder.name for run in runs if run.rounds and _odd(run)]
+            found += [f"{record}: the result of {name} {run} is not its rounds'" for run in odd]
     return found
 
 
