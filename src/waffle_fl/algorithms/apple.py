@@ -68,15 +68,15 @@ class APPLE:
     """A model for every agent: a mixture of all agents' core models, in proportions that it learns."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
-    """Largest norm of a gradient; 0 turns clipping off."""
+    clip: float = 2.0
+    """Largest norm of a gradient; 0 turns clipping off, and core models may run away from each other."""
     eta_p: float = 0.001
     """Step size of the proportions p; 0 keeps them at the agents' shares of all samples."""
     mu: float = 0.1
     """Pull of the proportions towards those shares, in the first rounds."""
     global_share: float = 0.1
     """Share of the rounds over which that pull fades."""
-    core_step: Literal["lr", "paper"] = "lr"
+    core_step: Literal["paper", "lr"] = "paper"
     """The core model's gradient: p_ii g as in the paper, or that over p0_i, so that its first steps are those of lr."""
     models: int = 9
     """Other agents' models that an agent is sent in a round; they take as many times the memory of its own."""
