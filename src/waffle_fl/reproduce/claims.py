@@ -14,7 +14,10 @@ Scores = Mapping[tuple[str, str], Score]
 
 FAR = 20  # points that lie between personal and global models where the labels of the others are swapped
 
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("mnist", "B*"): "WE, its p_d chosen for the split, leaves the model to Alice from round 50 on, where WAFFLE, one "
+    "slope for all splits, averages other people's labels into it until round 70",
+}
 """(data set, split) -> why WAFFLE may stay behind there. An exception that is not needed is a failed claim too."""
 
 

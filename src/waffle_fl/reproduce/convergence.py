@@ -54,8 +54,8 @@ def compare(runs: Sequence[Finished], ours: str, theirs: str) -> list[Comparison
 def p_value(differences: Sequence[int]) -> float:
     """Exact two-sided sign-flip test: how often a sum as far from 0 comes of random signs.
 
-    The differences are whole numbers, so the distribution of their signed sum is counted, not sampled. Five seeds alone
-    cannot go below 2/32.
+    The differences are whole numbers, so the distribution of their signed sum is counted, not sampled. n pairs
+    cannot go below 2 / 2^n.
     """
     counts = {0: 1}
     for difference in differences:

@@ -53,9 +53,8 @@ MOMENTUM = """
 """
 CONVERGENCE = """
     Rounds until 99 % of the last round's accuracy is reached, mean over seeds, and the exact sign-flip test of the
-    paired differences. Five seeds alone cannot give a p-value below 0.0625; all splits together can. Each method is
-    measured against its own end, and a low end is reached sooner: APFL, which trains a local model from the first
-    round on, is near its own at once.
+    paired differences; n pairs cannot give a p-value below 2 / 2^n. Each method is measured against its own end, and a
+    low end is reached sooner: APFL, which trains a local model from the first round on, is near its own at once.
 """
 CAPTIONS = {
     "drift": """
