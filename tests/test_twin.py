@@ -64,6 +64,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fedfomo", {}),
     ("fedfomo", {"clip": 0.4}),
     ("apple", {}),
+    ("apple", {"core_step": "lr", "clip": 0.0}),
     ("apple", {"eta_p": 0.02, "mu": 2.0, "global_share": 0.5, "core_step": "paper", "clip": 0.4}),
     ("fedala", {}),
     ("fedala", {"eta_w": 5.0, "rehearsed": 0.3, "head_layers": 1, "clip": 0.4}),

@@ -88,11 +88,11 @@ def fedfomo(problem: Problem, *, clip: float = 0.0) -> Trace:
 def apple(
     problem: Problem,
     *,
-    clip: float = 0.0,
+    clip: float = 2.0,
     eta_p: float = 0.001,
     mu: float = 0.1,
     global_share: float = 0.1,
-    core_step: str = "lr",
+    core_step: str = "paper",
 ) -> Trace:
     """APPLE, Algorithm 1, but that an agent is alone in the first round: nobody has sent a core model yet."""
     trace, N, R = Trace(), len(problem.nets), len(problem.batches)
