@@ -324,9 +324,7 @@ def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
     reports = [json.loads(text) for text in done.stdout.splitlines()]
     assert {died for _, died, _ in reports} == {0, 9}
     writes = {name.rpartition("-")[0] for name, died, _ in reports if died == 9}
-    assert len(writes) == (6 + 3 + 3) + (
-        6 + 3 + 1
-    )  # provenance, config, log, model, predictions, result; rounds; saves
+    assert len(writes) == (6 + 3 + 2) + (6 + 3)  # provenance, config, log, model, predictions, result; rounds; saves
     assert [name for name, _, finished in reports if finished != 0] == []
     expected = bits(out / reports[-1][0])
     assert [name for name, _, _ in reports if bits(out / name) != expected] == []

@@ -18,7 +18,7 @@ import torch
 from waffle_fl.algorithms import training_key
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell, fitted
+from waffle_fl.engines.cells import Cell, fitted, on_device
 from waffle_fl.engines.simulate import check_stack, initial_state, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
@@ -174,7 +174,7 @@ def _train(
     s = jobs[0].config.settings
     last = s.rounds if until is None else min(until, s.rounds)
     model = model_of(s, jobs[0].cell.federation, place, device)
-    cells = [job.cell for job in jobs]
+    cells = on_device([job.cell for job in jobs], model)
     stream = simulate(
         cells,
         model,
@@ -186,14 +186,14 @@ def _train(
         guard=s.guard,
         workers=place.workers,
     )
-    began = time.monotonic()
+    began, ended = time.monotonic(), False
     try:
         for outcomes in islice(stream, last - jobs[0].start):
             for outcome in outcomes:
                 job = jobs[outcome.cell]
                 if outcome.error:
                     save(job)
-                    yield job, close(job, model, "diverged", str(outcome.error))
+                    yield job, close(job, cells[outcome.cell], model, "diverged", str(outcome.error))
                 else:
                     log(job, outcome, listener)
             if outcomes[0].round < last:
@@ -201,15 +201,16 @@ def _train(
             if stopped():
                 raise Interrupted(stopped())
             began = time.monotonic()
+        ended = last == s.rounds
     except torch.OutOfMemoryError:
         raise WaffleError("the GPU ran out of memory: train fewer runs at once (--stack) or use --device cpu") from None
     finally:
         for job in jobs:
-            if job.run.result is None:
+            if not ended and job.run.result is None:
                 save(job)
-    for job in jobs:
-        if job.run.result is None and last == s.rounds:
-            yield job, close(job, model, "finished")
+    for job, cell in zip(jobs, cells, strict=True):
+        if ended and job.run.result is None:
+            yield job, close(job, cell, model, "finished")
 
 
 def _device_name(device: torch.device) -> str:

@@ -60,16 +60,17 @@ def save_some(jobs: Sequence[Job], every: float, round_seconds: float) -> None:
             return
 
 
-def close(job: Job, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
+def close(job: Job, cell: Cell, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
+    """The end of a run, its cell's data where the model is."""
     result = summary(read_rounds(job.run.folder / "rounds.jsonl"), status, message)
-    state = job.latest[1] if job.latest else job.cell.state
+    state = job.latest[1] if job.latest else cell.state
     if status != "finished" or state is None:
         job.run.close(result)
         return result
-    own, federation = own_net(job.cell, state, model), job.cell.federation
-    said = predictions(model, answering(job.cell.algorithm, model, own, federation), federation)
+    own, federation = own_net(cell, state, model), cell.federation
+    said = predictions(model, answering(cell.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(said["output"], said["target"])}
-    job.run.close(result, model.state_dict(own), said)
+    job.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in said.items()})
     return result
 
 
@@ -77,7 +78,7 @@ def predictions(model: FlatModel, answer: Answer, federation: Federation) -> dic
     """What Alice's model says of her test data, beside the truth; numbers in the target's own unit, in double."""
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
-    output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)).cpu() for part in parts])
+    output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)) for part in parts])
     said = {"output": output, "target": federation.labels(federation.alice, rows, moment=1.0)}
     prepared = federation.preprocessing
     if prepared is None or federation.task == "classification":
