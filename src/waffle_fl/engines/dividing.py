@@ -43,6 +43,7 @@ class Divided:
         self._own, self._helping = training(algorithm, asked), training(helper, helpers)
         self._rows = [_on(model.device, some) for some in asked]
         self._helpers = [_on(model.device, some) for some in helpers]
+        self._orders = [torch.cat(pair).argsort() for pair in zip(self._rows, self._helpers, strict=True)]
         self._nothing = [helper.init(model.init(0), len(some))[1] for some in helpers]  # a helper keeps nothing
 
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> Trained:
@@ -52,10 +53,10 @@ class Divided:
         downs = [_picked(down, rows) for (down, _), rows in zip(given, self._helpers, strict=True)]
         own = self._own.round(asked, r, attempt, rounds_left)
         helped = self._helping.round(list(zip(downs, self._nothing, strict=True)), r, attempt, rounds_left)
-        parts = zip(given, self._rows, self._helpers, own, helped, strict=True)
+        parts = zip(given, self._rows, self._orders, own, helped, strict=True)
         return [
-            (_replaced(before, rows, agents), _joined(torch.cat([rows, others]).argsort(), up, more))
-            for (_, before), rows, others, (agents, up), (_, more) in parts
+            (_replaced(before, rows, agents), _joined(order, up, more))
+            for (_, before), rows, order, (agents, up), (_, more) in parts
         ]
 
     def close(self) -> None:
