@@ -4,8 +4,9 @@
 
 Two workloads: LeNet-5 with 10 agents of 600 MNIST images (noise of that shape where $WAFFLE_DATA is not set), and a
 grid of 25 federations of 10 agents with the embedded digits. FedAvg, batch 32, one epoch. The sides alternate, and
-the median of several rounds counts; start-up is left out. The last line is the smallest of the ratios over its bar.
-Flower's simulation and pfl-research take part where `make bench` has installed them (see benchmarks/peers).
+the median of several rounds counts; start-up is left out and told apart. The last line is the smallest of the ratios
+over its bar. Flower's simulation and pfl-research take part where `make bench` has installed them (see
+benchmarks/peers); each has turns of its own with ours, for their processes keep the cores busy even while they wait.
 
 No side evaluates: ours, which always does, is given a single sample to evaluate on. On the digits all others make 25
 rounds in a row for ours of 25 federations, so that everyone's caches are as warm. A third part asks what an agent costs
@@ -20,12 +21,12 @@ import os
 import platform
 import resource
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,12 @@ from benchmarks.plain import PlainLoop
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
+from waffle_fl.engines.cells import Outcome
 from waffle_fl.experiment import federation_of
 from waffle_fl.models import LeNet5, mlp
 
-ROUNDS = 7
+ROUNDS = 15
+SETTLED = {"lenet5": 6, "digits": 60}  # rounds after which ours has hired its workers and traced its gradients
 AGENTS = (10, 100, 1000)
 BARS = {
     "lenet5": {
@@ -109,59 +112,78 @@ def _half_round(x: torch.Tensor) -> torch.Tensor:
     return loop.x
 
 
-def lenet5(stack: ExitStack) -> dict[str, Any]:
+def lenet5() -> dict[str, Any]:
     """LeNet-5, 10 agents x 600 images: 190 steps a round."""
     torch.set_num_threads(1)
     federation, model = lenet_federation(), FlatModel(LeNet5)
-    plain = PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1)
-    others = stack.enter_context(peers("lenet5", plain, ROUNDS + 1))
-    ours = simulate([Cell(FedAvg(SGD(0.1)), federation, 1)], model, rounds=ROUNDS + 1, batch_size=32)
+    plain, untrained = (PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1) for _ in range(2))
     plain.round(plain.prepared(1), scaffold=False)
-    outcome = next(ours)[0]
+    first = plain.x
     context = get_context("spawn")
     halves = [ProcessPoolExecutor(1, context, _prepare, (tuple(half),)) for half in (range(5), range(5, 10))]
     start = model.init(1).params
     whole = torch.stack([pool.submit(_half_round, start).result() for pool in halves]).mean(dim=0)
-    models = {"plain loop, one thread": plain.x, "plain loop, two processes": whole, **_models(others)}
-    times: dict[str, list[float]] = {name: [] for name in ("ours", *models)}
-    for r in range(2, ROUNDS + 2):
+    ours, outcome, start_up = _settled("lenet5", [Cell(FedAvg(SGD(0.1)), federation, 1)], model)
+
+    def one_thread(r: int) -> float:
         batches = plain.prepared(r)
-        times["plain loop, one thread"].append(seconds(lambda b=batches: plain.round(b, scaffold=False)))
-        times["ours"].append(seconds(lambda: next(ours)))
-        times["plain loop, two processes"].append(
-            seconds(lambda: [f.result() for f in [pool.submit(_half_round, start) for pool in halves]])
-        )
-        for peer in others:
-            times[peer.name].append(peer.round())
+        return seconds(lambda: plain.round(batches, scaffold=False))
+
+    def two_processes(r: int) -> float:
+        return seconds(lambda: [f.result() for f in [pool.submit(_half_round, start) for pool in halves]])
+
+    sides = {"plain loop, one thread": one_thread, "plain loop, two processes": two_processes}
+    turns = [_alternating(lambda: next(ours), sides)]
     for pool in halves:
         pool.shutdown()
-    return _compared("lenet5", times, _differences(outcome.state.server.x, models)) | _apart(others)
+    models = {"plain loop, one thread": first, "plain loop, two processes": whole}
+    others = []
+    for peer in peers("lenet5", untrained, ROUNDS + 1):
+        models[peer.name] = torch.from_numpy(peer.model())
+        turns.append(_alternating(lambda: next(ours), {peer.name: lambda r, p=peer: p.round()}))
+        others.append(peer)
+    return _compared("lenet5", turns, _differences(outcome.state.server.x, models)) | _apart(others, start_up)
 
 
-def digits(stack: ExitStack) -> dict[str, Any]:
+def digits() -> dict[str, Any]:
     """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round. The others make 25 rounds a turn."""
     torch.set_num_threads(1)
     federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
     cells = [Cell(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
-    ours = simulate(cells, model, rounds=ROUNDS + 1, batch_size=32)
-    plain = PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1)
-    others = stack.enter_context(peers("mlp", plain, 1 + ROUNDS * len(cells)))
+    plain, untrained = (
+        PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1) for _ in range(2)
+    )
     plain.round(plain.prepared(1), scaffold=False)
-    outcome = next(ours)[0]
-    models = {"plain loop": plain.x, **_models(others)}
-    times: dict[str, list[float]] = {name: [] for name in ("ours", *models)}
-    for r in range(2, ROUNDS + 2):
+    first = plain.x
+    ours, outcome, start_up = _settled("digits", cells, model)
+
+    def loop(r: int) -> float:
         turn = [plain.prepared(1 + len(cells) * (r - 2) + k) for k in range(1, len(cells) + 1)]
-        times["plain loop"].append(
-            seconds(lambda t=turn: [plain.round(batches, scaffold=False) for batches in t]) / len(cells)
-        )
-        times["ours"].append(seconds(lambda: next(ours)) / len(cells))
-        for peer in others:
-            times[peer.name].append(mean(peer.round() for _ in cells))
-    return _compared("digits", times, _differences(outcome.state.server.x, models)) | _apart(others)
+        return seconds(lambda: [plain.round(batches, scaffold=False) for batches in turn])
+
+    turns = [_alternating(lambda: next(ours), {"plain loop": loop}, len(cells))]
+    models, others = {"plain loop": first}, []
+    for peer in peers("mlp", untrained, 1 + ROUNDS * len(cells)):
+        models[peer.name] = torch.from_numpy(peer.model())
+        rounds = {peer.name: lambda r, p=peer: sum(p.round() for _ in cells)}
+        turns.append(_alternating(lambda: next(ours), rounds, len(cells)))
+        others.append(peer)
+    return _compared("digits", turns, _differences(outcome.state.server.x, models)) | _apart(others, start_up)
 
 
-def agents(stack: ExitStack) -> dict[str, Any]:
+def _alternating(
+    ours: Callable[[], Any], sides: dict[str, Callable[[int], float]], federations: int = 1
+) -> dict[str, float]:
+    """The median seconds of each side's rounds, a federation, all in turn."""
+    times: dict[str, list[float]] = {name: [] for name in ("ours", *sides)}
+    for r in range(2, ROUNDS + 2):
+        times["ours"].append(seconds(ours))
+        for name, side in sides.items():
+            times[name].append(side(r))
+    return {name: median(values) / federations for name, values in times.items()}
+
+
+def agents() -> dict[str, Any]:
     """What an agent costs a round as federations grow, each size in a process of its own to see its memory."""
     costs: dict[str, dict[str, float]] = {}
     for count in AGENTS:
@@ -190,8 +212,14 @@ def _cost(count: int) -> dict[str, float]:
     return {"ms_an_agent_and_round": round(1000 * took / count, 4), "peak_mib": round(peak / 1024)}
 
 
-def _models(others: list[Peer]) -> dict[str, Tensor]:
-    return {peer.name: torch.from_numpy(peer.model()) for peer in others}
+def _settled(part: str, cells: list[Cell], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
+    """Our rounds from where they go at their pace, the first outcome, and the seconds until then."""
+    began = time.perf_counter()
+    ours = simulate(cells, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, batch_size=32)
+    outcome = next(ours)[0]
+    for _ in range(SETTLED[part]):
+        next(ours)
+    return ours, outcome, time.perf_counter() - began
 
 
 def _differences(ours: Tensor, models: dict[str, Tensor]) -> dict[str, float]:
@@ -202,21 +230,24 @@ def _differences(ours: Tensor, models: dict[str, Tensor]) -> dict[str, float]:
     return differences
 
 
-def _apart(others: list[Peer]) -> dict[str, Any]:
-    """What is told of the peers beside their times: their versions and their start-up, the first round included."""
-    if not others:
-        return {"peers": "left out"}
+def _apart(others: list[Peer], ours: float) -> dict[str, Any]:
+    """What is told beside the times: the peers' versions, and everybody's start-up, the first round included."""
+    start_up = {"ours": ours, **{peer.name: peer.start_up_seconds for peer in others}}
     return {
-        "peers": {peer.name: peer.version for peer in others},
-        "start_up_seconds": {peer.name: round(peer.start_up_seconds, 1) for peer in others},
+        "peers": {peer.name: peer.version for peer in others} or "left out",
+        "start_up_seconds": {name: round(seconds, 1) for name, seconds in start_up.items()},
     }
 
 
-def _compared(part: str, times: dict[str, list[float]], differences: dict[str, float]) -> dict[str, Any]:
-    middle = {name: median(values) for name, values in times.items()}
-    ratios = {name: round(middle[name] / middle["ours"], 2) for name in middle if name != "ours"}
+def _compared(part: str, turns: list[dict[str, float]], differences: dict[str, float]) -> dict[str, Any]:
+    """Each side against ours of the same turns; the loops come first."""
+    times = dict(turns[0])
+    for turn in turns[1:]:
+        (peer,) = turn.keys() - {"ours"}
+        times |= {f"ours, in turns with {peer}": turn["ours"], peer: turn[peer]}
+    ratios = {name: round(took / turn["ours"], 2) for turn in turns for name, took in turn.items() if name != "ours"}
     return {
-        "ms_a_round": {name: round(1000 * value, 3) for name, value in middle.items()},
+        "ms_a_round": {name: round(1000 * took, 3) for name, took in times.items()},
         "times_faster_than": ratios,
         "smallest_ratio_over_its_bar": round(min(ratio / BARS[part][name] for name, ratio in ratios.items()), 3),
         "difference_after_one_round": differences,
@@ -232,8 +263,7 @@ def main() -> None:
         print("Flower and pfl-research are left out: `make bench` installs them.")
     lines = []
     for part in (lenet5, digits, agents):
-        with ExitStack() as stack:
-            lines.append({"part": part.__name__, **machine, **part(stack)})
+        lines.append({"part": part.__name__, **machine, **part()})
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for line in lines:

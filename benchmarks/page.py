@@ -98,8 +98,10 @@ def peers(cpu: dict[str, Any]) -> str:
     versions = " and ".join(f"{name} {version}" for name, version in lenet5["peers"].items())
     return f"""
 {versions} run on both cores, two processes of one thread each. No side evaluates (ours, on one sample). On the digits
-the others make 25 rounds in a row for ours of 25 federations. Start-up, the first round included, is left out above:
-{start_up} (LeNet-5 and digits). After one round no side's model is further from ours than {furthest:.1e} of its norm.
+the others make 25 rounds in a row for ours of 25 federations. The peers' processes keep the
+cores busy even while they wait, so each has turns of its own with ours. Start-up, the first round
+included, and with us those until workers are hired and gradients traced, is left out above: {start_up} (LeNet-5 and
+digits). After one round no side's model is further from ours than {furthest:.1e} of its norm.
 """
 
 

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -116,14 +116,15 @@ def installed() -> bool:
     return PYTHON.exists()
 
 
-@contextmanager
-def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[list[Peer]]:
-    """Every peer, warm after its first round of the work that is ahead of this plain loop; none if not installed."""
+def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[Peer]:
+    """Each peer, warm after its first round of the work that is ahead of this plain loop; none if not installed.
+
+    One at a time, for their processes keep the cores busy even while they wait.
+    """
     if not installed():
-        yield []
         return
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         work = {
             "network": network,
             "start": plain.x,
@@ -132,7 +133,9 @@ def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[list[Peer]]:
             "rounds": [_joined(plain.prepared(r)) for r in range(1, rounds + 1)],
         }
         torch.save(work, folder / "work.pt")
-        yield [stack.enter_context(Peer(name, _own(folder, name))) for name in PEERS]
+        for name in PEERS:
+            with Peer(name, _own(folder, name)) as peer:
+                yield peer
 
 
 def _joined(prepared: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import mmap
@@ -27,6 +28,9 @@ ROUND = 0.01  # seconds that a round must take for workers to gain more than the
 START = 0.2  # seconds that workers must save in all, to be worth their start
 WARM_UP = 0.3  # seconds of a first round that say nothing of the next ones
 _ORDER = struct.Struct("qq")  # round, attempt
+KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the one before gave back
+ON_REQUEST = 1 << 25  # bytes from which on memory is asked of the system piece by piece; the C library allows no more
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h has them
 
 
 class Hiring:
@@ -72,6 +76,7 @@ class Workers:
     def __init__(self, work: Work, shares: int) -> None:
         self._work = work
         self._lines: dict[int, socket.socket] = {}  # by process
+        _keep_memory()
         for share in range(1, shares):
             self._hire(share)
 
@@ -137,6 +142,14 @@ def _serve(work: Work, share: int, line: socket.socket) -> None:
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
+
+
+def _keep_memory() -> None:
+    """Memory that goes back to the system after every step comes again as pages of zeros, a tenth of a small step."""
+    allocate = getattr(ctypes.CDLL(None), "mallopt", None)  # of the GNU C library
+    if allocate:
+        allocate(_TRIM_THRESHOLD, KEPT)
+        allocate(_MMAP_THRESHOLD, ON_REQUEST)
 
 
 def _keep_open(line: int) -> None:

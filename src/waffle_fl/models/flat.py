@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers
+from waffle_fl.models.replay import Replays
 from waffle_fl.models.stacked import SeededDropout, Stacking
 from waffle_fl.models.vessel import Layout, Vessel, abreast
 from waffle_fl.randomness import derive
@@ -28,6 +29,7 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one 
 
 STACKED_PARAMETERS = 1_000_000
 ABREAST = 4  # rows of a large model that share a GPU: fewer leave it idle, more gain nothing (measured with DLA)
+REPLAYED_ROWS = 4  # that are not stacked: a trace has the operations of each
 UNSEEDED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 STATS_POLICY = "running statistics: averaged with the weights of the updates, outside every distance; counters constant"
 
@@ -133,6 +135,14 @@ class FlatModel:
         models = len(params) // len(batch.x)
         if models > 1:
             batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
+        if self.device.type == "cuda" or not (self.stacked or len(params) <= REPLAYED_ROWS):
+            return self._grad(params, stats, *batch)
+        if not hasattr(self._own, "replays"):
+            self._own.replays = Replays(self._grad)
+        return Net(*self._own.replays(params, stats, *batch))
+
+    def _grad(self, params: Tensor, stats: Tensor, *parts: Tensor) -> Net:
+        batch = Batch(*parts)
         if not self.stacked:
             return self._grad_row_by_row(params, stats, batch)
         folds = self._fits(params, stats, batch)

@@ -122,6 +122,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         x, weight = ctx.saved_tensors
+        x, dy = x.to(weight.dtype), dy.to(weight.dtype)  # where autocast has made them shorter
         dx = torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None
         dbias = dy.sum(dim=1) if ctx.needs_input_grad[2] else None
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias

@@ -1,0 +1,138 @@
+"""Gradients from memory: the same bits, and nothing remembered that depends on numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import BATCH, make_federation, make_model
+from waffle_fl import SGD, Cell, simulate
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.engines.cells import Outcome
+from waffle_fl.models import FlatModel, LeNet5, mlp, replay
+from waffle_fl.models.flat import Batch
+
+
+class Branching(nn.Module):
+    """Its path depends on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 3), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)[:, :12]
+        return self.a(x) if float(x.sum()) > 0 else self.b(x)  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x[:, :, :8, :8])  # type: ignore[no-any-return]
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is called twice is traced."""
+    monkeypatch.setattr(replay, "TRACED_AFTER", 0.0)
+
+
+def batch_of(rows: int, seed: int, size: int = 8) -> Batch:
+    torch.manual_seed(seed)
+    x, y = torch.randn(rows, size, 1, 28, 28), torch.randint(3, (rows, size))
+    return Batch(x, y, torch.rand(rows, size).round() + torch.eye(1, size), torch.arange(rows) + seed)
+
+
+def nets(model: FlatModel, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    many = [model.init(seed + i) for i in range(rows)]
+    return torch.stack([net.params for net in many]), torch.stack([net.stats for net in many])
+
+
+@pytest.mark.parametrize(
+    ("build", "rows"),
+    [(LeNet5, 1), (LeNet5, 2), (lambda: mlp((1, 28, 28), 10), 5), (dropping, 3), (Normed, 1)],
+    ids=["row by row", "two models a row", "stacked", "dropout", "BatchNorm"],
+)
+@pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
+def test_a_replay_has_the_bits_of_the_pass_it_replaces(
+    build: Callable[[], nn.Module], rows: int, precision: str
+) -> None:
+    model = FlatModel(build, precision=precision)  # type: ignore[arg-type]
+    for seed in range(4):
+        batch = batch_of(rows, seed)
+        batch = Batch(batch.x.to(model.dtype), batch.y, batch.weight.to(model.dtype), batch.key)
+        params, stats = nets(model, rows, seed)
+        found, expected = model.grad(params, stats, batch), model._grad(params, stats, *batch)
+        assert torch.equal(found.params, expected.params)
+        assert torch.equal(found.stats, expected.stats)
+    (line,) = model._own.replays._lines.values()
+    assert line is not model._own.replays._function
+
+
+def test_what_was_returned_is_not_written_over() -> None:
+    model = FlatModel(LeNet5)
+    params, stats = nets(model, 1, 1)
+    results = [model.grad(params, stats, batch_of(1, seed)).params for seed in range(4)]
+    copies = [result.clone() for result in results]
+    model.grad(params, stats, batch_of(1, 9))
+    assert all(torch.equal(a, b) for a, b in zip(results, copies, strict=True))
+
+
+def test_every_shape_has_a_trace_of_its_own() -> None:
+    model = FlatModel(LeNet5)
+    params, stats = nets(model, 1, 1)
+    for size in (8, 8, 5, 5, 8, 5):
+        batch = batch_of(1, size, size)
+        assert torch.equal(model.grad(params, stats, batch).params, model._grad(params, stats, *batch).params)
+    assert len(model._own.replays._lines) == 2
+
+
+def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
+    """Both branches are taken, whichever came first."""
+    model = FlatModel(Branching, stacked=False)
+    params, stats = nets(model, 1, 1)
+    for seed in range(6):
+        batch = batch_of(1, seed)
+        batch = batch._replace(x=batch.x.abs() if seed % 2 else -batch.x.abs())
+        gradient = model.grad(params, stats, batch).params[0]
+        half = len(gradient) // 2
+        unused = gradient[half:] if seed % 2 else gradient[:half]
+        assert not unused.any()
+        assert gradient.any()
+    (line,) = model._own.replays._lines.values()
+    assert line is model._own.replays._function
+
+
+def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replay._straightened
+    monkeypatch.setattr(replay, "_straightened", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
+    model = FlatModel(LeNet5)
+    params, stats = nets(model, 1, 1)
+    for seed in range(3):
+        batch = batch_of(1, seed)
+        assert torch.equal(model.grad(params, stats, batch).params, model._grad(params, stats, *batch).params)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("method", ["waffle", "apfl", "pfedme", "fedala"])
+def test_runs_end_in_the_same_bits(method: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last() -> list[Outcome]:
+        cells = [Cell(ALGORITHMS[method](sgd=SGD(0.1)), make_federation(), seed) for seed in (1, 2)]  # type: ignore[call-arg]
+        *_, outcomes = simulate(cells, make_model(), rounds=4, batch_size=BATCH, workers=workers)
+        return outcomes
+
+    replayed = last()
+    monkeypatch.setattr(replay, "TRACED_AFTER", 1e9)
+    for a, b in zip(replayed, last(), strict=True):
+        states = zip((*a.state.server, *a.state.agents), (*b.state.server, *b.state.agents), strict=True)
+        assert all(torch.equal(x, y) for x, y in states)
