@@ -252,6 +252,7 @@ def test_a_superlink_that_is_away_for_a_while(folder: Path, tmp_path: Path, monk
 
         def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
             self.reached()
+            time.sleep(0.1)  # as long as `grace`: who was online at the last look is not gone while we fetch
             return super().pull_messages(numbers)
 
     conduct(folder, config(3), tmp_path / "run", Flaky(folder))

@@ -82,8 +82,8 @@ class Post:
         self._end = time.monotonic() + seconds
         self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
         while waiting and time.monotonic() < self._end:
-            online = self.online()
-            self._seen |= dict.fromkeys(waiting if online is None else online, time.monotonic())
+            online, looked = self.online(), time.monotonic()
+            self._seen |= dict.fromkeys(waiting if online is None else online, looked)
             for name, node in (online or {}).items():
                 mark = node.node_id, node.last_activated_at
                 if name in waiting and marks.get(name) != mark:  # not asked yet, or it was restarted and forgot
@@ -111,7 +111,7 @@ class Post:
                     continue
                 waiting.pop(name)
                 yield name, parcel
-            if all(time.monotonic() - self._seen[name] >= grace for name in waiting):
+            if all(looked - self._seen[name] >= grace for name in waiting):  # not by how long we fetched since
                 return
             time.sleep(PAUSE)
 
