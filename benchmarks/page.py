@@ -31,8 +31,8 @@ Written by `python -m benchmarks.page` from the records that the commands below 
 
 ## On one {table["gpu"]} (torch {table["torch"]})
 
-`python -m benchmarks.gpu --out results/speed-gpu.jsonl`, part by part: `table steps loop agents repeat` in one call,
-`dla` in an earlier one.
+`python -m benchmarks.gpu --out results/speed-gpu.jsonl`, part by part: `dla`, then `steps loop agents repeat` in one
+call, then `table`.
 
 The paper's whole MNIST table, 5 distributions x 5 seeds x 10 agents x 6,000 samples, batch 32, 100 rounds, end to end
 with run folders, records, evaluation and the compilation of all kernels: **{table["total_seconds"]} s** for six
@@ -88,7 +88,7 @@ def sides(line: dict[str, Any]) -> str:
 def peers(cpu: dict[str, Any]) -> str:
     """How the peers took part, where they did."""
     lenet5, digits = cpu["lenet5"], cpu["digits"]
-    if "start_up_seconds" not in lenet5:
+    if lenet5["peers"] == "left out":
         return ""
     start_up = ", ".join(
         f"{name} {seconds} s and {digits['start_up_seconds'][name]} s"

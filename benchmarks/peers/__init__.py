@@ -123,8 +123,8 @@ def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[Peer]:
     """
     if not installed():
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         work = {
             "network": network,
             "start": plain.x,

@@ -12,8 +12,9 @@ INTRODUCTION = """
 """
 NOTHING_SELECTED = "Every sample is trained on, so none are left to select a round with."
 DEPARTED = """
-    MNIST, 2,500 samples an agent. *Printed* is the paper's rule to the letter; *ours* is the default. A run in which
-    Alice can train no more ends there; how many seeds ended so is said, and their rounds until then count.
+    MNIST, 2,500 samples an agent. *Printed* is the paper's rule to the letter; *ours* is the default. The rows that the
+    first table has too are its ten seeds, the others five. A run in which Alice can train no more ends there; how many
+    seeds ended so is said, and their rounds until then count.
 """
 DEPARTURES = {
     "printed": "as printed",

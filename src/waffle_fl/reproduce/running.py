@@ -24,7 +24,7 @@ COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
 }
 OPEN = 1000  # runs at a time: each keeps two files open
 DETAILS: dict[str, Details] = {  # of the rounds, where tables need less than all
-    **dict.fromkeys(("mnist-departures", "mnist-sizes", "robustness", "beyond"), "accuracy"),
+    **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes", "robustness", "beyond"), "accuracy"),
     **dict.fromkeys(("har", "landmine"), "none"),
 }
 
@@ -96,8 +96,13 @@ def compute(root: Path) -> None:
 
 
 def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
-    """Add finished runs to a part's record, in place of older ones of the same config."""
+    """Add finished runs to a part's record, in place of older ones of the same config.
+
+    A line tells what changed since the one before, so runs on the same data lie together.
+    """
     new = {identity(run.config) for run in runs}
-    old = [run for run in read_part(root, name).all_runs if identity(run.config) not in new]
-    lines = condense([*old, *runs], DETAILS.get(name, "all"))
+    kept = [*(run for run in read_part(root, name).all_runs if identity(run.config) not in new), *runs]
+    data = list(dict.fromkeys(run.provenance["binding"]["data"] for run in kept))
+    kept.sort(key=lambda run: data.index(run.provenance["binding"]["data"]))
+    lines = condense(kept, DETAILS.get(name, "all"))
     write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())

@@ -14,7 +14,7 @@ from waffle_fl.experiment import plan
 from waffle_fl.results import Finished, read_condensed
 
 STUDIES = {
-    "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-sizes"),
+    "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-permutations", "mnist-sizes"),
     "cifar10": ("cifar10", "cifar10-printed"),
 }
 
