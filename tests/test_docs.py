@@ -168,3 +168,11 @@ def test_the_page_on_speed_is_its_records() -> None:
     from benchmarks.page import page
 
     assert (ROOT / "docs" / "speed.md").read_text() == page()
+
+
+def test_the_page_on_speed_does_without_peers() -> None:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.cpu import _apart
+    from benchmarks.page import peers
+
+    assert peers({"lenet5": _apart([], 1.0), "digits": _apart([], 1.0)}) == ""
