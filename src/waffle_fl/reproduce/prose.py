@@ -90,8 +90,8 @@ CAPTIONS = {
 REASONS = {
     "mnist": """
         The paper does not say which LeNet-5 it used, how it was initialised, or how many samples an agent had; 2,500
-        fits its figures better than the full split. It has five seeds; here are ten, for on B five seeds' noise is larger
-        than the difference between WE and APFL, which came out as 99.56 and 99.58 with the first five.
+        fits its figures better than the full split. It has five seeds; here are ten, for on B the noise of five is
+        larger than the difference between WE and APFL, which came out as 99.56 and 99.58 with the first five.
     """,
     "mnist-6000": """
         The full split has more than twice the samples that fit the paper's Local, FedAvg and WE, and everything
