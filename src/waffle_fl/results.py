@@ -24,7 +24,8 @@ PROTOCOLS: dict[Protocol, str] = {
 }
 
 
-Details: TypeAlias = Literal["all", "accuracy", "none"]  # what a condensed record keeps of the rounds
+Details: TypeAlias = Literal["all", "accuracy", "late", "none"]  # what a condensed record keeps of the rounds
+LATE = (0.94, 1.0)  # shares of the rounds: the last before WAFFLE's Alice trains alone, and the end
 
 WEIGHING = ("waffle", "weight-erosion")
 
@@ -171,7 +172,10 @@ def _columns(run: Finished, details: Details, leads: bool) -> dict[str, list[Any
     if details == "all":
         kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
         kept |= {"weights"} if leads and run.config.method in WEIGHING else set()
-    rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in run.rounds]
+    told = run.rounds
+    if details == "late" and run.config.method not in WEIGHING:
+        told = [line for share in LATE if (line := round_at(run, share))]
+    rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in told]
     return {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
 
 
@@ -200,6 +204,12 @@ def read_condensed(path: Path) -> list[Finished]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WaffleError(f"{path} is no record of runs ({error})") from None
     return runs
+
+
+def round_at(run: Finished, share: float) -> dict[str, Any] | None:
+    """The round at a share of those that were asked for; None where the run diverged before it."""
+    r = max(1, int(share * run.config.settings.rounds))
+    return next((line for line in run.rounds if line["round"] == r), None)
 
 
 def methods_of(runs: Sequence[Finished]) -> list[str]:

@@ -244,7 +244,7 @@ def report(arguments: Sequence[str]) -> int:
         record: str = ""
         """Also write the runs as one condensed .jsonl record, small enough to commit."""
         details: Details = "all"
-        """What the record keeps of the rounds: all that charts need, the accuracy, or none of them."""
+        """What the record keeps of the rounds: all that charts need, the accuracy, that late in the run, or nothing."""
         title: str = "Personalised federated learning"
         """Title of the page."""
         output: Output = field(default_factory=Output)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
@@ -17,15 +18,18 @@ from waffle_fl.reproduce.studies import identity, read_part, read_study, record_
 from waffle_fl.results import Details, Finished, condense, read_runs
 from waffle_fl.tensorfile import write_atomically
 
+Planned: TypeAlias = tuple[RunConfig, Path]
+
 COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "drift": drift.lines,
     "momentum": momentum.lines,
     "quadratics": quadratics.lines,
 }
-OPEN = 1000  # runs at a time: each keeps two files open
+AT_A_TIME = 200  # runs, and the rest of their method's: then they are kept, whatever becomes of the others
 DETAILS: dict[str, Details] = {  # of the rounds, where tables need less than all
-    **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes", "robustness", "beyond"), "accuracy"),
-    **dict.fromkeys(("har", "landmine"), "none"),
+    **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes"), "accuracy"),
+    **dict.fromkeys(("har", "landmine", "beyond"), "none"),
+    "robustness": "late",
 }
 
 
@@ -67,16 +71,29 @@ def _run(
     end: float,
 ) -> None:
     """Method by method, as the file has them, so many runs at a time."""
-    methods = list(dict.fromkeys(config.method for config in missing.values()))
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
-    planned.sort(key=lambda run: methods.index(run[0].method))
-    for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
+    for piece in pieces(planned):
         try:
             execute(piece, _until(end, place), listener)
         finally:
             ended = [folder for _, folder in piece if read_json(folder / "result.json")]
             if ended:
                 keep(root, part, read_runs(ended))
+
+
+def pieces(planned: Sequence[Planned]) -> Iterator[list[Planned]]:
+    """Whole methods, as many as make up so many runs."""
+    by_method: dict[str, list[Planned]] = {}
+    for run in planned:
+        by_method.setdefault(run[0].method, []).append(run)
+    piece: list[Planned] = []
+    for some in by_method.values():
+        piece += some
+        if len(piece) >= AT_A_TIME:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
 
 
 def _until(end: float, place: Place) -> Place:

@@ -25,7 +25,7 @@ from waffle_fl.config import RunConfig, read_toml
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.reproduce.claims import Verdict
 from waffle_fl.reproduce.studies import Part, unseeded
-from waffle_fl.results import Finished
+from waffle_fl.results import Finished, round_at
 
 SHOWN = 4  # cases that a verdict names
 
@@ -144,7 +144,7 @@ def accuracies(runs: Sequence[Finished], at: float | str) -> list[float]:
     """Of each run at a share of its rounds or by a protocol; a run that diverged before knows nothing."""
     if isinstance(at, str):
         return [_by_protocol(run, at) for run in runs]
-    return [_accuracy(run, max(1, int(at * run.config.settings.rounds))) for run in runs]
+    return [float(line["accuracy"]) if (line := round_at(run, at)) else 0.0 for run in runs]
 
 
 def _by_protocol(run: Finished, at: str) -> float:
@@ -153,10 +153,6 @@ def _by_protocol(run: Finished, at: str) -> float:
     if "accuracy" not in run.result.get(at, {}):
         raise WaffleError(f"a claim is about the accuracy by {at!r}, which {_named(run.config)} does not have")
     return float(run.result[at]["accuracy"])
-
-
-def _accuracy(run: Finished, r: int) -> float:
-    return float(run.rounds[r - 1]["accuracy"]) if len(run.rounds) >= r else 0.0
 
 
 def _present(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
