@@ -16,8 +16,8 @@ from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
 from waffle_fl.engines.closing import Examination, score
-from waffle_fl.engines.simulate import _Simulator, one_thread
-from waffle_fl.engines.steps import WORTH_A_CUT, last_for_all
+from waffle_fl.engines.simulate import _Simulator
+from waffle_fl.engines.steps import WORTH_A_CUT, last_for_all, one_thread
 from waffle_fl.models import Quadratic, output_is_loss
 from waffle_fl.randomness import derive, noise, shuffle
 

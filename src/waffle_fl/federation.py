@@ -146,21 +146,26 @@ class Federation:
         h.update(repr((self.names, tuple(self.x.shape), _pool_digest(self.x))).encode())
         return h.hexdigest()
 
-    def to(self, device: str | torch.device, dtype: torch.dtype) -> Federation:
-        def on(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(part.to(device) for part in rows)
+    def to(self, device: str | torch.device, dtype: torch.dtype, moved: dict[int, Any] | None = None) -> Federation:
+        """The federation with its data there; federations that share parts go on sharing them if they share `moved`."""
+        known = {} if moved is None else moved
+
+        def on(part: Any, dtype: torch.dtype | None = None) -> Any:
+            if part is not None and id(part) not in known:
+                known[id(part)] = tuple(map(on, part)) if isinstance(part, tuple) else part.to(device, dtype)
+            return known.get(id(part))
 
         return replace(
             self,
-            x=self.x.to(device, dtype),
-            y=self.y.to(device),
+            x=on(self.x, dtype),
+            y=on(self.y),
             train=on(self.train),
             validation=on(self.validation),
             test=on(self.test),
-            relabel=self.relabel.to(device),
-            later=None if self.later is None else self.later.to(device),
-            turn=None if self.turn is None else self.turn.to(device),
-            backdoor=None if self.backdoor is None else self.backdoor.to(device),
+            relabel=on(self.relabel),
+            later=on(self.later),
+            turn=on(self.turn),
+            backdoor=on(self.backdoor),
         )
 
     @classmethod

@@ -71,8 +71,9 @@ class Algorithm(Protocol):
 
     What else an algorithm may have; an engine looks for it by name:
 
-    `helper() -> Algorithm`, of the same `Down` and `Up`: all that an agent must do whose own model nobody asks for. A
-        simulation for one Alice trains the others so.
+    `helper() -> Algorithm`, of the same `Server`, `Down`, `Up` and `aggregate`, which keeps nothing at the agents: all
+        that an agent must do whose own model nobody asks for. A simulation for one Alice trains the others so, and a
+        run of the helper beside it is not trained again.
     `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on own
         samples and writes it into `down.losses` (N, M), which was sent empty. `judged_on` says by which samples:
         "training", or "validation" where the agent has some.

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.errors import Diverged
 from waffle_fl.federation import Federation
@@ -46,6 +44,7 @@ class Outcome:
     round: int
     measured: dict[str, Any]
     state: State
+    attempt: int = 0  # how many were refused before this one
     error: Diverged | None = None
 
 
@@ -62,11 +61,6 @@ def own_net(cell: Cell, state: State, model: FlatModel) -> Net:
 
 
 def on_device(cells: Sequence[Cell], model: FlatModel) -> list[Cell]:
-    """The cells with their data where the model is; each distinct pool is moved once and goes on being shared."""
-    pools: dict[int, Tensor] = {}
-    moved = []
-    for cell in cells:
-        f = cell.federation
-        pool = pools.setdefault(id(f.x), f.x.to(model.device, model.dtype))
-        moved.append(replace(cell, federation=replace(replace(f, x=pool[:0]).to(model.device, model.dtype), x=pool)))
-    return moved
+    """The cells with their data where the model is; what some of them share is moved once and goes on being shared."""
+    moved: dict[int, Any] = {}
+    return [replace(cell, federation=cell.federation.to(model.device, model.dtype, moved)) for cell in cells]

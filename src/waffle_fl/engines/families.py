@@ -1,4 +1,8 @@
-"""Runs that differ in Alice alone, under a method that does not look at her: trained once, judged for each of them."""
+"""Runs of which one's training is the others' too: trained once, judged for each of them.
+
+They differ in Alice alone, under a method that does not look at her; or one is of the helper that the other's agents
+run anyway, as FedAvg's is in APFL.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,58 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from waffle_fl.algorithms import Net
 from waffle_fl.engines.cells import Cell, Outcome, State, own_net
 from waffle_fl.engines.closing import Examiner, to_numbers
+from waffle_fl.engines.steps import one_thread, products
 from waffle_fl.models import FlatModel
 
 Each = Callable[[Sequence[Cell], int], Iterator[list[Outcome]]]  # (cells, rounds that are done) -> their rounds
 
 
 def families_of(cells: Sequence[Cell]) -> list[list[int]]:
-    """Cells that train the same rows in the same way, from the same start."""
+    """Cells that train the same rows in the same way, from the same start; the first of a family trains for all."""
+    carried = carriers(cells)
     families: dict[Any, list[int]] = {}
-    for i, cell in enumerate(cells):
-        f = cell.federation
-        alone = getattr(cell.algorithm, "for_alice", False) or cell.tamper or cell.post
-        same = (
-            cell.algorithm,
-            cell.seed,
-            id(cell.state),
-            *(id(part) for part in (f.x, f.y, f.train, f.relabel, f.later, f.turn)),
-            f.ids,
-        )
-        families.setdefault(i if alone else same, []).append(i)
+    for i in sorted(range(len(cells)), key=carried.__contains__):  # those that carry come before those that are carried
+        cell = cells[carried.get(i, i)]
+        same = (cell.algorithm, id(cell.state), _ground(cell))
+        families.setdefault(i if _alone(cell) else same, []).append(i)
     return list(families.values())
+
+
+def carriers(cells: Sequence[Cell]) -> dict[int, int]:
+    """Cells whose algorithm is the helper that another cell's agents run anyway, and that other: the first such one."""
+    able: dict[Any, list[int]] = {}
+    for i, cell in enumerate(cells):
+        algorithm = cell.algorithm
+        if hasattr(algorithm, "helper") and not _alone(cell):
+            able.setdefault((algorithm.helper(), _ground(cell)), []).append(i)
+    found = {}
+    for i, cell in enumerate(cells):
+        others = () if _alone(cell) else able.get((cell.algorithm, _ground(cell)), ())
+        found[i] = next((other for other in others if _same_server(cell.state, cells[other].state)), None)
+    return {i: carrier for i, carrier in found.items() if carrier is not None}
+
+
+def _alone(cell: Cell) -> bool:
+    """Does its training depend on who Alice is, or on what happens to updates on their way?"""
+    return bool(getattr(cell.algorithm, "for_alice", False) or cell.tamper or cell.post)
+
+
+def _ground(cell: Cell) -> tuple[Any, ...]:
+    """What its training depends on besides the algorithm and the state."""
+    f = cell.federation
+    parts = (f.x, f.y, f.train, f.relabel, f.later, f.turn)
+    return cell.seed, cell.attackers, *map(id, parts), f.ids
+
+
+def _same_server(one: State | None, other: State | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return all(torch.equal(a, b) for a, b in zip(one.server, other.server, strict=True))
 
 
 def once_a_family(
@@ -36,22 +70,24 @@ def once_a_family(
 ) -> Iterator[list[Outcome]]:
     """Train the first of each family; the others share its rounds as long as their own Alice could train in them."""
     followers = {family[0]: list(family[1:]) for family in families}
-    leaders, states = list(followers), {first: cells[first].state for first in followers}
-    asked = [_united([cells[i].asked for i in family]) for family in families]
+    leaders, states = list(followers), [cell.state for cell in cells]
+    asked = [_asked([cells[i] for i in family]) for family in families]
     stream = each([replace(cells[first], asked=all_of) for first, all_of in zip(leaders, asked, strict=True)], start)
     examiner = Examiner(model)
     strays: dict[int, Iterator[list[Outcome]]] = {}
     for r in range(start + 1, rounds + 1):
         done: list[Outcome] = []
-        for outcome in next(stream, []):
-            first = leaders[outcome.cell]
-            done.append(replace(outcome, cell=first))
-            shared, lost = _shared(outcome, followers[first], cells, model, examiner, r / rounds)
-            done += shared
+        for trained in next(stream, []):
+            first = leaders[trained.cell]
+            outcome = replace(trained, cell=first)
+            with one_thread(), products(model.precision):
+                shared, lost = _shared(outcome, followers[first], cells, model, examiner, r / rounds)
+            done += [outcome, *shared]
             for i in lost:  # it goes on by itself from where the family stood
-                strays[i] = each([replace(cells[i], state=states[first])], r - 1)
+                strays[i] = each([replace(cells[i], state=states[i])], r - 1)
                 followers[first].remove(i)
-            states[first] = outcome.state
+            for follower in shared:
+                states[follower.cell] = follower.state
         for i, own in strays.items():
             done += [replace(outcome, cell=i) for outcome in next(own, [])]
         if not done:
@@ -59,8 +95,9 @@ def once_a_family(
         yield sorted(done, key=lambda outcome: outcome.cell)
 
 
-def _united(asked: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
-    """The agents that any of a family asks for."""
+def _asked(family: Sequence[Cell]) -> frozenset[int] | None:
+    """The agents that any of a family asks for; to a helper's run nobody's own model is of use."""
+    asked = [cell.asked for cell in family if cell.algorithm == family[0].algorithm]
     sets = [some for some in asked if some is not None]
     return frozenset().union(*sets) if len(sets) == len(asked) else None
 
@@ -73,19 +110,32 @@ def _shared(
     examiner: Examiner,
     moment: float,
 ) -> tuple[list[Outcome], list[int]]:
-    """What a family's round is to each of the others, and those to whom it is nothing."""
+    """What a family's round is to each of the others, and those to whom it is nothing.
+
+    A round that was tried again is only the first one's: the others might have been content with the first try.
+    """
     screened = outcome.measured.get("screened", {})
     names = {i: cells[i].federation.names[cells[i].federation.alice] for i in followers}
-    able = [i for i in followers if not outcome.error and names[i] not in screened]
-    nets = [own_net(cells[i], outcome.state, model) for i in able]
+    able = [i for i in followers if not outcome.error and not outcome.attempt and names[i] not in screened]
+    states = {i: _held(cells[i], cells[outcome.cell], outcome.state) for i in able}
+    nets = [own_net(cells[i], states[i], model) for i in able]
     algorithms, federations = [cells[i].algorithm for i in able], [cells[i].federation for i in able]
     scores = to_numbers(examiner.examine(algorithms, federations, nets, moment)) if able else []
     shared = {
-        i: replace(outcome, cell=i, measured={**outcome.measured, **found, **_weights(cells[i], outcome.state)})
+        i: replace(
+            outcome, cell=i, measured={**outcome.measured, **found, **_weights(cells[i], states[i])}, state=states[i]
+        )
         for i, found in zip(able, scores, strict=True)
         if math.isfinite(found["loss"])
     }
     return list(shared.values()), [i for i in followers if i not in shared]
+
+
+def _held(cell: Cell, first: Cell, state: State) -> State:
+    """The family's state as the cell's own algorithm has it: a helper's run holds the server's model and no more."""
+    if cell.algorithm == first.algorithm:
+        return state
+    return State(*cell.algorithm.init(Net(*state.server), cell.federation.agents))
 
 
 def _weights(cell: Cell, state: State) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from waffle_fl.engines.dividing import Divided, helping
 from waffle_fl.engines.families import families_of, once_a_family
 from waffle_fl.engines.judging import Judge
 from waffle_fl.engines.states import mapped
-from waffle_fl.engines.steps import Graphs, products
+from waffle_fl.engines.steps import Graphs, one_thread, products
 from waffle_fl.engines.training import Training
 from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.errors import Diverged, WaffleError
@@ -49,7 +49,8 @@ def simulate(
 ) -> Iterator[list[Outcome]]:
     """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
     cells = [fitted(cell, model) for cell in cells]
-    check_stack(cells, model, batch_size)
+    families = families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]
+    check_stack([cells[first] for first, *_ in families], model, batch_size)
 
     def each(some: Sequence[Cell], start: int) -> Iterator[list[Outcome]]:
         with closing(_Simulator(some, model, rounds, batch_size, epochs, augment, guard, workers)) as simulator:
@@ -60,7 +61,6 @@ def simulate(
                     outcomes = simulator.round(r)
                 yield outcomes
 
-    families = families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]
     if len(families) == len(cells):
         return each(cells, start)
     return once_a_family(each, families, on_device(cells, model), model, start, rounds)
@@ -141,7 +141,7 @@ class _Simulator:
             if self._looks_ahead and not attempt and r < self.rounds:
                 self._begin_ahead(pending, closed, r + 1)
             measured = to_numbers([c.measured for c in closed])
-            outcomes = [self._outcome(i, c, m, r) for i, c, m in zip(pending, closed, measured, strict=True)]
+            outcomes = [self._outcome(i, c, m, r, attempt) for i, c, m in zip(pending, closed, measured, strict=True)]
             done |= {outcome.cell: outcome for outcome in outcomes}
             pending = [outcome.cell for outcome in outcomes if outcome.error]
             if pending:
@@ -268,7 +268,7 @@ class _Simulator:
             groups.setdefault((self.cells[i].algorithm, self.cells[i].federation.agents), []).append(i)
         return list(groups.values())
 
-    def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int) -> Outcome:
+    def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int, attempt: int) -> Outcome:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
         names, alice = self.cells[i].federation.names, self.cells[i].federation.alice
         heard, codes = measured.pop("heard"), measured.pop("codes")
@@ -284,12 +284,12 @@ class _Simulator:
         if attackers and "weights" in measured:
             measured["attackers_weight"] = sum(measured["weights"][agent] for agent in attackers)
         if heard[alice] and measured["loss"] is not None:
-            return Outcome(i, r, {"round": r, **measured}, State(closed.server, closed.agents))
+            return Outcome(i, r, {"round": r, **measured}, State(closed.server, closed.agents), attempt)
         error = Diverged(
             f"round {r}: the training of Alice ({names[alice]}) diverged (no finite update in {ATTEMPTS} attempts): "
             "lower lr, or set clip; the rounds before are kept"
         )
-        return Outcome(i, r, {"round": r, **measured}, self.states[i], error)
+        return Outcome(i, r, {"round": r, **measured}, self.states[i], attempt, error)
 
     def _posted(self, cell: Cell, up: Any, r: int, steps: list[int]) -> tuple[Any, Tensor, list[tuple[int, str]]]:
         """Send every update through the cell's post, as bytes, and read what arrives."""
@@ -302,13 +302,3 @@ class _Simulator:
         received, present = inbox.updates(type(up))
         device = self.model.device
         return type(up)(*(value.to(device) for value in received)), present.to(device), inbox.log
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from waffle_fl.algorithms import training_key
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.cells import Cell, fitted, on_device
+from waffle_fl.engines.families import carriers
 from waffle_fl.engines.simulate import check_stack, initial_state, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
@@ -142,9 +143,12 @@ def _cell(config: RunConfig, federation: Federation) -> Cell:
 
 
 def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
-    """Runs that train their rows alike, and stand at the same round, go into one stack."""
-    groups: dict[Any, list[Job]] = {}
-    for job in jobs:
+    """Runs that train their rows alike, and stand at the same round, go into one stack, with those that they carry."""
+    carried = _carried(jobs)
+    groups: dict[Any, list[list[Job]]] = {}
+    for i, job in enumerate(jobs):
+        if i in carried:
+            continue
         s = job.config.settings
         key = (
             training_key(job.cell.algorithm),
@@ -158,8 +162,20 @@ def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
             s.precision,
         )
         f = job.cell.federation
-        groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(job)
-    return [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
+        several = [job, *(jobs[k] for k, carrier in carried.items() if carrier == i)]
+        groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(several)
+    pieces = [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
+    return [list(chain.from_iterable(piece)) for piece in pieces]
+
+
+def _carried(jobs: Sequence[Job]) -> dict[int, int]:
+    """Runs that need no training beside another one of the same settings that stands at the same round, and which."""
+    alike: dict[Any, list[int]] = {}
+    for i, job in enumerate(jobs):
+        if job.config.settings.guard == "off":  # a guard goes by Alice: under one nothing is shared
+            alike.setdefault((job.config.settings, job.start), []).append(i)
+    found = ((some, carriers([jobs[i].cell for i in some])) for some in alike.values())
+    return {some[k]: some[carrier] for some, pairs in found for k, carrier in pairs.items()}
 
 
 def _train(

@@ -18,9 +18,9 @@ from torch import Tensor
 from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.engines.closing import Desk, close, screened_of, to_numbers
 from waffle_fl.engines.flower.messages import SCORES, WORDS, Task, Version
-from waffle_fl.engines.simulate import ATTEMPTS, one_thread
+from waffle_fl.engines.simulate import ATTEMPTS
 from waffle_fl.engines.states import mapped, rows_of
-from waffle_fl.engines.steps import products
+from waffle_fl.engines.steps import one_thread, products
 from waffle_fl.errors import Diverged
 from waffle_fl.guard import OK, Guard
 from waffle_fl.models import FlatModel

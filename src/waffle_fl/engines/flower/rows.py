@@ -11,9 +11,8 @@ from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Batches
 from waffle_fl.engines.closing import Examiner, to_numbers
 from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.simulate import one_thread
 from waffle_fl.engines.states import mapped
-from waffle_fl.engines.steps import Graphs, products
+from waffle_fl.engines.steps import Graphs, one_thread, products
 from waffle_fl.engines.training import Training
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel

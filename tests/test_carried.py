@@ -1,0 +1,318 @@
+"""FedAvg beside APFL or Ditto, which train its model anyway: nobody can tell by its record that it was not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from test_families import alike
+from test_records import bits
+from waffle_fl import APFL, SGD, Cell, Ditto, FedAvg, Federation, FlatModel, simulate
+from waffle_fl.algorithms import ALGORITHMS, Algorithm
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.engines.cells import Outcome, State
+from waffle_fl.engines.families import carriers, families_of
+from waffle_fl.engines.simulate import _Simulator, initial_state
+from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.experiment import Interrupted, Place, execute
+from waffle_fl.experiment.materials import federation_of, model_of
+
+STEP = SGD(0.1, momentum=0.5)
+LEADERS = [APFL(STEP), Ditto(STEP)]
+both = pytest.mark.parametrize("leader", LEADERS, ids=["apfl", "ditto"])
+
+
+def cell(algorithm: Algorithm, federation: Federation, seed: int = 1) -> Cell:
+    """As an experiment has it: only Alice's own model is asked for."""
+    return Cell(algorithm, federation, seed, asked=frozenset([federation.alice]))
+
+
+def rounds(cells: Sequence[Cell], model: FlatModel | None = None, **options: Any) -> list[list[Outcome]]:
+    return list(simulate(cells, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))
+
+
+def same_as_alone(cells: Sequence[Cell], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
+    """Each cell has the rounds, errors, numbers and bits that it has by itself."""
+    for i, one in enumerate(cells):
+        mine = [outcome for done in together for outcome in done if outcome.cell == i]
+        alone = [outcome for (outcome,) in rounds([one], model)]
+        if [str(o.error) for o in mine] != [str(o.error) for o in alone]:
+            return False
+        if not all(alike(a, b) for a, b in zip(mine, alone, strict=True)):
+            return False
+    return True
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
+    """The cells of every simulator that is made: those that are trained."""
+    made: list[list[Cell]] = []
+    build = _Simulator.__init__
+
+    def noted(simulator: _Simulator, cells: Sequence[Cell], *args: Any) -> None:
+        made.append(list(cells))
+        build(simulator, cells, *args)
+
+    monkeypatch.setattr(_Simulator, "__init__", noted)
+    return made
+
+
+def methods(made: list[list[Cell]]) -> list[list[str]]:
+    return [[type(one.algorithm).__name__ for one in cells] for cells in made]
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("network", ["mlp", "cnn"])
+@both
+def test_fedavg_has_the_record_that_it_has_alone(
+    leader: Algorithm, network: str, precision: str, validation: float, trained: list[list[Cell]]
+) -> None:
+    settings = config("fedavg", model=network, precision=precision, validation=validation).settings
+    federation = federation_of(settings)
+    model = model_of(settings, federation, Place(), torch.device("cpu"))
+    cells = [cell(FedAvg(STEP), federation), cell(leader, federation)]
+    together = rounds(cells, model)
+    assert methods(trained) == [[type(leader).__name__]]
+    assert same_as_alone(cells, together, model)
+    expected = {"round", "accuracy", "loss", "weights", "norms", "seconds"}
+    more = {"validation_accuracy", "validation_loss"} if validation else set()
+    assert all(set(outcome.measured) == expected | more for done in together for outcome in done)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("sizes", [(23,), (23, 10, 32, 14)])
+@both
+def test_also_with_statistics_of_batches_and_with_one_agent(
+    leader: Algorithm, sizes: tuple[int, ...], workers: int
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES))
+
+    federation = make_federation(sizes)
+    for model in (FlatModel(build, precision="float32"), make_model()):
+        cells = [cell(leader, federation), cell(FedAvg(STEP), federation)]
+        assert families_of(cells) == [[0, 1]]
+        assert same_as_alone(cells, rounds(cells, model, workers=workers), model)
+
+
+@both
+def test_what_trains_or_averages_otherwise_is_not_carried(leader: Algorithm) -> None:
+    federation = make_federation()
+    first, plain = cell(leader, federation), cell(FedAvg(STEP), federation)
+    others = [
+        *(cell(FedAvg(STEP, **{key: value}), federation) for key, value in OTHERWISE.items()),
+        cell(FedAvg(SGD(0.1)), federation),
+        cell(ALGORITHMS["fedprox"](sgd=STEP), federation),  # type: ignore[call-arg]
+        replace(plain, seed=2),
+        replace(plain, federation=make_federation()),
+        replace(plain, tamper=lambda up, r: up),
+        replace(plain, post=lambda agent, r, reply: [reply]),
+        replace(plain, attackers=(1,)),
+        replace(plain, state=initial_state(plain, make_model())),
+    ]
+    assert carriers([first, *others, plain]) == {len(others) + 1: 0}
+    with pytest.raises(WaffleError, match="alike"):
+        simulate([first, others[0]], make_model(), rounds=2)
+    with pytest.raises(WaffleError, match="alike"):
+        simulate([first, plain], make_model(), rounds=2, guard="standard")
+
+
+OTHERWISE: dict[str, Any] = {"weighting": "samples", "aggregation": "median", "clip": 1.0}
+
+
+def test_of_two_that_could_carry_it_the_first_does() -> None:
+    federation = make_federation()
+    cells = [cell(algorithm, federation) for algorithm in (FedAvg(STEP), *LEADERS)]
+    assert families_of(cells) == [[1, 0], [2]]
+
+
+@both
+def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
+    leader: Algorithm, trained: list[list[Cell]]
+) -> None:
+    federation = make_federation()
+    cells = [cell(FedAvg(STEP), replace(federation, alice=i)) for i in range(4)]
+    cells += [cell(leader, replace(federation, alice=i)) for i in (2, 0)]
+    assert families_of(cells) == [[4, 5, 0, 1, 2, 3]]
+    together = rounds(cells)
+    assert [[one.asked for one in made] for made in trained] == [[{0, 2}]]
+    for i, one in enumerate(cells):
+        for done, (alone,) in zip(together, rounds([one]), strict=True):
+            assert {**done[i].measured, "seconds": 0} == {**alone.measured, "seconds": 0}
+            assert all(map(torch.equal, done[i].state.server, alone.state.server))
+            assert type(done[i].state.agents) is type(alone.state.agents)
+
+
+@both
+def test_who_goes_on_from_equal_servers_is_carried_again(leader: Algorithm, trained: list[list[Cell]]) -> None:
+    federation = make_federation()
+    cells = [cell(FedAvg(STEP), federation), cell(leader, federation)]
+    whole = rounds(cells)
+    states = [State(*(type(part)(*map(torch.clone, part)) for part in outcome.state)) for outcome in whole[1]]
+    resumed = [replace(one, state=state) for one, state in zip(cells, states, strict=True)]
+    rest = rounds(resumed, start=2)
+    assert methods(trained) == 2 * [[type(leader).__name__]]
+    pairs = zip(chain.from_iterable(rest), chain.from_iterable(whole[2:]), strict=True)
+    assert all(alike(found, expected) for found, expected in pairs)
+    elsewhere = replace(resumed[0], state=whole[0][0].state)
+    assert carriers([elsewhere, resumed[1]]) == carriers([cells[0], resumed[1]]) == {}
+
+
+def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[Cell]]) -> None:
+    """Ditto's own model diverges after a few rounds by too strong a pull; FedAvg goes on from where it stood."""
+    federation = make_federation()
+    cells = [cell(FedAvg(STEP), federation), cell(Ditto(STEP, lam=1e30), federation)]
+    together = rounds(cells)
+    assert [bool(outcome.error) for done in together[:1] for outcome in done] == [False, False]
+    assert any(outcome.error for done in together for outcome in done if outcome.cell == 1)
+    assert methods(trained) == [["Ditto"], ["FedAvg"]]
+    assert same_as_alone(cells, together)
+
+
+@pytest.mark.parametrize("since", [1, 3])
+@both
+def test_a_leader_that_tries_again_is_left(leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of other mini-batches is not what FedAvg has, which was content with the first ones."""
+    judged = _Simulator._outcome
+
+    def strict(simulator: _Simulator, i: int, closed: Any, measured: Any, r: int, attempt: int) -> Outcome:
+        outcome = judged(simulator, i, closed, measured, r, attempt)
+        refused = r == since and not attempt and hasattr(simulator.cells[i].algorithm, "helper")
+        return replace(outcome, error=Diverged("once")) if refused else outcome
+
+    monkeypatch.setattr(_Simulator, "_outcome", strict)
+    federation = make_federation()
+    cells = [cell(leader, federation), cell(FedAvg(STEP), federation)]
+    together = rounds(cells)
+    assert not torch.equal(*(outcome.state.server.x for outcome in together[-1]))
+    assert same_as_alone(cells, together)
+
+
+@pytest.mark.parametrize("alice", [0, 2])
+@both
+def test_an_alice_who_cannot_train_diverges_alone(leader: Algorithm, alice: int) -> None:
+    """Agent 2 has unusable data: FedAvg and its leader end where each of them would alone, for her or for another."""
+    federation = make_federation()
+    federation.x[federation.train[2]] = torch.inf
+    cells = [cell(leader, federation), cell(FedAvg(STEP), replace(federation, alice=alice))]
+    assert same_as_alone(cells, rounds(cells))
+    assert same_as_alone(cells[::-1], rounds(cells[::-1]))
+
+
+# --- runs in folders
+
+
+def config(method: str, seed: int = 1, **settings: Any) -> RunConfig:
+    small = {"agents": 4, "samples_per_agent": 40, "model": "mlp", "rounds": 4, "momentum": 0.5}
+    options = settings.pop("options", {})
+    return check_run(method, {**small, "seed": seed, **settings}, options)
+
+
+def grid(folder: Path, names: Sequence[str] = ("fedavg", "apfl", "ditto")) -> list[tuple[RunConfig, Path]]:
+    """Runs of two seeds, and one of FedAvg that weighs otherwise."""
+    chosen = [config(method, seed, validation=0.25) for seed in (1, 2) for method in names]
+    chosen.append(config("fedavg", validation=0.25, options={"weighting": "samples"}))
+    return [(one, folder / f"{i}-{one.label}") for i, one in enumerate(chosen)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Every run of the grid by itself."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, [execute([run], Place(workers=1))[0] for run in grid(folder)]
+
+
+def same_runs(folder: Path, results: list[dict[str, Any]], alone: tuple[Path, list[dict[str, Any]]]) -> bool:
+    pairs = zip(grid(folder), grid(alone[0]), strict=True)
+    return results == alone[1] and all(bits(mine) == bits(own) for (_, mine), (_, own) in pairs)
+
+
+@pytest.mark.parametrize("stack", [1, 2, 64])
+def test_runs_end_as_they_do_alone(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], stack: int, trained: list[list[Cell]]
+) -> None:
+    assert same_runs(tmp_path, execute(grid(tmp_path), Place(workers=1, stack=stack)), alone)
+    assert max(map(len, trained)) == min(stack, 2)
+    assert sorted(name for made in methods(trained) for name in made) == [*2 * ["APFL"], *2 * ["Ditto"], "FedAvg"]
+
+
+def paused(runs: list[tuple[RunConfig, Path]]) -> None:
+    execute(runs, Place(workers=1), until=2)
+
+
+def out_of_time(runs: list[tuple[RunConfig, Path]]) -> None:
+    """One stack after another is stopped after its first round."""
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            execute(runs, Place(workers=1, minutes=1e-9))
+
+
+def unequally_far(runs: list[tuple[RunConfig, Path]]) -> None:
+    for until, run in enumerate(runs):
+        execute([run], Place(workers=1), until=1 + until % 2)
+
+
+def some_finished(runs: list[tuple[RunConfig, Path]]) -> None:
+    """Of one seed FedAvg has ended already, of the other those that would carry it."""
+    execute(runs, Place(workers=1), until=1)
+    execute([runs[0], runs[4], runs[5]], Place(workers=1))
+
+
+@pytest.mark.parametrize("halted", [paused, out_of_time, unequally_far, some_finished])
+def test_interrupted_runs_end_as_they_do_alone(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], halted: Any
+) -> None:
+    halted(grid(tmp_path))
+    assert same_runs(tmp_path, execute(grid(tmp_path), Place(workers=1)), alone)
+
+
+def test_paused_runs_are_carried_again(tmp_path: Path, trained: list[list[Cell]]) -> None:
+    paused(grid(tmp_path))
+    execute(grid(tmp_path), Place(workers=1))
+    assert methods(trained) == 2 * [["APFL", "APFL"], ["Ditto", "Ditto"], ["FedAvg"]]
+
+
+def test_runs_at_different_rounds_are_apart_though_their_servers_agree(tmp_path: Path) -> None:
+    """Steps that are too short to be seen leave every server as it was."""
+    runs = [(config(method, lr=1e-30), tmp_path / method) for method in ("fedavg", "apfl")]
+    for until, run in enumerate(runs, 1):
+        execute([run], Place(workers=1), until=until)
+    assert [result["rounds"] for result in execute(runs, Place(workers=1))] == [4, 4]
+    assert [[line["round"] for line in bits(folder)[1]] for _, folder in runs] == 2 * [[1, 2, 3, 4]]
+
+
+def test_under_a_guard_every_run_is_trained(tmp_path: Path, trained: list[list[Cell]]) -> None:
+    runs = [(config(method, guard="standard"), tmp_path / method) for method in ("fedavg", "apfl")]
+    execute(runs, Place(workers=1))
+    assert methods(trained) == [["FedAvg"], ["APFL"]]
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of two agents' own tables."""
+    rows = [f"{i % 7},{i % 5},{'yes' if i % 3 else 'no'}" for i in range(40)]
+    (tmp_path / "own").mkdir()
+    for i, name in enumerate(("east", "west")):
+        (tmp_path / "own" / f"{name}.csv").write_text("\n".join(["a,b,label", *rows[20 * i : 20 * i + 20]]))
+    monkeypatch.chdir(tmp_path)
+    return "own"
+
+
+def test_runs_on_own_data_for_every_agent_are_trained_once(tables: str, trained: list[list[Cell]]) -> None:
+    for method in ("fedavg", "apfl"):
+        trained.clear()
+        runs = [
+            (check_run(method, {"data": tables, "target": "label", "rounds": 2, "alice": name}, {}), Path(method, name))
+            for name in ("east", "west")
+        ]
+        execute(runs, Place(workers=1))
+        assert [len(made) for made in trained] == [1]
