@@ -326,8 +326,9 @@ def test_fedbn_without_batch_normalisation_is_fedavg() -> None:
 
 
 def test_waffle_by_kinship_that_withholds_nothing_is_fedavg() -> None:
-    """Without a head and without yielding every layer is everybody's, and the mean is FedAvg's."""
-    assert close(alice_s_model(fitted(WaffleKin(LR, head_layers=0, yielding=0.0))), alice_s_model(FedAvg(LR)))
+    """Without a head, yielding and averaging every layer is everybody's, and the mean is FedAvg's."""
+    kin = WaffleKin(LR, head_layers=0, yielding=0.0, averaging=0.0)
+    assert close(alice_s_model(fitted(kin)), alice_s_model(FedAvg(LR)))
 
 
 def test_opposite_updates_part_at_once() -> None:

@@ -22,6 +22,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, execute, plan
 from waffle_fl.report import population, write_report
 from waffle_fl.report.tables import to_csv, to_latex, to_markdown
+from waffle_fl.reproduce.stated import accuracies
 from waffle_fl.results import Finished, condense, read_runs, scores
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -193,7 +194,22 @@ def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
     assert to_markdown(read_runs([record])) == to_markdown(RUNS)
 
 
-@pytest.mark.parametrize("details", ["accuracy", "none"])
+def test_a_record_of_late_rounds(tmp_path: Path) -> None:
+    """It keeps the rounds at 0.94 R and at R, of methods that weigh agents all; one that diverged before has neither."""
+    rounds = [{"round": r, "accuracy": r / 200, "loss": 1.0} for r in range(1, RUNS[0].config.settings.rounds + 1)]
+    whole, weighing = (replace(run, rounds=rounds) for run in (RUNS[0], RUNS[2]))
+    diverged = replace(RUNS[1], rounds=rounds[:50])
+    record = tmp_path / "record.jsonl"
+    record.write_text("\n".join(condense([whole, weighing, diverged], "late")) + "\n")
+    late, every, none = read_runs([record])
+    assert [line["round"] for line in late.rounds] == [94, 100]
+    assert [line["round"] for line in every.rounds] == list(range(1, 101))
+    assert none.rounds == []
+    assert accuracies([late, every, none], 0.94) == [0.47, 0.47, 0.0]
+    assert accuracies([late, every, none], 1.0) == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("details", ["accuracy", "late", "none"])
 def test_a_page_from_a_sparse_record(details: Any, tmp_path: Path) -> None:
     """A record without details still gives a page: the charts show what there is."""
     record = tmp_path / "record.jsonl"

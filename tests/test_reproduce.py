@@ -123,12 +123,15 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[Finished], tmp_path: Pat
     other = replace(first.config, settings=replace(first.config.settings, lr=0.2))
     binding = {**first.provenance["binding"], "data": "other"}
     better = {**first.result, "best": {"round": 1, "accuracy": 1.0}}
+    worse = {**first.result, "best": {"round": 0, "accuracy": 0.5}}
     cases = {
         "belong to no config": doctored(runs, config=other),
         "not complete": runs[1:],
         "there twice": [*runs, first],
         "saw different data": doctored(runs, provenance={**first.provenance, "binding": binding}),
         "is not its rounds'": doctored(runs, result=better),
+        "not its rounds'": doctored(runs, result=worse),
+        "its rounds'": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
     }
     for expected, content in cases.items():
         record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in condense(content)))

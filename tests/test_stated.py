@@ -13,6 +13,7 @@ from conftest import refusal
 from waffle_fl.cli.commands import main
 from waffle_fl.config import RunConfig, load_experiments
 from waffle_fl.reproduce import robustness
+from waffle_fl.reproduce.page import STATING, with_tables
 from waffle_fl.reproduce.stated import accuracies, changed, judge, matches, stated
 from waffle_fl.reproduce.studies import Part, read_part, read_study
 from waffle_fl.results import Finished, condense
@@ -218,9 +219,10 @@ def test_the_gates_of_the_robustness_file() -> None:
     assert set(held.of["attack"]) == attacks - {"none", "projected"}
 
 
-def test_the_page_on_robustness_is_its_record() -> None:
-    """docs/robustness.md has the tables of the committed record, or says that there is none."""
-    assert (ROOT / "docs" / "robustness.md").read_text() == robustness.with_tables(ROOT)
+@pytest.mark.parametrize("name", STATING)
+def test_pages_that_state_claims_are_their_records(name: str) -> None:
+    """docs/robustness.md and docs/beyond.md have the tables of the committed records, and say what is missing."""
+    assert (ROOT / "docs" / f"{name}.md").read_text() == with_tables(ROOT, name)
 
 
 def test_tables_of_a_record(clone: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.contract import one_hot
-from waffle_fl.algorithms.fedavg import FedAvg, Up
+from waffle_fl.algorithms.fedavg import Down, FedAvg, Up
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
@@ -591,30 +592,49 @@ def test_control_variates_keep_what_updates_hide() -> None:
 # ------------------------------------------------------------------------------------------------ WAFFLE by kinship
 
 
-def kinship_after(cosines: Sequence[float]) -> float:
-    """The kinship of an agent whose updates had these cosines with Alice's."""
-    algorithm = WaffleKin(cut=Cut((2,), (True,)))
+def met(cosines: Sequence[float]) -> Any:
+    """The server after an agent's updates had these cosines with Alice's."""
+    algorithm = WaffleKin(cut=Cut((2,), (True,)), yielding=0.0)
     server, _ = algorithm.init(Net(START, START[:0]), 2)
     for r, s in enumerate(cosines, 1):
         dy = torch.tensor([[1.0, 0.0], [s, math.sqrt(1 - s * s)]], dtype=torch.float64)
         server, _ = algorithm.aggregate(server, Up(dy, dy[:, :0]), round_of(r, 100, 2))
-    return float(server.cubes[1, 0] / server.squares[1, 0])
+    return server
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), st.integers(1, 5))
+def kinship_after(cosines: Sequence[float]) -> float:
+    server = met(cosines)
+    return float(server.agreement[1, 0] / server.evidence[1, 0])
+
+
+@given(st.lists(st.floats(0.05, 1), min_size=1, max_size=8), st.integers(1, 5), st.lists(st.booleans(), min_size=8))
 @settings(max_examples=40)
-def test_kinship_listens_to_the_telling_rounds(cosines: list[float], noise: int) -> None:
-    """Kinship lies between the mean and the largest of the cosines s_r, and any number of rounds in which an agent's
-    update is orthogonal to Alice's leave it as it was."""
-    kinship = kinship_after(cosines)
-    assert sum(cosines) / len(cosines) - 1e-9 <= kinship <= max(cosines) + 1e-9
-    assert kinship_after([*cosines, *[0.0] * noise]) == pytest.approx(kinship)
+def test_kinship_listens_to_the_telling_rounds(cosines: list[float], noise: int, opposed: list[bool]) -> None:
+    """Kinship lies between the smallest and the largest of the cosines s_r, and where none is negative not below their
+    mean; any number of rounds in which an agent's update is orthogonal to Alice's leave it as it was."""
+    assert sum(cosines) / len(cosines) - 1e-9 <= kinship_after(cosines)
+    signed = [-s if turned else s for s, turned in zip(cosines, opposed, strict=False)]
+    kinship = kinship_after(signed)
+    assert min(signed) - 1e-9 <= kinship <= max(signed) + 1e-9
+    assert kinship_after([*signed, *[0.0] * noise]) == pytest.approx(kinship)
 
 
-@pytest.mark.parametrize("shared", [0, 1, 3, 4, 6, 7, 8, 10])
+@pytest.mark.parametrize(("n", "a", "b"), [(5, 0.6, 0.7), (20, 0.7, 0.5), (1, 1.0, 1.0), (8, 0.5, 0.3), (30, 0.9, 0.6)])
+def test_who_turns_away_is_soon_a_stranger(n: int, a: float, b: float) -> None:
+    """An agent that agreed with Alice in n rounds by the cosine a > 0.45, and from then on opposes her by −b, has no
+    part in her head from the m-th such round on, m = ⌈n a⁴ (a − 0.45) / (b⁴ (b + 0.45))⌉."""
+    m = math.ceil(n * a**4 * (a - 0.45) / (b**4 * (b + 0.45)))
+    agreed, turned = [a] * n, [-b] * (m + 2)
+    assert met(agreed).share[1, 0] > 0
+    assert m == 1 or met([*agreed, *turned[: m - 1]]).share[1, 0] > 0
+    assert met([*agreed, *turned[:m]]).share[1, 0] == 0
+    assert met([*agreed, *turned]).share[1, 0] == 0
+
+
+@pytest.mark.parametrize("shared", [0, 1, 4, 5, 6, 7, 8, 10])
 def test_kinship_counts_common_labels(shared: int) -> None:
     """From a head of zeros, on balanced classes whose means form a regular simplex, the first gradient of an agent that
-    shares f of C labels with Alice has the cosine (f − 1)/(C − 1) with hers: of ten labels, who shares 3 or fewer has
+    shares f of C labels with Alice has the cosine (f − 1)/(C − 1) with hers: of ten labels, who shares 5 or fewer has
     no part in her head, and who shares 7 or more the whole."""
     C = 10
     moved = torch.arange(shared, C).roll(1)
@@ -629,8 +649,8 @@ def test_kinship_counts_common_labels(shared: int) -> None:
     server, info = algorithm.aggregate(server, up, round_of(1, 100, 2))
     cosine = torch.nn.functional.cosine_similarity(*gradient.flatten(1), dim=0).item()
     assert cosine == pytest.approx((shared - 1) / (C - 1), abs=1e-12)
-    assert server.share[1, 0].item() == pytest.approx(min(max((cosine - 0.3) / 0.3, 0), 1), abs=1e-9)
-    assert (server.share[1, 0] == 0) == (shared <= 3)
+    assert server.share[1, 0].item() == pytest.approx(min(max((cosine - 0.45) / 0.15, 0), 1), abs=1e-9)
+    assert (server.share[1, 0] == 0) == (shared <= 5)
     assert (server.share[1, 0] == 1) == (shared >= 7)
     assert info.head[1] < info.head[0] or shared >= 7
 
@@ -689,6 +709,23 @@ def test_a_shared_layer_is_quieter() -> None:
         assert close(info.weights, torch.full((agents,), 1 / agents, dtype=torch.float64))
         variance[agents] = server.x.var().item()
     assert variance[N] / variance[1] == pytest.approx(1 / N, rel=0.1)
+
+
+@pytest.mark.parametrize("averaging", [0.05, 0.1, 0.3])
+def test_averaging_takes_the_noise_out(averaging: float) -> None:
+    """Where the models of the rounds are one point and independent noise, the noise of Alice's mean has after r rounds
+    1/(a (2 − a) r) of its variance, a the share of the rounds that she averages over, up to terms in 1/r²."""
+    rounds = 600
+    algorithm = WaffleKin(averaging=averaging, cut=Cut((rounds + 1,), (False,)))
+    models = torch.eye(rounds + 1, dtype=torch.float64)  # so the mean's numbers are what each model weighs in it
+    _, agents = algorithm.init(Net(models[0], models[0, :0]), 1)
+    for x in models[:rounds]:
+        down = Down(x[None], x[None, :0])
+        agents, _ = algorithm.finish(down, agents, algorithm.begin(down, agents))
+    weights = algorithm.personal(SimpleNamespace(x=models[rounds], stats=models[0, :0]), agents, 1).params[0]
+    assert weights.sum().item() == pytest.approx(1)
+    assert (weights >= 0).all()
+    assert weights.square().sum().item() == pytest.approx(1 / (averaging * (2 - averaging) * rounds), rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

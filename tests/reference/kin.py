@@ -14,14 +14,16 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / lengths if lengths else 0.0
 
 
-def waffle_kin(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, yielding: float = 0.3) -> Trace:
+def waffle_kin(
+    problem: Problem, *, clip: float = 0.0, head_layers: int = 1, yielding: float = 0.3, averaging: float = 0.1
+) -> Trace:
     """Each layer is Alice's own mean of what the agents trained, weighed by what she shares of it."""
     sizes = [size for _, size in layers(problem.nets[0])]
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     trace, x, N, A = Trace(), problem.start, len(problem.nets), problem.alice
     others = [i for i in range(N) if i != A]
-    y = [x] * N
+    y, mean = [x] * N, x
     share = [[1.0] * len(sizes) for _ in range(N)]
     history: list[list[list[float]]] = [[[] for _ in sizes] for _ in range(N)]
     strife = [0.0] * len(sizes)
@@ -36,19 +38,21 @@ def waffle_kin(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, yie
         dy = [y[i] - starts[i] for i in range(N)]
         new, weights = x.clone(), [0.0] * N
         for k, span in enumerate(spans):
-            mean = sum((dy[i][span] for i in others), torch.zeros_like(x[span])) / len(others)
-            strife[k] += max(-cosine(mean, dy[A][span]), 0.0)
+            theirs = sum((share[i][k] * dy[i][span] for i in others), torch.zeros_like(x[span]))
+            strife[k] += max(-cosine(theirs, dy[A][span]), 0.0) ** 2
             for i in others:
-                history[i][k].append(max(cosine(dy[i][span], dy[A][span]), 0.0))
-                squares, cubes = (sum(s**p for s in history[i][k]) for p in (2, 3))
+                history[i][k].append(cosine(dy[i][span], dy[A][span]))
+                share[i][k] = math.exp(-yielding * strife[k])
                 if k >= len(sizes) - head_layers:
-                    kinship = cubes / squares if squares else 0.0
-                    share[i][k] = min(share[i][k], min(max((kinship - 0.3) / 0.3, 0.0), 1.0))
-                share[i][k] = min(share[i][k], math.exp(-yielding * strife[k]))
+                    evidence, agreement = (sum(s**p for s in history[i][k]) for p in (4, 5))
+                    kinship = agreement / evidence if evidence else 0.0
+                    share[i][k] = min(share[i][k], min(max((kinship - 0.45) / 0.15, 0.0), 1.0))
             total = sum(share[i][k] for i in range(N))
             new[span] = sum((share[i][k] / total * y[i][span] for i in range(N)), torch.zeros_like(x[span]))
             weights = [w + share[i][k] / total * sizes[k] / sum(sizes) for i, w in enumerate(weights)]
         x = new
-        trace.models.append(x)
+        pace = 1 / (averaging * r) if averaging * r > 1 else 1.0
+        mean = mean + pace * (x - mean)
+        trace.models.append(mean)
         trace.weights.append(weights)
     return trace

@@ -32,24 +32,29 @@ from waffle_fl.algorithms.contract import (
     one_hot,
     row_of,
     server_side,
-    uniform,
     weighted_sum,
 )
-from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+from waffle_fl.algorithms.fedavg import Down, Local, Up
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers
 
-STRANGERS, KIN = 0.3, 0.6  # kinship at which a head is not shared at all, and wholly
+STRANGERS, KIN = 0.45, 0.6  # kinship at which a head is not shared at all, and wholly
 
 
 class Server(NamedTuple):
-    x: Vector  # Alice's model
+    x: Vector  # the model that Alice starts a round from
     stats: Vector
     y: Rows  # what each agent has trained
     share: Tensor  # (N, L): how much of Alice's layer each agent starts from, and counts in it
-    squares: Tensor  # (N, L): sum of s^2 over the rounds so far, s the positive part of the cosine with Alice's update
-    cubes: Tensor  # (N, L): sum of s^3
+    evidence: Tensor  # (N, L): sum of s^4 over the rounds so far, s the cosine with Alice's update
+    agreement: Tensor  # (N, L): sum of s^5
     strife: Tensor  # (L,): how long and how much the others have pulled away from Alice
+
+
+class Agents(NamedTuple):
+    mean: Rows  # of the models that the agent was sent, mostly the latest ones
+    mean_stats: Rows
+    rounds: Tensor  # how many those were
 
 
 class Info(NamedTuple):
@@ -78,6 +83,8 @@ class WaffleKin:
     """How many of the last layers are shared by kinship; the others are shared until they are of no more help."""
     yielding: float = server_side(0.3)
     """How fast Alice withdraws from a layer in which the others pull away from her; 0 is never."""
+    averaging: float = 0.1
+    """Share of the rounds so far that Alice's model is the mean of; 0 takes the latest model alone."""
     cut: Cut = of_the_model(Cut())
 
     def for_model(self, layers: Layers) -> WaffleKin:
@@ -91,7 +98,9 @@ class WaffleKin:
                 "this method must know the model's layers: give it those by for_model(method, model.layers)"
             )
         nothing = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
-        return Server(*net, net.params.repeat(agents, 1), nothing + 1, nothing, nothing, nothing[0]), Agents()
+        server = Server(*net, net.params.repeat(agents, 1), nothing + 1, nothing, nothing, nothing[0])
+        none_yet = torch.zeros(agents, dtype=net.params.dtype, device=net.params.device)
+        return server, Agents(*everyone(net, agents), none_yet)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return Down(self._starts(server), server.stats.expand(len(server.y), -1))
@@ -103,15 +112,16 @@ class WaffleKin:
         return fedavg.step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return agents, Up(local.y - down.x, local.stats)
+        mean = self._averaged(agents, Net(down.x, down.stats))
+        return Agents(*mean, agents.rounds + 1), Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         is_alice = torch.arange(len(up.dy), device=up.dy.device) == now.alice
-        s, t = self._compare(up.dy, now, now.heard & ~is_alice)
-        squares, cubes = server.squares + s**2, server.cubes + s**3
-        strife = server.strife + (-t).clamp(min=0)
-        share = torch.minimum(server.share, torch.exp(-self.yielding * strife))
-        share = torch.where(now.heard[:, None], torch.minimum(share, self._alike(squares, cubes)), share)
+        s, t = self._compare(up.dy, now, now.heard & ~is_alice, server.share)
+        evidence, agreement = server.evidence + s**4, server.agreement + s**5
+        strife = server.strife + (-t).clamp(min=0) ** 2
+        alike = torch.minimum(self._alike(agreement / evidence.clamp(min=TINY)), torch.exp(-self.yielding * strife))
+        share = torch.where(now.heard[:, None], alike, server.share)
         share = torch.where(is_alice[:, None], 1.0, share)
         y = torch.where(now.heard[:, None], self._starts(server) + up.dy, server.y)
         alone, counted = one_hot(now.alice, len(up.dy)), torch.where(now.heard[:, None], share, 0.0)
@@ -121,10 +131,15 @@ class WaffleKin:
         parts = [n / sum(self.cut.sizes) for n in self.cut.sizes]
         overall = torch.stack([part * weights for part, weights in zip(parts, alpha, strict=True)]).sum(dim=0)
         stats = averaged(server.stats, overall, up.stats)
-        return Server(x.to(server.x.dtype), stats, y, share, squares, cubes, strife), Info(overall, alpha[-1])
+        return Server(x.to(server.x.dtype), stats, y, share, evidence, agreement, strife), Info(overall, alpha[-1])
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return self._averaged(agents, everyone(Net(server.x, server.stats), count))
+
+    def _averaged(self, agents: Agents, latest: Net) -> Net:
+        """The mean with one more model: after r rounds that weighs 1 / (averaging r), at first all."""
+        pace = (1 / (self.averaging * agents.rounds)).clamp(max=1)[:, None]
+        return Net(torch.lerp(agents.mean, latest.params, pace), torch.lerp(agents.mean_stats, latest.stats, pace))
 
     def _starts(self, server: Server) -> Rows:
         """Where each agent begins: in every layer between its own and Alice's."""
@@ -132,18 +147,19 @@ class WaffleKin:
         share = torch.cat([column[:, None].expand(-1, n) for column, n in columns], dim=1)
         return torch.lerp(server.y, server.x.expand_as(server.y), share)
 
-    def _alike(self, squares: Tensor, cubes: Tensor) -> Tensor:
+    def _alike(self, kinship: Tensor) -> Tensor:
         """In the head: how much the agents mean the same as Alice, by their kinship."""
-        kinship = cubes / squares.clamp(min=TINY)  # rounds in which all is noise say little
         alike = ((kinship - STRANGERS) / (KIN - STRANGERS)).clamp(0, 1)
         columns = zip(alike.unbind(dim=1), self.cut.heads, strict=True)
         return torch.stack([column if head else torch.ones_like(column) for column, head in columns], dim=1)
 
-    def _compare(self, dy: Rows, now: Round, others: Tensor) -> tuple[Tensor, Tensor]:
-        """In each layer: s, the positive part of each agent's cosine with Alice; t, the cosine of the others' mean."""
+    def _compare(self, dy: Rows, now: Round, others: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """In each layer: s, each other agent's cosine with Alice; t, that of the mean of those who share it."""
         s, t = [], []
-        for rows in torch.split(dy.double(), list(self.cut.sizes), dim=1):
+        for rows, share in zip(
+            torch.split(dy.double(), list(self.cut.sizes), dim=1), shares.unbind(dim=1), strict=True
+        ):
             own = row_of(rows, now.alice)
-            s.append(cosines(rows, own).clamp(min=0))
-            t.append(cosines(weighted_sum(uniform(others), rows)[None], own).squeeze(0))
+            s.append(cosines(rows, own))
+            t.append(cosines(weighted_sum(torch.where(others, share, 0.0), rows)[None], own).squeeze(0))
         return torch.where(others[:, None], torch.stack(s, dim=1), 0.0), torch.stack(t)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.reproduce import figures, robustness
+from waffle_fl.reproduce import beyond, figures, robustness
+from waffle_fl.reproduce.claims import Verdict
 from waffle_fl.reproduce.prose import CAPTIONS, INTRODUCTION
 from waffle_fl.reproduce.sections import (
     Records,
@@ -26,8 +27,14 @@ from waffle_fl.reproduce.sections import (
     printed_erosion,
     prose,
 )
-from waffle_fl.reproduce.studies import STUDIES, find_root, read_lines, read_study
+from waffle_fl.reproduce.stated import judge, stated
+from waffle_fl.reproduce.studies import STUDIES, Part, find_root, read_lines, read_part, read_study
 from waffle_fl.results import WEIGHING
+
+STATING: dict[str, Callable[[Part, Sequence[Verdict]], Iterator[str]]] = {  # pages of files that state their claims
+    beyond.NAME: beyond.sections,
+    robustness.NAME: robustness.sections,
+}
 
 
 def read_records(root: Path) -> Records:
@@ -42,7 +49,7 @@ def write(root: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = {folder / f"{name}.svg": figures.to_svg(chart()) for name, _, chart in pictures(records)}
     written[root / "docs" / "results.md"] = page(records)
-    written[root / "docs" / f"{robustness.NAME}.md"] = robustness.with_tables(root)
+    written |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in STATING}
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
         written[path] = with_results(path.read_text(encoding="utf-8"), records)
@@ -99,6 +106,21 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     }
     record = f"results/{name}.jsonl"
     return [(key, prose(CAPTIONS[key].format(record=record)), draw) for key, (there, draw) in drawn.items() if there]
+
+
+def with_tables(root: Path, name: str) -> str:
+    """The page of a file that states its claims, what lies between the marks made from its record."""
+    part, record = read_part(root, name), f"results/{name}.jsonl"
+    missing, planned = len(part.missing()), len(part.planned())
+    made = []
+    if missing:
+        makes = f"`python -m waffle_fl.reproduce {name}` makes them"
+        made.append(f"**{missing} of {planned} runs of `{record}` are missing**; {makes}.")
+    if part.all_runs:
+        made += STATING[name](part, judge(stated(root / "experiments" / f"{name}.toml"), part))
+    text, inner = (root / "docs" / f"{name}.md").read_text(encoding="utf-8"), "\n\n".join(made)
+    marks = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
+    return marks.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)
 
 
 def with_results(text: str, records: Records) -> str:

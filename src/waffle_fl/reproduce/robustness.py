@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.attacks import NONE
 from waffle_fl.reproduce.claims import Verdict
-from waffle_fl.reproduce.sections import setting, table
-from waffle_fl.reproduce.stated import accuracies, judge, stated
-from waffle_fl.reproduce.studies import Part, read_part
+from waffle_fl.reproduce.sections import setting, table, verdict_table
+from waffle_fl.reproduce.stated import accuracies
+from waffle_fl.reproduce.studies import Part
 from waffle_fl.results import WEIGHING, Finished, methods_of, rows_of
 
 NAME = "robustness"
-MARKS = re.compile(r"(<!-- record: robustness -->\n).*?(<!-- end of record -->)", re.DOTALL)
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
 Row = tuple[str, int]  # an attack, and how many agents make it
 Cells = Mapping[tuple[str, str, Row, str, str], Sequence[Finished]]  # split, method, attack, guard, aggregation
 
 
-def with_tables(root: Path) -> str:
-    """docs/robustness.md, its tables those of the record."""
-    part = read_part(root, NAME)
-    text = (root / "docs" / f"{NAME}.md").read_text(encoding="utf-8")
-    judged = judge(stated(root / "experiments" / f"{NAME}.toml"), part)
-    made = "\n\n".join(sections(part, judged))
-    return MARKS.sub(lambda match: f"{match[1]}{made}\n{match[2]}", text)
-
-
 def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
     """What the record says, table by table."""
     runs = part.all_runs
-    if not runs:
-        yield f"No record yet: `python -m waffle_fl.reproduce {NAME}` makes `results/{NAME}.jsonl` on a GPU."
-        return
-    missing = len(part.missing())
-    if missing:
-        yield f"**{missing} of {len(part.planned())} runs of `results/{NAME}.jsonl` are missing.**"
     yield setting(runs)
-    verdicts = [[v.claim, "yes" if v.holds else "**no**", v.numbers] for v in judged]
-    yield table(["claim", "holds", "numbers"], verdicts)
+    yield verdict_table(judged)
     cells, methods = cells_of(runs), [method for method in methods_of(runs) if method != "local"]
     for split in rows_of(runs):
         for at, words in MOMENTS.items():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
@@ -18,14 +19,13 @@ from waffle_fl.reproduce.studies import identity, read_part, read_study, record_
 from waffle_fl.results import Details, Finished, condense, read_runs
 from waffle_fl.tensorfile import write_atomically
 
-Planned: TypeAlias = tuple[RunConfig, Path]
-
 COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "drift": drift.lines,
     "momentum": momentum.lines,
     "quadratics": quadratics.lines,
 }
-AT_A_TIME = 200  # runs, and the rest of their method's: then they are kept, whatever becomes of the others
+OPEN = 1000  # runs at a time: each keeps two files open
+KEPT_EVERY = 60.0  # seconds
 DETAILS: dict[str, Details] = {  # of the rounds, where tables need less than all
     **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes"), "accuracy"),
     **dict.fromkeys(("har", "landmine", "beyond"), "none"),
@@ -71,29 +71,44 @@ def _run(
     end: float,
 ) -> None:
     """Method by method, as the file has them, so many runs at a time."""
+    methods = list(dict.fromkeys(config.method for config in missing.values()))
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
-    for piece in pieces(planned):
+    planned.sort(key=lambda run: methods.index(run[0].method))
+    for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
+        keep_ended = partial(_keep_ended, root, part, [folder for _, folder in piece])
         try:
-            execute(piece, _until(end, place), listener)
+            execute(piece, _until(end, place), _Keeper(listener, keep_ended))
         finally:
-            ended = [folder for _, folder in piece if read_json(folder / "result.json")]
-            if ended:
-                keep(root, part, read_runs(ended))
+            keep_ended()
 
 
-def pieces(planned: Sequence[Planned]) -> Iterator[list[Planned]]:
-    """Whole methods, as many as make up so many runs."""
-    by_method: dict[str, list[Planned]] = {}
-    for run in planned:
-        by_method.setdefault(run[0].method, []).append(run)
-    piece: list[Planned] = []
-    for some in by_method.values():
-        piece += some
-        if len(piece) >= AT_A_TIME:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+def _keep_ended(root: Path, part: str, folders: Sequence[Path]) -> None:
+    ended = [folder for folder in folders if read_json(folder / "result.json")]
+    if ended:
+        keep(root, part, read_runs(ended))
+
+
+class _Keeper(Listener):
+    """Tells another what it hears, and keeps what has ended now and then, lest much be lost."""
+
+    def __init__(self, listener: Listener, keep_ended: Callable[[], None]) -> None:
+        self._listener, self._keep_ended = listener, keep_ended
+        self._kept = time.monotonic()
+
+    def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None:
+        self._listener.planned(runs, finished)
+
+    def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
+        self._listener.advanced(config, measured)
+
+    def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
+        self._listener.ended(config, result)
+        if time.monotonic() - self._kept > KEPT_EVERY:
+            self._keep_ended()
+            self._kept = time.monotonic()
+
+    def warned(self, message: str) -> None:
+        self._listener.warned(message)
 
 
 def _until(end: float, place: Place) -> Place:

@@ -10,7 +10,7 @@ from typing import Any
 
 from waffle_fl.algorithms import TITLES
 from waffle_fl.report.tables import protocols_of
-from waffle_fl.reproduce.claims import percent, verdicts
+from waffle_fl.reproduce.claims import Verdict, percent, verdicts
 from waffle_fl.reproduce.convergence import Comparison, compare
 from waffle_fl.reproduce.paper import GLOBAL, P_D, SPLITS, TABLE
 from waffle_fl.reproduce.prose import (
@@ -65,6 +65,11 @@ def claims_table(records: Records) -> str:
             holds = "yes" if verdict.holds else "**no**" if runs else "no record yet"
             rows.append([TITLE[study], verdict.claim, holds, verdict.numbers if runs else ""])
     return table(["", "claim", "holds", "numbers"], rows)
+
+
+def verdict_table(judged: Sequence[Verdict]) -> str:
+    rows = [[verdict.claim, "yes" if verdict.holds else "**no**", verdict.numbers] for verdict in judged]
+    return table(["claim", "holds", "numbers"], rows)
 
 
 def absent(records: Records, name: str) -> str:
