@@ -195,7 +195,7 @@ def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
 
 
 def test_a_record_of_late_rounds(tmp_path: Path) -> None:
-    """It keeps the rounds at 0.94 R and at R, of methods that weigh agents all; one that diverged before has neither."""
+    """It keeps the rounds at 0.94 R and at R, of methods that weigh agents all; a run that diverged has neither."""
     rounds = [{"round": r, "accuracy": r / 200, "loss": 1.0} for r in range(1, RUNS[0].config.settings.rounds + 1)]
     whole, weighing = (replace(run, rounds=rounds) for run in (RUNS[0], RUNS[2]))
     diverged = replace(RUNS[1], rounds=rounds[:50])
