@@ -117,7 +117,7 @@ class _Simulator:
         self._closed: list[Closed] = []  # of the live cells, in shared memory where workers write
         self._graphs = Graphs(model)
         self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
-        self._examiner = Examiner(model)
+        self._examiner = Examiner(model, self._row_cores)
         self._refused: dict[int, list[tuple[int, str]]] = {}
         self._ahead: dict[tuple[int, ...], list[Closed]] = {}
         self._looks_ahead = model.device.type == "cuda" and honest
@@ -129,6 +129,7 @@ class _Simulator:
             if team:
                 team.close()
         self._trainings, self._workers = {}, None
+        self._examiner.close()
 
     def round(self, r: int) -> list[Outcome]:
         """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""

@@ -1,0 +1,84 @@
+"""Alice's model on her held-out samples: the same numbers whoever counts them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.engines import closing
+from waffle_fl.engines.closing import CACHED_ROWS, Examiner, to_numbers
+from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel, Net
+
+
+def large(held_out: int = 3 * CACHED_ROWS + 77) -> Federation:
+    """Alice has that many test samples, and half as many for validation."""
+    federation = make_federation((3 * held_out, 9, 9))
+    own = federation.train[0]
+    test, validation = own[:held_out], own[held_out : held_out + held_out // 2]
+    others = federation.test[1:]
+    return replace(
+        federation,
+        train=(own[2 * held_out :], *federation.train[1:]),
+        test=(test, *others),
+        validation=(validation, *(rows[:0] for rows in others)),
+    )
+
+
+def normalising() -> FlatModel:
+    return FlatModel(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)),
+        precision="float32",
+    )
+
+
+@pytest.mark.parametrize("method", ["fedavg", "knn-per"])
+@pytest.mark.parametrize("make", [lambda: make_model(torch.float32, stacked=False), normalising])
+def test_threads_change_no_bit(method: str, make: Any) -> None:
+    """Scores on test and validation data are the same from one thread and from three."""
+    model, federation = make(), large()
+    net, algorithm = model.init(3), ALGORITHMS[method]()
+    net = Net(net.params + 0.3, net.stats)
+    scores = []
+    for cores in (1, 3):
+        examiner = Examiner(model, cores)
+        for _ in range(2):  # threads come back after they were ended
+            scores += to_numbers(examiner.examine([algorithm], [federation], [net], 1.0))
+            examiner.close()
+    assert all(found == scores[0] for found in scores)
+    assert set(scores[0]) == {"accuracy", "loss", "validation_accuracy", "validation_loss"}
+
+
+def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads work, each with one core to itself, and none is left when the run is over."""
+    seen: dict[int, int] = {}
+    counted = closing._counted
+
+    def watched(*arguments: Any) -> Any:
+        seen[threading.get_ident()] = torch.get_num_threads()
+        return counted(*arguments)
+
+    monkeypatch.setattr(closing, "_counted", watched)
+    before = threading.active_count()
+    cell = Cell(ALGORITHMS["fedavg"](), large(), 0)
+    model = make_model(torch.float32, stacked=False)
+    for _ in simulate([cell], model, rounds=3, batch_size=64 * BATCH, workers=2):
+        pass
+    assert len(seen) == 2
+    assert set(seen.values()) == {1}
+    assert threading.active_count() == before
+
+
+def test_few_samples_need_no_threads() -> None:
+    """One part is counted where it is asked for."""
+    examiner = Examiner(make_model(torch.float32, stacked=False), cores=4)
+    examiner.examine([ALGORITHMS["fedavg"]()], [make_federation()], [make_model(torch.float32).init(1)], 1.0)
+    assert examiner._pool is None
