@@ -46,6 +46,19 @@ def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
             assert alike(done[i], alone)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedamp"])
+def test_validation_data_are_each_agent_s_own(method: str) -> None:
+    """An Alice without validation data has no score on the first one's; her weights, and attackers', are her own."""
+    federation = make_federation()
+    held = (federation.train[0][:4], *(rows[:0] for rows in federation.train[1:]))
+    cells = [replace(cell, attackers=(3,)) for cell in everyone(method, replace(federation, validation=held))]
+    together = outcomes(cells)
+    for i, cell in enumerate(cells):
+        for mine, (alone,) in zip(together, outcomes([cell]), strict=True):
+            assert alike(mine[i], alone)
+            assert ("validation_loss" in mine[i].measured) == (i == 0)
+
+
 def test_a_family_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     whole = _Simulator.round

@@ -134,8 +134,17 @@ def test_a_run_folder_is_like_any_other(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(open_run(tmp_path / "run").outputs(x), open_run(at_home).outputs(x))
 
 
+@pytest.mark.parametrize("method", ["waffle", "waffle-kin"])
+def test_a_model_that_the_server_made_need_not_be_let_out(method: str, folder: Path, tmp_path: Path) -> None:
+    """Where Alice's model is made of what the server sent, its run folder has it, whatever her site lets out."""
+    for site in (folder / "sites").iterdir():
+        change(site / "site.toml", model_may_leave=False)
+    conduct(folder, config(method), tmp_path / "run")
+    assert bits(tmp_path / "run")[0] == bits(simulated(config(method), tmp_path / "twin"))[0]
+
+
 @pytest.mark.parametrize("losers", [("a", "b"), ("b",)])
-@pytest.mark.parametrize("method", ["scaffold", "waffle", "ifca"])
+@pytest.mark.parametrize("method", ["scaffold", "waffle", "waffle-kin", "ifca"])
 def test_f4_a_lost_state_is_restored(method: str, losers: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     """F4: sites whose disk was lost get their state from the server's copy, and no bit changes."""
     seen: list[int] = []

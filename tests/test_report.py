@@ -198,7 +198,7 @@ def test_a_record_of_late_rounds(tmp_path: Path) -> None:
     """It keeps the rounds at 0.94 R and at R, of methods that weigh agents all; a run that diverged has neither."""
     rounds = [{"round": r, "accuracy": r / 200, "loss": 1.0} for r in range(1, RUNS[0].config.settings.rounds + 1)]
     whole, weighing = (replace(run, rounds=rounds) for run in (RUNS[0], RUNS[2]))
-    diverged = replace(RUNS[1], rounds=rounds[:50])
+    diverged = replace(RUNS[1], rounds=rounds[:50], result={**RUNS[1].result, "status": "diverged"})
     record = tmp_path / "record.jsonl"
     record.write_text("\n".join(condense([whole, weighing, diverged], "late")) + "\n")
     late, every, none = read_runs([record])

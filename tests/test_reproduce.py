@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from conftest import refusal
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.cli import commands
-from waffle_fl.config import load_experiments
+from waffle_fl.config import RunConfig, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Place
-from waffle_fl.reproduce import claims, drift, figures, momentum, page, studies
+from waffle_fl.reproduce import claims, drift, figures, momentum, page, running, studies
 from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
 from waffle_fl.reproduce.paper import METHODS, P_D, SLOPE, SPLITS, TABLE
 from waffle_fl.reproduce.running import compute, is_in, run_missing
@@ -181,6 +182,42 @@ def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
     assert [run.config.settings.alice for run in part.all_runs] == ["0", "1", "2"]
     assert not part.missing()
     assert problems({"tiny": part}) == []
+
+
+def test_processes_share_a_study(clone: Path) -> None:
+    """Shares are whole columns and make up the study; processes that make them at the same time lose no run."""
+    planned = read_part(clone, "tiny").planned()
+    shares = [running._share(planned, k, 3) for k in (1, 2, 3)]
+    assert sorted(name for share in shares for name in share) == sorted(planned)
+    columns = [{name.rsplit("/", 2)[0] for name in share} for share in shares]
+    assert sum(map(len, columns)) == len(set().union(*columns))
+    command = [sys.executable, "-m", "waffle_fl.reproduce", "tiny", "--device", "cpu", "--share"]
+    processes = [subprocess.Popen([*command, f"{k}/3"], cwd=clone, stderr=subprocess.DEVNULL) for k in (1, 2, 3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert not read_part(clone, "tiny").missing()
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])
+def test_a_share_that_is_none(share: str, clone: Path) -> None:
+    """A share out of range is one line and exit code 2."""
+    command = [sys.executable, "-m", "waffle_fl.reproduce", "tiny", f"--share={share}"]
+    found = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert "expected --share K/N" in found.stderr
+
+
+def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has ended is in the record before the others have, and the listener hears of all."""
+    monkeypatch.setattr(running, "KEPT_EVERY", 0.0)
+    seen: list[int] = []
+
+    class Counting(Listener):
+        def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
+            seen.append(len(read_part(clone, "tiny").all_runs))
+
+    run_missing(clone, "tiny", clone / "runs", Place(stack=1), Counting())
+    assert len(seen) == 12
+    assert seen[:3] == [0, 1, 2]
 
 
 def test_running_stops_in_time_and_goes_on(clone: Path) -> None:

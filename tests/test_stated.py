@@ -150,8 +150,25 @@ def test_no_record_holds_nothing(clone: Path, capsys: pytest.CaptureFixture[str]
     found = told(capsys)
     assert "not complete" in found["problems"][0]
     assert not any(claim["holds"] for claim in found["claims"])
-    assert "no record of 4 of" not in found["claims"][0]["numbers"]
-    assert "no record of 2 of 2 cells" in found["claims"][0]["numbers"]
+    assert "no whole record of 4 of 4 cells" in found["claims"][0]["numbers"]
+
+
+def test_claims_wait_for_all_rivals_and_seeds(clone: Path) -> None:
+    """Nothing holds before every method that a cell is compared with, and every seed of it, is in the record."""
+    part = recorded(clone)
+    claims, name = stated(clone / "experiments" / "small.toml"), next(iter(part.runs))
+    for gone in (lambda run: run.config.method == "waffle", lambda run: run.config.settings.seed == 1):
+        few = replace(part, runs={**part.runs, name: [run for run in part.runs[name] if not gone(run)]})
+        assert any("no whole record of" in verdict.numbers for verdict in judge(claims, few))
+    assert all(verdict.holds for verdict in judge(claims, part))
+
+
+def test_a_round_that_is_not_kept_is_told(clone: Path) -> None:
+    """A claim about a round that the record leaves out is no claim about nothing."""
+    config = next(iter(read_part(clone, "small").planned().values()))
+    run = replace(finished(config, 0.9), rounds=[])
+    assert "which no record keeps" in refusal(accuracies, [run], 0.5)
+    assert accuracies([replace(run, result={**run.result, "status": "diverged"})], 0.5) == [0.0]
 
 
 def test_exceptions_are_named_and_needed(clone: Path) -> None:

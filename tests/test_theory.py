@@ -6,8 +6,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -592,37 +592,44 @@ def test_control_variates_keep_what_updates_hide() -> None:
 # ------------------------------------------------------------------------------------------------ WAFFLE by kinship
 
 
-def met(cosines: Sequence[float]) -> Any:
-    """The server after an agent's updates had these cosines with Alice's."""
+def met(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.0)) -> Any:
+    """The server after an agent's updates had these cosines with Alice's, and hers these lengths."""
     algorithm = WaffleKin(cut=Cut((2,), (True,)), yielding=0.0)
     server, _ = algorithm.init(Net(START, START[:0]), 2)
-    for r, s in enumerate(cosines, 1):
-        dy = torch.tensor([[1.0, 0.0], [s, math.sqrt(1 - s * s)]], dtype=torch.float64)
+    for r, (s, length) in enumerate(zip(cosines, lengths, strict=False), 1):
+        dy = torch.tensor([[length, 0.0], [s, math.sqrt(1 - s * s)]], dtype=torch.float64)
         server, _ = algorithm.aggregate(server, Up(dy, dy[:, :0]), round_of(r, 100, 2))
     return server
 
 
-def kinship_after(cosines: Sequence[float]) -> float:
-    server = met(cosines)
+def kinship_after(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.0)) -> float:
+    server = met(cosines, lengths)
     return float(server.agreement[1, 0] / server.evidence[1, 0])
 
 
-@given(st.lists(st.floats(0.05, 1), min_size=1, max_size=8), st.integers(1, 5), st.lists(st.booleans(), min_size=8))
+@given(
+    st.lists(st.tuples(st.floats(0.05, 1), st.floats(0.1, 10), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 5),
+)
 @settings(max_examples=40)
-def test_kinship_listens_to_the_telling_rounds(cosines: list[float], noise: int, opposed: list[bool]) -> None:
+def test_kinship_listens_to_the_telling_rounds(rounds: list[tuple[float, float, bool]], noise: int) -> None:
     """Kinship lies between the smallest and the largest of the cosines s_r, and where none is negative not below their
-    mean; any number of rounds in which an agent's update is orthogonal to Alice's leave it as it was."""
-    assert sum(cosines) / len(cosines) - 1e-9 <= kinship_after(cosines)
-    signed = [-s if turned else s for s, turned in zip(cosines, opposed, strict=False)]
-    kinship = kinship_after(signed)
+    mean by the lengths of Alice's updates; any number of rounds in which an agent's update is orthogonal to Alice's
+    leave it as it was."""
+    cosines, lengths, opposed = (list(column) for column in zip(*rounds, strict=True))
+    mean = sum(length * s for s, length in zip(cosines, lengths, strict=True)) / sum(lengths)
+    assert mean - 1e-9 <= kinship_after(cosines, lengths)
+    signed = [-s if turned else s for s, turned in zip(cosines, opposed, strict=True)]
+    kinship = kinship_after(signed, lengths)
     assert min(signed) - 1e-9 <= kinship <= max(signed) + 1e-9
-    assert kinship_after([*signed, *[0.0] * noise]) == pytest.approx(kinship)
+    assert kinship_after([*signed, *[0.0] * noise], [*lengths, *[1.0] * noise]) == pytest.approx(kinship)
 
 
 @pytest.mark.parametrize(("n", "a", "b"), [(5, 0.6, 0.7), (20, 0.7, 0.5), (1, 1.0, 1.0), (8, 0.5, 0.3), (30, 0.9, 0.6)])
 def test_who_turns_away_is_soon_a_stranger(n: int, a: float, b: float) -> None:
-    """An agent that agreed with Alice in n rounds by the cosine a > 0.45, and from then on opposes her by −b, has no
-    part in her head from the m-th such round on, m = ⌈n a⁴ (a − 0.45) / (b⁴ (b + 0.45))⌉."""
+    """Where Alice's updates are of one length, an agent that agreed with her in n rounds by the cosine a > 0.45, and
+    from then on opposes her by −b, has no part in her head from the m-th such round on,
+    m = ⌈n a⁴ (a − 0.45) / (b⁴ (b + 0.45))⌉."""
     m = math.ceil(n * a**4 * (a - 0.45) / (b**4 * (b + 0.45)))
     agreed, turned = [a] * n, [-b] * (m + 2)
     assert met(agreed).share[1, 0] > 0
@@ -656,7 +663,7 @@ def test_kinship_counts_common_labels(shared: int) -> None:
 
 
 def test_among_twins_kinship_is_fedavg() -> None:
-    """Among agents of one loss every share stays 1, and the model is FedAvg's."""
+    """Among agents of one loss every share stays 1, and the model that Alice starts from is FedAvg's."""
     problem = same_curvature(quadratics(3))
     problem = problem._replace(optima=problem.optima[:1].expand_as(problem.optima))
     kin = play(WaffleKin(SGD(0.3), cut=Cut((1, 1), (False, True))), problem.grad, START, [5] * 3, 30)
@@ -668,8 +675,8 @@ def test_among_twins_kinship_is_fedavg() -> None:
 
 
 def test_alice_withdraws_exponentially() -> None:
-    """Where Alice and the others pull apart in a layer, on a line and in every round, each of them weighs exp(−0.3 r)
-    as much as she does after r rounds, and her model tends to her own optimum."""
+    """Where Alice and the others pull apart in a layer of the body, on a line and in every round, each of them weighs
+    exp(−0.3 r) as much as she does after r rounds, and her model tends to her own optimum."""
     problem = in_one_dimension((1.0, 1.0, 0.5))._replace(
         optima=torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
     )

@@ -174,7 +174,7 @@ def _columns(run: Finished, details: Details, leads: bool) -> dict[str, list[Any
         kept |= {"weights"} if leads and run.config.method in WEIGHING else set()
     told = run.rounds
     if details == "late" and run.config.method not in WEIGHING:
-        told = [line for share in LATE if (line := round_at(run, share))]
+        told = list({line["round"]: line for share in LATE if (line := round_at(run, share))}.values())
     rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in told]
     return {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
 

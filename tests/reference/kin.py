@@ -25,7 +25,7 @@ def waffle_kin(
     others = [i for i in range(N) if i != A]
     y, mean = [x] * N, x
     share = [[1.0] * len(sizes) for _ in range(N)]
-    history: list[list[list[float]]] = [[[] for _ in sizes] for _ in range(N)]
+    history: list[list[list[tuple[float, float]]]] = [[[] for _ in sizes] for _ in range(N)]
     strife = [0.0] * len(sizes)
     for r in range(1, len(problem.batches) + 1):
         starts = []
@@ -41,11 +41,11 @@ def waffle_kin(
             theirs = sum((share[i][k] * dy[i][span] for i in others), torch.zeros_like(x[span]))
             strife[k] += max(-cosine(theirs, dy[A][span]), 0.0) ** 2
             for i in others:
-                history[i][k].append(cosine(dy[i][span], dy[A][span]))
+                history[i][k].append((float(dy[A][span].norm()), cosine(dy[i][span], dy[A][span])))
                 share[i][k] = math.exp(-yielding * strife[k])
                 if k >= len(sizes) - head_layers:
-                    evidence, agreement = (sum(s**p for s in history[i][k]) for p in (4, 5))
-                    kinship = agreement / evidence if evidence else 0.0
+                    evidence, agreement = (sum(length * s**p for length, s in history[i][k]) for p in (4, 5))
+                    kinship = agreement / evidence if evidence else 1.0
                     share[i][k] = min(share[i][k], min(max((kinship - 0.45) / 0.15, 0.0), 1.0))
             total = sum(share[i][k] for i in range(N))
             new[span] = sum((share[i][k] / total * y[i][span] for i in range(N)), torch.zeros_like(x[span]))

@@ -46,9 +46,12 @@ class Server(NamedTuple):
     stats: Vector
     y: Rows  # what each agent has trained
     share: Tensor  # (N, L): how much of Alice's layer each agent starts from, and counts in it
-    evidence: Tensor  # (N, L): sum of s^4 over the rounds so far, s the cosine with Alice's update
-    agreement: Tensor  # (N, L): sum of s^5
+    evidence: Tensor  # (N, L): sum of l s^4 over the rounds so far, s the cosine with Alice's update, l its length
+    agreement: Tensor  # (N, L): sum of l s^5
     strife: Tensor  # (L,): how long and how much the others have pulled away from Alice
+    mean: Rows  # what the agents hold, whose disks may fail
+    mean_stats: Rows
+    rounds: Tensor
 
 
 class Agents(NamedTuple):
@@ -98,9 +101,10 @@ class WaffleKin:
                 "this method must know the model's layers: give it those by for_model(method, model.layers)"
             )
         nothing = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
-        server = Server(*net, net.params.repeat(agents, 1), nothing + 1, nothing, nothing, nothing[0])
         none_yet = torch.zeros(agents, dtype=net.params.dtype, device=net.params.device)
-        return server, Agents(*everyone(net, agents), none_yet)
+        held = Agents(*everyone(net, agents), none_yet)
+        y = net.params.repeat(agents, 1)
+        return Server(*net, y, nothing + 1, nothing, nothing, nothing[0], *held), held
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return Down(self._starts(server), server.stats.expand(len(server.y), -1))
@@ -112,18 +116,19 @@ class WaffleKin:
         return fedavg.step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        mean = self._averaged(agents, Net(down.x, down.stats))
-        return Agents(*mean, agents.rounds + 1), Up(local.y - down.x, local.stats)
+        return self._held(agents, Net(down.x, down.stats)), Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         is_alice = torch.arange(len(up.dy), device=up.dy.device) == now.alice
-        s, t = self._compare(up.dy, now, now.heard & ~is_alice, server.share)
-        evidence, agreement = server.evidence + s**4, server.agreement + s**5
+        s, t, length = self._compare(up.dy, now, now.heard & ~is_alice, server.share)
+        evidence, agreement = server.evidence + length * s**4, server.agreement + length * s**5
         strife = server.strife + (-t).clamp(min=0) ** 2
-        alike = torch.minimum(self._alike(agreement / evidence.clamp(min=TINY)), torch.exp(-self.yielding * strife))
-        share = torch.where(now.heard[:, None], alike, server.share)
+        kinship = torch.where(evidence > 0, agreement / evidence.clamp(min=TINY), KIN)
+        share = torch.minimum(self._alike(kinship), torch.exp(-self.yielding * strife))
+        share = torch.where(now.heard[:, None], share, server.share)
         share = torch.where(is_alice[:, None], 1.0, share)
-        y = torch.where(now.heard[:, None], self._starts(server) + up.dy, server.y)
+        starts = self.broadcast(server, len(up.dy))
+        y = torch.where(now.heard[:, None], starts.x + up.dy, server.y)
         alone, counted = one_hot(now.alice, len(up.dy)), torch.where(now.heard[:, None], share, 0.0)
         alpha = [normalised(shares, alone) for shares in counted.unbind(dim=1)]
         layers = torch.split(y, list(self.cut.sizes), dim=1)
@@ -131,15 +136,27 @@ class WaffleKin:
         parts = [n / sum(self.cut.sizes) for n in self.cut.sizes]
         overall = torch.stack([part * weights for part, weights in zip(parts, alpha, strict=True)]).sum(dim=0)
         stats = averaged(server.stats, overall, up.stats)
-        return Server(x.to(server.x.dtype), stats, y, share, evidence, agreement, strife), Info(overall, alpha[-1])
+        held = self._held_now(server, starts, now)
+        new = Server(x.to(server.x.dtype), stats, y, share, evidence, agreement, strife, *held)
+        return new, Info(overall, alpha[-1])
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return self._averaged(agents, everyone(Net(server.x, server.stats), count))
+        held = self._held(agents, everyone(Net(server.x, server.stats), count))
+        return Net(held.mean, held.mean_stats)
 
-    def _averaged(self, agents: Agents, latest: Net) -> Net:
+    def _held(self, agents: Agents, latest: Net) -> Agents:
         """The mean with one more model: after r rounds that weighs 1 / (averaging r), at first all."""
         pace = (1 / (self.averaging * agents.rounds)).clamp(max=1)[:, None]
-        return Net(torch.lerp(agents.mean, latest.params, pace), torch.lerp(agents.mean_stats, latest.stats, pace))
+        mean, stats = torch.lerp(agents.mean, latest.params, pace), torch.lerp(agents.mean_stats, latest.stats, pace)
+        return Agents(mean, stats, agents.rounds + 1)
+
+    def _held_now(self, server: Server, starts: Down, now: Round) -> Agents:
+        """What the agents hold after this round, by the server's account."""
+        before = Agents(server.mean, server.mean_stats, server.rounds)
+        mean, stats, rounds = self._held(before, Net(*starts))
+        intact = now.intact[:, None]
+        mean, stats = torch.where(intact, mean, server.mean), torch.where(intact, stats, server.mean_stats)
+        return Agents(mean, stats, torch.where(now.intact, rounds, server.rounds))
 
     def _starts(self, server: Server) -> Rows:
         """Where each agent begins: in every layer between its own and Alice's."""
@@ -153,13 +170,14 @@ class WaffleKin:
         columns = zip(alike.unbind(dim=1), self.cut.heads, strict=True)
         return torch.stack([column if head else torch.ones_like(column) for column, head in columns], dim=1)
 
-    def _compare(self, dy: Rows, now: Round, others: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """In each layer: s, each other agent's cosine with Alice; t, that of the mean of those who share it."""
-        s, t = [], []
+    def _compare(self, dy: Rows, now: Round, others: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In each layer: the others' cosines with Alice's update, that of those who share it, and its length."""
+        s, t, length = [], [], []
         for rows, share in zip(
             torch.split(dy.double(), list(self.cut.sizes), dim=1), shares.unbind(dim=1), strict=True
         ):
             own = row_of(rows, now.alice)
             s.append(cosines(rows, own))
             t.append(cosines(weighted_sum(torch.where(others, share, 0.0), rows)[None], own).squeeze(0))
-        return torch.where(others[:, None], torch.stack(s, dim=1), 0.0), torch.stack(t)
+            length.append(own.norm())
+        return torch.where(others[:, None], torch.stack(s, dim=1), 0.0), torch.stack(t), torch.stack(length)

@@ -121,14 +121,18 @@ def _shared(
     nets = [own_net(cells[i], states[i], model) for i in able]
     algorithms, federations = [cells[i].algorithm for i in able], [cells[i].federation for i in able]
     scores = to_numbers(examiner.examine(algorithms, federations, nets, moment)) if able else []
+    common = {key: value for key, value in outcome.measured.items() if not _examined(key)}
     shared = {
-        i: replace(
-            outcome, cell=i, measured={**outcome.measured, **found, **_weights(cells[i], states[i])}, state=states[i]
-        )
+        i: replace(outcome, cell=i, measured={**common, **found, **_weights(cells[i], states[i])}, state=states[i])
         for i, found in zip(able, scores, strict=True)
         if math.isfinite(found["loss"])
     }
     return list(shared.values()), [i for i in followers if i not in shared]
+
+
+def _examined(key: str) -> bool:
+    """Is that told by an Alice's own held-out data?"""
+    return key.removeprefix("validation_") in ("accuracy", "rmse", "loss", "backdoor")
 
 
 def _held(cell: Cell, first: Cell, state: State) -> State:
@@ -138,7 +142,11 @@ def _held(cell: Cell, first: Cell, state: State) -> State:
     return State(*cell.algorithm.init(Net(*state.server), cell.federation.agents))
 
 
-def _weights(cell: Cell, state: State) -> dict[str, list[float]]:
+def _weights(cell: Cell, state: State) -> dict[str, Any]:
     """Her own, where each agent's model takes the others' in proportions of its own."""
     relations = getattr(cell.algorithm, "relations", None)
-    return {"weights": relations(state.server)[cell.federation.alice].tolist()} if relations else {}
+    if relations is None:
+        return {}
+    weights = relations(state.server)[cell.federation.alice].tolist()
+    theirs = {"attackers_weight": sum(weights[agent] for agent in cell.attackers)} if cell.attackers else {}
+    return {"weights": weights, **theirs}

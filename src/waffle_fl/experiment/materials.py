@@ -67,7 +67,7 @@ def _own_folder(name: str, place: str) -> Path | None:
     return beside if beside.is_dir() else None
 
 
-@lru_cache(maxsize=32)  # as many columns as a table may have: each shift of features is a pool of its own
+@lru_cache(maxsize=64)  # as many columns as a table may have: each shift of features is a pool of its own
 def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     dataset = _dataset(s.data, data_dir, allow_unverified)
     names = [f"agent {i}" for i in range(s.agents)]

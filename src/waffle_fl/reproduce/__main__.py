@@ -26,6 +26,13 @@ class Lines(Listener):
         print(f"note: {message}", file=sys.stderr, flush=True)
 
 
+def _share(text: str) -> tuple[int, int]:
+    k, _, n = text.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise WaffleError(f"expected --share K/N with K from 1 to N, such as 2/4, got {text!r}")
+    return int(k), int(n)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m waffle_fl.reproduce", description=__doc__)
     parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
@@ -33,16 +40,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
     parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
+    parser.add_argument("--share", default="1/1", help="2/4 is the second of four processes at work on the same study")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
     parser.add_argument("--stack", type=int, default=Place.stack, help="runs that train together at most")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")
     given = vars(parser.parse_args())
-    study, cell, seeds, runs, anew = (given.pop(key) for key in ("study", "cell", "seeds", "runs", "anew"))
+    names = ("study", "cell", "seeds", "runs", "anew", "share")
+    study, cell, seeds, runs, anew, share = (given.pop(key) for key in names)
     try:
         root = find_root(Path.cwd())
-        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds, anew)
+        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds, anew, _share(share))
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2

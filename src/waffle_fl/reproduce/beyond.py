@@ -14,7 +14,7 @@ NAME = "beyond"
 TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 KINDS = {  # of shifts, by their names
     "labels and quantities": ("dirichlet", "quantity", "prior"),
-    "features": ("rotate", "blur", "noise", "contrast", "scale"),
+    "features": ("rotate", "blur", "noise", "contrast", "colour", "scale"),
     "concepts": ("swap",),
     "drifts": ("drift",),
 }

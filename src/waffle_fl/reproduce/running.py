@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,8 +43,12 @@ def run_missing(
     cell: str = "",
     seeds: Sequence[int] = (),
     anew: bool = False,
+    share: tuple[int, int] = (1, 1),
 ) -> None:
-    """Bring every missing run of a study, or of one of its cells, to its end, and what has ended into the records."""
+    """Bring every missing run of a study, or of one of its cells, to its end, and what has ended into the records.
+
+    With `share` (k, n) it is the k-th of n processes that do so at the same time.
+    """
     end = time.monotonic() + 60 * place.minutes
     compute(root)
     parts = read_study(root, study).values()
@@ -51,7 +56,7 @@ def run_missing(
         raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
     for part in parts:
         asked = part.planned(seeds) if anew else part.missing(seeds)
-        missing = {name: config for name, config in asked.items() if is_in(name, cell)}
+        missing = _share({name: config for name, config in asked.items() if is_in(name, cell)}, *share)
         if missing:
             _run(root, part.name, missing, runs, place, listener, end)
 
@@ -59,6 +64,12 @@ def run_missing(
 def is_in(name: str, cell: str) -> bool:
     """Is mnist/C/waffle/1 in mnist/C/waffle? Everything is in the cell without a name."""
     return not cell or f"{name}/".startswith(f"{cell}/")
+
+
+def _share(missing: Mapping[str, RunConfig], k: int, n: int) -> dict[str, RunConfig]:
+    """Every n-th column of the tables, from the k-th on: whole ones, whose runs share data and training."""
+    columns = list(dict.fromkeys(name.rsplit("/", 2)[0] for name in missing))
+    return {name: config for name, config in missing.items() if columns.index(name.rsplit("/", 2)[0]) % n == k - 1}
 
 
 def _run(
@@ -70,11 +81,11 @@ def _run(
     listener: Listener,
     end: float,
 ) -> None:
-    """Method by method, as the file has them, so many runs at a time."""
+    """As the file has them, so many runs at a time, of these method by method."""
     methods = list(dict.fromkeys(config.method for config in missing.values()))
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
-    planned.sort(key=lambda run: methods.index(run[0].method))
     for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
+        piece.sort(key=lambda run: methods.index(run[0].method))
         keep_ended = partial(_keep_ended, root, part, [folder for _, folder in piece])
         try:
             execute(piece, _until(end, place), _Keeper(listener, keep_ended))
@@ -128,13 +139,15 @@ def compute(root: Path) -> None:
 
 
 def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
-    """Add finished runs to a part's record, in place of older ones of the same config.
+    """Add finished runs to a part's record, in place of older ones of the same config; one process at a time.
 
     A line tells what changed since the one before, so runs on the same data lie together.
     """
     new = {identity(run.config) for run in runs}
-    kept = [*(run for run in read_part(root, name).all_runs if identity(run.config) not in new), *runs]
-    data = list(dict.fromkeys(run.provenance["binding"]["data"] for run in kept))
-    kept.sort(key=lambda run: data.index(run.provenance["binding"]["data"]))
-    lines = condense(kept, DETAILS.get(name, "all"))
-    write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())
+    with (root / "experiments" / f"{name}.toml").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        kept = [*(run for run in read_part(root, name).all_runs if identity(run.config) not in new), *runs]
+        data = list(dict.fromkeys(run.provenance["binding"]["data"] for run in kept))
+        kept.sort(key=lambda run: data.index(run.provenance["binding"]["data"]))
+        lines = condense(kept, DETAILS.get(name, "all"))
+        write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())

@@ -67,20 +67,23 @@ def stated(file: Path) -> list[Claim]:
 
 
 def judge(claims: Sequence[Claim], part: Part) -> list[Verdict]:
-    """Every claim, with the cases that decide it."""
+    """Every claim, with the cases that decide it: none before the record has all that they need."""
     cells: dict[str, list[Finished]] = {}
     for run in part.all_runs:
         cells.setdefault(unseeded(run.config), []).append(run)
+    incomplete = {unseeded(config) for config in part.missing().values()}
+    whole = {key: runs for key, runs in cells.items() if key not in incomplete}
     asked = list({unseeded(config): config for config in part.planned().values()}.values())
-    return [_verdict(claim, asked, cells) for claim in claims]
+    return [_verdict(claim, asked, whole) for claim in claims]
 
 
 def _verdict(claim: Claim, asked: Sequence[RunConfig], cells: Mapping[str, Sequence[Finished]]) -> Verdict:
     about = [config for config in asked if matches(config, claim.of)]
-    lacking = [config for config in about if unseeded(config) not in cells or not _rivals(claim, config, asked, cells)]
+    needed = {unseeded(other): other for config in about for other in (config, *_rivals(claim, config, asked))}
+    lacking = [config for key, config in needed.items() if key not in cells]
     if lacking or not about:
         first = f", such as {_named(lacking[0])}" if lacking else ""
-        return Verdict(claim.claim, False, f"no record of {len(lacking)} of {len(about)} cells{first}")
+        return Verdict(claim.claim, False, f"no whole record of {len(lacking)} of {len(needed)} cells{first}")
     cases = [_case(claim, config, at, asked, cells) for config in about for at in claim.at]
     failed = [case for case in cases if not case.found >= case.wanted]
     excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
@@ -102,23 +105,20 @@ def _case(
     cells: Mapping[str, Sequence[Finished]],
 ) -> Case:
     found = 100 * mean(accuracies(cells[unseeded(config)], at))
-    rivals = [[100 * a for a in accuracies(runs, at)] for runs in _rivals(claim, config, asked, cells)]
+    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, asked)]
     best = max(rivals, key=mean)
     slack = claim.within if claim.against else claim.near_best * (stdev(best) if len(best) > 1 else 0.0)
     return Case(config, at, found, mean(best) - slack - 1e-9)
 
 
-def _rivals(
-    claim: Claim, config: RunConfig, asked: Sequence[RunConfig], cells: Mapping[str, Sequence[Finished]]
-) -> list[Sequence[Finished]]:
+def _rivals(claim: Claim, config: RunConfig, asked: Sequence[RunConfig]) -> list[RunConfig]:
     """What a cell is compared with: the same but for `against`, or every method of its setting."""
     if claim.against:
-        key = unseeded(changed(config, claim.against))
-        if key == unseeded(config):
+        other = changed(config, claim.against)
+        if unseeded(other) == unseeded(config):
             raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
-        return [cells[key]] if key in cells else []
-    alike = [other for other in asked if other.settings == replace(config.settings, seed=other.settings.seed)]
-    return [cells[unseeded(other)] for other in alike if unseeded(other) in cells]
+        return [other]
+    return [other for other in asked if other.settings == replace(config.settings, seed=other.settings.seed)]
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -144,7 +144,14 @@ def accuracies(runs: Sequence[Finished], at: float | str) -> list[float]:
     """Of each run at a share of its rounds or by a protocol; a run that diverged before knows nothing."""
     if isinstance(at, str):
         return [_by_protocol(run, at) for run in runs]
-    return [float(line["accuracy"]) if (line := round_at(run, at)) else 0.0 for run in runs]
+    return [_at_share(run, at) for run in runs]
+
+
+def _at_share(run: Finished, at: float) -> float:
+    line = round_at(run, at)
+    if line is None and run.result["status"] != "diverged":
+        raise WaffleError(f"a claim is about {at:g} of the rounds, which no record keeps of {_named(run.config)}")
+    return float(line["accuracy"]) if line else 0.0
 
 
 def _by_protocol(run: Finished, at: str) -> float:
