@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,8 +136,20 @@ def _until(end: float, place: Place) -> Place:
 
 def compute(root: Path) -> None:
     """Write the records that need neither data nor time."""
-    for name, lines in COMPUTED.items():
-        write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines()).encode())
+    with _alone(root):
+        for name, lines in COMPUTED.items():
+            write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines()).encode())
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One process at a time changes the records of a clone; whoever comes second waits."""
+    folder = os.open(root / "results", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
@@ -144,8 +158,7 @@ def keep(root: Path, name: str, runs: Sequence[Finished]) -> None:
     A line tells what changed since the one before, so runs on the same data lie together.
     """
     new = {identity(run.config) for run in runs}
-    with (root / "experiments" / f"{name}.toml").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with _alone(root):
         kept = [*(run for run in read_part(root, name).all_runs if identity(run.config) not in new), *runs]
         data = list(dict.fromkeys(run.provenance["binding"]["data"] for run in kept))
         kept.sort(key=lambda run: data.index(run.provenance["binding"]["data"]))
