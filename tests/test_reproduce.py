@@ -220,6 +220,24 @@ def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.Monke
     assert seen[:3] == [0, 1, 2]
 
 
+def test_runs_of_other_code_are_not_kept(clone: Path) -> None:
+    """A finished run that other code has made is told of, and is no record of this one."""
+    run_missing(clone, "tiny", clone / "runs", Place(), Listener())
+    record_of(clone, "tiny").unlink()
+    about = next((clone / "runs").rglob("provenance.json"))
+    content = json.loads(about.read_text())
+    about.write_text(json.dumps({**content, "binding": {**content["binding"], "code": "other"}}))
+    heard: list[str] = []
+
+    class Hearing(Listener):
+        def warned(self, message: str) -> None:
+            heard.append(message)
+
+    run_missing(clone, "tiny", clone / "runs", Place(), Hearing())
+    assert len(read_part(clone, "tiny").missing()) == 1
+    assert any("made otherwise" in message for message in heard)
+
+
 def test_running_stops_in_time_and_goes_on(clone: Path) -> None:
     """Out of time a study stops after a round, its runs saved; the same call ends in the record of an unbroken one."""
     with pytest.raises(Interrupted):

@@ -16,7 +16,7 @@ from typing import Any
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
-from waffle_fl.records import read_json
+from waffle_fl.records import code_digest, read_json
 from waffle_fl.reproduce import drift, momentum, quadratics
 from waffle_fl.reproduce.studies import identity, read_part, read_study, record_of
 from waffle_fl.results import Details, Finished, condense, read_runs
@@ -96,9 +96,11 @@ def _run(
 
 
 def _keep_ended(root: Path, part: str, folders: Sequence[Path]) -> None:
+    """Keep the runs that have ended, but for those of other code, of which `execute` has told."""
     ended = [folder for folder in folders if read_json(folder / "result.json")]
-    if ended:
-        keep(root, part, read_runs(ended))
+    ours = [run for run in (read_runs(ended) if ended else ()) if run.provenance["binding"]["code"] == code_digest()]
+    if ours:
+        keep(root, part, ours)
 
 
 class _Keeper(Listener):
