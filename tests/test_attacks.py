@@ -20,6 +20,7 @@ from waffle_fl.attacks.poison import stamped
 from waffle_fl.attacks.updates import Scene
 from waffle_fl.config import check_run
 from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.steps import one_thread
 from waffle_fl.experiment import Place, execute
 from waffle_fl.guard import COPIED, OK, OPPOSED, PULLING, REASONS, screen
 from waffle_fl.records import read_json, read_rounds
@@ -249,12 +250,13 @@ def test_who_was_refused_leaves_no_control_variate() -> None:
 
 
 def test_the_guard_is_cheap() -> None:
-    """Checking the update of a LeNet-5 takes less than a millisecond of a core, control variate and all."""
+    """Checking the update of a LeNet-5, control variate and all, takes a round's one core less than a millisecond."""
     dy = torch.randn(10, 61_706)
     up, everyone = Up(dy, torch.zeros(10, 0)), torch.ones(10, dtype=torch.bool)
     seconds = []
-    for _ in range(20):
-        began = time.process_time()
-        screen(up, torch.tensor(0), everyone, "standard", dy)
-        seconds.append(time.process_time() - began)
+    with one_thread():
+        for _ in range(50):
+            began = time.process_time()
+            screen(up, torch.tensor(0), everyone, "standard", dy)
+            seconds.append(time.process_time() - began)
     assert min(seconds) / len(dy) < 1e-3
