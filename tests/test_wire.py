@@ -305,14 +305,14 @@ def test_faults_on_the_post() -> None:
 
 
 def test_a_check_is_quick() -> None:
-    """One check of a LeNet-5 update takes less than a millisecond of the server's time (median of 20)."""
+    """One check of a LeNet-5 update takes less than a millisecond of a core (median of 20)."""
     update = {"dy": torch.randn(61706), "stats": torch.zeros(0)}
     box = Inbox(update, ENVELOPE, steps=[2])
     payload = seal(Up(update["dy"][None], update["stats"][None]), 0, ENVELOPE, 2)
     times = []
     for _ in range(20):
         box.rows.clear()
-        began = time.perf_counter()
+        began = time.process_time()
         assert box.deliver(0, payload)
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert sorted(times)[10] < 1e-3
