@@ -27,7 +27,7 @@ from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
 from waffle_fl.reproduce.paper import METHODS, P_D, SLOPE, SPLITS, TABLE
 from waffle_fl.reproduce.running import compute, is_in, run_missing
 from waffle_fl.reproduce.sections import Records
-from waffle_fl.reproduce.studies import find_root, problems, read_part, read_study, record_of
+from waffle_fl.reproduce.studies import cell_of, find_root, problems, read_part, read_study, record_of
 from waffle_fl.results import Finished, Score, condense, read_condensed
 
 ROOT = Path(__file__).parent.parent
@@ -195,6 +195,15 @@ def test_processes_share_a_study(clone: Path) -> None:
     processes = [subprocess.Popen([*command, f"{k}/3"], cwd=clone, stderr=subprocess.DEVNULL) for k in (1, 2, 3)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
     assert not read_part(clone, "tiny").missing()
+
+
+def test_who_comes_later_takes_nobody_else_s_share(clone: Path) -> None:
+    """A share stays the same however much of the study is done by then."""
+    for k in (1, 2):
+        run_missing(clone, "tiny", clone / "runs", Place(), Listener(), share=(k, 2))
+        done = {cell_of(name, run.config) for name, runs in read_part(clone, "tiny").runs.items() for run in runs}
+        planned = read_part(clone, "tiny").planned()
+        assert done == set().union(*(running._share(planned, i, 2) for i in range(1, k + 1)))
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])

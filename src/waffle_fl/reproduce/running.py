@@ -57,8 +57,8 @@ def run_missing(
     if not any(is_in(name, cell) for part in parts for name in part.planned()):
         raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
     for part in parts:
-        asked = part.planned(seeds) if anew else part.missing(seeds)
-        missing = _share({name: config for name, config in asked.items() if is_in(name, cell)}, *share)
+        asked, ours = part.planned(seeds) if anew else part.missing(seeds), _share(part.planned(seeds), *share)
+        missing = {name: config for name, config in asked.items() if name in ours and is_in(name, cell)}
         if missing:
             _run(root, part.name, missing, runs, place, listener, end)
 
@@ -68,10 +68,15 @@ def is_in(name: str, cell: str) -> bool:
     return not cell or f"{name}/".startswith(f"{cell}/")
 
 
-def _share(missing: Mapping[str, RunConfig], k: int, n: int) -> dict[str, RunConfig]:
-    """Every n-th column of the tables, from the k-th on: whole ones, whose runs share data and training."""
-    columns = list(dict.fromkeys(name.rsplit("/", 2)[0] for name in missing))
-    return {name: config for name, config in missing.items() if columns.index(name.rsplit("/", 2)[0]) % n == k - 1}
+def _share(planned: Iterable[str], k: int, n: int) -> set[str]:
+    """Every n-th column of the tables, from the k-th on: whole ones, whose runs share data and training.
+
+    Of all that is planned, so that a process that comes later, when some of it is done, takes nobody else's.
+    """
+    columns: dict[str, list[str]] = {}
+    for name in planned:
+        columns.setdefault(name.rsplit("/", 2)[0], []).append(name)
+    return {name for names in list(columns.values())[k - 1 :: n] for name in names}
 
 
 def _run(
@@ -97,8 +102,8 @@ def _run(
 
 def _keep_ended(root: Path, part: str, folders: Sequence[Path]) -> None:
     """Keep the runs that have ended, but for those of other code, of which `execute` has told."""
-    ended = [folder for folder in folders if read_json(folder / "result.json")]
-    ours = [run for run in (read_runs(ended) if ended else ()) if run.provenance["binding"]["code"] == code_digest()]
+    ended, code = [folder for folder in folders if read_json(folder / "result.json")], code_digest()
+    ours = [run for run in (read_runs(ended) if ended else ()) if run.provenance["binding"]["code"] == code]
     if ours:
         keep(root, part, ours)
 
