@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,6 @@ class Vessel:
     def __init__(self, template: nn.Module, params: Layout, stats: Layout) -> None:
         self.module = copy.deepcopy(template).train()
         self._layout = params
-        self._compiled: Callable[[Tensor], Tensor] | None = None
         self._rewriting = Rewriting()
         self._habits: dict[torch.Size, _Habits] = {}  # found out at the first call with a batch of that shape
         first = next(self.module.parameters())
@@ -92,9 +92,7 @@ class Vessel:
                 return self.module(x)  # type: ignore[no-any-return]
         if not compiled or len(x) < COMPILED_BATCH:
             return self.module(x)  # type: ignore[no-any-return]
-        if self._compiled is None:
-            self._compiled = torch.compile(self.module, dynamic=False)
-        return self._compiled(x)
+        return _compiled_pass()(self.module, x)
 
     @torch.no_grad()
     def _observed(self, x: Tensor, key: Tensor) -> _Habits:
@@ -144,6 +142,16 @@ class Vessel:
                 self._buffers[name].copy_(now)
         self._place()
         return self.stats
+
+
+@cache
+def _compiled_pass() -> Callable[[nn.Module, Tensor], Tensor]:
+    """One for all vessels: modules that are built alike share what was compiled for the first of them."""
+    return torch.compile(_forward_pass, dynamic=False)
+
+
+def _forward_pass(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)  # type: ignore[no-any-return]
 
 
 @contextmanager
