@@ -28,7 +28,7 @@ Precision: TypeAlias = Literal["float32", "float64", "tf32", "bf16"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one loss a sample
 
 STACKED_PARAMETERS = 1_000_000
-ABREAST = 5  # rows of a large model that share a GPU: fewer leave it idle, more gain little; ten agents in two turns
+ABREAST = 10  # rows of a large model that share a GPU: fewer leave it idle, more gain little
 REPLAYED_ROWS = 4  # that are not stacked: a trace has the operations of each
 UNSEEDED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 STATS_POLICY = "running statistics: averaged with the weights of the updates, outside every distance; counters constant"

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,10 @@ class Vessel:
     def differentiate(self, losses: Tensor, weight: Tensor, gradient: Tensor) -> None:
         """Write the gradient of the weighted sum of `losses` into the row `gradient`."""
         parts = torch.autograd.grad(losses, self._leaves, weight, allow_unused=True, materialize_grads=True)
-        torch.cat([part.reshape(-1) for part in parts], out=gradient)
+        if gradient.is_cuda:
+            copy_each(list(self._layout.unflatten(gradient).values()), parts)
+        else:
+            torch.cat([part.reshape(-1) for part in parts], out=gradient)
 
     def settled(self) -> Tensor:
         """The statistics after a pass, also those that a module replaced instead of changing."""
@@ -142,6 +146,16 @@ class Vessel:
                 self._buffers[name].copy_(now)
         self._place()
         return self.stats
+
+
+def copy_each(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Each part into its place: those that lie alike in a few kernels; `torch.cat` would copy the others twice."""
+    alike = [place.stride() == part.stride() for place, part in zip(places, parts, strict=True)]
+    if any(alike):
+        torch._foreach_copy_(list(compress(places, alike)), list(compress(parts, alike)))
+    for place, part, same in zip(places, parts, alike, strict=True):
+        if not same:
+            place.copy_(part)
 
 
 @cache

@@ -1,0 +1,64 @@
+"""Rows of a large model in modules of their own: what these share, and how a gradient is laid into its row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from waffle_fl.models import vessel as vessel_module
+from waffle_fl.models.vessel import Layout, Vessel, copy_each
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Counts what is compiled; operators stay as they are, which needs no compiler."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    vessel_module._compiled_pass.cache_clear()
+    yield counter
+    vessel_module._compiled_pass.cache_clear()
+
+
+def filled(template: nn.Module, seed: int) -> tuple[Vessel, Tensor]:
+    params, stats = (Layout(dict(named)) for named in (template.named_parameters(), _moving(template)))
+    vessel, numbers = Vessel(template, params, stats), torch.Generator().manual_seed(seed)
+    row = torch.randn(params.size, generator=numbers)
+    vessel.fill(row, torch.ones(stats.size))
+    return vessel, row
+
+
+def _moving(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, part) for name, part in module.named_buffers() if part.is_floating_point())
+
+
+def test_vessels_share_one_compilation(compilations: CompileCounterWithBackend) -> None:
+    """The second vessel runs what was compiled for the first, on its own parameters and statistics."""
+    template = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
+    x = torch.rand(vessel_module.COMPILED_BATCH, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    for seed in (1, 2):
+        results = []
+        for compiled in (False, True):
+            vessel, _ = filled(template, seed)
+            vessel._habits[x.shape] = vessel_module._Habits(takes_last=False, drops=False, rewritten=False)
+            output, gradient = vessel(x, torch.tensor(0), compiled), torch.empty_like(vessel.params)
+            vessel.differentiate(output.square().sum(dim=1), torch.ones(len(x)), gradient)
+            results.append((output.detach(), gradient, vessel.settled().clone()))
+        for plain, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, plain)
+    assert compilations.frame_count == 1
+
+
+def test_parts_are_copied_whichever_way_they_lie() -> None:
+    """Gradients that lie channels last go into a row that does not, beside others that lie as it does."""
+    numbers = torch.Generator().manual_seed(0)
+    parts = [torch.randn(shape, generator=numbers) for shape in ((4, 3, 3, 3), (4,), (2, 4, 1, 1), (5, 6))]
+    parts[0] = parts[0].to(memory_format=torch.channels_last)
+    layout = Layout({str(i): part for i, part in enumerate(parts)})
+    row = torch.empty(layout.size)
+    copy_each(list(layout.unflatten(row).values()), parts)
+    assert torch.equal(row, torch.cat([part.reshape(-1) for part in parts]))
