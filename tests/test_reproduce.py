@@ -20,7 +20,7 @@ from conftest import refusal
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.cli import commands
-from waffle_fl.config import RunConfig, load_experiments
+from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Place
 from waffle_fl.reproduce import claims, drift, figures, momentum, page, running, studies
 from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
@@ -227,6 +227,19 @@ def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.Monke
     run_missing(clone, "tiny", clone / "runs", Place(stack=1), Counting())
     assert len(seen) == 12
     assert seen[:3] == [0, 1, 2]
+
+
+def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two runs that end together the second waits for the next minute, not for the next run to end."""
+    now, kept = [0.0], list[float]()
+    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
+    keeper = running._Keeper(Listener(), lambda: kept.append(now[0]))
+    config = RunConfig("fedavg", Settings())
+    for now[0] in (100.0, 100.1):
+        keeper.ended(config, {})
+    for now[0] in (130.0, 161.0, 300.0):
+        keeper.advanced(config, {})
+    assert kept == [100.0, 161.0]
 
 
 def test_runs_of_other_code_are_not_kept(clone: Path) -> None:

@@ -113,22 +113,28 @@ class _Keeper(Listener):
 
     def __init__(self, listener: Listener, keep_ended: Callable[[], None]) -> None:
         self._listener, self._keep_ended = listener, keep_ended
-        self._kept = time.monotonic()
+        self._kept, self._more_ended = time.monotonic(), False
 
     def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None:
         self._listener.planned(runs, finished)
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         self._listener.advanced(config, measured)
+        self._now_and_then()
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
         self._listener.ended(config, result)
-        if time.monotonic() - self._kept > KEPT_EVERY:
-            self._keep_ended()
-            self._kept = time.monotonic()
+        self._more_ended = True
+        self._now_and_then()
 
     def warned(self, message: str) -> None:
         self._listener.warned(message)
+
+    def _now_and_then(self) -> None:
+        """Also while others go on: what ended right after the last time waits for no end to come."""
+        if self._more_ended and time.monotonic() - self._kept > KEPT_EVERY:
+            self._keep_ended()
+            self._kept, self._more_ended = time.monotonic(), False
 
 
 def _until(end: float, place: Place) -> Place:
