@@ -234,7 +234,7 @@ def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypat
     now, kept = [0.0], list[float]()
     monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
     keeper = running._Keeper(Listener(), lambda: kept.append(now[0]))
-    config = RunConfig("fedavg", Settings())
+    config = RunConfig(method="fedavg", settings=Settings())
     for now[0] in (100.0, 100.1):
         keeper.ended(config, {})
     for now[0] in (130.0, 161.0, 300.0):
