@@ -36,7 +36,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("waffle", {"omega": "adaptive", "psi": "adaptive"}),
     ("waffle", {"omega": "adaptive", "psi": sigmoid(2.0), "denominator": "range", "control": "paper"}),
     ("waffle-kin", {}),
-    ("waffle-kin", {"head_layers": 2, "yielding": 2.0, "averaging": 0.6, "clip": 0.4}),
+    ("waffle-kin", {"head_layers": 2, "yielding": 2.0, "averaging": 0.6, "own": 0.7, "clip": 0.4}),
     ("apfl", {}),
     ("apfl", {"adaptive": "round", "mix": 0.3}),
     ("apfl", {"adaptive": "off", "mix": 0.8}),

@@ -14,8 +14,18 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / lengths if lengths else 0.0
 
 
+def pace(averaging: float, rounds: int) -> float:
+    return 1 / (averaging * rounds) if averaging * rounds > 1 else 1.0
+
+
 def waffle_kin(
-    problem: Problem, *, clip: float = 0.0, head_layers: int = 1, yielding: float = 0.3, averaging: float = 0.1
+    problem: Problem,
+    *,
+    clip: float = 5.0,
+    head_layers: int = 1,
+    yielding: float = 0.3,
+    averaging: float = 0.1,
+    own: float = 0.3,
 ) -> Trace:
     """Each layer is Alice's own mean of what the agents trained, weighed by what she shares of it."""
     sizes = [size for _, size in layers(problem.nets[0])]
@@ -51,8 +61,8 @@ def waffle_kin(
             new[span] = sum((share[i][k] / total * y[i][span] for i in range(N)), torch.zeros_like(x[span]))
             weights = [w + share[i][k] / total * sizes[k] / sum(sizes) for i, w in enumerate(weights)]
         x = new
-        pace = 1 / (averaging * r) if averaging * r > 1 else 1.0
-        mean = mean + pace * (x - mean)
-        trace.models.append(mean)
+        between = (1 - own) * starts[A] + own * y[A]
+        mean = mean + pace(averaging, r - 1) * (between - mean)
+        trace.models.append(mean + pace(averaging, r) * (x - mean))
         trace.weights.append(weights)
     return trace

@@ -55,7 +55,7 @@ class Server(NamedTuple):
 
 
 class Agents(NamedTuple):
-    mean: Rows  # of the models that the agent was sent, mostly the latest ones
+    mean: Rows  # of the models that the agent was sent, mostly the latest ones, and of what it made of them
     mean_stats: Rows
     rounds: Tensor  # how many those were
 
@@ -80,14 +80,16 @@ class WaffleKin:
     for_alice: ClassVar[bool] = True
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = 5.0
     """Largest norm of a gradient; 0 turns clipping off."""
     head_layers: int = server_side(1)
     """How many of the last layers are shared by kinship; the others are shared until they are of no more help."""
     yielding: float = server_side(0.3)
     """How fast Alice withdraws from a layer in which the others pull away from her; 0 is never."""
     averaging: float = 0.1
-    """Share of the rounds so far that Alice's model is the mean of; 0 takes the latest model alone."""
+    """Share of the rounds so far over which Alice's model is the mean; 0 takes the latest model alone."""
+    own: float = 0.3
+    """How far the mean goes from the models that Alice was sent to what she trained them into."""
     cut: Cut = of_the_model(Cut())
 
     def for_model(self, layers: Layers) -> WaffleKin:
@@ -116,7 +118,8 @@ class WaffleKin:
         return fedavg.step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return self._held(agents, Net(down.x, down.stats)), Up(local.y - down.x, local.stats)
+        up = Up(local.y - down.x, local.stats)
+        return self._held(agents, self._between(down, up)), up
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         is_alice = torch.arange(len(up.dy), device=up.dy.device) == now.alice
@@ -136,7 +139,7 @@ class WaffleKin:
         parts = [n / sum(self.cut.sizes) for n in self.cut.sizes]
         overall = torch.stack([part * weights for part, weights in zip(parts, alpha, strict=True)]).sum(dim=0)
         stats = averaged(server.stats, overall, up.stats)
-        held = self._held_now(server, starts, now)
+        held = self._held_now(server, starts, up, now)
         new = Server(x.to(server.x.dtype), stats, y, share, evidence, agreement, strife, *held)
         return new, Info(overall, alpha[-1])
 
@@ -150,10 +153,14 @@ class WaffleKin:
         mean, stats = torch.lerp(agents.mean, latest.params, pace), torch.lerp(agents.mean_stats, latest.stats, pace)
         return Agents(mean, stats, agents.rounds + 1)
 
-    def _held_now(self, server: Server, starts: Down, now: Round) -> Agents:
+    def _between(self, down: Down, up: Up) -> Net:
+        """A model on the way from what an agent was sent to what it made of that."""
+        return Net(torch.add(down.x, up.dy, alpha=self.own), torch.lerp(down.stats, up.stats, self.own))
+
+    def _held_now(self, server: Server, starts: Down, up: Up, now: Round) -> Agents:
         """What the agents hold after this round, by the server's account."""
         before = Agents(server.mean, server.mean_stats, server.rounds)
-        mean, stats, rounds = self._held(before, Net(*starts))
+        mean, stats, rounds = self._held(before, self._between(starts, up))
         intact = now.intact[:, None]
         mean, stats = torch.where(intact, mean, server.mean), torch.where(intact, stats, server.mean_stats)
         return Agents(mean, stats, torch.where(now.intact, rounds, server.rounds))

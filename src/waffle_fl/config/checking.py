@@ -147,6 +147,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "head_layers": NOT_NEGATIVE,
     "yielding": NOT_NEGATIVE,
     "averaging": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "own": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
     "head_share": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
     "alpha": POSITIVE,
     "sigma": POSITIVE,
