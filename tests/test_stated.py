@@ -11,8 +11,8 @@ import pytest
 
 from conftest import refusal
 from waffle_fl.cli.commands import main
-from waffle_fl.config import RunConfig, load_experiments
-from waffle_fl.reproduce import robustness
+from waffle_fl.config import RunConfig, Settings, load_experiments
+from waffle_fl.reproduce import beyond, robustness
 from waffle_fl.reproduce.page import STATING, with_tables
 from waffle_fl.reproduce.stated import accuracies, changed, judge, matches, stated
 from waffle_fl.reproduce.studies import Part, read_part, read_study
@@ -250,3 +250,22 @@ def test_tables_of_a_record(clone: Path) -> None:
     assert "krum(1)" in text
     assert "| A | backdoor | 3 | 90.0 → 90.0 | 90.0 → 90.0 |" in text
     assert "20.0 → 20.0" in text
+
+
+def test_how_far_methods_lie_behind_the_best(clone: Path) -> None:
+    """A method that is behind by more than a deviation of the best one is not near it; its page has its columns."""
+    configs = [
+        RunConfig(method=method, settings=Settings(data="mnist", split=split, seed=seed))
+        for method in ("fedavg", "local")
+        for split in ("A", "B")
+        for seed in (1, 2)
+    ]
+    behind = {("local", "A"): 0.005, ("local", "B"): 0.2}
+    runs = [finished(c, 0.9 + 0.01 * c.settings.seed - behind.get((c.method, c.settings.split), 0.0)) for c in configs]
+    part = replace(read_part(clone, "small"), runs={"": runs})
+    found = beyond.standings(part).splitlines()
+    assert found[-2:] == ["| FedAvg | 2 of 2 | 0.00 | 0.00 |", "| Local | 1 of 2 | 10.25 | 20.00 |"]
+    page = beyond.of_method(part, "local")
+    assert "in 1 of 2 columns" in page
+    assert "| B | 71.50 ± 0.71 | 91.50 FedAvg | – | – |" in page
+    assert beyond.of_method(part, "ditto") == ""

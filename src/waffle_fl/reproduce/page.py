@@ -50,9 +50,10 @@ def write(root: Path) -> list[Path]:
     written = {folder / f"{name}.svg": figures.to_svg(chart()) for name, _, chart in pictures(records)}
     written[root / "docs" / "results.md"] = page(records)
     written |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in STATING}
+    shifts = read_part(root, beyond.NAME)
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
-        written[path] = with_results(path.read_text(encoding="utf-8"), records)
+        written[path] = with_results(path.read_text(encoding="utf-8"), records, shifts)
     for path, text in written.items():
         path.write_text(text, encoding="utf-8")
     return list(written)
@@ -123,11 +124,13 @@ def with_tables(root: Path, name: str) -> str:
     return marks.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)
 
 
-def with_results(text: str, records: Records) -> str:
+def with_results(text: str, records: Records, shifts: Part) -> str:
     """An algorithm's page, its results between the marks those of the records."""
 
     def fresh(match: re.Match[str]) -> str:
-        return f"{match[1]}{method_table(match[2], records)}\n{match[3]}"
+        tables = [made for made in (method_table(match[2], records), beyond.of_method(shifts, match[2])) if made]
+        inner = "\n\n".join(tables) or "No record yet."
+        return f"{match[1]}{inner}\n{match[3]}"
 
     return re.sub(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", fresh, text, flags=re.DOTALL)
 

@@ -259,7 +259,7 @@ def agreement(records: Records) -> Iterator[str]:
 
 
 def method_table(method: str, records: Records) -> str:
-    """What one method reaches in every record, beside the paper."""
+    """What one method reaches in every record, beside the paper; nothing where there is none."""
     rows = []
     for data, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
         runs = [run for run in records.runs(name) if run.config.method == method]
@@ -269,4 +269,4 @@ def method_table(method: str, records: Records) -> str:
             if cells[0]:
                 shown = [score.text() if score and not isnan(score.mean) else "–" for score in cells]
                 rows.append([f"`{name}`", split, _printed(data, split, method), *shown])
-    return table(["record", "split", "paper", *PROTOCOL_NAMES.values()], rows) if rows else "No record yet."
+    return table(["record", "split", "paper", *PROTOCOL_NAMES.values()], rows) if rows else ""

@@ -92,7 +92,8 @@ def _verdict(claim: Claim, asked: Sequence[RunConfig], cells: Mapping[str, Seque
     closest = inexcusable or [min(cases, key=lambda case: case.found - case.wanted)]
     more = f" and {len(closest) - SHOWN} more" if len(closest) > SHOWN else ""
     numbers = f"{len(cases) - len(failed)} of {len(cases)} hold; " + "; ".join(map(_shown, closest[:SHOWN])) + more
-    numbers += "".join(f"; named: {e.get('reason')}" for e in claim.exceptions if e not in needless)
+    reasons = dict.fromkeys(str(e.get("reason")) for e in claim.exceptions if e not in needless)
+    numbers += "".join(f"; named: {reason}" for reason in reasons)
     numbers += "".join(f"; the exception of {_filter(e)} is not needed" for e in needless)
     return Verdict(claim.claim, not inexcusable and not needless, numbers)
 
