@@ -82,7 +82,7 @@ def of_method(part: Part, method: str) -> str:
         rows.append(row)
     head = ["", *(cell for title in TITLES.values() for cell in (title, "best of all"))]
     words = prose(
-        "At its defaults beside all other methods, last round, from `results/beyond.jsonl` ([beyond.md](../beyond.md)).",
+        "At its defaults beside all others, last round, from `results/beyond.jsonl` ([beyond.md](../beyond.md)).",
         f"Within one standard deviation of the best of all methods in {near} of {len(columns)} columns.",
     )
     return f"{words}\n\n{table(head, rows)}"
