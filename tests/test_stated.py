@@ -252,6 +252,16 @@ def test_tables_of_a_record(clone: Path) -> None:
     assert "20.0 → 20.0" in text
 
 
+def test_what_attacks_cost_is_counted(clone: Path) -> None:
+    """Cases that lie more than 1.5 points below the honest run are counted by method and guard, the dearest named."""
+    case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
+    part = recorded(clone, case=(case, (0.5,)))
+    text = "\n".join(robustness.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    assert "Of 8 each" in text
+    assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
+    assert "| WAFFLE | 0 | 4 | 40.2 (A, backdoor x 3) |" in text
+
+
 def test_how_far_methods_lie_behind_the_best(clone: Path) -> None:
     """A method that is behind by more than a deviation of the best one is not near it; its page has its columns."""
     configs = [

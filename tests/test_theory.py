@@ -666,7 +666,7 @@ def test_among_twins_kinship_is_fedavg() -> None:
     """Among agents of one loss every share stays 1, and the model that Alice starts from is FedAvg's."""
     problem = same_curvature(quadratics(3))
     problem = problem._replace(optima=problem.optima[:1].expand_as(problem.optima))
-    kin = play(WaffleKin(SGD(0.3), cut=Cut((1, 1), (False, True))), problem.grad, START, [5] * 3, 30)
+    kin = play(WaffleKin(SGD(0.3), clip=0.0, cut=Cut((1, 1), (False, True))), problem.grad, START, [5] * 3, 30)
     for (server, _, info), (average, _, _) in zip(
         kin, play(FedAvg(SGD(0.3)), problem.grad, START, [5] * 3, 30), strict=True
     ):
@@ -680,7 +680,7 @@ def test_alice_withdraws_exponentially() -> None:
     problem = in_one_dimension((1.0, 1.0, 0.5))._replace(
         optima=torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
     )
-    way = list(play(WaffleKin(SGD(0.1), cut=Cut((1,), (False,))), problem.grad, START[:1], [3] * 3, 80))
+    way = list(play(WaffleKin(SGD(0.1), clip=0.0, cut=Cut((1,), (False,))), problem.grad, START[:1], [3] * 3, 80))
     for r, (_, _, info) in enumerate(way, 1):
         assert close(info.weights[1:] / info.weights[0], torch.full((2,), math.exp(-0.3 * r), dtype=torch.float64))
     assert way[-1][0].x.item() == pytest.approx(1, abs=1e-6)
@@ -692,7 +692,7 @@ def test_each_layer_goes_its_own_way() -> None:
     curvatures = torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.8, 1.0]], dtype=torch.float64)
     optima = torch.tensor([[2.0, 1.0], [2.0, -1.0], [2.0, -1.0]], dtype=torch.float64)
     problem = Quadratics(torch.diag_embed(curvatures), optima)
-    server = end(WaffleKin(SGD(0.2), cut=Cut((1, 1), (False, True))), problem, 4)
+    server = end(WaffleKin(SGD(0.2), clip=0.0, cut=Cut((1, 1), (False, True))), problem, 4)
     assert close(server.x, optima[0])
     assert server.share[1:].tolist() == [[1, 0], [1, 0]]
     assert close(end(FedAvg(SGD(0.2)), problem, 4).x, torch.tensor([2.0, -1 / 3], dtype=torch.float64))
@@ -711,7 +711,7 @@ def test_a_shared_layer_is_quieter() -> None:
         def grad(params: Tensor, stats: Tensor, agents: int = agents, steps: Any = steps) -> Net:
             return Net(params - 10 + noise[:agents, :, next(steps)], stats)
 
-        algorithm = WaffleKin(SGD(lr), cut=Cut((copies,), (False,)))
+        algorithm = WaffleKin(SGD(lr), clip=0.0, cut=Cut((copies,), (False,)))
         ((server, _, info),) = play(algorithm, grad, torch.zeros(copies, dtype=torch.float64), [K] * agents, 1)
         assert close(info.weights, torch.full((agents,), 1 / agents, dtype=torch.float64))
         variance[agents] = server.x.var().item()
@@ -733,6 +733,24 @@ def test_averaging_takes_the_noise_out(averaging: float) -> None:
     assert weights.sum().item() == pytest.approx(1)
     assert (weights >= 0).all()
     assert weights.square().sum().item() == pytest.approx(1 / (averaging * (2 - averaging) * rounds), rel=0.02)
+
+
+@pytest.mark.parametrize("own", [0.0, 0.3, 1.0])
+def test_what_alice_trains_brings_her_nearer(own: float) -> None:
+    """Where training is at rest in a layer that all share, Alice's model lies 1 − b (1 − ρ)(1 − 1/(a r)) times as far
+    from her optimum as the model she is sent, b how far her mean goes towards what she trained, ρ what her K steps
+    leave of a distance, a the share of the rounds that she averages over and r > 1/a their number."""
+    lr, K, curvature, rounds = 0.1, 4, 0.5, 30
+    optima = torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
+    problem = in_one_dimension((curvature,) * 3)._replace(optima=optima)
+    algorithm = WaffleKin(SGD(lr), clip=0.0, head_layers=0, yielding=0.0, own=own, cut=Cut((1,), (False,)))
+    rest = optima.mean(dim=0)
+    *_, (server, _, _) = play(algorithm, problem.grad, rest, [K] * 3, rounds)
+    agents = SimpleNamespace(mean=server.mean, mean_stats=server.mean_stats, rounds=server.rounds)
+    assert close(server.x, rest)
+    left = (1 - lr * curvature) ** K
+    factor = 1 - own * (1 - left) * (1 - 1 / (algorithm.averaging * rounds))
+    assert close(algorithm.personal(server, agents, 3).params[0] - optima[0], factor * (rest - optima[0]))
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

@@ -14,6 +14,8 @@ from waffle_fl.reproduce.studies import Part
 from waffle_fl.results import WEIGHING, Finished, methods_of, rows_of
 
 NAME = "robustness"
+COSTLY = 1.5  # points of accuracy
+ADAPTIVE = "projected"  # an attack that knows the guard
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
 Row = tuple[str, int]  # an attack, and how many agents make it
@@ -26,6 +28,8 @@ def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
     yield setting(runs)
     yield verdict_table(judged)
     cells, methods = cells_of(runs), [method for method in methods_of(runs) if method != "local"]
+    yield f"### In how many cases an attack costs more than {COSTLY} points"
+    yield _costs(cells, rows_of(runs), methods)
     for split in rows_of(runs):
         for at, words in MOMENTS.items():
             yield f"### Split {split}: accuracy in percent, guard off → standard, {words}"
@@ -54,6 +58,29 @@ def attacks_in(cells: Cells) -> list[Row]:
     """The honest federation first, then the one without the malicious agents, then each attack as the file has it."""
     found = list(dict.fromkeys(row for _, _, row, _, _ in cells))
     return sorted(found, key=lambda row: (row[0] != NONE, row[0] != "never joined", found.index(row)))
+
+
+def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
+    """Each method over all attacks but the adaptive one, all splits and both moments, beside its honest run."""
+    attacks = [row for row in attacks_in(cells) if row[0] != "never joined" and not row[0].startswith((NONE, ADAPTIVE))]
+    lost: dict[str, dict[str, list[tuple[float, str]]]] = {}
+    for method in methods:
+        by_guard = lost.setdefault(method, {"off": [], "standard": []})
+        for split, at, row in ((split, at, row) for split in splits for at in MOMENTS for row in attacks):
+            honest = _accuracy(cells.get((split, method, (NONE, 0), "off", "mean"), ()), at)
+            for guard, costs in by_guard.items():
+                found = _accuracy(cells.get((split, method, row, guard, "mean"), ()), at)
+                if honest is not None and found is not None:
+                    costs.append((honest - found, f"{split}, {row[0]} x {row[1]}"))
+    count = {method: [sum(cost > COSTLY for cost, _ in costs) for costs in lost[method].values()] for method in methods}
+    rows = []
+    for method in sorted(methods, key=lambda method: count[method]):
+        if lost[method]["standard"]:
+            cost, case = max(lost[method]["standard"])
+            rows.append([TITLES[method], *map(str, count[method]), f"{cost:.1f} ({case})"])
+    head = ["", "guard off", "guard standard", "most that an attack costs under the guard, in points"]
+    cases = max((len(by_guard["standard"]) for by_guard in lost.values()), default=0)
+    return f"Of {cases} each, adaptive attacks left out:\n\n{table(head, rows)}"
 
 
 def _row(cells: Cells, split: str, methods: Sequence[str], row: Row, at: float) -> list[str]:
