@@ -10,7 +10,7 @@ from waffle_fl.algorithms import TITLES as METHODS
 from waffle_fl.report.tables import by_method
 from waffle_fl.reproduce.claims import Verdict
 from waffle_fl.reproduce.sections import prose, setting, table, verdict_table
-from waffle_fl.reproduce.stated import accuracies
+from waffle_fl.reproduce.stated import accuracies, near
 from waffle_fl.reproduce.studies import Part
 from waffle_fl.results import Finished
 
@@ -58,10 +58,10 @@ def standings(part: Part) -> str:
         for method in METHODS
         if any(method in found for found in columns.values())
     }
-    near = {method: sum(is_near_best(found, method) for found in columns.values()) for method in behind}
+    close = {method: sum(is_near_best(found, method) for found in columns.values()) for method in behind}
     rows = [
-        [METHODS[method], f"{near[method]} of {len(gaps)}", *(f"{gap:.2f}" for gap in (mean(gaps), max(gaps)))]
-        for method, gaps in sorted(behind.items(), key=lambda item: (-near[item[0]], mean(item[1])))
+        [METHODS[method], f"{close[method]} of {len(gaps)}", *(f"{gap:.2f}" for gap in (mean(gaps), max(gaps)))]
+        for method, gaps in sorted(behind.items(), key=lambda item: (-close[item[0]], mean(item[1])))
     ]
     head = ["", "within one standard deviation of the best", "points behind it, mean", "largest"]
     return f"Last round, over {len(columns)} columns of the tables below:\n\n{table(head, rows)}"
@@ -72,7 +72,7 @@ def of_method(part: Part, method: str) -> str:
     columns = {key: found for key, found in last_rounds(part).items() if method in found}
     if not columns:
         return ""
-    near = sum(is_near_best(found, method) for found in columns.values())
+    close = sum(is_near_best(found, method) for found in columns.values())
     rows = []
     for name in dict.fromkeys(name for _, name in columns):
         row = [name]
@@ -83,7 +83,7 @@ def of_method(part: Part, method: str) -> str:
     head = ["", *(cell for title in TITLES.values() for cell in (title, "best of all"))]
     words = prose(
         "At its defaults beside all others, last round, from `results/beyond.jsonl` ([beyond.md](../beyond.md)).",
-        f"Within one standard deviation of the best of all methods in {near} of {len(columns)} columns.",
+        f"Within one standard deviation of the best of all methods in {close} of {len(columns)} columns.",
     )
     return f"{words}\n\n{table(head, rows)}"
 
@@ -100,8 +100,7 @@ def last_rounds(part: Part) -> dict[Column, dict[str, list[float]]]:
 
 
 def is_near_best(found: Mapping[str, Sequence[float]], method: str) -> bool:
-    best = max(found.values(), key=mean)
-    return method in found and mean(found[method]) >= mean(best) - (stdev(best) if len(best) > 1 else 0.0) - 1e-9
+    return method in found and mean(found[method]) >= near(max(found.values(), key=mean), 1.0)
 
 
 def _shown(values: Sequence[float]) -> str:

@@ -28,6 +28,7 @@ from waffle_fl.reproduce.studies import Part, unseeded
 from waffle_fl.results import Finished, round_at
 
 SHOWN = 4  # cases that a verdict names
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,13 @@ def _case(
     found = 100 * mean(accuracies(cells[unseeded(config)], at))
     rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, asked)]
     best = max(rivals, key=mean)
-    slack = claim.within if claim.against else claim.near_best * (stdev(best) if len(best) > 1 else 0.0)
-    return Case(config, at, found, mean(best) - slack - 1e-9)
+    wanted = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
+    return Case(config, at, found, wanted)
+
+
+def near(best: Sequence[float], deviations: float) -> float:
+    """What lies no more standard deviations below the best."""
+    return mean(best) - deviations * (stdev(best) if len(best) > 1 else 0.0) - ROUNDING
 
 
 def _rivals(claim: Claim, config: RunConfig, asked: Sequence[RunConfig]) -> list[RunConfig]:
