@@ -131,8 +131,8 @@ def test_server_and_agent_compute_the_same_control_variate() -> None:
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
-def test_a_clipped_agent_keeps_its_control_variate() -> None:
-    """Where the guard did not take an update as it was sent, server and agent both keep the old c_i and never part."""
+def test_a_clipped_agent_goes_on_with_its_control_variate() -> None:
+    """Where the guard did not take an update as it was sent, server and agent have the same c_i and never part."""
 
     def longer(up: Any, r: int) -> Any:
         return up._replace(dy=torch.cat([up.dy[:3], 20 * up.dy[3:]])) if r > 1 else up

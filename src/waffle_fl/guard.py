@@ -17,7 +17,7 @@ Guard: TypeAlias = Literal["off", "standard"]
 
 MAX_NORM = 1e6
 SHORTEST = 0.25  # of the median length: who trains at all moves farther
-LONGEST = 2.0  # times Alice's length: what is longer is cut
+LONGEST = 2.0  # times Alice's length: what is longer is cut; under control variates never below the median length
 COPY = 0.1  # of Alice's length and of the median distance from her: other data leads farther away
 SAME = 1e-9  # relative difference of what is sent twice
 AGREEMENT = 0.5  # of the median agreement (cosine) with Alice,
@@ -28,6 +28,12 @@ REASONS = (
     *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy"),
     "too strong a pull",
 )
+
+
+def is_sound(codes: Tensor) -> Tensor:
+    """Whose update is a whole one whose control variate may stand, whether it was taken or not."""
+    wrong = torch.tensor((NOT_FINITE, TOO_LONG, ABSENT, PULLING), device=codes.device)
+    return ~(codes[:, None] == wrong).any(dim=1)
 
 
 def screen(
@@ -76,6 +82,8 @@ def _closeness(
     for wrong, reason in tests:
         code = torch.where(others & wrong & (code == OK), reason, code)
     limit = LONGEST * length
+    if pulls is not None:  # corrected updates are about as long as each other, a short one of Alice's is chance
+        limit = torch.maximum(limit, _median(norms, sound))
     long = others & (code == OK) & (norms > limit)
     scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)
     return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)

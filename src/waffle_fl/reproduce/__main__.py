@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", help="2/4 is the second of four processes at work on the same study")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
     parser.add_argument("--stack", type=int, default=Place.stack, help="runs that train together at most")
+    parser.add_argument("--checkpoint-seconds", type=float, default=Place.checkpoint_seconds, help="between saves")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")
