@@ -234,6 +234,17 @@ def test_a_control_variate_that_pulls() -> None:
     assert REASONS[PULLING] == "too strong a pull"
 
 
+def test_corrected_updates_are_not_cut_below_the_median() -> None:
+    """Where Alice's update is short, others are cut to twice its length; under control variates to the median one."""
+    dy = torch.ones(5, 400) + 0.5 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
+    dy[0] /= 4
+    up, everyone = Up(dy, torch.zeros(5, 0)), torch.ones(5, dtype=torch.bool)
+    norms = dy.norm(dim=1)
+    for pulls, limit in ((None, 2 * norms[0]), (torch.ones(5, 400), norms.median())):
+        cut = screen(up, torch.tensor(0), everyone, "standard", pulls)[0].dy.norm(dim=1)
+        torch.testing.assert_close(cut[1:], norms[1:].clamp(max=limit))
+
+
 def test_who_was_refused_leaves_no_control_variate() -> None:
     """Under the guard SCAFFOLD's c is the mean of the control variates of those it heard."""
     federation = make_federation()

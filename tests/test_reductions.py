@@ -131,17 +131,30 @@ def test_server_and_agent_compute_the_same_control_variate() -> None:
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
-def test_a_clipped_agent_goes_on_with_its_control_variate() -> None:
-    """Where the guard did not take an update as it was sent, server and agent have the same c_i and never part."""
+def test_a_clipped_agent_keeps_its_control_variate() -> None:
+    """An agent with many more samples than Alice is clipped every round: server and agent both keep the old c_i."""
+    for algorithm in (Scaffold(LR), Waffle(LR)):
+        outcomes = last_state(Cell(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
+        assert all(o.measured["screened"]["agent 2"] == "clipped" for o in outcomes)
+        state = outcomes[-1].state
+        assert torch.equal(state.server.c_i, state.agents.c_i)
+        assert not state.server.c_i[2].any()
 
-    def longer(up: Any, r: int) -> Any:
-        return up._replace(dy=torch.cat([up.dy[:3], 20 * up.dy[3:]])) if r > 1 else up
+
+def test_a_refused_agent_keeps_its_control_variate() -> None:
+    """Nobody sets a control variate in a round in which his update is refused, whatever the reason."""
+
+    def tamper(up: Any, r: int) -> Any:
+        lies = {2: 20 * up.dy[3], 3: -1000 * up.dy[0], 4: -up.dy[0], 5: 0 * up.dy[3]}
+        return up._replace(dy=torch.stack([*up.dy[:3], lies.get(r, up.dy[3])]))
 
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        cell = Cell(algorithm, make_federation(), 3, tamper=longer)
+        cell = Cell(algorithm, make_federation(), 3, tamper=tamper)
         outcomes = last_state(cell, make_model(), rounds=5, guard="standard")
-        assert any("agent 3" in o.measured.get("screened", {}) for o in outcomes)
-        assert torch.equal(outcomes[-1].state.server.c_i, outcomes[-1].state.agents.c_i)
+        assert all(o.measured["screened"]["agent 3"] not in ("ok", "clipped") for o in outcomes[1:])
+        states = [o.state for o in outcomes]
+        assert all(torch.equal(state.server.c_i, state.agents.c_i) for state in states)
+        assert all(torch.equal(state.server.c_i[3], states[0].server.c_i[3]) for state in states)
 
 
 def test_fedavg_with_one_agent_is_local() -> None:

@@ -30,12 +30,6 @@ REASONS = (
 )
 
 
-def is_sound(codes: Tensor) -> Tensor:
-    """Whose update is a whole one whose control variate may stand, whether it was taken or not."""
-    wrong = torch.tensor((NOT_FINITE, TOO_LONG, ABSENT, PULLING), device=codes.device)
-    return ~(codes[:, None] == wrong).any(dim=1)
-
-
 def screen(
     up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", pulls: Rows | None = None
 ) -> tuple[Any, Tensor, Tensor]:

@@ -59,8 +59,6 @@ class Round(NamedTuple):
     steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
     batch_size: int
     suspect: Tensor | None = None  # (N,) bool: those that a guard found out, absent ones not among them; None: no guard
-    pulls: Rows | None = None  # under a guard: the control variates that follow from the updates as they were sent,
-    sound: Tensor | None = None  # (N,) bool: and who goes on with them, taken, clipped or refused
 
 
 class Algorithm(Protocol):

@@ -83,13 +83,7 @@ def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float) -> R
 
 
 def heard_control_variates(server: Shared, up: Up, now: Round, lr: float) -> Rows:
-    """c_i+ of every agent, computed by the server; one that was not heard keeps its old one.
-
-    Under a guard an agent that was refused or clipped goes on with its own: it says where its data lead, and with an
-    old one its next update would be refused for that.
-    """
-    if now.pulls is not None and now.sound is not None:
-        return torch.where(now.sound[:, None], now.pulls, server.c_i)
+    """c_i+ of every agent, computed by the server; one whose update was not taken as sent keeps its old one."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr)
     return torch.where(now.intact[:, None], c_i, server.c_i)
 

@@ -15,7 +15,7 @@ from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import lengths, row_of
 from waffle_fl.engines.states import mapped, where_rows
 from waffle_fl.federation import Federation
-from waffle_fl.guard import OK, REASONS, Guard, is_sound, screen
+from waffle_fl.guard import OK, REASONS, Guard, screen
 from waffle_fl.models import FlatModel
 
 SCORE_ROWS = 2000
@@ -59,18 +59,14 @@ def close(
     present: Tensor,
     desk: Desk,
 ) -> Closed:
-    """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had.
-
-    Control variates are the exception: an agent's own goes on if it is sound, whatever became of the update.
-    """
+    """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had."""
     pulls = algorithm.pulls(server, up, desk.steps) if guard != "off" and hasattr(algorithm, "pulls") else None
     up, heard, codes = screen(up, desk.alice, present, guard, pulls)
     intact = heard & (codes == OK)
-    goes_on = intact if pulls is None else is_sound(codes)
     suspect = present & ~heard if guard != "off" else None
-    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size, suspect, pulls, goes_on)
+    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size, suspect)
     server, info = algorithm.aggregate(server, up, now)
-    agents = where_rows(goes_on, agents, before)
+    agents = where_rows(intact, agents, before)
     net = algorithm.personal(server, agents, len(heard))
     device = heard.device
     measured = {k: torch.as_tensor(v, dtype=torch.float64, device=device) for k, v in info._asdict().items()}
@@ -79,7 +75,7 @@ def close(
     if hasattr(up, "dy"):
         measured["norms"] = lengths(up.dy)
     own = Net(row_of(net.params, desk.alice), row_of(net.stats, desk.alice))
-    return Closed(server, agents, own, {**measured, "heard": heard, "codes": codes, "goes_on": goes_on})
+    return Closed(server, agents, own, {**measured, "heard": heard, "codes": codes})
 
 
 def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *settings: Any) -> list[Closed]:

@@ -272,7 +272,7 @@ class _Simulator:
     def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int, attempt: int) -> Outcome:
         """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
         names, alice = self.cells[i].federation.names, self.cells[i].federation.alice
-        heard, codes, _ = (measured.pop(key) for key in ("heard", "codes", "goes_on"))
+        heard, codes = measured.pop("heard"), measured.pop("codes")
         for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
             if key in measured and not math.isfinite(measured[key]):
                 measured[key] = None

@@ -15,6 +15,7 @@ from waffle_fl.results import WEIGHING, Finished, methods_of, rows_of
 
 NAME = "robustness"
 COSTLY = 1.5  # points of accuracy
+KIN = "waffle-kin"
 ADAPTIVE = "projected"  # an attack that knows the guard
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
@@ -35,7 +36,8 @@ def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
             yield f"### Split {split}: accuracy in percent, guard off → standard, {words}"
             head = ["attack", "attackers", *(TITLES[method] for method in methods)]
             yield table(head, [_row(cells, split, methods, row, at) for row in attacks_in(cells)])
-    yield "### What the malicious agents weigh, in percent, mean over all rounds, guard off → standard"
+    yield "### What the malicious agents weigh, in percent, guard off → standard"
+    yield "Mean over all rounds; for WAFFLE-kin over round 0.94 R and the last one."
     yield _weights(cells, rows_of(runs))
     yield "### How often the backdoor opens, in percent of Alice's stamped test samples, guard off → standard"
     yield _backdoors(cells, rows_of(runs), methods)
@@ -110,7 +112,7 @@ def _told(runs: Sequence[Finished], key: str, last: bool = False) -> float | Non
 
 
 def _weights(cells: Cells, splits: Sequence[str]) -> str:
-    columns = [(split, method) for split in splits for method in WEIGHING]
+    columns = [(split, method) for split in splits for method in (*WEIGHING, KIN)]
     rows = [
         [
             row[0],

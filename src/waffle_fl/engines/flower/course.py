@@ -22,7 +22,7 @@ from waffle_fl.engines.simulate import ATTEMPTS
 from waffle_fl.engines.states import mapped, rows_of
 from waffle_fl.engines.steps import one_thread, products
 from waffle_fl.errors import Diverged
-from waffle_fl.guard import Guard
+from waffle_fl.guard import OK, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.tensorfile import pack
 from waffle_fl.wire import LONGEST_REASON, Envelope, Inbox
@@ -203,14 +203,14 @@ class Course:
         with one_thread(), products(self.model.precision):
             done = close(plan.algorithm, *settings, before.server, self._agents, self._agents, up, present, self._desk)
         (measured,) = to_numbers([done.measured])
-        heard, codes, goes_on = (measured.pop(key) for key in ("heard", "codes", "goes_on"))
+        heard, codes = measured.pop("heard"), measured.pop("codes")
         if not heard[plan.alice]:
             return False
         screened = screened_of(codes, plan.names, plan.samples)
         refused = [[plan.names[i], one_line(reason)] for i, reason in (*self.inbox.log, *self.notes)]
         measured |= {**({"screened": screened} if screened else {}), **({"refused": refused} if refused else {})}
         made = Version(before.round + 1, self.attempt)
-        versions = [made if on else old for on, old in zip(goes_on, before.versions, strict=True)]
+        versions = [made if code == OK else old for code, old in zip(codes, before.versions, strict=True)]
         self.closed = Stand(before.round + 1, done.server, tuple(versions)), self.attempt, measured
         self.attempt, self.notes, self.lost = 0, [], set()
         self._open()
