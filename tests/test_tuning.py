@@ -184,7 +184,7 @@ def test_a_search_survives_a_blow(whole: Path, tmp_path: Path, blow: signal.Sign
     """After Ctrl-C or SIGKILL the same command goes on, and ends with the record of the unbroken search."""
     line = ["tune", "waffle", *SMALL, "--out", tmp_path / "out", "--trials", "8", "--checkpoint-seconds", "0"]
     process = start(*line)
-    while not (tmp_path / "out" / "trial-0005").exists():
+    while not list((tmp_path / "out").glob("trial-000[4-7]")):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.002)
     process.send_signal(blow)
@@ -221,6 +221,20 @@ def test_hopeless_trials_are_given_up(tmp_path: Path, pruning: str) -> None:
     assert all(line["rounds"] < ROUNDS and line["values"]["lr"] < 0.1 for line in pruned)
     for line in pruned:
         assert not list((tmp_path / "out" / f"trial-{line['trial']:04d}").glob("*/checkpoint-*"))
+
+
+def test_what_was_drawn_before_is_not_trained_again(tmp_path: Path) -> None:
+    """Of ten trials with two values, one of them the default's, one is trained; the others are told the same."""
+    (tmp_path / "space.toml").write_text("[fedavg]\nlr = [0.1, 0.2]")
+    flags = ("--space", str(tmp_path / "space.toml"), "--trials", "10", "--together", "4", "--lr", "0.1")
+    assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
+    told = recorded(tmp_path / "out")
+    assert len(told) == 11
+    assert len({(line["values"]["lr"], line["state"], line["validation_accuracy"]) for line in told[1:]}) == 2
+    assert len(list((tmp_path / "out").glob("trial-*/*/rounds.jsonl"))) == 1
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.jsonl")}
+    assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_diverging_trial_is_no_winner(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The search: ask for a few trials, train them together, give up on some, tell how the others did; again.
 
 A trial is a run like any other, in a folder of its own, or one run for each Alice. Trials of a batch share what changes
-the training, so that those which differ at the server alone train in one stack. Test data is never looked at.
+the training, so that those which differ at the server alone train in one stack; one that draws what was drawn before is
+told the same and not trained again. Test data is never looked at.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ RUNGS = (0.5, 0.75)  # parts of the rounds after which hopeless trials are given
 DEFAULT = -1  # the number of the run with the values to begin with
 TIE = 1e-6  # the most that a loss counts beside an accuracy: it decides between equal ones
 STATES: dict[State, str] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "diverged"}
+ENDS: dict[str, State] = {word: state for state, word in STATES.items()}
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class _Search:
     def __init__(self, wish: Wish, out: Path, place: Place, watcher: Watcher, study: Study) -> None:
         self.wish, self.out, self.place, self.watcher, self.study = wish, out, place, watcher, study
         self._end = time.monotonic() + 60 * place.minutes if place.minutes else math.inf
+        self._first = {_key(wish.config): DEFAULT}  # which trial drew a config first
         self._trials = {
             trial.number: self._judged(trial.number, STATES[trial.state.name], self._config(trial))
             for trial in study.ended
@@ -129,6 +132,7 @@ class _Search:
     def _batch(self, numbers: range, default: Trial) -> None:
         """Trials that are asked for before any of them is trained, and then train together."""
         asked: list[tuple[Asked, RunConfig]] = []
+        again: list[tuple[Asked, RunConfig]] = []
         shared = trained(self.wish.space, self.wish.config.method)
         alike = shared < self.wish.space.keys()  # something is left for the server to differ in
         fixed: dict[str, Any] = {}
@@ -138,10 +142,16 @@ class _Search:
             if alike:
                 fixed = {name: value for name, value in trial.params.items() if name in shared}
             if number not in self._trials:
-                asked.append((trial, config))
+                (asked if self._drawn_first_by(config, number) == number else again).append((trial, config))
         rounds = self.wish.config.settings.rounds
         for rung in sorted({math.ceil(part * rounds) for part in (*RUNGS, 1)}):
             asked = self._climb(asked, rung, rounds, default)
+        for trial, config in again:
+            twin = self._trials.get(self._drawn_first_by(config, trial.index), default)
+            self._tell(trial, config, twin.score if twin.state == "finished" else None, ENDS[twin.state], default)
+
+    def _drawn_first_by(self, config: RunConfig, number: int) -> int:
+        return self._first.setdefault(_key(config), number)
 
     def _climb(
         self, asked: Sequence[tuple[Asked, RunConfig]], rung: int, rounds: int, default: Trial
@@ -182,7 +192,7 @@ class _Search:
         return self.out / ("default" if number == DEFAULT else f"trial-{number:04d}")
 
     def _runs(self, number: int, config: RunConfig) -> Runs:
-        return plan(_grid(config), self._folder(number), self.place)
+        return plan(_grid(config), self._folder(self._drawn_first_by(config, number)), self.place)
 
     def _config(self, trial: Any) -> RunConfig:
         return drawn(self.wish.space, self.wish.config, _Known(trial.params))
@@ -192,13 +202,18 @@ class _Search:
         made = min(len(read_rounds(folder / "rounds.jsonl")) for _, folder in runs)
         diverged = any((read_json(folder / "result.json") or {}).get("status") == "diverged" for _, folder in runs)
         scores = (None, None, ACCURACY) if diverged else _score(runs, made)
-        return Trial(number, "diverged" if diverged else state, config, *scores, made, self._folder(number))
+        folder = self._folder(self._drawn_first_by(config, number))
+        return Trial(number, "diverged" if diverged else state, config, *scores, made, folder)
 
     def _found(self, default: Trial, time_is_up: bool = False) -> Found:
         trials = [self._trials[number] for number in sorted(self._trials)]
         finished = [trial for trial in trials if trial.state == "finished"]
         best = max([default, *finished], key=lambda trial: -math.inf if trial.score is None else trial.score)
         return Found(trials, default, best, time_is_up)
+
+
+def _key(config: RunConfig) -> str:
+    return json.dumps(config.to_json(), sort_keys=True)
 
 
 @dataclass(frozen=True)
