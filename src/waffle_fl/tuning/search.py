@@ -188,11 +188,12 @@ class _Search:
         results = execute(runs, place, self.watcher, until)
         return {folder: result for (_, folder), result in zip(runs, results, strict=True)}
 
-    def _folder(self, number: int) -> Path:
-        return self.out / ("default" if number == DEFAULT else f"trial-{number:04d}")
+    def _folder(self, number: int, config: RunConfig) -> Path:
+        first = self._drawn_first_by(config, number)
+        return self.out / ("default" if first == DEFAULT else f"trial-{first:04d}")
 
     def _runs(self, number: int, config: RunConfig) -> Runs:
-        return plan(_grid(config), self._folder(self._drawn_first_by(config, number)), self.place)
+        return plan(_grid(config), self._folder(number, config), self.place)
 
     def _config(self, trial: Any) -> RunConfig:
         return drawn(self.wish.space, self.wish.config, _Known(trial.params))
@@ -202,8 +203,8 @@ class _Search:
         made = min(len(read_rounds(folder / "rounds.jsonl")) for _, folder in runs)
         diverged = any((read_json(folder / "result.json") or {}).get("status") == "diverged" for _, folder in runs)
         scores = (None, None, ACCURACY) if diverged else _score(runs, made)
-        folder = self._folder(self._drawn_first_by(config, number))
-        return Trial(number, "diverged" if diverged else state, config, *scores, made, folder)
+        ended = "diverged" if diverged else state
+        return Trial(number, ended, config, *scores, made, self._folder(number, config))
 
     def _found(self, default: Trial, time_is_up: bool = False) -> Found:
         trials = [self._trials[number] for number in sorted(self._trials)]
