@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Interrupted, Listener, Place
@@ -37,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m waffle_fl.reproduce", description=__doc__)
     parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
     parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
+    parser.add_argument("--methods", nargs="*", default=(), choices=ALGORITHMS, help="only these, by their names")
     parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
     parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
@@ -48,11 +50,11 @@ def main() -> int:
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")
     given = vars(parser.parse_args())
-    names = ("study", "cell", "seeds", "runs", "anew", "share")
-    study, cell, seeds, runs, anew, share = (given.pop(key) for key in names)
+    names = ("study", "cell", "seeds", "runs", "anew", "share", "methods")
+    study, cell, seeds, runs, anew, share, methods = (given.pop(key) for key in names)
     try:
         root = find_root(Path.cwd())
-        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds, anew, _share(share))
+        run_missing(root, study, runs, Place(**given), Lines(), cell, seeds, anew, _share(share), methods)
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2

@@ -46,8 +46,9 @@ def run_missing(
     seeds: Sequence[int] = (),
     anew: bool = False,
     share: tuple[int, int] = (1, 1),
+    methods: Sequence[str] = (),
 ) -> None:
-    """Bring every missing run of a study, or of one of its cells, to its end, and what has ended into the records.
+    """Bring every missing run of a study, of one of its cells or of some methods, to its end and into the records.
 
     With `share` (k, n) it is the k-th of n processes that do so at the same time.
     """
@@ -58,7 +59,11 @@ def run_missing(
         raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
     for part in parts:
         asked, ours = part.planned(seeds) if anew else part.missing(seeds), _share(part.planned(seeds), *share)
-        missing = {name: config for name, config in asked.items() if name in ours and is_in(name, cell)}
+        missing = {
+            name: config
+            for name, config in asked.items()
+            if name in ours and is_in(name, cell) and (not methods or config.method in methods)
+        }
         if missing:
             _run(root, part.name, missing, runs, place, listener, end)
 
