@@ -20,7 +20,7 @@ from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedme import PFedMe
-from waffle_fl.algorithms.scaffold import Scaffold, Up
+from waffle_fl.algorithms.scaffold import Scaffold, Up, heard_control_variates
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.waffle_kin import WaffleKin
 from waffle_fl.algorithms.weight_erosion import WeightErosion
@@ -61,7 +61,8 @@ def test_waffle_with_equal_weights_is_scaffold() -> None:
         for seed in range(3):
             up, now = random_up(seed)
             a, _ = scaffold.aggregate(a, up, now)
-            b = waffle.combine(b, up, now, torch.full((4,), 0.25, dtype=torch.float64), b.past)
+            c_i = heard_control_variates(b, up, now, waffle.sgd.lr)
+            b = waffle.combine(b, up, c_i, torch.full((4,), 0.25, dtype=torch.float64))
             assert all(close(x, y) for x, y in zip(a, b[:4], strict=True))
 
 

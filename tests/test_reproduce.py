@@ -280,6 +280,15 @@ def test_seeds_in_place_of_the_file_s(clone: Path) -> None:
     assert {run.config.settings.seed for run in read_part(clone, "tiny").all_runs} == {7}
 
 
+def test_some_methods_alone(clone: Path) -> None:
+    """Named methods are run alone; what is missing of the others stays so."""
+    asked = {config.method for config in read_part(clone, "tiny").planned().values()}
+    run_missing(clone, "tiny", clone / "runs", Place(), Listener(), methods=("waffle",))
+    part = read_part(clone, "tiny")
+    assert {run.config.method for run in part.all_runs} == {"waffle"}
+    assert {config.method for config in part.missing().values()} == asked - {"waffle"} != set()
+
+
 def test_runs_are_made_anew_on_request(clone: Path) -> None:
     """What a record holds already is run again if asked, and takes the older run's place."""
     cell = ("tiny/clipped/B/waffle", (1,))

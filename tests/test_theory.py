@@ -587,6 +587,9 @@ def test_control_variates_keep_what_updates_hide() -> None:
     assert up.dy.norm() < 1e-8
     assert close((server.c_i - server.c_i[0]).norm(dim=1), (g - g[0]).norm(dim=1))
     assert (g - g[0]).norm(dim=1)[1:].min() > 0.1
+    told = Waffle(SGD(0.3), clip=0.0, compared="gradients")
+    for server, _, info in play(told, problem.grad, START, [4] * 3, 20):
+        assert close(info.distances[1:], (server.c_i - server.c_i[0]).norm(dim=1)[1:])
 
 
 # ------------------------------------------------------------------------------------------------ WAFFLE by kinship

@@ -32,6 +32,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("waffle", {"control": "paper", "denominator": "range", "clip": 0.0}),
     ("waffle", {"control": "paper", "denominator": "max", "clip": 0.5}),
     ("waffle", {"control": "anchored", "denominator": "range", "eta_g": 0.8}),
+    ("waffle", {"compared": "gradients"}),
+    ("waffle", {"compared": "gradients", "control": "paper", "denominator": "range", "clip": 0.3}),
     ("waffle", {"omega": sigmoid(6.0), "psi": sigmoid(2.0, 1.0)}),
     ("waffle", {"omega": "adaptive", "psi": "adaptive"}),
     ("waffle", {"omega": "adaptive", "psi": sigmoid(2.0), "denominator": "range", "control": "paper"}),

@@ -47,11 +47,13 @@ def waffle(
     clip: float = 2.0,
     control: str = "anchored",
     denominator: str = "max",
+    compared: str = "updates",
     omega: Schedule | str | None = None,
     psi: Schedule | str | None = None,
     eta_g: float = 1.0,
 ) -> Trace:
     """WAFFLE (Algorithm 2); "adaptive" in place of a schedule is the degree of docs/algorithms/waffle.md."""
+    assert compared in ("updates", "gradients")
     omega, psi = omega or sigmoid, psi or sigmoid
     N, R = len(problem.nets), len(problem.batches)
     past = ([1 / N] * N, [1 / N] * N)  # line 1: alpha^{r-2}, alpha^{r-1}
@@ -64,7 +66,8 @@ def waffle(
         nonlocal past
         gradients.append(list(c_i))
         last = 10**9 if psi == "adaptive" else R  # then no round is the 95th of a hundred
-        alpha_bar, alpha = calc_weights(dy, past, problem.alice, r, last, at(omega, r), at(psi, r), denominator)  # 13
+        rows = c_i if compared == "gradients" else dy
+        alpha_bar, alpha = calc_weights(rows, past, problem.alice, r, last, at(omega, r), at(psi, r), denominator)  # 13
         past = (past[1], alpha)  # line 14: the history keeps the weights before smoothing
         return alpha_bar
 

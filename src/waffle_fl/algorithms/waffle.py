@@ -116,6 +116,8 @@ class Waffle:
     """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
     denominator: Literal["max", "range"] = server_side("max")
     """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
+    compared: Literal["updates", "gradients"] = server_side("updates")
+    """What the distances are of: the corrected updates as printed, or the mean gradients that the agents found."""
     omega: str | Schedule = server_side("sigmoid(3.2)")
     """Degree of personalisation that places Alice among the distances."""
     psi: str | Schedule = server_side("sigmoid(3.2)")
@@ -141,30 +143,30 @@ class Waffle:
         return scaffold.finish(self.sgd, down, agents, local)  # A2.9-12
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
+        c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
         witness = adaptive.Witness(server.squares, server.cubes, server.strife, server.degree)
         if ADAPTIVE in (self.omega, self.psi):
-            c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
             witness = adaptive.observe(witness, c_i, now)
         omega, psi = self._degree("omega", now, witness), self._degree("psi", now, witness)
         ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
         reading = (self.denominator, ends_alone)
-        alpha_bar, alpha, d = calc_weights(up.dy, server.past, now, omega, psi, *reading)  # A2.13
+        # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
+        rows = c_i if self.compared == "gradients" else up.dy
+        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
-        server = server._replace(**witness._asdict())
-        return self.combine(server, up, now, alpha_bar, past), Info(alpha_bar, alpha, d, omega, psi)
+        server = server._replace(past=past, **witness._asdict())
+        return self.combine(server, up, c_i, alpha_bar), Info(alpha_bar, alpha, d, omega, psi)
 
-    def combine(self, server: Server, up: Up, now: Round, alpha_bar: Weights, past: Rows) -> Server:
+    def combine(self, server: Server, up: Up, c_i: Rows, alpha_bar: Weights) -> Server:
         """A2.15-16: move the model and the control variate by the weighted updates."""
-        c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
         x = moved(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
         if self.control == "anchored":
-            c = weighted_sum(
-                alpha_bar, c_i
-            )  # Differs from the paper: c is the weighted mean itself, so it cannot drift.
+            # Differs from the paper: c is the weighted mean itself, so it cannot drift.
+            c = weighted_sum(alpha_bar, c_i)
         else:
             c = server.c.double() + weighted_sum(alpha_bar, c_i - server.c_i)  # A2.15-16
         stats = averaged(server.stats, alpha_bar, up.stats)
-        return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i, past=past)
+        return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i)
 
     def _degree(self, name: Literal["omega", "psi"], now: Round, witness: adaptive.Witness) -> Degree:
         schedule = getattr(self, name)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import SGD, Net, Round
+from waffle_fl.algorithms import SGD, Net, Round, scaffold
 from waffle_fl.algorithms.contract import Grad, Rows, State, Vector, Weights
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.waffle import Waffle
@@ -124,7 +124,8 @@ def play(
             server, info = algorithm.aggregate(server, up, now)
         else:
             info = weights if weights.ndim == 1 else weights[r - 1]
-            server = algorithm.combine(server, up, now, info, server.past)
+            c_i = scaffold.heard_control_variates(server, up, now, algorithm.sgd.lr)
+            server = algorithm.combine(server, up, c_i, info)
         yield server, up, info
 
 
