@@ -171,7 +171,13 @@ def test_local_is_nobody_s_victim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("attack", "expected"),
-    [("sign-flop", "did you mean sign-flip"), ("alie(x)", "expected numbers"), ("backdoor(0, 2)", "share in (0, 1]")],
+    [
+        ("sign-flop", "did you mean sign-flip"),
+        ("alie(x)", "expected numbers"),
+        ("backdoor(0, 2)", "share in (0, 1]"),
+        ("backdoor(inf)", "finite"),
+        ("gaussian(nan)", "finite"),
+    ],
 )
 def test_mistakes_are_told(attack: str, expected: str) -> None:
     """An attack that does not exist, or cannot be, is told in one line before any work."""

@@ -127,11 +127,35 @@ MEAN: dict[str, Any] = {"aggregation": "mean"}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("krumm(1)", "did you mean krum"), ("krum(1.5)", "whole number"), ("krum(x)", "expected numbers"),
-     ("krum(-1)", "whole number"), ("centered-clipping(0)", "radius above 0"), ("median(3)", "expected numbers")],
+     ("krum(-1)", "whole number"), ("krum(inf)", "finite"), ("trimmed-mean(1e400)", "finite"),
+     ("centered-clipping(nan)", "finite"),
+     ("centered-clipping(0)", "radius above 0"), ("median(3)", "expected numbers")],
 )  # fmt: skip
 def test_mistakes_are_told(text: str, expected: str) -> None:
     """A rule that does not exist, or cannot be, is told in one line."""
     assert expected in refusal(parse, text)
+
+
+LIES = {
+    "zeros": lambda honest: torch.zeros_like(honest[:3]),
+    "far": lambda honest: 100 * honest[:3].flip(1),
+    "backwards": lambda honest: -3 * honest.mean(dim=0, keepdim=True).expand(3, -1),
+    "the mean": lambda honest: honest.mean(dim=0, keepdim=True).expand(3, -1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_geometric_median_is_the_point_of_least_distance(lie: str) -> None:
+    """Whatever three of ten send, zeros too: its steps are enough, and nobody holds it where it began."""
+    g = torch.Generator().manual_seed(3)
+    honest = 0.1 + 0.1 * torch.randn(7, 200, generator=g, dtype=torch.float64)
+    rows = torch.cat([honest, LIES[lie](honest)])
+    found, shares = applied("geometric-median", rows)
+    start, exact = rows.mean(dim=0), torch.tensor(1e-12)
+    best = weiszfeld(rows, everyone(rows), start, exact, 3000)[0]
+    assert (found - best).norm() < 1e-4 * honest.norm(dim=1).median()
+    if lie != "the mean":
+        assert shares[7:].sum() < 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -147,7 +171,7 @@ def test_beside_byzfl(byzfl: Any, seed: int, f: int) -> None:
     }
     for text, rule in theirs.items():
         np.testing.assert_allclose(applied(text, rows)[0].numpy(), rule(rows.numpy()), rtol=1e-12, atol=1e-12)
-    found = weiszfeld(rows, everyone(rows), torch.tensor(0.1), 5)[0]
+    found = weiszfeld(rows, everyone(rows), torch.zeros_like(rows[0]), torch.tensor(0.1), 5)[0]
     np.testing.assert_allclose(found.numpy(), byzfl.GeometricMedian(0.1, 5)(rows.numpy()), rtol=1e-12, atol=1e-12)
     found = clipped_mean(rows, everyone(rows), torch.tensor(1.5), 4)[0]
     np.testing.assert_allclose(

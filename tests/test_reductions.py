@@ -142,6 +142,19 @@ def test_a_clipped_agent_keeps_its_control_variate() -> None:
         assert not state.server.c_i[2].any()
 
 
+def test_a_clipped_agent_is_compared_by_what_it_sent() -> None:
+    """It keeps its old c_i, but its distance is of the gradient that its update tells, not of the old one."""
+    algorithm = Waffle(LR, compared="gradients")
+    server, _ = algorithm.init(Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0).double()), 4)
+    up, now = random_up(0)
+    cut = now._replace(intact=now.heard & (torch.arange(4) != 2))
+    after, info = algorithm.aggregate(server, up, cut)
+    assert torch.equal(after.c_i[2], server.c_i[2])
+    pulls = algorithm.pulls(server, up, now.steps)
+    assert close(info.distances[2], (pulls[2] - pulls[1]).norm())
+    assert close(algorithm.aggregate(server, up, now)[1].weights, info.weights)
+
+
 def test_a_refused_agent_keeps_its_control_variate() -> None:
     """Nobody sets a control variate in a round in which his update is refused, whatever the reason."""
 

@@ -287,6 +287,8 @@ def test_some_methods_alone(clone: Path) -> None:
     part = read_part(clone, "tiny")
     assert {run.config.method for run in part.all_runs} == {"waffle"}
     assert {config.method for config in part.missing().values()} == asked - {"waffle"} != set()
+    text = refusal(run_missing, clone, "tiny", clone / "runs", Place(), Listener(), methods=("wafle",))
+    assert "no method 'wafle' in tiny, did you mean waffle?" in text
 
 
 def test_runs_are_made_anew_on_request(clone: Path) -> None:

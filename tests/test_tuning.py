@@ -256,6 +256,9 @@ def test_every_agent_is_alice(tmp_path: Path) -> None:
     best = [max(entry["validation_accuracy"] for entry in read_rounds(log)) for log in logs]
     assert line["validation_accuracy"] == pytest.approx(sum(best) / 3)
     assert load_experiment(tmp_path / "out" / "best.toml").settings.alice == "all"
+    shown = waffle("bench", tmp_path / "out" / "best.toml", "--out", tmp_path / "best", "--quiet")
+    assert (shown.code, shown.err) == (0, "")
+    assert [word for word in ("A for 1", "A for 2") if word in shown.out] == ["A for 1", "A for 2"]
 
 
 # --- what a user can mend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from typing import NamedTuple, TypeVar
 
 from waffle_fl.errors import WaffleError, suggest
@@ -41,7 +42,9 @@ def build(text: str, kinds: Mapping[str, Callable[..., T]], what: str, example: 
     if call.kind not in kinds:
         raise WaffleError(f"unknown {what.split()[-1]} {call.kind!r}{suggest(call.kind, (*kinds, *also))}")
     try:
-        named = {name: float(value) for name, value in call.named.items()}
-        return kinds[call.kind](*map(float, call.values), **named)
+        values, named = [*map(float, call.values)], {name: float(value) for name, value in call.named.items()}
+        if not all(map(isfinite, (*values, *named.values()))):
+            raise ValueError
+        return kinds[call.kind](*values, **named)
     except (TypeError, ValueError):
-        raise WaffleError(f"expected numbers in {text!r}, as in {example}") from None
+        raise WaffleError(f"expected numbers in {text!r}, finite and as many as in {example}") from None

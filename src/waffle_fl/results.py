@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.algorithms import ALGORITHMS, TITLES
-from waffle_fl.config import RunConfig
+from waffle_fl.config import RunConfig, Settings
 from waffle_fl.deltas import Tables, after, since
 from waffle_fl.errors import WaffleError
 from waffle_fl.records import read_json, read_rounds
@@ -67,11 +67,19 @@ class Finished:
 
     @property
     def row(self) -> str:
-        if self.config.settings.is_own:
-            return self.config.settings.alice
-        star = "*" if self.config.settings.split.endswith("*") else ""
-        shift = f" {self.config.settings.shift}" if self.config.settings.shift else ""
-        return f"own shares{star}{shift}" if self.config.settings.shares else self.config.settings.column
+        return row_of(self.config)
+
+
+def row_of(config: RunConfig) -> str:
+    """The row of a table that a run belongs to: its split, for an Alice besides the first her number, or on own data
+    the Alice."""
+    s = config.settings
+    if s.is_own:
+        return s.alice
+    star = "*" if s.split.endswith("*") else ""
+    shift = f" {s.shift}" if s.shift else ""
+    alice = f" for {s.alice}" if s.alice != Settings.alice else ""
+    return (f"own shares{star}{shift}" if s.shares else s.column) + alice
 
 
 @dataclass(frozen=True)
@@ -245,14 +253,16 @@ def judged_by(runs: Sequence[Finished]) -> Measure:
 
 
 def check_alike(
-    runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "shift", "seed", "shares")
+    runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "shift", "seed", "shares", "alice")
 ) -> list[Finished]:
-    """Runs that one table can hold: of one data set and, but for the method and `besides`, of one config each."""
+    """Runs that one table can hold: of one data set and, but for the method and `besides`, of one config each.
+
+    Each Alice has rows of her own.
+    """
     known: dict[Any, tuple[dict[str, Any], Finished]] = {}
     for run in runs:
         config = run.config.to_json()
-        own = ("alice",) if run.config.settings.is_own else ()  # there each row of the table is an Alice
-        shared = {k: v for k, v in config["settings"].items() if k not in (*besides, *own)}
+        shared = {k: v for k, v in config["settings"].items() if k not in besides}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))
             odd = next((name for name in content if content[name] != first.get(name)), None)

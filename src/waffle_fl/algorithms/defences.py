@@ -30,7 +30,7 @@ from waffle_fl.notation import build
 
 Rule: TypeAlias = Callable[[Rows, Tensor], tuple[Vector, Weights]]  # (dy, heard) -> (aggregate, shares)
 
-WEISZFELD = 8  # steps; each at least halves what the ones before left, as far as the median can move at all
+WEISZFELD = 16  # steps
 SMOOTHING = 1e-6  # of the median length: nearer than this a row pulls no harder
 CLIPPINGS = 3
 
@@ -70,10 +70,15 @@ def median() -> Rule:
 
 
 def geometric_median() -> Rule:
-    """The point with the least sum of distances, by smoothed Weiszfeld steps from zero (Pillutla et al. 2022)."""
+    """The point with the least sum of distances, by smoothed Weiszfeld steps (Pillutla et al. 2022).
+
+    Who lies where the steps begin holds them there, so they begin where the few cannot be alone: at the median of each
+    coordinate, and not at zero.
+    """
 
     def rule(dy: Rows, heard: Tensor) -> tuple[Vector, Weights]:
-        return weiszfeld(dy, heard, SMOOTHING * _middle(lengths(dy), heard), WEISZFELD)
+        start, _ = median()(dy, heard)
+        return weiszfeld(dy, heard, start, SMOOTHING * _middle(lengths(dy), heard), WEISZFELD)
 
     return rule
 
@@ -106,10 +111,9 @@ def parse(text: str) -> Rule | None:
     return build(text, kinds, "an aggregation", "mean, median or krum(3)")
 
 
-def weiszfeld(dy: Rows, heard: Tensor, smoothing: Tensor, steps: int) -> tuple[Vector, Weights]:
+def weiszfeld(dy: Rows, heard: Tensor, start: Vector, smoothing: Tensor, steps: int) -> tuple[Vector, Weights]:
     """Weigh each row by 1 / its distance from the centre, and move the centre to their mean."""
-    centre = torch.zeros(dy.shape[1], dtype=torch.float64, device=dy.device)
-    shares = uniform(heard)
+    centre, shares = start, uniform(heard)
     for _ in range(steps):
         shares = normalised(heard / lengths(dy, centre).clamp(min=TINY).maximum(smoothing), heard)
         centre = weighted_sum(shares, dy)

@@ -151,7 +151,7 @@ class Waffle:
         ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
         reading = (self.denominator, ends_alone)
         # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
-        rows = c_i if self.compared == "gradients" else up.dy
+        rows = self.pulls(server, up, now.steps) if self.compared == "gradients" else up.dy
         alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
         server = server._replace(past=past, **witness._asdict())

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Interrupted, Listener, Place
@@ -38,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m waffle_fl.reproduce", description=__doc__)
     parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
     parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
-    parser.add_argument("--methods", nargs="*", default=(), choices=ALGORITHMS, help="only these, by their names")
+    parser.add_argument("--methods", nargs="*", default=(), help="only these, by their names")
     parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
     parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")

@@ -16,7 +16,7 @@ from waffle_fl.results import WEIGHING, Finished, methods_of, rows_of
 NAME = "robustness"
 COSTLY = 1.5  # points of accuracy
 KIN = "waffle-kin"
-ADAPTIVE = "projected"  # an attack that knows the guard
+ADAPTIVE = "projected"  # an attack made for servers that measure distances
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
 Row = tuple[str, int]  # an attack, and how many agents make it

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from waffle_fl.config import RunConfig
-from waffle_fl.errors import WaffleError
+from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
 from waffle_fl.records import code_digest, read_json
 from waffle_fl.reproduce import drift, momentum, quadratics
@@ -55,8 +55,13 @@ def run_missing(
     end = time.monotonic() + 60 * place.minutes
     compute(root)
     parts = read_study(root, study).values()
-    if not any(is_in(name, cell) for part in parts for name in part.planned()):
+    cells = {name: config for part in parts for name, config in part.planned().items() if is_in(name, cell)}
+    if not cells:
         raise WaffleError(f"no cell {cell!r} in {study}: name one such as {study}/C/waffle")
+    known = list(dict.fromkeys(config.method for config in cells.values()))
+    for method in methods:
+        if method not in known:
+            raise WaffleError(f"no method {method!r} in {cell or study}{suggest(method, known)}")
     for part in parts:
         asked, ours = part.planned(seeds) if anew else part.missing(seeds), _share(part.planned(seeds), *share)
         missing = {

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.config import Experiment, RunConfig, Settings, load_experiments
+from waffle_fl.config import Experiment, RunConfig, load_experiments
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import plan
-from waffle_fl.results import Finished, read_condensed
+from waffle_fl.results import Finished, read_condensed, row_of
 
 STUDIES = {
     "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-permutations", "mnist-sizes"),
@@ -48,15 +48,7 @@ class Part:
 
 def cell_of(experiment: str, config: RunConfig) -> str:
     """The name of a run in its study: mnist/C/waffle/1, or har/subject-01/waffle/1 where each agent is Alice."""
-    return f"{experiment}/{_seen_by(config)}/{config.method}/{config.settings.seed}"
-
-
-def _seen_by(config: RunConfig) -> str:
-    """What runs of one row share: the split, for an Alice besides the first her number, or the Alice of own data."""
-    s = config.settings
-    if s.is_own:
-        return s.alice
-    return s.column if s.alice == Settings.alice else f"{s.column} for {s.alice}"
+    return f"{experiment}/{row_of(config)}/{config.method}/{config.settings.seed}"
 
 
 def find_root(start: Path) -> Path:
@@ -133,7 +125,7 @@ def problems(parts: dict[str, Part]) -> list[str]:
         for name, runs in part.runs.items():
             if len({cell_of(name, run.config) for run in runs}) < len(runs):
                 found.append(f"{record}: a run of {name} is there twice")
-            seen = {(_seen_by(run.config), run.provenance["binding"]["data"]) for run in runs}
+            seen = {(run.row, run.provenance["binding"]["data"]) for run in runs}
             if len(seen) > len({row for row, _ in seen}):
                 found.append(f"{record}: runs of {name} on one split saw different data")
             odd = [run.folder.name for run in runs if run.rounds and _odd(run)]

@@ -89,7 +89,9 @@ class Prior:
         p = row / row.sum()
         losers = _shortest(order, p, max(self.amount, HALF))
         if len(losers) == len(order):  # the last one is so common that it must be the one to lose
-            losers = _shortest(order[::-1], p, max(self.amount, HALF))[: len(order) - 1]
+            losers = _shortest(order[::-1], p, max(self.amount, HALF))
+        if len(losers) == len(order):  # somebody must gain, then the rarest
+            losers = order[order != order[p[order].argmin()]]
         lost = np.zeros(len(row), bool)
         lost[losers] = True
         amount = min(self.amount, p[lost].sum())
