@@ -71,8 +71,7 @@ class Finished:
 
 
 def row_of(config: RunConfig) -> str:
-    """The row of a table that a run belongs to: its split, for an Alice besides the first her number, or on own data
-    the Alice."""
+    """Where a run stands in a table: its split, with an Alice besides the first named; on own data the Alice alone."""
     s = config.settings
     if s.is_own:
         return s.alice
