@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps byzfl \
 	  || echo "no byzfl, and none could be fetched: tests beside it will be skipped"
 	command -v chromium || command -v chromium-browser || command -v google-chrome \
-	  || $(BIN)/playwright install chromium \
+	  || $(BIN)/playwright install chromium >/dev/null 2>&1 \
 	  || echo "no Chromium, and none could be fetched: tests in a browser will be skipped"
 	touch $(READY)
 
