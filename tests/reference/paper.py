@@ -35,16 +35,17 @@ def fedavg(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> 
     return trace
 
 
-def scaffold(problem: Problem, *, clip: float = 2.0, eta_g: float = 1.0) -> Trace:
+def scaffold(problem: Problem, *, clip: float = 2.0, correction: float = 1.0, eta_g: float = 1.0) -> Trace:
     """SCAFFOLD with option II (section 3): Algorithm 2 with all weights 1/N and c averaged by its changes."""
     N = len(problem.nets)
-    return controlled(problem, clip, eta_g, "paper", lambda _r, _dy, _c_i: [1 / N] * N)
+    return controlled(problem, clip, correction, eta_g, "paper", lambda _r, _dy, _c_i: [1 / N] * N)
 
 
 def waffle(
     problem: Problem,
     *,
     clip: float = 2.0,
+    correction: float = 1.0,
     control: str = "anchored",
     denominator: str = "max",
     compared: str = "updates",
@@ -53,7 +54,7 @@ def waffle(
     eta_g: float = 1.0,
 ) -> Trace:
     """WAFFLE (Algorithm 2); "adaptive" in place of a schedule is the degree of docs/algorithms/waffle.md."""
-    assert compared in ("updates", "gradients")
+    assert compared in ("updates", "gradients", "directions")
     omega, psi = omega or sigmoid, psi or sigmoid
     N, R = len(problem.nets), len(problem.batches)
     past = ([1 / N] * N, [1 / N] * N)  # line 1: alpha^{r-2}, alpha^{r-1}
@@ -66,17 +67,18 @@ def waffle(
         nonlocal past
         gradients.append(list(c_i))
         last = 10**9 if psi == "adaptive" else R  # then no round is the 95th of a hundred
-        rows = c_i if compared == "gradients" else dy
+        rows = {"updates": dy, "gradients": c_i, "directions": [g / g.norm() for g in c_i]}[compared]
         alpha_bar, alpha = calc_weights(rows, past, problem.alice, r, last, at(omega, r), at(psi, r), denominator)  # 13
         past = (past[1], alpha)  # line 14: the history keeps the weights before smoothing
         return alpha_bar
 
-    return controlled(problem, clip, eta_g, control, weigh)
+    return controlled(problem, clip, correction, eta_g, control, weigh)
 
 
 def controlled(
     problem: Problem,
     clip: float,
+    correction: float,
     eta_g: float,
     control: str,
     weigh: Callable[[int, list[Tensor], list[Tensor]], list[float]],
@@ -89,9 +91,9 @@ def controlled(
     for r in range(1, len(problem.batches) + 1):  # line 2
         dy, dc = [], []
         for i in range(N):  # line 4
-            y = train(problem, r, i, x, clip, correction=c - c_i[i])  # lines 5 to 8
+            y = train(problem, r, i, x, clip, correction=correction * (c - c_i[i]))  # lines 5 to 8
             K = len(problem.batches[r - 1][i])
-            c_plus = c_i[i] - c + (x - y) / (K * problem.lr)  # line 9
+            c_plus = correction * (c_i[i] - c) + (x - y) / (K * problem.lr)  # line 9
             dy.append(y - x)  # line 10
             dc.append(c_plus - c_i[i])
             c_i[i] = c_plus  # line 11

@@ -199,6 +199,11 @@ def cosines(rows: Rows, vector: Vector) -> Weights:
     return products.div((lengths(rows) * vector.norm()).clamp(min=TINY)).clamp(-1, 1)  # whatever rounding made of it
 
 
+def turns(rows: Rows, vector: Vector) -> Weights:
+    """How far each row's direction lies from the vector's, as unit vectors; one without a direction is at right angles."""
+    return (2 - 2 * cosines(rows, vector.double())).sqrt()
+
+
 def weighted_sum(weights: Weights, rows: Rows) -> Vector:
     """Sum of weights_i rows_i in float64; a row of weight 0 is left out, whatever it holds."""
     parts = blocks(rows)

@@ -63,7 +63,7 @@ class Local(NamedTuple):
     y: Rows
     stats: Rows
     velocity: Rows
-    correction: Rows  # c - c_i, constant through the round
+    correction: Rows  # c - c_i, or a share of it, constant through the round
     steps: Tensor  # K_i, counted
 
 
@@ -76,15 +76,15 @@ class Info(NamedTuple):
     weights: Weights
 
 
-def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float) -> Rows:
+def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, correction: float = 1.0) -> Rows:
     """A2.9: c_i+ = c_i - c + (x - y_i) / (K_i lr); an agent that made no step keeps its own."""
     moves = steps[:, None].to(dy.dtype) * lr
-    return torch.where(moves > 0, c_i - c - dy / moves.clamp(min=lr), c_i)
+    return torch.where(moves > 0, correction * (c_i - c) - dy / moves.clamp(min=lr), c_i)
 
 
-def heard_control_variates(server: Shared, up: Up, now: Round, lr: float) -> Rows:
+def heard_control_variates(server: Shared, up: Up, now: Round, lr: float, correction: float = 1.0) -> Rows:
     """c_i+ of every agent, computed by the server; one whose update was not taken as sent keeps its old one."""
-    c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr)
+    c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, correction)
     return torch.where(now.intact[:, None], c_i, server.c_i)
 
 
@@ -99,10 +99,10 @@ def send(server: Shared, agents: int) -> Down:
     return Down(*everyone(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
 
 
-def begin(sgd: SGD, down: Down, agents: Agents) -> Local:
+def begin(sgd: SGD, correction: float, down: Down, agents: Agents) -> Local:
     """A2.5: y_i <- x."""
     steps = torch.zeros(len(down.x), dtype=torch.int64, device=down.x.device)
-    return Local(down.x, down.stats, sgd.rest(down.x), down.c - agents.c_i, steps)
+    return Local(down.x, down.stats, sgd.rest(down.x), correction * (down.c - agents.c_i), steps)
 
 
 def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
@@ -112,10 +112,10 @@ def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
     return local._replace(y=y, stats=stats, velocity=velocity, steps=local.steps + 1)
 
 
-def finish(sgd: SGD, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+def finish(sgd: SGD, correction: float, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
     """A2.9-12."""
     dy = local.y - down.x  # A2.10
-    c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr)  # A2.9, A2.11
+    c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr, correction)  # A2.9, A2.11
     return Agents(c_i), Up(dy, local.stats)  # A2.12
 
 
@@ -127,6 +127,8 @@ class Scaffold:
     sgd: SGD = field(default_factory=SGD)
     clip: float = 2.0
     """Largest norm of a corrected gradient; 0 turns clipping off."""
+    correction: float = 1.0
+    """Share of c - c_i that is added to each gradient: 1 as printed; less lets agents drift, and brings less noise."""
     eta_g: float = server_side(1.0)
     """Global step size."""
 
@@ -137,17 +139,17 @@ class Scaffold:
         return send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return begin(self.sgd, down, agents)
+        return begin(self.sgd, self.correction, down, agents)
 
     def step(self, local: Local, grad: Grad) -> Local:
         return step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return finish(self.sgd, down, agents, local)
+        return finish(self.sgd, self.correction, down, agents, local)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         weights = uniform(now.heard)
-        c_i = heard_control_variates(server, up, now, self.sgd.lr)
+        c_i = heard_control_variates(server, up, now, self.sgd.lr, self.correction)
         every = now.samples > 0
         if now.suspect is None:
             c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
@@ -157,7 +159,7 @@ class Scaffold:
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
 
     def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
-        return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr)
+        return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

@@ -7,6 +7,7 @@ here is the paper's red ink.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
@@ -32,6 +33,7 @@ from waffle_fl.algorithms.contract import (
     one_hot,
     row_of,
     server_side,
+    turns,
     weighted_sum,
 )
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
@@ -69,11 +71,12 @@ def calc_weights(
     psi: Degree,
     denominator: Literal["max", "range"] = "max",
     ends_alone: bool = True,
+    apart: Callable[[Rows, Vector], Weights] = lengths,
 ) -> tuple[Weights, Weights, Weights]:
     """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
     others = now.heard & ~is_alice
-    d = lengths(dy, row_of(dy, now.alice))  # A1.2
+    d = apart(dy, row_of(dy, now.alice))  # A1.2
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
     d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
@@ -112,12 +115,15 @@ class Waffle:
     sgd: SGD = field(default_factory=SGD)
     clip: float = 2.0
     """Largest norm of a corrected gradient; 0 turns clipping off."""
+    correction: float = 1.0
+    """Share of c - c_i that is added to each gradient: 1 as printed; less lets agents drift, and brings less noise."""
     control: Literal["anchored", "paper"] = server_side("anchored")
     """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
     denominator: Literal["max", "range"] = server_side("max")
     """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
-    compared: Literal["updates", "gradients"] = server_side("updates")
-    """What the distances are of: the corrected updates as printed, or the mean gradients that the agents found."""
+    compared: Literal["updates", "gradients", "directions"] = server_side("updates")
+    """What the distances are of: the corrected updates as printed, the mean gradients that the agents found, or the
+    directions of these."""
     omega: str | Schedule = server_side("sigmoid(3.2)")
     """Degree of personalisation that places Alice among the distances."""
     psi: str | Schedule = server_side("sigmoid(3.2)")
@@ -134,16 +140,16 @@ class Waffle:
         return scaffold.send(server, agents)  # A2.3
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return scaffold.begin(self.sgd, down, agents)  # A2.5
+        return scaffold.begin(self.sgd, self.correction, down, agents)  # A2.5
 
     def step(self, local: Local, grad: Grad) -> Local:
         return scaffold.step(self.sgd, self.clip, local, grad)  # A2.7-8
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return scaffold.finish(self.sgd, down, agents, local)  # A2.9-12
+        return scaffold.finish(self.sgd, self.correction, down, agents, local)  # A2.9-12
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr)
+        c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr, self.correction)
         witness = adaptive.Witness(server.squares, server.cubes, server.strife, server.degree)
         if ADAPTIVE in (self.omega, self.psi):
             witness = adaptive.observe(witness, c_i, now)
@@ -151,8 +157,9 @@ class Waffle:
         ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
         reading = (self.denominator, ends_alone)
         # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
-        rows = self.pulls(server, up, now.steps) if self.compared == "gradients" else up.dy
-        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading)  # A2.13
+        rows = up.dy if self.compared == "updates" else self.pulls(server, up, now.steps)
+        apart = turns if self.compared == "directions" else lengths
+        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading, apart)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
         server = server._replace(past=past, **witness._asdict())
         return self.combine(server, up, c_i, alpha_bar), Info(alpha_bar, alpha, d, omega, psi)
@@ -173,7 +180,7 @@ class Waffle:
         return witness.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
     def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
-        return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr)
+        return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return everyone(Net(server.x, server.stats), count)

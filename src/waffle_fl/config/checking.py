@@ -132,6 +132,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "split_seed": NOT_NEGATIVE,
     "permutation_seed": NOT_NEGATIVE,
     "clip": NOT_NEGATIVE,
+    "correction": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
     "eta_g": POSITIVE,
     "p_d": NOT_NEGATIVE,
     "p_s": NOT_NEGATIVE,

@@ -15,7 +15,7 @@ from waffle_fl.results import Finished, read_condensed, row_of
 
 STUDIES = {
     "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-permutations", "mnist-sizes"),
-    "cifar10": ("cifar10", "cifar10-printed"),
+    "cifar10": ("cifar10", "cifar10-printed", "cifar10-departures"),
 }
 
 
