@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from reference.paper import calc_weights as slow
 from waffle_fl.algorithms import SGD, Round
+from waffle_fl.algorithms.contract import turns
 from waffle_fl.algorithms.schedules import evaluate, parse, sigmoid
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
 from waffle_fl.errors import WaffleError
@@ -65,6 +66,14 @@ def test_only_max_starts_with_everyone() -> None:
     omega = evaluate("sigmoid(3.2)", "omega", 1, 100)
     assert raw([1.0, 1.25, 2.0], omega, "max")[3] == pytest.approx(0.140987, abs=1e-6)
     assert raw([1.0, 1.25, 2.0], omega, "range")[3] == 0
+
+
+def test_directions_by_hand() -> None:
+    """As unit vectors: 0 for the same way at any length, √2 at right angles and for no direction at all, 2 opposed."""
+    dy = torch.tensor([[2.0, 0.0], [7.0, 0.0], [0.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert turns(dy, dy[0]).tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
+    d = calc_weights(dy, past(5), now(5), 0.5, 0.5, apart=turns)[2]
+    assert d.tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
 
 
 def test_smoothing_by_hand() -> None:

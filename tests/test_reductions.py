@@ -50,6 +50,17 @@ def random_up(seed: int = 0) -> tuple[Up, Round]:
     return up, Round(3, 20, torch.tensor(1), steps > 0, steps > 0, steps * BATCH, steps, BATCH)
 
 
+def test_scaffold_without_correction_is_fedavg() -> None:
+    """With no share of c - c_i added SCAFFOLD is FedAvg, and its control variates are the mean gradients still."""
+    scaffold = Scaffold(LR, clip=0.0, correction=0.0)
+    assert close(alice_s_model(scaffold), alice_s_model(FedAvg(LR)))
+    up, now = random_up()
+    server, _ = scaffold.init(Net(torch.zeros(7).double(), torch.zeros(0).double()), 4)
+    for _ in range(2):
+        server, _ = scaffold.aggregate(server, up, now)
+        assert close(server.c_i, -up.dy / (now.steps[:, None] * LR.lr))
+
+
 def test_waffle_with_equal_weights_is_scaffold() -> None:
     """Forced to 1/N, WAFFLE's aggregation is SCAFFOLD's, model and control variates, under both control rules."""
     net = Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))

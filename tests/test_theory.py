@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from waffle_fl.algorithms import SGD, Net, Round
-from waffle_fl.algorithms.contract import one_hot
+from waffle_fl.algorithms.contract import one_hot, turns
 from waffle_fl.algorithms.fedavg import Down, FedAvg, Up
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.schedules import evaluate
@@ -590,6 +590,25 @@ def test_control_variates_keep_what_updates_hide() -> None:
     told = Waffle(SGD(0.3), clip=0.0, compared="gradients")
     for server, _, info in play(told, problem.grad, START, [4] * 3, 20):
         assert close(info.distances[1:], (server.c_i - server.c_i[0]).norm(dim=1)[1:])
+
+
+@pytest.mark.parametrize("length", [1.5, 4.0, 30.0])
+def test_noise_does_not_turn_a_twin_into_a_stranger(length: float) -> None:
+    """In many dimensions noise of length s_i adds s_i² to the squared distance of an agent's gradient from Alice's, and
+    divides the cosine of the two by √(1 + s_i²/|g_i|²): so a twin of Alice whose noise is long looks farther than a
+    quiet stranger at right angles to her, but by its direction it never does."""
+    n = 1_000_000
+    noise = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * length / math.sqrt(n)
+    g = torch.zeros(2, n, dtype=torch.float64)
+    g[0, 0] = g[1, 1] = 1.0
+    rows = torch.stack([g[0], g[0] + noise, g[1]])  # Alice, her twin, a stranger
+    now, past = round_of(1, 100, 3), torch.full((2, 3), 1 / 3, dtype=torch.float64)
+    far = calc_weights(rows, past, now, 1.0, 1.0)[2]
+    assert far[1].square().item() == pytest.approx(length**2, rel=0.01)
+    assert far[1] > far[2] > 1.4
+    turned = calc_weights(rows, past, now, 1.0, 1.0, apart=turns)[2]
+    assert 1 - turned[1].square().item() / 2 == pytest.approx(1 / math.sqrt(1 + length**2), rel=0.1)
+    assert turned[1] < turned[2]
 
 
 # ------------------------------------------------------------------------------------------------ WAFFLE by kinship

@@ -200,7 +200,7 @@ def cosines(rows: Rows, vector: Vector) -> Weights:
 
 
 def turns(rows: Rows, vector: Vector) -> Weights:
-    """How far each row's direction lies from the vector's, as unit vectors; one without a direction is at right angles."""
+    """|rows_i / |rows_i| - vector / |vector||: how far directions are apart; a row without one is at right angles."""
     return (2 - 2 * cosines(rows, vector.double())).sqrt()
 
 

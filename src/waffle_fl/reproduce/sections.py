@@ -14,9 +14,11 @@ from waffle_fl.reproduce.claims import Verdict, percent, verdicts
 from waffle_fl.reproduce.convergence import Comparison, compare
 from waffle_fl.reproduce.paper import GLOBAL, P_D, SPLITS, TABLE
 from waffle_fl.reproduce.prose import (
+    COMPARED,
     CONVERGENCE,
     DEPARTED,
     DEPARTURES,
+    DISTANCES,
     EROSION,
     LOCAL_FROM,
     MOMENTUM,
@@ -139,18 +141,29 @@ def _printed(data: str, split: str, method: str) -> str:
 
 
 def departures(records: Records) -> str:
-    """One row a variant, one table a protocol."""
-    part = records.parts["mnist-departures"]
-    groups = {name.rpartition("/")[2]: runs for name, runs in part.runs.items()}
-    for name, method in (("ours", "waffle"), ("scaffold", "scaffold"), ("apfl", "apfl")):
-        groups[name] = [run for run in records.runs("mnist") if run.config.method == method]
+    """What each departure from the printed rule does on MNIST."""
+    main = {"ours": "waffle", "scaffold": "scaffold", "apfl": "apfl"}
+    return _variants(records, "mnist-departures", "mnist", main, DEPARTED, DEPARTURES)
+
+
+def distances(records: Records) -> str:
+    """What WAFFLE's distances are of, on CIFAR-10."""
+    return _variants(records, "cifar10-departures", "cifar10", {"directions": "waffle"}, COMPARED, DISTANCES)
+
+
+def _variants(
+    records: Records, name: str, beside: str, main: Mapping[str, str], text: str, names: Mapping[str, str]
+) -> str:
+    """One row a variant, one table a protocol; `main` names rows of the record beside it, by method."""
+    groups = {variant.rpartition("/")[2]: runs for variant, runs in records.parts[name].runs.items()}
+    groups |= {row: [run for run in records.runs(beside) if run.config.method == main[row]] for row in main}
     if not any(groups.values()):
-        return absent(records, "mnist-departures")
-    texts = [text for text in (absent(records, "mnist-departures"), prose(DEPARTED)) if text]
+        return absent(records, name)
+    texts = [text for text in (absent(records, name), prose(text)) if text]
     for protocol, title in PROTOCOLS.items():
         rows = [
-            [text, *(_variant_cell(groups[name], protocol, split) for split in SPLITS)]
-            for name, text in DEPARTURES.items()
+            [text, *(_variant_cell(groups[variant], protocol, split) for split in SPLITS)]
+            for variant, text in names.items()
         ]
         texts.append(f"Accuracy, {title}:\n\n" + table(["", *SPLITS], rows))
     return "\n\n".join(texts)
