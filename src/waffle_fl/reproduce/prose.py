@@ -48,7 +48,8 @@ COMPARED = """
     correction hides, but their noise looks like distance too, and agent 1 falls behind again, only later. Directions
     do not see how long the noise is: the near agents keep more weight than the far ones, and all keep some until late.
     So WAFFLE compares directions on CIFAR-10; the rows above it are from `results/cifar10-departures.jsonl`. The best
-    round gains on every split, and so does the one chosen on validation data. The last round loses on all but B*:
+    round gains on every split, and so does the one chosen on validation data; C is where directions were chosen among
+    these four, the other splits had their turn afterwards, once. The last round loses on all but B*:
     others keep their weight until round 95, so Alice is alone for five rounds only, and these swing. Every cell is one
     seed. On C one test sample in a thousand is all that lies between the best rounds of WAFFLE and FedAvg; by the
     rounds chosen on validation data it is eleven.
