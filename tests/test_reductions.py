@@ -58,7 +58,7 @@ def test_scaffold_without_correction_is_fedavg() -> None:
     server, _ = scaffold.init(Net(torch.zeros(7).double(), torch.zeros(0).double()), 4)
     for _ in range(2):
         server, _ = scaffold.aggregate(server, up, now)
-        assert close(server.c_i, -up.dy / (now.steps[:, None] * LR.lr))
+        assert close(server.c_i, -up.dy / (now.steps[:, None].double() * LR.lr))
 
 
 def test_waffle_with_equal_weights_is_scaffold() -> None:

@@ -98,7 +98,8 @@ def test_the_files_hold_the_paper_s_settings() -> None:
         assert (s.rounds, s.batch_size, s.lr, s.momentum, s.weight_decay) == expected
         assert set(METHODS) <= set(experiment.methods)
         assert experiment.splits == SPLITS
-        assert "waffle" not in experiment.options
+        own = {"compared": "directions"} if name == "cifar10" else {}  # what the page says of it, and nothing else
+        assert experiment.options.get("waffle", {}) == own
     assert Scaffold().clip == 2.0
     assert commands.ALGORITHMS["waffle"]().omega == f"sigmoid({SLOPE})"  # type: ignore[attr-defined]
 
@@ -358,8 +359,9 @@ def test_near_the_best_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not claims.near_the_best("mnist", cells(waffle=95)).holds
 
 
-def test_distance_from_the_paper() -> None:
+def test_distance_from_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.3 point below the paper is allowed on MNIST and not more; 2 points either way on CIFAR-10."""
+    monkeypatch.setattr(claims, "EXCEPTIONS", {})
     printed = {f"waffle_{split.replace('*', 'x')}": TABLE["mnist"][split, "waffle"].mean for split in SPLITS}
     assert claims.not_below_paper("mnist", cells(**printed), 0.3).holds
     low = printed | {"waffle_C": printed["waffle_C"] - 0.31}
