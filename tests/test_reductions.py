@@ -72,7 +72,7 @@ def test_waffle_with_equal_weights_is_scaffold() -> None:
         for seed in range(3):
             up, now = random_up(seed)
             a, _ = scaffold.aggregate(a, up, now)
-            c_i = heard_control_variates(b, up, now, waffle.sgd.lr)
+            c_i = heard_control_variates(b, up, now, waffle.sgd.lr, waffle.correction)
             b = waffle.combine(b, up, c_i, torch.full((4,), 0.25, dtype=torch.float64))
             assert all(close(x, y) for x, y in zip(a, b[:4], strict=True))
 

@@ -199,9 +199,10 @@ def cosines(rows: Rows, vector: Vector) -> Weights:
     return products.div((lengths(rows) * vector.norm()).clamp(min=TINY)).clamp(-1, 1)  # whatever rounding made of it
 
 
-def turns(rows: Rows, vector: Vector) -> Weights:
+def chords(rows: Rows, vector: Vector) -> Weights:
     """|rows_i / |rows_i| - vector / |vector||: how far directions are apart; a row without one is at right angles."""
-    return (2 - 2 * cosines(rows, vector.double())).sqrt()
+    short = 1 - cosines(rows, vector.double())  # of a cosine of 1
+    return torch.where(short <= NEARLY_EQUAL, 0.0, 2 * short).sqrt()  # not what rounding left of the same way
 
 
 def weighted_sum(weights: Weights, rows: Rows) -> Vector:

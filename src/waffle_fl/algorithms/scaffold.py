@@ -76,15 +76,18 @@ class Info(NamedTuple):
     weights: Weights
 
 
-def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, correction: float = 1.0) -> Rows:
-    """A2.9: c_i+ = c_i - c + (x - y_i) / (K_i lr); an agent that made no step keeps its own."""
+def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, share: float) -> Rows:
+    """A2.9: c_i+ = c_i - c + (x - y_i) / (K_i lr), or with the share of c_i - c that was taken off each gradient.
+
+    An agent that made no step keeps its own.
+    """
     moves = steps[:, None].to(dy.dtype) * lr
-    return torch.where(moves > 0, correction * (c_i - c) - dy / moves.clamp(min=lr), c_i)
+    return torch.where(moves > 0, share * (c_i - c) - dy / moves.clamp(min=lr), c_i)
 
 
-def heard_control_variates(server: Shared, up: Up, now: Round, lr: float, correction: float = 1.0) -> Rows:
+def heard_control_variates(server: Shared, up: Up, now: Round, lr: float, share: float) -> Rows:
     """c_i+ of every agent, computed by the server; one whose update was not taken as sent keeps its old one."""
-    c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, correction)
+    c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, share)
     return torch.where(now.intact[:, None], c_i, server.c_i)
 
 
@@ -99,10 +102,10 @@ def send(server: Shared, agents: int) -> Down:
     return Down(*everyone(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
 
 
-def begin(sgd: SGD, correction: float, down: Down, agents: Agents) -> Local:
+def begin(sgd: SGD, share: float, down: Down, agents: Agents) -> Local:
     """A2.5: y_i <- x."""
     steps = torch.zeros(len(down.x), dtype=torch.int64, device=down.x.device)
-    return Local(down.x, down.stats, sgd.rest(down.x), correction * (down.c - agents.c_i), steps)
+    return Local(down.x, down.stats, sgd.rest(down.x), share * (down.c - agents.c_i), steps)
 
 
 def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
@@ -112,10 +115,10 @@ def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
     return local._replace(y=y, stats=stats, velocity=velocity, steps=local.steps + 1)
 
 
-def finish(sgd: SGD, correction: float, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+def finish(sgd: SGD, share: float, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
     """A2.9-12."""
     dy = local.y - down.x  # A2.10
-    c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr, correction)  # A2.9, A2.11
+    c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr, share)  # A2.9, A2.11
     return Agents(c_i), Up(dy, local.stats)  # A2.12
 
 
@@ -128,7 +131,7 @@ class Scaffold:
     clip: float = 2.0
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = 1.0
-    """Share of c - c_i that is added to each gradient: 1 as printed; less lets agents drift, and brings less noise."""
+    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 they drift as in FedAvg."""
     eta_g: float = server_side(1.0)
     """Global step size."""
 

@@ -26,6 +26,7 @@ from waffle_fl.algorithms.contract import (
     Vector,
     Weights,
     averaged,
+    chords,
     everyone,
     lengths,
     moved,
@@ -33,7 +34,6 @@ from waffle_fl.algorithms.contract import (
     one_hot,
     row_of,
     server_side,
-    turns,
     weighted_sum,
 )
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
@@ -114,16 +114,15 @@ class Waffle:
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = 2.0
-    """Largest norm of a corrected gradient; 0 turns clipping off."""
+    """Largest norm of a corrected gradient; 0 chords clipping off."""
     correction: float = 1.0
-    """Share of c - c_i that is added to each gradient: 1 as printed; less lets agents drift, and brings less noise."""
+    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 they drift as in FedAvg."""
     control: Literal["anchored", "paper"] = server_side("anchored")
     """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
     denominator: Literal["max", "range"] = server_side("max")
     """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
     compared: Literal["updates", "gradients", "directions"] = server_side("updates")
-    """What the distances are of: the corrected updates as printed, the mean gradients that the agents found, or the
-    directions of these."""
+    """What the distances are of: corrected updates as printed, the agents' mean gradients, or their directions."""
     omega: str | Schedule = server_side("sigmoid(3.2)")
     """Degree of personalisation that places Alice among the distances."""
     psi: str | Schedule = server_side("sigmoid(3.2)")
@@ -158,7 +157,7 @@ class Waffle:
         reading = (self.denominator, ends_alone)
         # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
         rows = up.dy if self.compared == "updates" else self.pulls(server, up, now.steps)
-        apart = turns if self.compared == "directions" else lengths
+        apart = chords if self.compared == "directions" else lengths
         alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading, apart)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
         server = server._replace(past=past, **witness._asdict())

@@ -124,7 +124,7 @@ def play(
             server, info = algorithm.aggregate(server, up, now)
         else:
             info = weights if weights.ndim == 1 else weights[r - 1]
-            c_i = scaffold.heard_control_variates(server, up, now, algorithm.sgd.lr)
+            c_i = scaffold.heard_control_variates(server, up, now, algorithm.sgd.lr, algorithm.correction)
             server = algorithm.combine(server, up, c_i, info)
         yield server, up, info
 
