@@ -131,7 +131,7 @@ class Scaffold:
     clip: float = 2.0
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = 1.0
-    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 they drift as in FedAvg."""
+    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
     eta_g: float = server_side(1.0)
     """Global step size."""
 

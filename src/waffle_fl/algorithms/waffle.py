@@ -116,7 +116,7 @@ class Waffle:
     clip: float = 2.0
     """Largest norm of a corrected gradient; 0 chords clipping off."""
     correction: float = 1.0
-    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 they drift as in FedAvg."""
+    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
     control: Literal["anchored", "paper"] = server_side("anchored")
     """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
     denominator: Literal["max", "range"] = server_side("max")
