@@ -13,8 +13,8 @@ INTRODUCTION = """
 NOTHING_SELECTED = "Every sample is trained on, so none are left to select a round with."
 DEPARTED = """
     MNIST, 2,500 samples an agent. *Printed* is the paper's rule to the letter; *ours* is the default. The rows that the
-    first table has too are its ten seeds, the others five. A run in which Alice can train no more ends there; how many
-    seeds ended so is said, and their rounds until then count.
+    first table has too are its ten seeds, the others five, but three for directions. A run in which Alice can train
+    no more ends there; how many seeds ended so is said, and their rounds until then count.
 """
 DEPARTURES = {
     "printed": "as printed",
@@ -27,6 +27,7 @@ DEPARTURES = {
     "ours-range": "ours, but denominator dM − d_A (Eq. 2)",
     "ours-no-clip": "ours, but not clipped",
     "ours-clip-5": "ours, but clipped at 5",
+    "ours-directions": "ours, but comparing directions",
     "ours-tanh": "ours, but tanh and average pooling",
     "ours-tanh-no-clip": "ours, but tanh and average pooling, not clipped",
     "scaffold": "SCAFFOLD, clipped at 2 (the default)",
