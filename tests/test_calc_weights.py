@@ -77,10 +77,7 @@ def test_directions_by_hand() -> None:
     way = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     same = torch.tensor([[1.0], [3.0], [0.1], [7e-3]], dtype=torch.float64) * way
     assert chords(same, same[0]).tolist() == [0, 0, 0, 0]
-    assert chords(torch.tensor([[1.0], [math.nan]], dtype=torch.float64), torch.ones(1)).isnan().tolist() == [
-        False,
-        True,
-    ]
+    assert chords(torch.tensor([[1.0], [math.nan]], dtype=torch.float64), torch.ones(1))[1].isnan()
 
 
 def test_smoothing_by_hand() -> None:

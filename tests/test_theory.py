@@ -52,10 +52,10 @@ ONE_STEP_FLAT = in_one_dimension((1.0, 0.001))
 def quadratics(seed: int = 0, agents: int = 3, size: int = 2, low: float = 0.1, high: float = 1.0) -> Quadratics:
     """Random rotations of random curvatures between `low` and `high`, both of them there; optima around 0."""
     g = torch.Generator().manual_seed(seed)
-    chords = torch.linalg.qr(torch.randn(agents, size, size, generator=g, dtype=torch.float64)).Q
+    turns = torch.linalg.qr(torch.randn(agents, size, size, generator=g, dtype=torch.float64)).Q
     h = low * (high / low) ** torch.rand(agents, size, generator=g, dtype=torch.float64)
     h[0, 0], h[-1, -1] = high, low
-    curvatures = chords @ torch.diag_embed(h) @ chords.mT
+    curvatures = turns @ torch.diag_embed(h) @ turns.mT
     return Quadratics((curvatures + curvatures.mT) / 2, 3 * torch.randn(agents, size, generator=g, dtype=torch.float64))
 
 

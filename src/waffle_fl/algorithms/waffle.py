@@ -114,7 +114,7 @@ class Waffle:
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = 2.0
-    """Largest norm of a corrected gradient; 0 chords clipping off."""
+    """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = 1.0
     """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
     control: Literal["anchored", "paper"] = server_side("anchored")

@@ -163,14 +163,14 @@ def distances(records: Records) -> str:
 
 
 def _variants(
-    records: Records, name: str, beside: str, main: Mapping[str, str], text: str, names: Mapping[str, str]
+    records: Records, name: str, beside: str, main: Mapping[str, str], words: str, names: Mapping[str, str]
 ) -> str:
     """One row a variant, one table a protocol; `main` names rows of the record beside it, by method."""
     groups = {variant.rpartition("/")[2]: runs for variant, runs in records.parts[name].runs.items()}
     groups |= {row: [run for run in records.runs(beside) if run.config.method == main[row]] for row in main}
     if not any(groups.values()):
         return absent(records, name)
-    texts = [text for text in (absent(records, name), prose(text)) if text]
+    texts = [text for text in (absent(records, name), prose(words)) if text]
     for protocol, title in PROTOCOLS.items():
         rows = [
             [text, *(_variant_cell(groups[variant], protocol, split) for split in SPLITS)]
