@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,13 +23,14 @@ from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.cli import commands
 from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Place
+from waffle_fl.partition import concept_shift
 from waffle_fl.reproduce import claims, drift, figures, momentum, page, running, studies
 from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
 from waffle_fl.reproduce.paper import METHODS, P_D, SLOPE, SPLITS, TABLE
 from waffle_fl.reproduce.running import compute, is_in, run_missing
 from waffle_fl.reproduce.sections import Records
 from waffle_fl.reproduce.studies import cell_of, find_root, problems, read_part, read_study, record_of
-from waffle_fl.results import Finished, Score, condense, read_condensed
+from waffle_fl.results import PROTOCOLS, Finished, Score, condense, read_condensed, scores
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "mnist-6000.jsonl"
@@ -473,6 +475,48 @@ def test_a_page_of_a_few_runs(kept: str, runs: list[Finished], records: Records)
     some = replace(records, parts={**records.parts, "mnist": replace(part, name="mnist"), "mnist-6000": part})
     assert f"{175 - len(few)} of 175 runs" in page.page(some)
     assert all(figures.to_svg(chart()) for _, _, chart in page.pictures(some))
+
+
+def test_what_the_page_says_of_distances(records: Records) -> None:
+    """The figures in the words on CIFAR-10 are the records': who is dropped when, what weights follow, margins."""
+    tried = {name.rpartition("/")[2]: runs for name, runs in records.parts["cifar10-departures"].runs.items()}
+    tried["directions"] = [run for run in records.runs("cifar10") if run.config.method == "waffle"]
+
+    def dropped(variant: str) -> list[int]:
+        """The first round in which each agent besides Alice has no weight, on C."""
+        (run,) = (run for run in tried[variant] if run.row == "C")
+        return [next(line["round"] for line in run.rounds if not line["weights"][i]) for i in range(1, 10)]
+
+    first = {variant: dropped(variant) for variant in tried}
+    for variant in ("updates", "gradients"):
+        assert all(first[variant][0] < other for other in first[variant][1:])  # agent 1, one of the two nearest
+    assert first["updates"][0] < first["gradients"][0]
+    assert min(first["directions"]) == 94
+    assert (max(first["updates"]), max(first["directions"])) == (75, 97)
+
+    shared = (concept_shift(10, 10, 0, 1, False) == np.arange(10)).sum(axis=1)[1:]
+    for variant, correlation in (("directions", 0.99), ("updates", 0.90)):
+        (run,) = (run for run in tried[variant] if run.row == "A*")
+        weights = np.mean([line["weights"][1:] for line in run.rounds[:94]], axis=0)
+        assert np.corrcoef(weights, shared)[0, 1] == pytest.approx(correlation, abs=0.005)
+
+    ours, printed = ({p: scores(tried[v], p) for p in PROTOCOLS} for v in ("directions", "updates"))
+    gains = {p: {s: ours[p][s, "waffle"].mean - printed[p][s, "waffle"].mean for s in SPLITS} for p in PROTOCOLS}
+    assert all(gain > 0 for p in ("best", "selected") for gain in gains[p].values())
+    assert [split for split in SPLITS if gains["last"][split] > 0] == ["B*"]
+    for protocol, samples in (("best", 1), ("selected", 11)):
+        theirs = scores(records.runs("cifar10"), protocol)["C", "fedavg"].mean
+        assert 1000 * (ours[protocol]["C", "waffle"].mean - theirs) == pytest.approx(samples, abs=0.01)
+
+    cells = scores(records.runs("cifar10"), "best")
+    told = {("C", "scaffold"): -2.2, ("C", "local"): -3.2, ("A*", "local"): -2.3, ("A*", "weight-erosion"): -4.5,
+            ("A*", "apfl"): -6.1}  # fmt: skip
+    for key, gap in told.items():
+        assert claims.percent(cells, *key) - TABLE["cifar10"][key].mean == pytest.approx(gap, abs=0.06)
+    assert max(claims.percent(cells, "A*", method) for method in METHODS) == claims.percent(cells, "A*", "waffle")
+    for split, gap in (("C", -5.5), ("A*", -6.4)):
+        below = claims.percent(printed["best"], split, "waffle") - TABLE["cifar10"][split, "waffle"].mean
+        assert below == pytest.approx(gap, abs=0.06)
 
 
 def test_the_figures_are_their_records(records: Records) -> None:
