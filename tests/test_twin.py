@@ -124,6 +124,21 @@ def test_the_stack_agrees_with_the_twin(method: str, options: dict[str, Any], mo
         assert outcome.measured["weights"] == pytest.approx(weights, abs=1e-12)
 
 
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_kept_momentum_agrees_with_the_twin(method: str, options: dict[str, Any]) -> None:
+    """With an optimiser that is created once, before the first round, every method agrees with its twin too."""
+    federation, model = make_federation(alice=2), make_model()
+    algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.1, 0.6, 0.01, "keep"), **options))
+    extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
+    settings = {"alice": 2, "lr": 0.1, "momentum": 0.6, "weight_decay": 0.01, "keeps_momentum": True}
+    trace = twin(method, module_of(model), batches_of(federation), **settings, **options, **extra)
+    outcomes = [o[0] for o in simulate([Cell(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
+    for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
+        net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
+        torch.testing.assert_close(net.params[2], expected, rtol=1e-12, atol=1e-12)
+        assert outcome.measured["weights"] == pytest.approx(weights, abs=1e-12)
+
+
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_row_by_row_agrees_with_the_twin(method: str) -> None:
     """The path for models that do not stack gives the twin's result too, over two epochs a round."""

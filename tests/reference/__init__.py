@@ -52,10 +52,12 @@ def run(
     lr: float = 0.1,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    keeps_momentum: bool = False,
     **options: object,
 ) -> Trace:
     """Run one method from the module's parameters over all rounds; the module itself is left alone."""
     assert all(agent for agents in batches for agent in agents), "every agent needs a mini-batch in every round"
     nets = [copy.deepcopy(module).double() for _ in batches[0]]
     start = parameters_to_vector(nets[0].parameters()).detach().clone()
-    return METHODS[method](Problem(nets, start, batches, alice, lr, momentum, weight_decay), **options)
+    problem = Problem(nets, start, batches, alice, lr, momentum, weight_decay, keeps_momentum)
+    return METHODS[method](problem, **options)

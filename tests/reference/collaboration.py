@@ -41,10 +41,11 @@ def fedamp(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, alpha: floa
     w, u = [problem.start] * N, [problem.start] * N
     for r in range(1, len(problem.batches) + 1):
         for i in range(N):
-            velocity = nothing
+            velocity = problem.velocity(i, nothing)
             for batch in problem.batches[r - 1][i]:
                 g = gradient(problem.nets[i], w[i], batch) + lam / alpha * (w[i] - u[i])
                 w[i], velocity = step(problem, w[i], velocity, g, clip, nothing)
+            problem.keep(i, velocity)
         xi = [[0.0] * N for _ in range(N)]
         for i in range(N):
             for j in range(N):
@@ -108,13 +109,14 @@ def apple(
             p0 = [size / sum(sizes) for size in sizes] if r > 1 else [1.0 if j == i else 0.0 for j in range(N)]
             present = range(N) if r > 1 else [i]
             p = [p0[j] + shift[i][j] if j in present else 0.0 for j in range(N)]
-            cores, velocity = list(core), nothing
+            cores, velocity = list(core), problem.velocity(i, nothing)
             for batch in problem.batches[r - 1][i]:
                 g = gradient(problem.nets[i], weighted_sum(p, cores), batch)
                 slope = [float(g @ cores[j]) + pull * (p[j] - p0[j]) for j in range(N)]
                 own = p[i] / p0[i] if core_step == "lr" else p[i]
                 cores[i], velocity = step(problem, cores[i], velocity, own * g, clip, nothing)
                 p = [p[j] - eta_p * slope[j] if j in present else 0.0 for j in range(N)]
+            problem.keep(i, velocity)
             for j in present:
                 shift[i][j] = p[j] - p0[j]
             new[i] = cores[i]

@@ -204,7 +204,7 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
         trained = []
         for i in range(N):
             w, v, m = x, personal[i], mixes[i]
-            w_velocity, v_velocity = nothing, nothing
+            w_velocity, v_velocity = problem.velocity(i, x, "w"), problem.velocity(i, x, "v")
             for k, batch in enumerate(problem.batches[r - 1][i]):
                 g_w = gradient(problem.nets[i], w, batch)
                 g_mixed = gradient(problem.nets[i], m * v + (1 - m) * w, batch)
@@ -217,6 +217,8 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
                 m = min(max(m + float((personal[i] - x) @ (v - personal[i])), 0.0), 1.0)
             trained.append(w)
             personal[i], mixes[i] = v, m
+            problem.keep(i, w_velocity, "w")
+            problem.keep(i, v_velocity, "v")
         m = mixes[problem.alice]
         trace.models.append(m * personal[problem.alice] + (1 - m) * trained[problem.alice])
         trace.weights.append([1 / N] * N)
@@ -231,11 +233,12 @@ def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
     personal = [problem.start] * N
     for r in range(1, len(problem.batches) + 1):
         for i in range(N):
-            v, velocity = personal[i], nothing
+            v, velocity = personal[i], problem.velocity(i, x, "v")
             for batch in problem.batches[r - 1][i]:
                 g = gradient(problem.nets[i], v, batch) + lam * (v - x)
                 v, velocity = step(problem, v, velocity, g, clip, nothing)
             personal[i] = v
+            problem.keep(i, velocity, "v")
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
         x = x + weighted_sum([1 / N] * N, dy)
         trace.models.append(personal[problem.alice])

@@ -21,9 +21,10 @@ def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: 
     for r in range(1, len(problem.batches) + 1):
         trained = []
         for i, net in enumerate(problem.nets):
-            y, velocity = x, nothing
+            y, velocity = x, problem.velocity(i, x)
             for batch in problem.batches[r - 1][i]:
                 y, velocity = step(problem, y, velocity, gradient(net, y, batch) + mu * (y - x), clip, nothing)
+            problem.keep(i, velocity)
             trained.append(y)
         weights = shares(problem, r, weighting)
         x = weighted_sum(weights, trained)
@@ -64,7 +65,7 @@ def per_fedavg(
     for r in range(1, len(problem.batches) + 1):
         trained = []
         for i, net in enumerate(problem.nets):
-            w, velocity, left = x, nothing, list(problem.batches[r - 1][i])
+            w, velocity, left = x, problem.velocity(i, x), list(problem.batches[r - 1][i])
             while len(left) >= per_update:
                 adapted = w - inner_lr * gradient(net, w, left.pop(0))
                 d = gradient(net, adapted, left.pop(0))
@@ -73,6 +74,7 @@ def per_fedavg(
                     ahead, behind = gradient(net, w + delta * d, batch), gradient(net, w - delta * d, batch)
                     d = d - inner_lr * (ahead - behind) / (2 * delta)
                 w, velocity = step(problem, w, velocity, d, clip, nothing)
+            problem.keep(i, velocity)
             trained.append(w)
         first = problem.batches[r - 1][problem.alice][0]
         trace.models.append(x - inner_lr * gradient(problem.nets[problem.alice], x, first))
@@ -96,12 +98,13 @@ def pfedme(
     for r in range(1, len(problem.batches) + 1):
         trained, personal = [], []
         for i, net in enumerate(problem.nets):
-            w, theta, velocity = x, x, nothing
+            w, theta, velocity = x, x, problem.velocity(i, x)
             for batch in problem.batches[r - 1][i]:
                 for _ in range(inner_steps):
                     g = gradient(net, theta, batch) + lam * (theta - w)
                     theta, velocity = step(problem, theta, velocity, g, clip, nothing)
                 w = w - eta * lam * (w - theta)
+            problem.keep(i, velocity)
             trained.append(w)
             personal.append(theta)
         trace.models.append(personal[problem.alice])
@@ -142,16 +145,17 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
         for i, net in enumerate(problem.nets):
             batches, b, h = problem.batches[r - 1][i], body, heads[i]
             on_head = max(1, math.floor(head_share * len(batches))) if len(batches) > 1 else 0
-            velocity = torch.zeros_like(h)
+            of_head, of_body = problem.velocity(i, h, "head"), problem.velocity(i, b, "body")
             for batch in batches[:on_head]:
                 g = gradient(net, torch.cat([b, h]), batch)[at:]
-                h, velocity = step(problem, h, velocity, g, clip, torch.zeros_like(h))
-            velocity = torch.zeros_like(b)
+                h, of_head = step(problem, h, of_head, g, clip, torch.zeros_like(h))
             for batch in batches[on_head:]:
                 g = gradient(net, torch.cat([b, h]), batch)
-                b, velocity = step(problem, b, velocity, g[:at], clip, torch.zeros_like(b))
+                b, of_body = step(problem, b, of_body, g[:at], clip, torch.zeros_like(b))
                 if len(batches) == 1:
-                    h, _ = step(problem, h, torch.zeros_like(h), g[at:], clip, torch.zeros_like(h))
+                    h, of_head = step(problem, h, of_head, g[at:], clip, torch.zeros_like(h))
+            problem.keep(i, of_head, "head")
+            problem.keep(i, of_body, "body")
             heads[i] = h
             bodies.append(b)
         body = weighted_sum([1 / N] * N, bodies)

@@ -30,6 +30,17 @@ class Problem:
     lr: float
     momentum: float
     weight_decay: float
+    keeps_momentum: bool = False
+    velocities: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (agent, which model) -> at a round's end
+
+    def velocity(self, agent: int, like: Tensor, model: str = "") -> Tensor:
+        """What an agent's velocity is when a round begins."""
+        return self.velocities.get((agent, model), torch.zeros_like(like))
+
+    def keep(self, agent: int, velocity: Tensor, model: str = "") -> None:
+        """The round is over: an optimiser that was created once goes on with this velocity in the next."""
+        if self.keeps_momentum:
+            self.velocities[agent, model] = velocity
 
 
 def gradient(net: nn.Module, at: Tensor, batch: Batch) -> Tensor:
@@ -53,9 +64,10 @@ def train(problem: Problem, r: int, i: int, x: Tensor, clip: float, correction: 
     """Agent i's local pass of round r from x (Algorithm 2, lines 5 to 8)."""
     if correction is None:
         correction = torch.zeros_like(x)
-    y, v = x, torch.zeros_like(x)
+    y, v = x, problem.velocity(i, x)
     for batch in problem.batches[r - 1][i]:
         y, v = step(problem, y, v, gradient(problem.nets[i], y, batch), clip, correction)
+    problem.keep(i, v)
     return y
 
 

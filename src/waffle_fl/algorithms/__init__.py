@@ -5,7 +5,7 @@ from __future__ import annotations
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.cfl import CFL
-from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, for_model, hyperparameters, training_key
+from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, hyperparameters, training_key
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedala import FedALA
 from waffle_fl.algorithms.fedamp import FedAMP
@@ -17,6 +17,7 @@ from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.ifca import IFCA
+from waffle_fl.algorithms.kept_momentum import for_model
 from waffle_fl.algorithms.knn_per import KNNPer
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.per_fedavg import PerFedAvg

@@ -13,13 +13,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from waffle_fl.models.flat import Net as Net
-from waffle_fl.models.layers import Layers
 
 Vector: TypeAlias = Tensor  # (P,)
 Rows: TypeAlias = Tensor  # (N, P)
@@ -100,11 +99,17 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True)
 class SGD:
-    """Mini-batch SGD with momentum and weight decay; the velocity starts at zero every round."""
+    """Mini-batch SGD with momentum and weight decay; agents reset the velocity in every round, or keep it."""
 
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
+    momentum_between_rounds: Literal["reset", "keep"] = "reset"
+
+    @property
+    def keeps_velocity(self) -> bool:
+        """Is the velocity part of an agent's state?"""
+        return self.momentum > 0 and self.momentum_between_rounds == "keep"
 
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
@@ -126,7 +131,7 @@ class SGD:
         return torch.add(y, g, alpha=-self.lr), velocity
 
     def rest(self, y: Rows) -> Rows:
-        """The velocity at the start of a round; without momentum it takes no memory."""
+        """A velocity of zero; without momentum it takes no memory."""
         return torch.zeros_like(y) if self.momentum else y[:, :0]
 
 
@@ -140,12 +145,6 @@ def of_the_model(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"of_the_model": True}, repr=False)
 
 
-def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
-    """The algorithm as it trains a model of these layers. Engines see to it, wherever an algorithm meets its model."""
-    fitted: Algorithm = algorithm.for_model(layers) if hasattr(algorithm, "for_model") else algorithm
-    return fitted
-
-
 def hyperparameters(algorithm: type[Algorithm]) -> list[str]:
     """What a user may set of an algorithm besides its optimiser."""
     fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
@@ -157,6 +156,7 @@ def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
 
     An algorithm whose agents do exactly what another's do names that one in `trains_as`.
     """
+    algorithm = getattr(algorithm, "inner", algorithm)  # whether velocities are kept is a field of `sgd`
     fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
     settings = ((f.name, getattr(algorithm, f.name)) for f in fields if not f.metadata.get("server_side"))
     return (getattr(algorithm, "trains_as", type(algorithm)), *settings)

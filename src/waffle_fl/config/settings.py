@@ -77,7 +77,9 @@ class Settings:
     lr: float = 0.1
     """Local step size."""
     momentum: float = 0.0
-    """Momentum of the local steps, fresh each round."""
+    """Momentum of the local steps."""
+    momentum_between_rounds: Literal["reset", "keep"] = "reset"
+    """Start each round's momentum at zero, or keep an agent's velocity as part of its state."""
     weight_decay: float = 0.0
     """Weight decay of the local steps."""
     seed: int = 1
@@ -131,7 +133,8 @@ class RunConfig:
 
     def algorithm(self) -> Algorithm:
         s = self.settings
-        return ALGORITHMS[self.method](sgd=SGD(s.lr, s.momentum, s.weight_decay), **self.options)  # type: ignore[call-arg]
+        sgd = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
+        return ALGORITHMS[self.method](sgd=sgd, **self.options)  # type: ignore[call-arg]
 
     @property
     def label(self) -> str:

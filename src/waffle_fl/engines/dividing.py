@@ -44,19 +44,20 @@ class Divided:
         self._rows = [_on(model.device, some) for some in asked]
         self._helpers = [_on(model.device, some) for some in helpers]
         self._orders = [torch.cat(pair).argsort() for pair in zip(self._rows, self._helpers, strict=True)]
-        self._nothing = [helper.init(model.init(0), len(some))[1] for some in helpers]  # a helper keeps nothing
+        self._kept = helper.init(model.init(0), 1)[1]  # what a helper keeps: nothing, or its velocity
 
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> Trained:
-        """What `Training.round` does; the states of agents that only help stay as they are."""
+        """What `Training.round` does; of the agents that only help, no more than the helper's own state changes."""
         states = zip(given, self._rows, strict=True)
         asked = [(_picked(down, rows), _picked(agents, rows)) for (down, agents), rows in states]
-        downs = [_picked(down, rows) for (down, _), rows in zip(given, self._helpers, strict=True)]
+        states = zip(given, self._helpers, strict=True)
+        helping = [(_picked(down, rows), _picked(_common(agents, self._kept), rows)) for (down, agents), rows in states]
         own = self._own.round(asked, r, attempt, rounds_left)
-        helped = self._helping.round(list(zip(downs, self._nothing, strict=True)), r, attempt, rounds_left)
-        parts = zip(given, self._rows, self._orders, own, helped, strict=True)
+        helped = self._helping.round(helping, r, attempt, rounds_left)
+        parts = zip(given, self._rows, self._helpers, self._orders, own, helped, strict=True)
         return [
-            (_replaced(before, rows, agents), _joined(order, up, more))
-            for (_, before), rows, order, (agents, up), (_, more) in parts
+            (_updated(_replaced(before, rows, agents), others, kept), _joined(order, up, more))
+            for (_, before), rows, others, order, (agents, up), (kept, more) in parts
         ]
 
     def close(self) -> None:
@@ -74,6 +75,17 @@ def _picked(state: Any, rows: Tensor) -> Any:
 
 def _replaced(state: Any, rows: Tensor, new: Any) -> Any:
     return mapped(lambda field, some: field.index_copy(0, rows, some), state, new)
+
+
+def _common(state: Any, like: Any) -> Any:
+    """The fields of a state that another type of state has too, as that type."""
+    return type(like)(*(getattr(state, name) for name in like._fields))
+
+
+def _updated(state: Any, rows: Tensor, some: Any) -> Any:
+    """The state with rows of some of its fields replaced."""
+    new = {name: getattr(state, name).index_copy(0, rows, value) for name, value in some._asdict().items()}
+    return state._replace(**new)
 
 
 def _joined(order: Tensor, *parts: Any) -> Any:

@@ -43,7 +43,7 @@ def carriers(cells: Sequence[Cell]) -> dict[int, int]:
     found = {}
     for i, cell in enumerate(cells):
         others = () if _alone(cell) else able.get((cell.algorithm, _ground(cell)), ())
-        found[i] = next((other for other in others if _same_server(cell.state, cells[other].state)), None)
+        found[i] = next((other for other in others if _same_state(cell.state, cells[other].state)), None)
     return {i: carrier for i, carrier in found.items() if carrier is not None}
 
 
@@ -59,10 +59,13 @@ def _ground(cell: Cell) -> tuple[Any, ...]:
     return cell.seed, cell.attackers, *map(id, parts), f.ids
 
 
-def _same_server(one: State | None, other: State | None) -> bool:
+def _same_state(one: State | None, other: State | None) -> bool:
+    """Do a helper's run and the run that may carry it stand at the same point?"""
     if one is None or other is None:
         return one is other
-    return all(torch.equal(a, b) for a, b in zip(one.server, other.server, strict=True))
+    pairs = [*zip(one.server, other.server, strict=True)]
+    pairs += [(value, getattr(other.agents, name)) for name, value in one.agents._asdict().items()]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def once_a_family(
@@ -136,10 +139,11 @@ def _examined(key: str) -> bool:
 
 
 def _held(cell: Cell, first: Cell, state: State) -> State:
-    """The family's state as the cell's own algorithm has it: a helper's run holds the server's model and no more."""
+    """The family's state as the cell's own algorithm has it: a helper's run holds some fields of its carrier's."""
     if cell.algorithm == first.algorithm:
         return state
-    return State(*cell.algorithm.init(Net(*state.server), cell.federation.agents))
+    server, agents = cell.algorithm.init(Net(*state.server), cell.federation.agents)
+    return State(server, agents._replace(**{name: getattr(state.agents, name) for name in agents._fields}))
 
 
 def _weights(cell: Cell, state: State) -> dict[str, Any]:

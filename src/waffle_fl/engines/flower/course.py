@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
+from waffle_fl.algorithms.kept_momentum import VELOCITY
 from waffle_fl.engines.closing import Desk, close, screened_of, to_numbers
 from waffle_fl.engines.flower.messages import SCORES, WORDS, Task, Version
 from waffle_fl.engines.simulate import ATTEMPTS
@@ -229,11 +230,11 @@ class Course:
         )
 
     def _copies(self) -> Any:
-        """The agents' states as the server knows them, or None where it does not."""
-        fields = type(self._agents)._fields
-        if not all(hasattr(self.now.server, name) for name in fields):
+        """The agents' states as the server knows them, velocities at zero, or None where it does not know them."""
+        fields, server = type(self._agents)._fields, self.now.server
+        if not all(hasattr(server, name) or name.endswith(VELOCITY) for name in fields):
             return None
-        return type(self._agents)(*(getattr(self.now.server, name) for name in fields))
+        return type(self._agents)(*(getattr(server, name, getattr(self._agents, name)) for name in fields))
 
     def _copy_of(self, agent: int) -> Any:
         copies = self._copies()
@@ -246,7 +247,9 @@ class Course:
         elif self._copy_of(agent) is not None:
             self.lost.add(agent)
             self.found.add(agent)
-            self.notes.append((agent, f"had lost its state of round {round_}, which the server restored"))
+            velocity = any(name.endswith(VELOCITY) for name in self._agents._fields)
+            more = "; its momentum starts at zero" if velocity else ""
+            self.notes.append((agent, f"had lost its state of round {round_}, which the server restored{more}"))
         elif agent == self.plan.alice:
             self.stuck = (
                 f"Alice ({name}) has lost her own model of round {round_}, and the server has no copy of it: restore "

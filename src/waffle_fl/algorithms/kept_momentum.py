@@ -1,0 +1,97 @@
+"""Momentum that carries over: an agent's velocity becomes part of its state, in every method alike.
+
+An optimiser that is created once, before the first round, keeps its velocity from round to round; one that is created
+anew in every round starts at zero. `SGD.momentum_between_rounds` says which, and `for_model` wraps the algorithm where
+the velocity is kept. The wrapper only relies on the names of `Local`: a velocity is a field called `...velocity`.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, final
+
+from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, State
+from waffle_fl.models.layers import Layers
+
+VELOCITY = "velocity"
+
+
+def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
+    """The algorithm as it trains a model of these layers. Engines call this wherever an algorithm meets its model."""
+    inner = algorithm.inner if isinstance(algorithm, KeptMomentum) else algorithm
+    fitted: Algorithm = inner.for_model(layers) if hasattr(inner, "for_model") else inner
+    return KeptMomentum(fitted) if fitted.sgd.keeps_velocity else fitted
+
+
+@cache
+def _with_velocities(agents: type, velocities: tuple[str, ...]) -> Any:
+    """A method's own `Agents` type with one more field for each velocity."""
+    extended: Any = namedtuple("Agents", (*agents._fields, *velocities))  # type: ignore[attr-defined]
+    extended.inner = agents
+    return extended
+
+
+def _velocities(local: State) -> tuple[str, ...]:
+    return tuple(name for name in local._fields if name.endswith(VELOCITY))
+
+
+def _inner_agents(agents: State) -> State:
+    """The agents' state as the method itself has it."""
+    inner: Any = type(agents).inner
+    return inner(*agents[: len(inner._fields)])
+
+
+def _extended(own: State, local: State) -> State:
+    """The method's own state, and the velocities that local training ended with."""
+    names = _velocities(local)
+    return _with_velocities(type(own), names)(*own, *(getattr(local, name) for name in names))
+
+
+@final
+@dataclass(frozen=True)
+class KeptMomentum:
+    """An algorithm whose agents start each round with the velocity that they ended the previous one with."""
+
+    inner: Algorithm
+
+    @property
+    def sgd(self) -> SGD:
+        return self.inner.sgd
+
+    def __getattr__(self, name: str) -> Any:
+        """The optional hooks of the method, where it has them."""
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(self.inner, name)
+        if name == "helper":
+            return lambda: KeptMomentum(found())
+        if name == "candidates":
+            return lambda down, agents: found(down, _inner_agents(agents))
+        return found
+
+    def init(self, net: Net, agents: int) -> tuple[State, State]:
+        server, own = self.inner.init(net, agents)
+        local = self.inner.begin(self.inner.broadcast(server, agents), own)
+        return server, _extended(own, local)
+
+    def broadcast(self, server: State, agents: int) -> State:
+        return self.inner.broadcast(server, agents)
+
+    def begin(self, down: State, agents: State) -> State:
+        local = self.inner.begin(down, _inner_agents(agents))
+        return local._replace(**{name: getattr(agents, name) for name in _velocities(local)})
+
+    def step(self, local: State, grad: Grad) -> State:
+        return self.inner.step(local, grad)
+
+    def finish(self, down: State, agents: State, local: State) -> tuple[State, State]:
+        own, up = self.inner.finish(down, _inner_agents(agents), local)
+        return _extended(own, local), up
+
+    def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]:
+        return self.inner.aggregate(server, up, now)
+
+    def personal(self, server: State, agents: State, count: int) -> Net:
+        return self.inner.personal(server, _inner_agents(agents), count)
