@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
+LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --universal --python-version 3.11 \
+  --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
+  --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower test test-flower lint bench setup clean
+.PHONY: demo demo-flower test test-flower lint bench setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -30,11 +33,13 @@ bench: $(READY) $(PEERS_READY)
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# Every package comes from the lock, and setuptools from it builds ours. Linux takes the CPU build of torch if pip is
+# given PyTorch's index for it (PIP_EXTRA_INDEX_URL), and else the CUDA build with its libraries.
+$(READY): pyproject.toml requirements/dev.txt requirements/torch.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps byzfl \
-	  || echo "no byzfl, and none could be fetched: tests beside it will be skipped"
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --requirement requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	command -v chromium || command -v chromium-browser || command -v google-chrome \
 	  || $(BIN)/playwright install chromium >/dev/null 2>&1 \
 	  || echo "no Chromium, and none could be fetched: tests in a browser will be skipped"
@@ -46,6 +51,27 @@ $(PEERS_READY): benchmarks/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet "setuptools<81" wheel
 	$(PEERS)/bin/python -m pip install --quiet --no-build-isolation --requirement $<
 	touch $(PEERS_READY)
+
+# Keeps every pin that still fits. UPGRADE=--upgrade takes the newest versions; a new torch goes into torch.txt,
+# torch-cpu.txt and uv.toml by hand. One file serves each Python from 3.11 on, on Linux and macOS.
+lock: $(READY)
+	$(LOCK) $(UPGRADE) pyproject.toml --extra dev --extra byzfl --output-file requirements/dev.txt
+	$(LOCK) pyproject.toml --extra flower --extra parquet --constraint requirements/dev.txt \
+	  --output-file requirements/deploy.txt
+
+# What a deployment installs, as CycloneDX.
+sbom: $(READY)
+	mkdir -p dist
+	$(BIN)/python packaging/sbom.py dist
+
+release: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz
+	$(MAKE) sbom
+	@ls -l dist
+	@echo "Next: install dist/*.whl in a clean environment (docs/install-server.md) and run waffle demo there, tag the"
+	@echo "commit with the version, sign and upload what is in dist/ (twine upload), and build the image from the tag."
 
 clean:
 	rm -rf $(VENV) $(PEERS) demo demo-flower runs

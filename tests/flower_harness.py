@@ -152,7 +152,9 @@ class Deployment(Loopback):
 
     def server_app(self) -> int | None:
         """The process of the ServerApp, if one runs for this deployment."""
-        return next(iter(processes_with("flwr-serverapp", str(self.folder / "bin"))), None)
+        ours = set(processes_in(self.folder))
+        named = [number for number, text in _told("comm") if text.strip() == "flwr-serverapp"]
+        return next((number for number in named if number in ours), None)
 
     def wait_for_rounds(self, out: Path, rounds: int) -> None:
         log = out / "rounds.jsonl"

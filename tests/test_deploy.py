@@ -23,11 +23,9 @@ from conftest import refusal
 from waffle_fl.algorithms.scaffold import Agents
 from waffle_fl.cli import _run
 from waffle_fl.config import check_run
-from waffle_fl.deploy import demo, folders, processes
+from waffle_fl.deploy import demo, membership, processes
 from waffle_fl.deploy.folders import change, read_server, read_site
 from waffle_fl.deploy.jobs import Job
-from waffle_fl.deploy.keys import wire_form
-from waffle_fl.deploy.launcher import REFUSED, write_commands
 from waffle_fl.deploy.serverapp import Conductor
 from waffle_fl.deploy.store import OLDER, Ledger, Store
 from waffle_fl.engines.flower.messages import Parcel, Task, Version, packed, unpacked
@@ -43,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_init_makes(folder: Path) -> None:
-    """A folder has settings that read back, a server certificate with its names in it, and a secret key a site."""
+    """A folder has settings that read back, a certificate with the server's names in it, and no secret of any site."""
     server = read_server(folder)
     assert server.sites == ("north", "south")
     assert not server.insecure
@@ -55,15 +53,17 @@ def test_what_init_makes(folder: Path) -> None:
     for name in server.sites:
         site = folder / "sites" / name
         assert read_site(site).name == name
-        assert stat.S_IMODE((site / "node.key").stat().st_mode) == 0o600
-    assert stat.S_IMODE((folder / "keys" / "server.key").stat().st_mode) == 0o600
-    assert wire_form(folder / "keys" / "north.pub") != wire_form(folder / "keys" / "south.pub")
+        assert sorted(path.name for path in site.iterdir()) == ["ca.crt", "operator.pub", "site.toml"]
+    for secret in ("server.key", "operator.key"):
+        assert stat.S_IMODE((folder / "keys" / secret).stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / "keys").stat().st_mode) == 0o700
     assert not list(folder.rglob("ca.key"))
+    assert not list(folder.rglob("node.key"))
 
 
 def test_nobody_is_every_site(tmp_path: Path) -> None:
     """A site cannot bear the name that stands for all of them."""
-    assert "means every site" in refusal(folders.init, tmp_path / "x", ["all", "b"], "127.0.0.1", 9443, "127.0.0.1")
+    assert "means every site" in refusal(membership.init, tmp_path / "x", ["all", "b"], "127.0.0.1", 9443, "127.0.0.1")
 
 
 def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,18 +123,14 @@ def test_mistakes_in_server_toml(folder: Path) -> None:
         (folder / "server.toml").write_text(before)
 
 
-@pytest.mark.parametrize("content", [None, b"rubbish"])
+@pytest.mark.parametrize("content", [None, b"rubbish", b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA== x"])
 def test_a_site_without_its_key(content: bytes | None, folder: Path, tmp_path: Path) -> None:
     """A site of server.toml whose public key is missing or none ends in one line, wherever it is needed."""
-    public = folder / "keys" / "north.pub"
-    public.unlink()
     if content is not None:
-        public.write_bytes(content)
+        (folder / "keys" / "north.pub").write_bytes(content)
+        (folder / "keys" / "south.pub").write_bytes(content)
     job = Job.create(folder, check_run("waffle", {"data": "hospitals"}, {}), tmp_path / "run", force=False)
     assert "north.pub" in refusal(Conductor, folder, job, None)
-    if content is None:
-        assert "lacks north.pub" in refusal(processes.Link(folder, read_server(folder)).register, 0.0)
-        assert _run(["deploy", "server", str(folder)]) == 2
 
 
 def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +158,7 @@ def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
 def test_the_demonstration_removes_nothing_but_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with anything else in it, a federation even, is refused; an empty one or an earlier demo's is taken."""
     monkeypatch.setenv("WAFFLE_DATA", str(tmp_path / "none"))
-    folders.init(tmp_path / "work" / "federation", ["north"], "127.0.0.1", 9443, "127.0.0.1")
+    membership.init(tmp_path / "work" / "federation", ["north"], "127.0.0.1", 9443, "127.0.0.1")
     assert _run(["deploy", "demo", "--out", str(tmp_path / "work")]) == 2
     assert (tmp_path / "work" / "federation" / "keys" / "server.key").exists()
     (tmp_path / "demo").mkdir()
@@ -180,7 +176,7 @@ def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: py
 
 
 def test_processes_call_nobody(folder: Path) -> None:
-    """Flower's processes get TLS and authentication, no installation, no telemetry, and our commands first."""
+    """Flower's processes get TLS, authentication and a secret; no installation and no telemetry."""
     command = processes.server_command(folder, read_server(folder))
     assert {"--enable-supernode-auth", "--ssl-certfile", "--disable-runtime-dependency-installation"} <= set(command)
     assert "--insecure" not in command
@@ -188,36 +184,25 @@ def test_processes_call_nobody(folder: Path) -> None:
     assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
     assert environment["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert environment["FLWR_HOME"].startswith(str(folder))
-    assert environment["PATH"].startswith(str(folder / "bin"))
+    assert {"--isolation", "process", "--superexec-auth-secret-file"} <= set(command)
     site = folder / "sites" / "north"
     assert "--root-certificates" in processes.site_command(site, read_site(site))
 
 
 def test_no_code_that_was_sent_is_run(folder: Path) -> None:
-    """Flower's commands for apps, agents and models are ours, and all but one of them refuse."""
-    write_commands(folder / "bin", "flwr-clientapp", folder)
-    for name in (*REFUSED, "flwr-serverapp"):
-        done = subprocess.run([folder / "bin" / name], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (1, f"{name} is not run here\n")
-    text = (folder / "bin" / "flwr-clientapp").read_text()
-    assert f"clientapp({str(folder)!r})" in text
-
-
-def test_flower_loads_our_app(folder: Path) -> None:
-    """What Flower's client process would install and load is replaced, and torch waits until then."""
+    """What Flower's client process would install and load is replaced by the installed app."""
     code = f"""
-import sys
 from importlib import import_module
-from waffle_fl.deploy import launcher
-import flwr.supernode.cli.flwr_clientapp
-module = sys.modules["flwr.supernode.cli.flwr_clientapp"]
-module.flwr_clientapp = lambda: None
-launcher.clientapp({str(folder / "sites" / "north")!r})
+from pathlib import Path
+from waffle_fl.deploy import executor
+executor._preload("site")
 runtime = import_module("flwr.supernode.runtime.run_clientapp")
-assert "torch" not in sys.modules
 assert runtime.install_from_fab(b"evil") is None
+runtime.run_clientapp = lambda *_: None
+home = Path({str(folder / "sites" / "north")!r})
+executor.run_client_app(home, executor.endpoint_of(home), "token")
 app = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)("evil/app", "1", "0")
-assert type(app).__name__ == "ClientApp" and "torch" in sys.modules
+assert type(app).__name__ == "ClientApp"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -225,11 +210,11 @@ assert type(app).__name__ == "ClientApp" and "torch" in sys.modules
 
 def test_a_dry_run_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run lists every word and every tensor with its bytes, and leaves no trace."""
-    folders.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1", data="digits")
+    membership.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1", data="digits")
     site = tmp_path / "fed" / "sites" / "north"
     before = sorted(site.iterdir())
     capsys.readouterr()
-    flags = ["--agents", "4", "--samples-per-agent", "20", "--model", "linear"]
+    flags = ["--agents", "4", "--samples-per-agent", "20", "--model", "linear", "--batch-size", "8"]
     assert _run(["deploy", "site", str(site), "--dry-run", *flags]) == 0
     out = capsys.readouterr().out
     assert "survey, hello:" in out
@@ -307,6 +292,8 @@ def test_keys_are_of_a_curve_that_flower_takes(folder: Path) -> None:
     """Node keys are NIST P-384, in OpenSSH's form."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
+    membership.join(folder / "sites" / "north")
+    membership.accept_key(folder, "north", folder / "sites" / "north" / "node.pub")
     private = load_ssh_private_key((folder / "sites" / "north" / "node.key").read_bytes(), None)
     public = load_ssh_public_key((folder / "keys" / "north.pub").read_bytes())
     assert isinstance(private, ec.EllipticCurvePrivateKey)

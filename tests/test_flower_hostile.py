@@ -19,11 +19,12 @@ pytest.importorskip("flwr")
 
 from waffle_fl.algorithms import for_model
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy import folders
+from waffle_fl.deploy import membership
 from waffle_fl.deploy.clientapp import answered
 from waffle_fl.deploy.folders import change, read_site
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.rehearsal import rehearse
+from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import Site, software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
 from waffle_fl.engines.flower.course import Course, Plan, first_stand
@@ -45,7 +46,7 @@ def table(path: Path, rows: int = ROWS, people: int = ROWS) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    folders.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1")
+    membership.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1")
     folder = tmp_path / "fed" / "sites" / "north"
     (folder / "data").mkdir()
     table(folder / "data" / "north.csv")
@@ -54,6 +55,7 @@ def site(tmp_path: Path) -> Path:
 
 def config(method: str = "fedavg", options: dict[str, Any] | None = None, **settings: Any) -> RunConfig:
     given = {"data": "hospitals", "target": "ward", "alice": "north", "batch_size": 8, "rounds": 2, "model": "linear"}
+    given |= {"min_category": 5}
     return check_run(method, {**given, **settings}, options or {})
 
 
@@ -62,10 +64,12 @@ class Server:
 
     def __init__(self, site: Path, asked: RunConfig, run: str = "run") -> None:
         self.site, self.run, self.config = site, run, asked
+        self.key = load_operator_key(site.parent.parent / "keys" / OPERATOR_KEY)
 
     def send(self, payloads: dict[str, bytes] | None = None, **words: Any) -> Parcel:
         common = {"software": software(), "run": self.run, "agent": 0, "config": self.config.to_json()}
-        return Site(self.site).answer(Parcel(json.loads(json.dumps({**common, **words})), payloads or {}))
+        request = Parcel(json.loads(json.dumps({**common, **words})), payloads or {})
+        return Site(self.site).answer(sign(request, self.key, "north"))
 
     def survey(self) -> Survey:
         def ask(stage: Stage, known: dict[str, Any]) -> Answers:
@@ -193,7 +197,7 @@ def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> Non
         facts = Server(site, config(), run).survey()
         words = {"known": facts.known, "digest": facts.digests["north"], "model": "", "tasks": []}
         assert "would be one more" in other.send(**words).words["error"]
-    change(site / "site.toml", surveys=2)
+    change(site / "site.toml", surveys=2, categorical=["dose"], targets=["ward", "name"])
     Server(site, config(**settings)).survey()
 
 
@@ -232,6 +236,7 @@ def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> No
 def test_few_rows_score_no_model(site: Path) -> None:
     """Fewer than five held-out rows tell nothing of a model: it would tell their labels."""
     people(site, rows=12)
+    change(site / "site.toml", targets=["ward"])
     assert scene(site).said(examine=True, round=0) == {"error": "fewer than 5 held-out rows score no model"}
 
 
@@ -293,7 +298,7 @@ def test_rules_hold_without_training(task: dict[str, Any], first: Scene, monkeyp
     first.server.config = config("ditto")
     assert "takes part in fedavg, not in ditto" in first.order(**task).words["error"]
     first.server.config = config(model="hostile_module:build")
-    assert "does not import the model 'hostile_module:build'" in first.order(**task).words["error"]
+    assert "does not import 'hostile_module:build'" in first.order(**task).words["error"]
     assert not (canary / "sung").exists()
 
 
@@ -384,7 +389,7 @@ def test_all_of_an_update_is_measured(site: Path) -> None:
 def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
     """Whatever breaks before or in an answer is told by its kind: Flower never sees an exception of ours."""
     good = packed(Parcel({"software": software()}))
-    for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None), (site, good)):
+    for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None)):
         reply = answered(folder, content)
         assert reply.words["error"].startswith("it failed there (")
         assert str(tmp_path) not in json.dumps(reply.words)
@@ -435,9 +440,9 @@ def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
     assert reply.words["courses"]["broken"]["error"].startswith("what the server sent cannot be read")
     assert reply.payloads.keys() == {"course"}
     lines = {line["course"]: line for line in ledger(first.server.site)[-2:]}
-    assert lines["broken"]["bytes"] == 0
+    assert "update" not in lines["broken"]
     assert lines["broken"]["said"] == reply.words["courses"]["broken"]
-    assert lines["course"]["bytes"] == len(reply.payloads["course"])
+    assert lines["course"]["update"]["bytes"] == len(reply.payloads["course"])
     twice = first.server.order(first.facts, first.course, (first.task, first.payload), (first.task, first.payload))
     assert twice.words["error"] == "one course is asked for twice in a message"
 
@@ -456,7 +461,7 @@ def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
 def test_one_answer_at_a_time(site: Path) -> None:
     """While one process answers, another waits: neither counts without the other."""
     own = Site(site).ledger
-    with own.alone(), own.path.open("ab") as stream, pytest.raises(BlockingIOError):
+    with own.alone(), (site / ".ledger.jsonl.lock").open("ab") as stream, pytest.raises(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -168,7 +168,7 @@ def test_w12_w13_nobody_but_alice(method: str, folder: Path, tmp_path: Path) -> 
     rounds = bits(tmp_path / "run")[1]
     assert rounds[1]["weights"] == [1.0, 0.0, 0.0]
     assert sum(rounds[2]["weights"]) == pytest.approx(1)
-    assert notes(folder).count("nobody but Alice was heard, a local step") == 1
+    assert notes(folder).count("no update but Alice's was used, so this was a local step") == 1
 
 
 def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +406,7 @@ def test_w10_w11_real(real: SimpleNamespace) -> None:
 def test_w1_w12_w13_real(real: SimpleNamespace) -> None:
     """W12, W13: with all others refused the round is Alice's; W1: her own NaN costs one more attempt."""
     assert real.rounds[real.alone - 1]["weights"] == [1.0, 0.0, 0.0]
-    assert "nobody but Alice was heard, a local step" in notes(real.folder)
+    assert "no update but Alice's was used, so this was a local step" in notes(real.folder)
     assert real.rounds[-1]["round"] == real.alone + 2
     assert all(sum(line["weights"]) == pytest.approx(1) for line in real.rounds)
 

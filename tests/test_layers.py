@@ -13,8 +13,8 @@ import waffle_fl
 
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
-    {"deltas", "errors", "metrics", "notation", "randomness"},
-    {"augment", "data", "models", "shifts", "tensorfile"},
+    {"deltas", "errors", "memory", "metrics", "notation", "randomness", "spreadsheet", "storage"},
+    {"augment", "data", "manifest", "models", "round_log", "shifts", "tensorfile", "user_key"},
     {"own", "partition"},
     {"federation", "wire"},
     {"batches"},

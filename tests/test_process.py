@@ -118,7 +118,7 @@ import gc, json, os, random, signal, sys, time, traceback
 from pathlib import Path
 
 import torch._dynamo  # the first round would import it
-from waffle_fl import cli, experiment, records, tensorfile
+from waffle_fl import cli, experiment, manifest, records, tensorfile
 from waffle_fl.cli import commands
 
 experiment.materials._dataset("digits", "", False)
@@ -284,13 +284,12 @@ def dying(point, phase):
     def append(run, measured):
         if next(calls) != point:
             return whole_append(run, measured)
-        line = records._json_line(measured)
-        run._log.write(line[: len(line) // 2] if phase == "half" else line)
-        run._log.flush()
+        line = records.json_line(measured)
+        run._log.append(line[: len(line) // 2] if phase == "half" else line)
         os._exit(9)
 
     def prepare():
-        records.write_atomically = tensorfile.write_atomically = write
+        records.write_atomically = tensorfile.write_atomically = manifest.write_atomically = write
         records.Run.append = append
 
     return prepare
@@ -324,7 +323,9 @@ def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
     reports = [json.loads(text) for text in done.stdout.splitlines()]
     assert {died for _, died, _ in reports} == {0, 9}
     writes = {name.rpartition("-")[0] for name, died, _ in reports if died == 9}
-    assert len(writes) == (6 + 3 + 2) + (6 + 3)  # provenance, config, log, model, predictions, result; rounds; saves
+    files = 6  # provenance, config, log, model, predictions, result
+    manifests = {"0": 1 + 2 + 2, "1000": 1 + 1}  # at the start, with each save, at the end and after it
+    assert len(writes) == (files + 3 + 2 + manifests["0"]) + (files + 3 + manifests["1000"])  # 3 rounds, 2 saves
     assert [name for name, _, finished in reports if finished != 0] == []
     expected = bits(out / reports[-1][0])
     assert [name for name, _, _ in reports if bits(out / name) != expected] == []

@@ -792,7 +792,8 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     first = finish(folder, config(method))
     before = snapshot(folder)
     tensors = {"model.safetensors", "predictions.safetensors"}
-    assert set(before) == {"config.json", "provenance.json", "rounds.jsonl", "result.json", *tensors}
+    texts = {"config.json", "provenance.json", "rounds.jsonl", "result.json", "manifest.json"}
+    assert set(before) == {*texts, *tensors}
     monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     watcher = Watcher()
     assert finish(folder, config(method), watcher) == first
@@ -809,6 +810,7 @@ def test_a_run_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["settings"]["leave_out"], content["settings"]["augment"], content["options"]["eta_g"]
     path.write_text(json.dumps(content))
+    (folder / "manifest.json").unlink()  # it had none either
     assert finish(folder, config("waffle")) == first
 
 

@@ -27,6 +27,17 @@ def writable(place: Path) -> Iterator[None]:
         raise WaffleError(f"cannot write {place}: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def readable_errors(folder: Path) -> Iterator[None]:
+    """Turn a fault of a run folder's disk into one line that says what is left."""
+    try:
+        yield
+    except OSError as error:
+        raise WaffleError(
+            f"cannot write to {folder}: {error.strerror}; what was saved before is intact, and the same command goes on"
+        ) from None
+
+
 def suggest(wrong: str, right: Iterable[str]) -> str:
     """Return ', did you mean X?' for the nearest right name, or the list of the choices."""
     choices = list(right)

@@ -3,7 +3,7 @@
 config.json          what was asked                  rounds.jsonl               one line a round
 provenance.json      what it ran on                  checkpoint-*.safetensors   the newest two states
 preprocessing.json   how Alice's tables are read     model.safetensors          Alice's model
-result.json          how it ended
+result.json          how it ended                    manifest.json              digests of all these, signed
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,13 @@ from torch import Tensor
 
 from waffle_fl import __version__
 from waffle_fl.config import SCHEMA, RunConfig, completed
-from waffle_fl.errors import WaffleError
-from waffle_fl.tensorfile import read_tensors, write_atomically, write_tensors
+from waffle_fl.errors import WaffleError, readable_errors
+from waffle_fl.manifest import CHECKPOINTS, LOG, NAME, Digest, Finding, Journal, inspect, refuse, seal
+from waffle_fl.manifest import summary as summary_of
+from waffle_fl.round_log import RoundLog, json_line
+from waffle_fl.round_log import read_rounds as read_rounds  # part of what is read back here
+from waffle_fl.storage import check_regular, remove
+from waffle_fl.tensorfile import pack, read_tensors, write_atomically
 
 KEPT = 2
 DECIDING = (
@@ -37,35 +42,43 @@ DECIDING = (
 class Run:
     """A locked run folder. Open it with `Run.opened`, which also finds out where to go on from."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, force: bool = False) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self._log: Any = None
+        self.findings: list[Finding] = []  # what the manifest told when the folder was opened
+        self._force = force
+        self._log: RoundLog
+        self._journal = Journal(folder, {})
 
     @classmethod
     @contextlib.contextmanager
     def opened(
         cls, folder: Path, config: RunConfig, provenance: Mapping[str, Any], force: bool = False
     ) -> Iterator[Run]:
-        """Lock the folder, create it if new, refuse it if it belongs to another config, data set or code."""
-        run = cls(folder)
-        with _readable_errors(folder):
+        """Lock the folder, create it if new, refuse it if it belongs to another config, data set or code.
+
+        A folder whose files are not those its manifest lists is refused too, unless forced."""
+        run = cls(folder, force)
+        with readable_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
-            with _readable_errors(folder):
-                run._settle(config.to_json(), dict(provenance), force)
-                run._log = (folder / "rounds.jsonl").open("ab")
+            with readable_errors(folder):
+                run._settle(config.to_json(), dict(provenance))
+                run._log = RoundLog(folder / LOG)
             try:
                 yield run
             finally:
                 with contextlib.suppress(OSError):  # a full disk has been told of already
                     run._log.close()
 
-    def _settle(self, config: dict[str, Any], provenance: dict[str, Any], force: bool) -> None:
+    def _settle(self, config: dict[str, Any], provenance: dict[str, Any]) -> None:
         known = read_json(self.folder / "config.json")
         if known is None:
-            write_json(self.folder / "provenance.json", provenance)
-            write_json(self.folder / "config.json", config)
+            if self.result is not None:
+                raise WaffleError(f"{self.folder} has a result.json but no config.json: choose another --out")
+            if (self.folder / NAME).exists():  # the run died before its config was written
+                self._check(inspect(self.folder))
+            self._describe(config, provenance)
             return
         asked = list(differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
@@ -75,21 +88,41 @@ class Run:
                 raise WaffleError(f"{self.folder} holds a finished run: {'; '.join(asked)}; choose another --out")
             if changes:
                 self.notes.append(f"finished runs were made otherwise ({changes[0]}): delete them to run them anew")
-            return
-        if changes and not force:
+        elif changes and not self._force:
             raise WaffleError(
                 f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on"
             )
-        if changes:
+        changes += self._check(inspect(self.folder))
+        if changes and self.result is None:
             history = read_json(self.folder / "provenance.json") or {}
-            forced = [*history.get("forced", []), changes]
-            write_json(self.folder / "provenance.json", {**provenance, "forced": forced})
-            write_json(self.folder / "config.json", config)
+            self._describe(config, {**provenance, "forced": [*history.get("forced", []), changes]})
+
+    def _check(self, finding: Finding | None) -> list[str]:
+        """Refuse a folder that was changed, unless forced; then, and where no manifest is, list what it holds now.
+
+        Return what was changed. A finished run stays as it is, so that a change in it is told every time."""
+        refuse([finding] if finding else [], self._force)
+        self.findings += [finding] if finding else []
+        changed = finding is not None and finding.kind == "changed"
+        if finding and (finding.kind == "missing" or (changed and self.result is None)):
+            seal(self.folder)
+        if not (changed and self.result is not None):
+            self._journal = Journal.opened(self.folder)
+        return [finding.text] if finding and changed else []
+
+    def _describe(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        self._write({"provenance.json": json_bytes(provenance), "config.json": json_bytes(config)})
+
+    def _write(self, contents: Mapping[str, bytes], **listed: Digest) -> None:
+        """Write files that the manifest lists from now on, in this order."""
+        with self._journal.replacing({**listed, **{name: Digest.of(content) for name, content in contents.items()}}):
+            for name, content in contents.items():
+                write_atomically(self.folder / name, content)
 
     def keep(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file that belongs to the run."""
-        with _readable_errors(self.folder):
-            write_json(self.folder / name, content)
+        with readable_errors(self.folder):
+            self._write({name: json_bytes(content)})
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -98,51 +131,71 @@ class Run:
 
     def resume(self, template: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor] | None, list[str]]:
         """(the round of the newest sound checkpoint, its tensors, warnings); the log is cut back to that round."""
-        warnings = []
-        candidates = sorted(self.folder.glob("checkpoint-*.safetensors"), reverse=True)
+        warnings = summary_of(self.findings)
+        candidates = sorted(self.folder.glob(CHECKPOINTS), reverse=True)
+        damaged: list[str] = []
         for path in candidates:
             try:
                 metadata, tensors = read_tensors(path, template)
                 r = int(metadata["round"])
             except (WaffleError, KeyError, ValueError) as error:
-                warnings.append(f"{error}; going back to the checkpoint before it")
+                damaged.append(f"{error}; going back to the checkpoint before it")
                 continue
-            self._cut_log(r)
-            for damaged in candidates[: candidates.index(path)]:
+            warnings += [*damaged, *self._admit(self._journal.difference(path))]
+            warnings += self._cut_log(r)
+            for bad in candidates[: candidates.index(path)]:
                 with contextlib.suppress(OSError):
-                    damaged.unlink()  # or it would keep the place of a sound one
+                    remove(bad)  # or it would keep the place of a sound one
+                    self._journal.forget(bad.name)
             return r, tensors, warnings
         if candidates:
             raise WaffleError(
-                f"no sound checkpoint is left in {self.folder} ({warnings[0]}): delete the folder to start anew"
+                f"no sound checkpoint is left in {self.folder} ({damaged[0]}): delete the folder to start anew"
             )
         self._cut_log(0)
         return 0, None, warnings
 
-    def _cut_log(self, last: int) -> None:
-        path = self.folder / "rounds.jsonl"
-        lines = read_rounds(path)
-        keep = [line for line in lines if line["round"] <= last]
+    def _admit(self, odd: str) -> list[str]:
+        """A warning of what was changed, if forced; else an error."""
+        found = [Finding("changed", self.folder, odd)] if odd else []
+        refuse(found, self._force)
+        return summary_of(found)
+
+    def _cut_log(self, last: int) -> list[str]:
+        """Drop the rounds after the last one; return a warning if those before were changed and that is forced."""
+        path = self.folder / LOG
+        keep = read_rounds(path)[:last]
         if len(keep) < last:
             raise WaffleError(f"{path} lacks rounds before {last}: delete the folder to start anew")
-        with _readable_errors(self.folder):
+        warnings = self._admit(self._journal.difference(path) if last else "")
+        content = b"".join(map(json_line, keep))
+        with readable_errors(self.folder):
             self._log.close()
-            write_atomically(path, b"".join(_json_line(line) for line in keep))
-            self._log = path.open("ab")
+            if last:
+                self._write({LOG: content})
+            else:  # any file begins with nothing
+                self._journal.forget(LOG)
+                write_atomically(path, content)
+            self._log = RoundLog(path)
+        return warnings
 
     def append(self, measured: Mapping[str, Any]) -> None:
         """Add one round to the log."""
-        with _readable_errors(self.folder):
-            self._log.write(_json_line(measured))
-            self._log.flush()
+        line = json_line(measured)
+        with readable_errors(self.folder):
+            self._log.append(line)
 
     def checkpoint(self, r: int, tensors: Mapping[str, Tensor]) -> None:
         """Save the state after round r; the state before it stays until this one is safe."""
-        with _readable_errors(self.folder):
-            os.fsync(self._log.fileno())
-            write_tensors(self.folder / f"checkpoint-{r:08d}.safetensors", {"round": str(r)}, tensors)
-            for old in sorted(self.folder.glob("checkpoint-*.safetensors"))[:-KEPT]:
-                old.unlink()
+        with readable_errors(self.folder):
+            self._log.sync()
+            self._journal.grown(LOG, self._log.digest)
+            self._write({f"checkpoint-{r:08d}.safetensors": pack(tensors, {"round": str(r)})})
+            self._drop(sorted(self.folder.glob(CHECKPOINTS))[:-KEPT])
+
+    def _drop(self, checkpoints: Sequence[Path]) -> None:
+        remove(*checkpoints)
+        self._journal.forget(*(path.name for path in checkpoints))
 
     def close(
         self,
@@ -151,14 +204,15 @@ class Run:
         predictions: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Write the final model, what it says of Alice's test data, and how the run ended; checkpoints may go then."""
-        with _readable_errors(self.folder):
-            for name, tensors in (("model", model), ("predictions", predictions)):
-                if tensors is not None:
-                    write_tensors(self.folder / f"{name}.safetensors", {"round": str(result["rounds"])}, tensors)
-            write_json(self.folder / "result.json", result)
+        labels = {"round": str(result["rounds"])}
+        found = {"model": model, "predictions": predictions}
+        contents = {f"{name}.safetensors": pack(tensors, labels) for name, tensors in found.items() if tensors}
+        with readable_errors(self.folder):
+            self._log.sync()
+            self._write({**contents, "result.json": json_bytes(result)}, **{LOG: self._log.digest})
             if result["status"] == "finished":
-                for old in self.folder.glob("checkpoint-*.safetensors"):
-                    old.unlink()
+                self._drop(list(self.folder.glob(CHECKPOINTS)))
+            self._journal.settle()
 
 
 def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
@@ -215,24 +269,9 @@ def _told(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: line[key] for key in ("round", "accuracy", "rmse") if key in line}
 
 
-def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log, in order; a half line at its end, left by a crash, is passed over."""
-    rounds: list[dict[str, Any]] = []
-    with _readable_errors(path.parent), contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines(keepends=True):
-            try:
-                content = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                content = None
-            if not isinstance(content, dict) or content.get("round") != len(rounds) + 1:
-                break
-            rounds.append(content)
-    return rounds
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(check_regular(path).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -243,11 +282,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomically(path, (json.dumps(content, indent=2, sort_keys=False) + "\n").encode())
+    write_atomically(path, json_bytes(content))
 
 
-def _json_line(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n").encode()
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=False) + "\n").encode()
 
 
 def _binding(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,20 +303,10 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _readable_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise WaffleError(
-            f"cannot write to {folder}: {error.strerror}; what was saved before is intact, and the same command goes on"
-        ) from None
-
-
-@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process a folder; the kernel frees the lock when its holder dies."""
-    with _readable_errors(folder):
-        stream = (folder / ".lock").open("a+")
+    with readable_errors(folder):
+        stream = check_regular(folder / ".lock").open("a+")
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

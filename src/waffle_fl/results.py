@@ -11,10 +11,12 @@ from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.algorithms import ALGORITHMS, TITLES
-from waffle_fl.config import RunConfig, Settings
+from waffle_fl.config import RunConfig, Settings, check_trusted
 from waffle_fl.deltas import Tables, after, since
 from waffle_fl.errors import WaffleError
+from waffle_fl.manifest import Warn, no_warning, verify, verify_all
 from waffle_fl.records import read_json, read_rounds
+from waffle_fl.storage import check_regular
 
 Protocol: TypeAlias = Literal["best", "last", "selected"]
 PROTOCOLS: dict[Protocol, str] = {
@@ -98,35 +100,55 @@ class Score:
         return self.measure.text(self.mean, decimals) + spread + (" (diverged)" if self.diverged else "")
 
 
-def read_runs(paths: Iterable[Path]) -> list[Finished]:
+def read_runs(
+    paths: Iterable[Path], *, trust: bool = False, force: bool = False, warn: Warn | None = None
+) -> list[Finished]:
     """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl).
 
-    Runs that a run folder holds are those it is compared with."""
+    Runs that a run folder holds are those it is compared with. Folders are checked as by `manifest.verify`; `trust`
+    allows the import of schedules that a config names."""
     runs: list[Finished] = []
+    folders: list[Path] = []
     for path in paths:
         if path.suffix == ".jsonl":
-            runs += read_condensed(path)
+            runs += read_condensed(path, trust)
             continue
         if not path.is_dir():
             raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, there is no {path}")
         inner = sorted(p.parent for p in path.glob("*/config.json"))
-        folders = [path, *inner] if (path / "config.json").exists() else inner
-        known = {run.folder.resolve() for run in runs}
-        runs += [run for run in map(_read, (f for f in folders if f.resolve() not in known)) if run]
+        known = {folder.resolve() for folder in folders}
+        found = [path, *inner] if (path / "config.json").exists() else inner
+        read = [(f, run) for f in found if f.resolve() not in known and (run := _read(f, trust, force, model=False))]
+        folders += [folder for folder, _ in read]
+        runs += [run for _, run in read]
     if not runs:
         where = ", ".join(map(str, paths))
         raise WaffleError(f"no finished run in {where}: give a run folder or a folder of runs, or let them finish")
+    verify_all(folders, force=force, warn=warn)
     return runs
 
 
-def read_run(folder: Path) -> Finished:
-    """One run that has come to its end."""
+def read_run(folder: Path, *, trust: bool = False, force: bool = False, model: bool = False) -> Finished:
+    """One run that has come to its end, its files not yet checked against their manifest.
+
+    `model` says that its model is to be built: a config that names one of the user's own then needs `trust`."""
     if not (folder / "config.json").is_file():
         raise WaffleError(f"{folder} is no run folder: it has no config.json")
-    run = _read(folder)
+    run = _read(folder, trust, force, model)
     if run is None:
         raise WaffleError(f"the run in {folder} is not finished: `waffle resume {folder}` goes on with it")
     return run
+
+
+def config_of(folder: Path, trust: bool, force: bool, model: bool = True) -> RunConfig:
+    """The config of a run folder. Code that it names is imported only if trusted, from a config that is as it was.
+
+    `model` says whether its model is to be built, too."""
+    path = folder / "config.json"
+    content = read_json(path)
+    if check_trusted(content, path, trust, model):
+        verify(folder, force=force, warn=no_warning)  # the reader of the folder warns
+    return RunConfig.from_json(content)
 
 
 def named_weights(provenance: Mapping[str, Any], weights: Sequence[float]) -> dict[str, float]:
@@ -135,11 +157,11 @@ def named_weights(provenance: Mapping[str, Any], weights: Sequence[float]) -> di
     return dict(zip(names, weights, strict=True))
 
 
-def _read(folder: Path) -> Finished | None:
+def _read(folder: Path, trust: bool, force: bool, model: bool) -> Finished | None:
     result = read_json(folder / "result.json")
     if result is None:
         return None
-    config = RunConfig.from_json(read_json(folder / "config.json"))
+    config = config_of(folder, trust, force, model)
     rounds = read_rounds(folder / "rounds.jsonl")
     return Finished(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
 
@@ -192,15 +214,17 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def read_condensed(path: Path) -> list[Finished]:
+def read_condensed(path: Path, trust: bool = False) -> list[Finished]:
     """The runs of a condensed record."""
     runs: list[Finished] = []
     tables: Tables = {}
+    check_regular(path)
     try:
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             tables = line["tables"] if "tables" in line else after(tables, line["since"])
             config = {**tables["config"], "settings": tables["settings"], "options": tables["options"]}
+            check_trusted(config, path, trust, model=False)
             rounds = [
                 dict(zip(line["rounds"], values, strict=True)) for values in zip(*line["rounds"].values(), strict=True)
             ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.storage import check_regular
+from waffle_fl.storage import write_atomically as write_atomically  # for those who write other files beside
 
 MAX_HEADER = 1 << 20
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64, "BOOL": torch.bool}
@@ -93,6 +94,7 @@ def write_tensors(path: Path, metadata: Mapping[str, str], tensors: Mapping[str,
 def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
     """(metadata, tensors) of a file that must match the template exactly."""
     expected = sum(t.numel() * t.element_size() for t in template.values())
+    check_regular(path)
     try:
         if path.stat().st_size > 8 + MAX_HEADER + expected:
             raise WaffleError("larger than this run's state can be")
@@ -105,6 +107,7 @@ def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 def read_named(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     """The tensors of a file of which the names alone are known; their sizes must add up to the file's."""
+    check_regular(path)
     try:
         payload = path.read_bytes()
         header = parse_header(payload[: 8 + MAX_HEADER], len(payload))
@@ -114,20 +117,6 @@ def read_named(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except WaffleError as error:
         raise WaffleError(f"{path}: {error}") from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Either the old content or the new one is there, whenever the process dies."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Listener
 from waffle_fl.records import read_json, read_rounds
 
-LOOK = 2.0  # seconds between two looks at a running job
+LOOK = 0.5  # seconds between two looks at a running job
 ASK = 20.0  # seconds of silence after which Flower is asked how the run stands
 
 
@@ -32,12 +32,14 @@ def attended(folder: Path, job: Any, output: Watched) -> int:
 
 def watch(folder: Path, job: Any, output: Watched) -> int:
     """Submit a job, unless the server is at it already, and follow its journal and its records to the end."""
-    from waffle_fl.deploy import folders, processes
+    from waffle_fl.deploy.link import Link
 
-    link = processes.Link(folder, folders.read_server(folder))
+    link = Link(folder)
     watched = job.conducted
     position = job.journal.last if watched else job.journal.end  # its last word may have been its end, just now
     number = None if watched else link.submit(job.name)
+    if number:
+        job.submitted_as(number)
     with live(output) as listener:
         _follow(link, number, job, position, listener)
     runs = runs_in(job.out)
@@ -66,7 +68,7 @@ def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
 
 def _follow(link: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
     """Tell the listener of every round and note, until the job has ended."""
-    from waffle_fl.deploy import processes
+    from waffle_fl.deploy.link import FINISHED, UNKNOWN
 
     told: dict[Path, int] = {}
     heard, status = time.monotonic(), ""
@@ -89,11 +91,11 @@ def _follow(link: Any, number: str | None, job: Any, position: int, listener: Li
             if line.get("done"):
                 return
         if not lines and time.monotonic() - heard > ASK:
-            before, status = status, link.status(number) if number else processes.FINISHED
+            before, status = status, link.status(number) if number else FINISHED
             heard = time.monotonic()
-            if status == processes.UNKNOWN != before:
+            if status == UNKNOWN != before:
                 listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
-            ended = status.startswith(processes.FINISHED) and not job.conducted
+            ended = status.startswith(FINISHED) and not job.conducted
             if ended and not job.journal.since(position)[0]:
                 raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
         time.sleep(LOOK)

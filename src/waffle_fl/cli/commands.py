@@ -17,17 +17,18 @@ from rich.console import Console
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import use
 from waffle_fl.cli.data import data_command
-from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, sentences
+from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, read_back, sentences
 from waffle_fl.cli.deploy import deploy
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.tune import tune
-from waffle_fl.cli.watch import Output, Watched, live
+from waffle_fl.cli.watch import Folder, Notes, Output, Watched, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.data.files import data_dir
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import EVERYONE, Place, execute, plan
+from waffle_fl.manifest import no_warning
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.reproduce.claims import verdicts
@@ -35,7 +36,7 @@ from waffle_fl.reproduce.page import write as write_pages
 from waffle_fl.reproduce.running import run_missing
 from waffle_fl.reproduce.stated import judge, stated
 from waffle_fl.reproduce.studies import find_root, problems, read_part, read_study
-from waffle_fl.results import Details, condense, read_runs
+from waffle_fl.results import Details, condense, config_of, read_runs
 
 ALONE_HELP = (
     "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
@@ -85,15 +86,17 @@ def resume(arguments: Sequence[str]) -> int:
 
         run: tyro.conf.Positional[Path]
         """The run's folder."""
+        trust: bool = False
+        """Import the code (module:name) that the run folder names."""
         place: Place = field(default_factory=Place)
         output: Watched = field(default_factory=Watched)
 
     args = parse(Resume, arguments, "resume")
-    content = read_json(args.run / "config.json")
-    if content is None:
+    if read_json(args.run / "config.json") is None:
         raise WaffleError(f"{args.run} is no run folder: it has no config.json")
+    config = config_of(args.run, args.trust, args.place.force)
     compared = (args.run / "local" / "config.json").exists()
-    return _finish(RunConfig.from_json(content), args.run, args.place, args.output, compared)
+    return _finish(config, args.run, args.place, args.output, compared)
 
 
 def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
@@ -108,7 +111,8 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, comp
     says, compared = [], compared and all(other["status"] == "finished" for other in others)
     if compared:
         note_distances(config.settings, place, folder)
-        says = sentences(page_of(read_runs([run for _, run in runs]), folder, folder))
+        finished = read_back([run for _, run in runs], place)
+        says = sentences(page_of(finished, folder, folder, force=place.force, warn=no_warning))
     if output.json:
         more = {"page": str(folder / PAGE), "says": says} if compared else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
@@ -200,7 +204,7 @@ def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, titl
     runs = plan(experiment, out, place)
     with live(output) as listener:
         results = execute(runs, place, listener)
-    finished = read_runs([folder for _, folder in runs])
+    finished = read_back([folder for _, folder in runs], place)
     page = write_report(finished, out / "report", title)
     if output.json:
         entries = [{"run": str(f), "config": c.to_json(), **r} for (c, f), r in zip(runs, results, strict=True)]
@@ -247,23 +251,26 @@ def report(arguments: Sequence[str]) -> int:
         """What the record keeps of the rounds: all that charts need, the accuracy, that late in the run, or nothing."""
         title: str = "Personalised federated learning"
         """Title of the page."""
+        folder: Folder = field(default_factory=Folder)
         output: Output = field(default_factory=Output)
 
     args = parse(Report, arguments, "report")
     if not args.runs:
         raise WaffleError("missing RUNS: give run folders or folders of runs")
-    finished = read_runs(args.runs)
+    notes, force = Notes(), args.folder.force
+    finished = read_runs(args.runs, trust=args.folder.trust, force=force, warn=notes.add)
     first = args.runs[0]
     out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
     alices = {(run.config.settings.alice, run.config.settings.leave_out) for run in finished}
     decides = decidable(finished)
     alike = len(alices) == 1 or not decides
     pages = [write_report(finished, out, args.title)] if alike else []
-    says = sentences(page_of(finished, first, out)) if decides else []
+    says = sentences(page_of(finished, first, out, force=force, warn=notes.add)) if decides else []
     pages += [out / PAGE] if decides else []
     if args.record:
         with writable(Path(args.record)):
             Path(args.record).write_text("\n".join(condense(finished, args.details)) + "\n", encoding="utf-8")
+    notes.show()
     if args.output.json:
         print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0

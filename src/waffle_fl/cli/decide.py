@@ -22,6 +22,7 @@ from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Place, device_of, everyone_of, execute, model_of
+from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import Finished, read_runs
 
@@ -74,15 +75,28 @@ def decide_command(arguments: Sequence[str]) -> int:
     with live(args.output) as listener:
         execute(runs, args.place, listener)
     note_distances(s, args.place, out)
-    decision = page_of(read_runs([folder for _, folder in runs]), out, out, metric)
+    finished = read_back([folder for _, folder in runs], args.place)
+    decision = page_of(finished, out, out, metric, args.place.force, no_warning)
     _tell(decision, out / PAGE, args.output)
     return 0
 
 
-def page_of(runs: Sequence[Finished], source: Path, out: Path, metric: Metric | None = None) -> Decision:
+def read_back(folders: Sequence[Path], place: Place) -> list[Finished]:
+    """Runs that were just brought to their end: their configs are the user's own, and `execute` has warned of them."""
+    return read_runs(folders, trust=True, force=place.force, warn=no_warning)
+
+
+def page_of(
+    runs: Sequence[Finished],
+    source: Path,
+    out: Path,
+    metric: Metric | None = None,
+    force: bool = False,
+    warn: Warn | None = None,
+) -> Decision:
     """Write the page of these runs, with the distances that lie at their source."""
     found = read_json(source / UNLIKE)
-    decision = decide(runs, Distances(**found) if found else None, metric)
+    decision = decide(runs, Distances.from_json(found) if found else None, metric, force, warn)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)

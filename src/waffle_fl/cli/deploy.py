@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,17 +17,18 @@ import tyro
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.attendance import attended, watch
 from waffle_fl.cli.flags import options_class, parse, settings_class
+from waffle_fl.cli.operate import add_site, logs, revoke, rotate, status, stop, watch_page
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import check_name, check_run
 from waffle_fl.errors import WaffleError, suggest
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Make the folder of a federation: waffle deploy init FOLDER --sites north south --address fl.example.org."""
+    """Found a federation: waffle deploy init FOLDER --sites north south --address fl.example.org."""
 
     @dataclass(frozen=True)
     class Init:
-        """Certificates, a key for each site, server.toml, and in `sites` one folder to hand over to each."""
+        """Make certificates, the operator's key, server.toml, and in `sites` one folder to hand over to each site."""
 
         folder: tyro.conf.Positional[Path]
         """The folder to make; it stays on the server."""
@@ -35,7 +37,7 @@ def init(arguments: Sequence[str]) -> int:
         address: str = "127.0.0.1"
         """The server's name or IP address, as the sites reach it; it stands in the certificate."""
         port: int = 9443
-        """The one port that the server listens on."""
+        """The one port that sites connect to; the next one is used on this machine alone."""
         listen: str = ""
         """Which of the server's addresses to listen on; by default all, or loopback for a federation on 127.0.0.1."""
         data: str = ""
@@ -45,17 +47,44 @@ def init(arguments: Sequence[str]) -> int:
         i_know: bool = False
         """I know that without TLS anyone on the way can read and change everything."""
 
-    from waffle_fl.deploy import folders
+    from waffle_fl.deploy import membership
 
     args = parse(Init, arguments, "deploy init")
     if args.insecure and not args.i_know:
         raise WaffleError("--insecure turns off TLS and authentication: add --i-know if nothing real is at stake")
     listen = args.listen or ("127.0.0.1" if args.address in ("127.0.0.1", "localhost") else "0.0.0.0")
-    folders.init(args.folder, args.sites, args.address, args.port, listen, args.data, args.insecure)
-    print(f"on the server:  waffle deploy server {args.folder}")
+    membership.init(args.folder, args.sites, args.address, args.port, listen, args.data, args.insecure)
     for name in sorted(args.sites):
-        print(f"hand over:      {args.folder / 'sites' / name}, then there: waffle deploy site {name}")
+        print(f"hand over:      {args.folder / 'sites' / name}, then there: waffle deploy join {name}")
+        print(f"then here:      waffle deploy add-site {name} --key {name}.pub --folder {args.folder}")
+    print(f"on the server:  waffle deploy server {args.folder}")
     print(f"then:           waffle deploy run waffle --folder {args.folder} ...")
+    return 0
+
+
+def join(arguments: Sequence[str]) -> int:
+    """Make a site's key, at the site: waffle deploy join FOLDER."""
+
+    @dataclass(frozen=True)
+    class Join:
+        """Make this site's key pair and print its public part, which the operator needs; the private part stays."""
+
+        folder: tyro.conf.Positional[Path]
+        """The folder that the operator handed over."""
+        rotate: bool = False
+        """Make a new key although there is one; the old one is kept aside."""
+
+    from waffle_fl.deploy import membership
+    from waffle_fl.deploy.keys import fingerprint
+
+    args = parse(Join, arguments, "deploy join")
+    public = membership.join(args.folder, args.rotate)
+    name = args.folder.resolve().name
+    print(f"send to the operator ({args.folder / membership.NODE_PUBLIC}):")
+    print(public.decode().strip())
+    print(f"fingerprint, to be compared over the telephone: {fingerprint(public)}")
+    command = "rotate" if args.rotate else "add-site"
+    print(f"the operator then runs: waffle deploy {command} {name} --key {name}.pub --folder FEDERATION")
     return 0
 
 
@@ -64,7 +93,7 @@ class Here:
     """The folder of this end."""
 
     folder: tyro.conf.Positional[Path]
-    """The folder that `waffle deploy init` made."""
+    """The folder of this end."""
     i_know: bool = False
     """Start although the settings say insecure: anyone on the way can read and change everything."""
 
@@ -81,17 +110,21 @@ def server(arguments: Sequence[str]) -> int:
     class Server(Here):
         """Flower's SuperLink with this folder's certificates; it knows the sites of server.toml and no others."""
 
-    from waffle_fl.deploy import folders, processes
+    from waffle_fl.deploy import folders, link, processes
+    from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key
 
     args = parse(Server, arguments, "deploy server")
     folder, settings = args.folder.resolve(), folders.read_server(args.folder)
     _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
-    folders.public_keys(folder, settings)
+    load_operator_key(folder / "keys" / OPERATOR_KEY)
     command = processes.server_command(folder, settings)
-    (folder / processes.REGISTERED).unlink(missing_ok=True)
-    processes.aside([sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)])
-    processes.become(folder, "flwr-serverapp", command)
-    return 0
+    ports = {"port": (settings.listen, settings.port), "local_port": ("127.0.0.1", settings.local_port)}
+    processes.check_ports(ports, args.folder / "server.toml")
+    folders.make_private(folder, "keys", "jobs", "superlink.db", "server.log")
+    (folder / link.REGISTERED).unlink(missing_ok=True)
+    register_sites = [sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)]
+    commands = {"SuperLink": command, "executor": processes.executor_command(folder)}
+    return processes.Group(folder, commands, once={"register": register_sites}).run()
 
 
 def register(arguments: Sequence[str]) -> int:
@@ -99,35 +132,40 @@ def register(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Register:
-        """Register the public key of every site; to be called after a site was added to server.toml."""
+        """Register the public key of every site; to be called after server.toml was changed by hand."""
 
         folder: tyro.conf.Positional[Path]
         """The server's folder."""
 
-    from waffle_fl.deploy import folders, processes
+    from waffle_fl.deploy.link import Link
 
     args = parse(Register, arguments, "deploy register")
-    processes.Link(args.folder.resolve(), folders.read_server(args.folder)).register(seconds=120)
+    link = Link(args.folder.resolve())
+    link.wait(seconds=120)
+    for line in link.register() or ["all sites are admitted already"]:
+        print(line, flush=True)
     return 0
 
 
 def site(arguments: Sequence[str]) -> int:
     """Start a site (Flower's SuperNode), or show what it would let out: waffle deploy site FOLDER --dry-run."""
-
-    @dataclass(frozen=True)
-    class SiteFlags(Here):
-        """Flower's SuperNode, which runs the installed waffle-fl and no code that a server sends."""
-
-        dry_run: bool = False
-        """Train one round on this site's data and print all that would leave it; nothing is sent."""
-        method: str = "waffle"
-        """The method of the dry run."""
-        settings: settings_class(besides=("data",)) = field(default_factory=settings_class(besides=("data",)))  # type: ignore[valid-type]
-
+    settings_flags = settings_class(besides=("data",), min_category=5)
+    kind = dataclasses.make_dataclass(
+        "SiteFlags",
+        [
+            ("folder", Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="The folder of this site.")]),
+            ("i_know", _flag("Start although site.toml says insecure: anyone on the way can read and change all."), False),
+            ("dry_run", _flag("Train one round here and print all that would leave; nothing is sent."), False),
+            ("accept_ledger", _flag("Go on although lines of the ledger are missing; this is put on record."), False),
+            ("method", Annotated[str, tyro.conf.arg(help="The method of the dry run.")], "waffle"),
+            ("settings", settings_flags, field(default_factory=settings_flags)),
+        ],
+    )
+    kind.__doc__ = "Flower's SuperNode, which runs the installed waffle-fl and no code that a server sends."
     from waffle_fl.deploy import folders, processes
     from waffle_fl.deploy.rehearsal import rehearse
 
-    args: Any = parse(SiteFlags, arguments, "deploy site")
+    args: Any = parse(kind, arguments, "deploy site")
     folder, settings = args.folder.resolve(), folders.read_site(args.folder)
     if args.dry_run:
         config = check_run(args.method, {**dataclasses.asdict(args.settings), "data": settings.data}, {})
@@ -136,15 +174,51 @@ def site(arguments: Sequence[str]) -> int:
         return 0
     _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
     command = processes.site_command(folder, settings)
-    return processes.attend(folder, "flwr-clientapp", command, lambda text: print(f"waffle: {text}", file=sys.stderr))
+    _check_site(folder, settings, args.accept_ledger)
+    processes.check_ports({"port": ("127.0.0.1", settings.port)}, args.folder / "site.toml")
+    folders.make_private(folder, "node.key", folders.SECRET, "state", "models", "ledger.jsonl", "site.log")
+    commands = {"SuperNode": command, "executor": processes.executor_command(folder)}
+    return processes.Group(folder, commands, processes.RETURNS, _to_stderr).run()
+
+
+def _check_site(folder: Path, settings: Any, accept_ledger: bool) -> None:
+    """What would otherwise only show when the first request comes."""
+    from waffle_fl.deploy.folders import data_of
+    from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys
+    from waffle_fl.deploy.store import Ledger
+    from waffle_fl.own.folder import layout_of
+
+    source = data_of(folder, settings)
+    if source != settings.data and not (Path(source).exists() and layout_of(Path(source))):
+        raise WaffleError(f"data = {settings.data!r} in {folder / 'site.toml'}: expected a table or .npz file, none is there")
+    if not (folder / "node.key").is_file():
+        raise WaffleError(f"{folder} has no key yet: make one with waffle deploy join {folder}")
+    load_trusted_keys(folder / OPERATOR_PUBLIC)
+    ledger = Ledger(folder / "ledger.jsonl")
+    if accept_ledger:
+        ledger.accept()
+    ledger.check()
+
+
+def _flag(text: str) -> Any:
+    return Annotated[bool, tyro.conf.arg(help=text)]
+
+
+def _to_stderr(text: str) -> None:
+    print(f"waffle: {text}", file=sys.stderr, flush=True)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Train on the sites: waffle deploy run METHOD --folder FOLDER [flags of waffle run]."""
     method = arguments[0] if arguments else ""
+    if method in ("-h", "--help"):
+        print("usage: waffle deploy run METHOD --folder FOLDER [flags]\n")
+        print(f"Submit a run to the server of a folder and watch it. METHOD is one of {', '.join(ALGORITHMS)};")
+        print("waffle deploy run waffle --help lists the flags, which are those of waffle run.")
+        return 0
     if method not in ALGORITHMS:
         raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
-    settings = settings_class(guard="standard")
+    settings = settings_class(guard="standard", min_category=5)
     kind = dataclasses.make_dataclass(
         "DeployRun",
         [
@@ -152,11 +226,7 @@ def run(arguments: Sequence[str]) -> int:
             ("settings", settings, field(default_factory=settings)),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help="The run's folder.")], field(default="")),
-            (
-                "force",
-                Annotated[bool, tyro.conf.arg(help="Go on with changed settings or code.")],
-                field(default=False),
-            ),
+            ("force", _flag("Go on with changed settings or code."), field(default=False)),
             ("output", Watched, field(default_factory=Watched)),
         ],
     )
@@ -217,7 +287,7 @@ def demo(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class DeployDemo:
-        """TLS, authentication, five processes, a few rounds of WAFFLE; every bit is compared with the simulation's."""
+        """TLS, keys, signed requests, a few rounds of WAFFLE; every bit is compared with the simulation's."""
 
         out: Path = Path("demo-flower")
         """Folder of the federation and of both runs; an earlier demonstration there is removed."""
@@ -247,12 +317,20 @@ def demo(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "init": init,
+    "join": join,
+    "add-site": add_site,
+    "rotate": rotate,
+    "revoke": revoke,
     "server": server,
     "register": register,
     "site": site,
     "check": check,
     "run": run,
     "resume": resume,
+    "status": status,
+    "stop": stop,
+    "logs": logs,
+    "watch": watch_page,
     "demo": demo,
 }
 
@@ -268,4 +346,8 @@ def deploy(arguments: Sequence[str]) -> int:
         raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
     if not find_spec("flwr"):
         raise WaffleError('Flower is not installed here: pip install "waffle-fl[flower]"')
-    return COMMANDS[name](rest)
+    before = os.umask(0o077)  # keys, models, states and records are for their owner alone
+    try:
+        return COMMANDS[name](rest)
+    finally:
+        os.umask(before)

@@ -113,14 +113,14 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
         )
         long = any("(" in split for split in splits)  # shifts are
         table.add_column("method" if turned else "split", style="bold", no_wrap=turned or not long)
-        for title in splits if turned else (TITLES[m] for m in methods):
+        for title in map(escape, splits) if turned else (TITLES[m] for m in methods):
             table.add_column(title, justify="right", no_wrap=not (turned and long))
         if turned:
             for m in methods:
                 table.add_row(TITLES[m], *(text(split, m) for split in splits))
         else:
             for split in splits:
-                table.add_row(split, *(text(split, m) for m in methods))
+                table.add_row(escape(split), *(text(split, m) for m in methods))
         console.print(table)
 
 
@@ -146,7 +146,7 @@ def show_study(
             gap = percent(found["best"], split, method) - printed.mean if printed else nan
             texts = [_cell(found[protocol].get((split, method)), False, 2) for protocol in shown]
             table.add_row(
-                split,
+                escape(split),
                 TITLES[method],
                 f"{printed.mean:.2f}" if printed else "–",
                 *texts,

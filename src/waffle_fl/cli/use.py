@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
 
 from waffle_fl.cli.flags import parse
+from waffle_fl.cli.watch import Folder, Notes
 from waffle_fl.errors import writable
 from waffle_fl.tensorfile import write_atomically
 from waffle_fl.use import exporting, predicting
@@ -32,9 +33,13 @@ def predict(arguments: Sequence[str]) -> int:
         """Write the lines to this .csv file in place of standard output."""
         json: bool = False
         """Predictions and metrics as JSON on stdout."""
+        folder: Folder = field(default_factory=Folder)
 
     args = parse(Predict, arguments, "predict")
-    found = predicting.predict(open_run(args.run), args.data)
+    notes = Notes()
+    trained = open_run(args.run, trust=args.folder.trust, force=args.folder.force, warn=notes.add)
+    found = predicting.predict(trained, args.data)
+    notes.show()
     if args.out:
         with writable(Path(args.out)):
             write_atomically(Path(args.out), found.to_csv().encode())
@@ -67,9 +72,12 @@ def export(arguments: Sequence[str]) -> int:
         """The program: torch.export (model.pt2), TorchScript, ONNX (needs waffle-fl[onnx]), or none."""
         json: bool = False
         """The files as JSON on stdout."""
+        folder: Folder = field(default_factory=Folder)
 
     args = parse(Export, arguments, "export")
-    trained = open_run(args.run)
+    notes = Notes()
+    trained = open_run(args.run, trust=args.folder.trust, force=args.folder.force, warn=notes.add)
     files = [str(path) for path in exporting.export(trained, Path(args.out or args.run / "export"), args.format)]
+    notes.show()
     print(json.dumps({"run": str(args.run), "files": files}) if args.json else "\n".join(files))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,31 @@ class Watched(Output):
 
     log: tyro.conf.UseAppendAction[tuple[Log, ...]] = ()
     """Also log every round to tensorboard (in the run's folder) or mlflow; may be given twice."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """a run folder that may have been changed"""
+
+    force: bool = False
+    """Go on although a file of the run folder is not what the run wrote."""
+    trust: bool = False
+    """Import the code (module:name) that the run folder names."""
+
+
+class Notes:
+    """Lines for stderr, each of them once, printed when all has been read: an error comes alone."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.append(line)
+
+    def show(self) -> None:
+        for line in self._lines:
+            print(f"note: {line}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a user may set, where it is checked, and how an experiment file is read. Every mistake is told at once."""
 
 from waffle_fl.config.files import load_experiment, load_experiments, read_toml
+from waffle_fl.config.imports import check_trusted, imports_in
 from waffle_fl.config.settings import (
     EVERYONE,
     SCHEMA,
@@ -21,7 +22,9 @@ __all__ = [
     "Settings",
     "check_name",
     "check_run",
+    "check_trusted",
     "completed",
+    "imports_in",
     "load_experiment",
     "load_experiments",
     "option_types",

@@ -46,9 +46,9 @@ def _read_degree(text: str) -> None:
         parse(text)
 
 
+SCHEDULES = ("omega", "psi")
 TEXTS: dict[str, Callable[[str], Any]] = {
-    "omega": _read_degree,
-    "psi": _read_degree,
+    **dict.fromkeys(SCHEDULES, _read_degree),
     "shift": read_shifts,
     "attack": attacks.parse,
     "aggregation": defences.parse,
@@ -121,6 +121,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "sizes": ("numbers above 0", lambda value: all(size > 0 for size in value)),
     "samples_per_agent": NOT_NEGATIVE,
     "validation": ("a fraction from 0 to below 1", lambda value: 0 <= value < 1),
+    "min_category": at_least(1),
     "test_share": ("a fraction above 0 and below 1", lambda value: 0 < value < 1),
     "rounds": at_least(1),
     "epochs": at_least(1),

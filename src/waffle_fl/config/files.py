@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 import typing
@@ -24,7 +25,9 @@ from waffle_fl.config.settings import (
 )
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.shifts import read_shifts
+from waffle_fl.storage import check_regular
 
+MOST_VARIED = 100_000  # combinations of a [vary]: each is an experiment, held in memory
 GRID = ("methods", "splits", "shifts", "seeds")
 
 
@@ -63,6 +66,11 @@ def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[st
     lists = content.pop("vary", {})
     if not isinstance(lists, dict) or not all(isinstance(values, list) and values for values in lists.values()):
         raise WaffleError(f"{path}: expected lists of values in [vary], got {shown(lists)}")
+    count = math.prod(map(len, lists.values()))
+    if count > MOST_VARIED:
+        raise WaffleError(
+            f"{path}: the lists in [vary] make {count:,} combinations, expected at most {MOST_VARIED:,}: shorten them"
+        )
     for chosen in itertools.product(*lists.values()):
         changes: dict[str, Any] = {}
         for key, value in zip(lists, chosen, strict=True):
@@ -73,6 +81,7 @@ def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[st
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """A file's text and what it says."""
+    check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)

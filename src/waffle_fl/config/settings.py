@@ -32,6 +32,8 @@ class Settings:
     """The column to predict, in tables of your own."""
     categorical: tuple[str, ...] = ()
     """Columns of numbers that name categories; columns of text always do."""
+    min_category: int = 1
+    """Training rows of an agent that must have a category of your tables before the agent shares its name."""
     preprocessing: Literal["federated", "local"] = "federated"
     """Standardise columns of your tables by the mean and deviation of all agents, or each agent by its own."""
     test_share: float = 0.25

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from waffle_fl.data.sources import File
 from waffle_fl.errors import WaffleError
+from waffle_fl.storage import check_regular, remove, sync_folder
 
 Progress = Callable[[str, int, int], None]  # (file, bytes so far, bytes in all)
 
@@ -27,6 +28,7 @@ def data_dir(given: str = "") -> Path:
 
 
 def checksum(path: Path, algorithm: str) -> str:
+    check_regular(path)
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, algorithm).hexdigest()
@@ -66,16 +68,17 @@ def download(file: File, folder: Path, progress: Progress = lambda name, done, t
             f"cannot download {file.url} ({reason}); on a machine with a network fetch it and put it at {target}"
         ) from None
     if not is_official(part, file.checksum):
-        part.unlink()
+        remove(part)
         raise WaffleError(f"{file.url} gave a file with a wrong checksum; nothing was kept, try again later")
     part.replace(target)
+    sync_folder(folder)
     return target
 
 
 def _fetch(file: File, part: Path, progress: Progress) -> None:
     have = part.stat().st_size if part.exists() else 0
     if have >= file.size:
-        part.unlink()
+        remove(part)
         have = 0
     request = urllib.request.Request(file.url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=30) as response:

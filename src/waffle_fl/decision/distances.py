@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 from waffle_fl.models.flat import Batch
@@ -34,6 +35,29 @@ class Distances(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict()
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Distances:
+        """Read them back; whatever else a file holds is refused."""
+        try:
+            names = [str(name) for name in content["names"]]
+            found = {kind: _matrix(content[kind], len(names)) for kind in ("label", "feature", "gradient")}
+            if found["label"] is None or found["gradient"] is None:
+                raise ValueError("label and gradient")
+            return cls(names, found["label"], found["feature"], found["gradient"])
+        except (KeyError, TypeError, ValueError):
+            raise WaffleError(
+                "distances.json: expected names and a matrix of numbers for each kind; delete it"
+            ) from None
+
+
+def _matrix(content: Any, side: int) -> list[list[float]] | None:
+    if content is None:
+        return None
+    matrix = [[float(value) for value in row] for row in content]
+    if [len(row) for row in matrix] != [side] * side:
+        raise ValueError("shape")
+    return matrix
 
 
 def distances(federation: Federation, model: FlatModel, seed: int = 1) -> Distances:

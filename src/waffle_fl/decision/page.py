@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from html import escape
 from importlib import resources
@@ -15,7 +14,7 @@ from waffle_fl.decision.bootstrap import FEW, RESAMPLES
 from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
 from waffle_fl.decision.markup import MARKS, figure, gain, heat, interval, paragraphs, part, select, table
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
-from waffle_fl.report.page import bundle, facts_of, put
+from waffle_fl.report.page import bundle, facts_of, put, script_json
 
 KINDS = {
     "label": (
@@ -43,7 +42,7 @@ def write_page(decision: Decision, path: Path) -> Path:
     charts: dict[str, Mapping[str, Any]] = {}
     body = _body(decision, charts)
     matrices = {f"matrix-{m}": _stops(decision, m) for m in _weighing(decision)}
-    content = json.dumps({"charts": charts, "matrices": matrices}, separators=(",", ":")).replace("<", "\\u003c")
+    content = script_json({"charts": charts, "matrices": matrices})
     style, script = (
         resources.files("waffle_fl.decision").joinpath(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("css", "js")
@@ -174,7 +173,7 @@ def _collaboration(decision: Decision) -> str:
         control = (
             f'<div class="choose screen"><label for="range-{method}">Rounds</label><input type="range" min="0" '
             f'max="{len(stops) - 1}" value="0" id="range-{method}" data-matrix="{name}">'
-            f"<output>{stops[0]['title']}</output></div>"
+            f"<output>{escape(stops[0]['title'])}</output></div>"
         )
         rows = [view.name for view in decision.views if method in view.taken]
         table = heat(name, rows, decision.names, stops[0]["shares"], percent=True)

@@ -16,6 +16,7 @@ from waffle_fl.decision.distances import Distances
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import EVERYONE, Place, everyone_of, handle, plan
 from waffle_fl.federation import Federation, index_of
+from waffle_fl.manifest import Warn, verify_all
 from waffle_fl.results import WEIGHING, Finished, check_alike, methods_of
 from waffle_fl.tensorfile import read_named
 
@@ -129,9 +130,18 @@ def _check_metric(metric: Metric | None, whole: Federation, agents: Sequence[int
         raise WaffleError(f"metric: {metric} is not defined on anybody's test data; there is {', '.join(able)}")
 
 
-def decide(runs: Sequence[Finished], distances: Distances | None = None, metric: Metric | None = None) -> Decision:
-    """Compare the methods on each agent's own test data, by this metric: else by accuracy, or the error of numbers."""
+def decide(
+    runs: Sequence[Finished],
+    distances: Distances | None = None,
+    metric: Metric | None = None,
+    force: bool = False,
+    warn: Warn | None = None,
+) -> Decision:
+    """Compare the methods on each agent's own test data, by this metric: else by accuracy, or the error of numbers.
+
+    The predictions are checked against their manifests, as by `manifest.verify`."""
     check_alike(runs, ("seed", "alice", "leave_out"))
+    verify_all([run.folder for run in runs if run.folder.is_dir()], (SAID,), force, warn)
     _check_same_data(runs)
     absent = min((run.config.settings.leave_out for run in runs), key=len, default=())
     whole = [run for run in runs if run.config.settings.leave_out == absent]

@@ -15,7 +15,9 @@ from waffle_fl.attacks import NONE
 from waffle_fl.config import RunConfig
 from waffle_fl.deploy.folders import ServerSettings, data_of, read_server, read_site
 from waffle_fl.deploy.processes import address_of
+from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC, load_trusted_keys
 from waffle_fl.deploy.site import software
+from waffle_fl.deploy.store import Ledger
 from waffle_fl.errors import WaffleError
 from waffle_fl.folders import check_undivided
 from waffle_fl.own.folder import layout_of
@@ -33,9 +35,10 @@ def findings(folder: Path) -> Iterator[Finding]:
     if (folder / "server.toml").exists():
         s = read_server(folder)
         near = "127.0.0.1" if s.listen in ("0.0.0.0", "::") else s.listen
-        yield True, f"server of {', '.join(s.sites)}"
-        for site in s.sites:
+        yield True, f"server of {', '.join(s.members)}"
+        for site in s.members:
             yield (folder / "keys" / f"{site}.pub").exists(), f"public key of {site}"
+        yield _private(folder / "keys" / OPERATOR_KEY)
         yield _certificate(folder / "keys" / "server.pem")
         yield _reached(near, s.port, None if s.insecure else folder / "keys" / "ca.crt")
     elif (folder / "site.toml").exists():
@@ -44,8 +47,9 @@ def findings(folder: Path) -> Iterator[Finding]:
         source = data_of(folder, own)
         readable = own.data == source or (Path(source).exists() and bool(layout_of(Path(source))))
         yield readable, f"data {source}"
-        secret = folder / "node.key"
-        yield secret.exists() and not secret.stat().st_mode & 0o077, f"{secret} is there, and for its owner alone"
+        yield _private(folder / "node.key")
+        yield _trusted(folder / OPERATOR_PUBLIC)
+        yield _ledger(folder / "ledger.jsonl")
         try:
             yield _reached(*address_of(own), None if own.insecure else folder / "ca.crt")
         except WaffleError as error:
@@ -65,10 +69,31 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError(f"drift is for simulations, and labels do not change in a deployment: leave {s.shift!r} out")
     if s.is_own:
         check_undivided(s)
-    if not s.is_own and s.agents != len(settings.sites):
+    if not s.is_own and s.agents != len(settings.members):
         raise WaffleError(
-            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.sites)} sites"
+            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.members)} sites"
         )
+
+
+def _private(path: Path) -> Finding:
+    return path.exists() and not path.stat().st_mode & 0o077, f"{path} is there, and for its owner alone"
+
+
+def _trusted(path: Path) -> Finding:
+    try:
+        keys = load_trusted_keys(path)
+    except WaffleError as error:
+        return False, str(error)
+    return True, f"requests of {len(keys)} operator key(s) are obeyed"
+
+
+def _ledger(path: Path) -> Finding:
+    ledger = Ledger(path)
+    try:
+        ledger.check()
+    except WaffleError as error:
+        return False, str(error)
+    return True, f"ledger of {len(list(ledger.lines()))} lines, none missing"
 
 
 def _flower() -> Finding:

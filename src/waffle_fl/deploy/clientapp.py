@@ -1,8 +1,7 @@
-"""The site's end of Flower: every message is a parcel, every reply is what `Site.answer` says."""
+"""The site's end of Flower: every message holds a signed request, every reply is what `Site.answer` returns."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,8 @@ from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
 
 MAX_BYTES = 1 << 34  # what Flower itself has let through already
 
-log = logging.getLogger("waffle_fl")
-
-
 def app_of(folder: Path) -> ClientApp:
     """The ClientApp of the site in this folder."""
-    try:
-        handler = logging.FileHandler(folder / "site.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
-    except OSError as error:
-        log.error("the log is not kept: %s", error)
     app = ClientApp()
 
     @app.query()

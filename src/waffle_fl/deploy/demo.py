@@ -15,7 +15,7 @@ from waffle_fl.experiment import Place, execute
 from waffle_fl.own.folder import agents_in
 from waffle_fl.records import read_rounds
 
-ROUNDS = 2  # each takes as long as Flower takes to start a process at every site
+ROUNDS = 5
 MARK = "demonstration.txt"
 HEART = "heart-disease"
 
@@ -30,6 +30,7 @@ def set_up(folder: Path) -> tuple[RunConfig, tuple[str, ...]]:
         (folder / MARK).write_text("made by waffle deploy demo, which removes this folder when it is run again\n")
     heart = data_dir() / HEART
     common: dict[str, Any] = {"rounds": ROUNDS, "precision": "float64", "guard": "standard", "batch_size": 16}
+    common |= {"min_category": 5}
     if heart.is_dir():
         names = tuple(agents_in(heart))
         given = {"data": str(heart), "alice": "va", "lr": 0.02, "weight_decay": 1e-3}

@@ -13,7 +13,7 @@ import numpy as np
 
 from waffle_fl.config import EVERYONE, Settings
 from waffle_fl.data import NAMES
-from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.policy import Policy, Refused
 from waffle_fl.experiment import federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.own import Gathered, Preprocessing, Reading, gather
@@ -22,17 +22,21 @@ from waffle_fl.own.checks import check_duplicates
 from waffle_fl.own.folder import check_columns, divided, goal_of, layout_of, parts_of, tables_at
 from waffle_fl.own.preprocessing import (
     MOST_CATEGORIES,
+    Column,
     at_home,
     check_target,
     count_cells,
+    kind_of,
     may_be_classes,
     target_names,
     tell_categories,
     tell_moments,
 )
-from waffle_fl.own.tables import Table, numbers
+from waffle_fl.own.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, names, numbers
 
 FEWEST = 5  # rows of which a summary or a score may leave
+MOST_NUMBERS = 10  # different whole numbers that are taken for classes without being listed in `targets`
+ROUNDING = 1e-6  # by which the means of others may make the common ones differ from their bounds
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Holdings:
 
     name: str
     source: str
+    policy: Policy
     data_dir: str = ""
 
     @property
@@ -57,13 +62,13 @@ class Holdings:
             return {"kind": "arrays", **_facts(self._from_arrays(s, agent, ()))}
         if layout != "tables":
             raise Refused("this site's data is neither a table nor a .npz file")
-        own = tables_at(Path(self.source))
-        stages: dict[str, Callable[[Sequence[Table], Reading, Mapping[str, Any]], dict[str, Any]]] = {
+        own, how = tables_at(Path(self.source)), _reading(s)
+        stages: dict[str, Callable[[Rules, Sequence[Table], Reading, Mapping[str, Any]], dict[str, Any]]] = {
             "hello": _tell_target,
             "counts": _tell_counts,
             "columns": _tell_columns,
         }
-        return stages[stage](own, _reading(s), known)
+        return stages[stage](Rules.of(self.policy, own), own, how, known)
 
     def questions(self, s: Settings, stage: str = "", known: Any = None) -> dict[str, str]:
         """What a request wants to know of the data, each question by a hash: how it is read, and what else decides.
@@ -105,8 +110,8 @@ class Holdings:
 
     def _from_tables(self, s: Settings, agent: int, common: Preprocessing) -> Federation:
         own, how = tables_at(Path(self.source)), _reading(s)
-        _check_prepared(common, own, how)
         rows = divided(own, common, how)
+        _check_prepared(common, Rules.of(self.policy, own), own, own[0].taken(rows.train), how)
         keys = [key for table in own for key in table.row_keys()]
         check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(own) == 2)
         fitted = at_home(common, own[0].taken(rows.train))
@@ -122,13 +127,80 @@ def _hash(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _check_prepared(common: Preprocessing, own: Sequence[Table], how: Reading) -> None:
-    """Refuse a preparation of other columns than this site's, or of more texts than may be categories."""
+@dataclass(frozen=True)
+class Rules:
+    """What a site's own rules and files say of its columns, whatever a run calls them."""
+
+    targets: tuple[str, ...]
+    categorical: tuple[str, ...]
+    min_count: int
+
+    @classmethod
+    def of(cls, policy: Policy, own: Sequence[Table]) -> Rules:
+        """The site's rules; the files of UCI Heart Disease are known by their names."""
+        heart = all(UCI_HEART.fullmatch(table.path.name) for table in own)
+        targets, categorical = ((HEART_TARGET,), HEART_CATEGORICAL) if heart else ((), ())
+        return cls((*policy.targets, *targets), (*policy.categorical, *categorical), policy.min_count)
+
+    def check_categorical(self, name: str, table: Table) -> None:
+        """Refuse to share the values of a column of numbers, unless this site lists it."""
+        if name not in self.categorical and kind_of([count_cells(table.columns[name])], named=False) == "numeric":
+            raise Refused(
+                f"column {name!r} holds numbers here, whose values stay here: this site would have to list it under "
+                "categorical in its site.toml"
+            )
+
+    def check_classes(self, target: str, own: Sequence[Table]) -> None:
+        """Refuse to share the classes of a target that this site does not list, if they tell of few rows."""
+        if target in self.targets:
+            return
+        if self.targets:
+            raise Refused(f"this site lets runs predict {', '.join(self.targets)}, not {target!r}")
+        counts: dict[str, int] = {}
+        for table in own:
+            for name in names(table.columns[target]).tolist():
+                counts[name] = counts.get(name, 0) + 1
+        if len(counts) > MOST_NUMBERS and np.isfinite(numbers(np.array(sorted(counts)))).all():
+            raise Refused(f"column {target!r} has more than {MOST_NUMBERS} different numbers, which stay here")
+        if min(counts.values(), default=self.min_count) < self.min_count:
+            raise Refused(
+                f"a class of column {target!r} has fewer than {self.min_count} rows here: this site would have to list "
+                "the column under targets in its site.toml"
+            )
+
+
+def _check_prepared(common: Preprocessing, rules: Rules, own: Sequence[Table], train: Table, how: Reading) -> None:
+    """Refuse a preparation that cannot have come from summaries this site's were among."""
     columns = [*(column.name for column in common.columns), common.target]
     if common.target != goal_of(own, how)[0] or sorted(columns) != sorted(own[0].columns):
         raise Refused("the server's preparation of the columns is not of this site's columns and this run's target")
     for column in common.columns:
-        _check_texts(column.name, column.categories)
+        if column.kind == "categorical":
+            _check_texts(column.name, column.categories)
+            rules.check_categorical(column.name, train)
+            lacking = set(tell_categories(train, column.name, how.min_category)).difference(column.categories)
+            if lacking:
+                raise Refused(f"the server's preparation of {column.name!r} lacks categories that this site has told")
+        elif common.scope == "federated":
+            _check_moments(column, train)
+
+
+def _check_moments(column: Column, train: Table) -> None:
+    """Of all rows together, the variance is at least the share that this site's rows have in it.
+
+    With n of N rows here, of mean m and variance s^2: deviation^2 >= n/N (s^2 + (m - mean)^2). The server says N.
+    """
+    here = tell_moments(train, column.name)
+    if not here.n:
+        return
+    if column.rows < here.n or not np.isfinite([column.mean, column.deviation]).all():
+        raise Refused(f"the server's preparation of {column.name!r} is of fewer rows than this site has")
+    share = (here.squares / here.n + (here.mean - column.mean) ** 2) * here.n / column.rows
+    scale = max(abs(here.mean), here.deviation, column.deviation)
+    if share > column.deviation**2 + ROUNDING * scale**2:
+        raise Refused(
+            f"the server's mean and deviation of {column.name!r} cannot be those of rows that include this site's"
+        )
 
 
 def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:
@@ -151,7 +223,7 @@ def _facts(f: Federation) -> dict[str, Any]:
     }
 
 
-def _tell_target(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
+def _tell_target(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
     target, categorical = goal_of(own, how)
     check_columns(own, target, categorical)
     values = sorted({name for table in own for name in target_names(table, target)})
@@ -159,6 +231,9 @@ def _tell_target(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -
     classes = may_be_classes(values, how.task)
     if classes:
         _check_texts(target, values, sum(map(len, own)))
+        rules.check_classes(target, own)
+    elif rules.targets and target not in rules.targets:
+        raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
     return {
         "kind": "tables",
         "columns": list(own[0].columns),
@@ -180,19 +255,25 @@ def _training(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> t
     return own[0].taken(rows.train), counts
 
 
-def _tell_counts(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
+def _tell_counts(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
     table, samples = _training(own, how, known)
     return {**samples, "counts": {name: list(count_cells(cells)) for name, cells in table.columns.items()}}
 
 
-def _tell_columns(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
+def _tell_columns(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
     """Moments and categories of the training rows; with local preprocessing the moments stay."""
+    if how.min_category < rules.min_count:
+        raise Refused(
+            f"a category that fewer than {rules.min_count} rows have stays here: run with --min-category {rules.min_count}"
+        )
     table, _ = _training(own, how, known)
     kinds: Mapping[str, str] = known["kinds"]
     numeric = [name for name, kind in kinds.items() if kind == "numeric"]
     stays = how.preprocessing == "local"
     told = [name for name in numeric if not stays or name == known["aim"]["target"]]
-    categories = {name: tell_categories(table, name) for name, kind in kinds.items() if kind == "categorical"}
-    for name, texts in categories.items():
-        _check_texts(name, texts, int((table.columns[name] != "").sum()))
+    named = [name for name, kind in kinds.items() if kind == "categorical"]
+    for name in named:
+        rules.check_categorical(name, table)
+        _check_texts(name, tell_categories(table, name), int((table.columns[name] != "").sum()))
+    categories = {name: tell_categories(table, name, how.min_category) for name in named}
     return {"moments": {name: list(tell_moments(table, name)) for name in told}, "categories": categories}

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from waffle_fl.config import EVERYONE, RunConfig, check_name
+from waffle_fl.deploy.folders import read_server
 from waffle_fl.deploy.survey import Survey
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import handle
 from waffle_fl.records import read_json, write_json
+from waffle_fl.tensorfile import write_atomically
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Job:
     run: str
     config: RunConfig
     out: Path
+    sites: tuple[str, ...]  # its agents, in order; a site that is revoked later keeps its place
     force: bool = False
 
     @classmethod
@@ -38,7 +41,8 @@ class Job:
         if content is None:
             raise WaffleError(f"{folder} has no job {name!r}")
         config = RunConfig.from_json(content["config"])
-        return cls(path, str(content["run"]), config, Path(content["out"]), bool(content["force"]))
+        sites = tuple(content.get("sites") or read_server(folder).sites)
+        return cls(path, str(content["run"]), config, Path(content["out"]), sites, bool(content["force"]))
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig, out: Path, force: bool) -> Job:
@@ -49,16 +53,18 @@ class Job:
             raise WaffleError(f"another job of {folder} is called {out.name}: choose another --out")
         if known and not force and known.config.to_json() != config.to_json():
             raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
-        run = known.run if known and (begun(out) or known.conducted) else secrets.token_hex(8)
-        job = cls(path, run, config, out.resolve(), force)
+        goes_on = known is not None and (begun(out) or known.conducted)
+        run = known.run if known and goes_on else secrets.token_hex(8)
+        sites = known.sites if known and goes_on else read_server(folder).members
+        job = cls(path, run, config, out.resolve(), sites, force)
         job.write(force)
         return job
 
     def write(self, force: bool) -> None:
         content = {"run": self.run, "config": self.config.to_json(), "out": str(self.out), "force": force}
         with writable(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, content)
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_json(self.path, {**content, "sites": list(self.sites)})
 
     @property
     def name(self) -> str:
@@ -100,11 +106,46 @@ class Job:
         asked: dict[str, Any] = json.loads(json.dumps({"run": self.run, "settings": asdict(self.config.settings)}))
         return asked
 
-    def runs(self, names: tuple[str, ...], survey: Survey, sites: tuple[str, ...]) -> list[tuple[RunConfig, Path]]:
+    @property
+    def state(self) -> dict[str, Any]:
+        """How the job stands, as its ServerApp last wrote it; empty before the first time."""
+        return read_json(self.path.with_suffix(".state")) or {}
+
+    def show(self, **state: Any) -> None:
+        """Put on record how the job stands, for `waffle deploy status` and `watch`."""
+        write_json(self.path.with_suffix(".state"), {**self.state, **state, "time": time.time()})
+
+    def ask_to_stop(self) -> None:
+        """Have the ServerApp end after what it is at."""
+        with writable(self.path):
+            self._stop.touch(mode=0o600)
+
+    @property
+    def is_to_stop(self) -> bool:
+        return self._stop.exists()
+
+    def go_on(self) -> None:
+        """Forget an earlier wish to stop."""
+        self._stop.unlink(missing_ok=True)
+
+    @property
+    def _stop(self) -> Path:
+        return self.path.with_suffix(".stop")
+
+    @property
+    def flower_run(self) -> str:
+        """Flower's number of the run that was submitted last, or nothing."""
+        path = self.path.with_suffix(".flower")
+        return path.read_text(encoding="ascii").strip() if path.exists() else ""
+
+    def submitted_as(self, number: str) -> None:
+        write_atomically(self.path.with_suffix(".flower"), f"{number}\n".encode())
+
+    def runs(self, names: tuple[str, ...], survey: Survey) -> list[tuple[RunConfig, Path]]:
         """The run of the named Alice, or one for each site that can be."""
         if self.config.settings.alice != EVERYONE:
             return [(self.config, self.out)]
-        able = [i for i, site in enumerate(sites) if survey.samples[site] and survey.test[site]]
+        able = [i for i, site in enumerate(self.sites) if survey.samples[site] and survey.test[site]]
         configs = [
             replace(self.config, settings=replace(self.config.settings, alice=handle(i, names[i]))) for i in able
         ]
@@ -139,7 +180,7 @@ class Journal:
 
     def say(self, **what: Any) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(what) + "\n")
+            stream.write(json.dumps({"time": time.time(), **what}) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 

@@ -1,9 +1,12 @@
-"""Who is who: a certificate authority for the federation, a certificate for its server, a key pair for each site."""
+"""Keys and certificates: a CA and a server certificate, an operator key that signs requests, a key pair per site."""
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 import ipaddress
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -49,26 +53,50 @@ def make_certificates(folder: Path, federation: str, names: Sequence[str], valid
 
 
 def make_node_key(private: Path, public: Path) -> None:
-    """A key pair of a site, as OpenSSH writes it: the private half is for the site alone."""
-    key = ec.generate_private_key(CURVE)
+    """A key pair of a site, as OpenSSH writes it, made at the site: the private half never leaves it."""
+    _write_pair(ec.generate_private_key(CURVE), private, public)
+
+
+def make_operator_key(private: Path, public: Path) -> None:
+    """The Ed25519 key pair that requests are signed with; every site holds the public half."""
+    _write_pair(Ed25519PrivateKey.generate(), private, public)
+
+
+def _write_pair(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, private: Path, public: Path) -> None:
     write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+
+
+def fingerprint(public: bytes) -> str:
+    """A public key's fingerprint as `ssh-keygen -l` prints it, to be compared over the telephone."""
+    try:
+        body = base64.b64decode(public.split()[1], validate=True)
+    except (IndexError, ValueError):
+        raise WaffleError("this is no public key: expected a line such as 'ecdsa-sha2-nistp384 AAAA...'") from None
+    return "SHA256:" + base64.b64encode(hashlib.sha256(body).digest()).decode().rstrip("=")
 
 
 def wire_form(public: Path) -> bytes:
     """A site's public key as Flower reports the key that a node has proven to hold."""
     try:
         key = load_ssh_public_key(public.read_bytes())
+    except OSError as error:
+        raise WaffleError(f"cannot read {public}: {error.strerror}") from None
     except (ValueError, UnsupportedAlgorithm):
         raise WaffleError(f"{public} is no public key of a site") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != CURVE.name:
+        raise WaffleError(
+            f"{public} is no public key of a site: expected ecdsa-sha2-nistp384, as waffle deploy join makes"
+        )
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def write_secret(path: Path, content: bytes) -> None:
     """A file that nobody but its owner can read, from its first byte on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    path.write_bytes(content)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+        os.fchmod(stream.fileno(), 0o600)
+        stream.write(content)
 
 
 def _named(name: str) -> x509.Name:

@@ -1,105 +1,105 @@
-"""Only our own apps run. Flower sends the code of an app with every run; here what it sends is never unpacked.
+"""Flower's SuperLink and SuperNode as they run here: python -m waffle_fl.deploy.launcher superlink|supernode FOLDER ...
 
-A folder with these commands stands first on the PATH of Flower's processes, so that they start ours: the ClientApp and
-the ServerApp of the installed waffle-fl, whatever a server, or whoever reaches it, has submitted.
-
-Torch is imported only once a process has begun to send its heartbeat: one that is silent for half a minute is taken for
-dead, and another is started in its place.
+Both are Flower's own commands, started in this process with what a deployment needs changed: the SuperLink listens on
+two sockets behind a `Gate`, the SuperNode looks for messages more often, and both log one plain line per event.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import logging.handlers
 import sys
-import threading
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from types import SimpleNamespace
+from typing import Any
 
-__all__ = ["clientapp", "refuse", "serverapp", "supernode", "write_commands"]
-
-Role: TypeAlias = Literal["flwr-clientapp", "flwr-serverapp"]
-ROLES = {"flwr-clientapp": "clientapp", "flwr-serverapp": "serverapp"}
-GRACE = 3.0  # seconds to end by itself
-REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
+POLLING = 1 / 6  # of Flower's own pauses: a SuperNode asks for messages every half second, not every three
 
 
-def write_commands(commands: Path, role: Role, home: Path) -> None:
-    """The commands of one end; `home` is the folder of its settings."""
-    commands.mkdir(parents=True, exist_ok=True)
-    calls = dict.fromkeys((*ROLES, *REFUSED), "refuse()")
-    calls[role] = f"{ROLES[role]}({str(home.resolve())!r})"
-    if role == "flwr-clientapp":
-        calls["flower-supernode"] = f"supernode({str(home.resolve())!r})"
-    for name, call in calls.items():
-        path = commands / name
-        path.write_text(f"#!{sys.executable}\nfrom waffle_fl.deploy.launcher import *\n\n{call}\n", encoding="utf-8")
-        path.chmod(0o755)
+def superlink(home: Path) -> None:
+    """Flower's flower-superlink behind our gate."""
+    from waffle_fl.deploy.folders import read_server
+
+    command: Any = import_module("flwr.superlink.cli.flower_superlink")
+    settings = read_server(home)
+
+    def run(app: Any, **options: Any) -> None:
+        _serve(home, settings, app, options)
+
+    command.uvicorn = SimpleNamespace(run=run)
+    command.flower_superlink()
 
 
-def refuse() -> None:
-    """What this end does not run at all."""
-    sys.exit(f"{Path(sys.argv[0]).name} is not run here")
+def _serve(home: Path, s: Any, app: Any, options: dict[str, Any]) -> None:
+    """What `uvicorn.run` does, on the public and on the local socket."""
+    import uvicorn
+    from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as PIECE
+
+    from waffle_fl.deploy.folders import control_secret
+    from waffle_fl.deploy.gate import SPARE, Gate, listening
+
+    gate = Gate(app, s.port, control_secret(home), PIECE + SPARE)
+    config = uvicorn.Config(gate, **{**options, "access_log": False, "log_config": None, "server_header": False})
+    sockets = [listening(s.listen, s.port), listening("127.0.0.1", s.local_port)]
+    uvicorn.Server(config).run(sockets=sockets)
 
 
-def supernode(home: str) -> None:
+def supernode(home: Path) -> None:
     """Flower's flower-supernode. Without TLS it takes no key; the site shows its own all the same, and is believed."""
+    import uvicorn
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-    from flwr.supernode.cli import flower_supernode
 
+    command: Any = import_module("flwr.supernode.cli.flower_supernode")
+    runtime: Any = import_module("flwr.supernode.start_client_internal")
+    runtime.time = SimpleNamespace(sleep=lambda seconds: time.sleep(POLLING * seconds))
+    command.uvicorn = SimpleNamespace(Server=uvicorn.Server, Config=partial(uvicorn.Config, log_config=None))
     if "--insecure" in sys.argv:
-        runtime: Any = import_module("flwr.supernode.start_client_internal")
-        connect, key = runtime.http_request_response, load_ssh_private_key((Path(home) / "node.key").read_bytes(), None)
+        connect, key = runtime.http_request_response, load_ssh_private_key((home / "node.key").read_bytes(), None)
         runtime.http_request_response = lambda address, insecure, root, _, *rest: connect(
             address, insecure, root, (key, key.public_key()), *rest
         )
-    flower_supernode()
+    command.flower_supernode()
 
 
-def clientapp(home: str) -> None:
-    """Flower's flwr-clientapp with our ClientApp in place of the one that was sent."""
-    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
-
-    def load(*_: Any) -> Any:
-        return import_module("waffle_fl.deploy.clientapp").app_of(Path(home))
-
-    _end_with_parent()
-    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
-    runtime.install_from_fab = _nothing
-    runtime.get_load_client_app_fn = lambda **_: load
-    flwr_clientapp()
-
-
-def serverapp(home: str) -> None:
-    """Flower's flwr-serverapp with our ServerApp in place of the one that was submitted."""
-    from flwr.superlink.cli.flwr_serverapp import flwr_serverapp
-
-    def run(grid: Any, context: Any, **_: Any) -> Any:
-        import_module("waffle_fl.deploy.serverapp").main(Path(home), grid, str(context.run_config.get("job")))
-        return context
-
-    _end_with_parent()
-    runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
-    runtime.install_from_fab = _nothing
-    runtime.get_project_config = lambda _: {"tool": {"flwr": {"app": {"components": {"serverapp": ""}}}}}
-    runtime.get_fused_config_from_dir = lambda _, given: dict(given)
-    runtime.run_ = run
-    flwr_serverapp()
+def plain_logs(home: Path, name: str) -> None:
+    """One line per event on standard error and in the folder's log: time, level, whose it is, what happened."""
+    file = logging.handlers.WatchedFileHandler(home / ("server.log" if name == "server" else "site.log"))
+    Path(file.baseFilename).chmod(0o600)
+    handlers: list[logging.Handler] = [logging.StreamHandler(), file]
+    for handler in handlers:
+        handler.setFormatter(OneLine(name))
+        handler.addFilter(lambda record: bool(record.getMessage().strip()))
+    for logger in (logging.getLogger("flwr"), logging.getLogger("uvicorn"), logging.getLogger("waffle_fl")):
+        logger.handlers, logger.propagate = handlers, False
+        logger.setLevel(logging.INFO)
+    for noisy in ("httpx", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _end_with_parent() -> None:
-    """Flower interrupts an app whose parent is gone, which one that waits for an answer never hears: end it then."""
-    parent = os.getppid()
+class OneLine(logging.Formatter):
+    """2026-11-16T14:02:03Z INFO north Received successfully"""
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        time.sleep(GRACE)
-        os._exit(1)
+    converter = time.gmtime
 
-    threading.Thread(target=watch, daemon=True).start()
+    def __init__(self, name: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {name} %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " | ".join(line.strip() for line in super().format(record).splitlines() if line.strip())
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def main() -> None:
+    from waffle_fl.deploy.folders import name_of
+
+    role, home = sys.argv[1], Path(sys.argv[2])
+    sys.argv = [f"flower-{role}", *sys.argv[3:]]
+    import_module("flwr.supercore.logger")  # which puts its own handler there
+    plain_logs(home, name_of(home))
+    {"superlink": superlink, "supernode": supernode}[role](home)
+
+
+if __name__ == "__main__":
+    main()

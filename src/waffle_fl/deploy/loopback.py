@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from waffle_fl.deploy import folders
-from waffle_fl.deploy.processes import REGISTERED
+from waffle_fl.deploy import folders, membership
+from waffle_fl.deploy.link import REGISTERED
 from waffle_fl.errors import WaffleError
 
 L = TypeVar("L", bound="Loopback")
@@ -97,10 +97,13 @@ def deployed(loopback: L) -> Iterator[L]:
 def prepare(folder: Path, names: Sequence[str], data: str, **settings: object) -> None:
     """A deployment folder on loopback, whose sites hold shares of a data set by name, or the files of a folder."""
     own = Path(data).is_dir()
-    folders.init(folder, names, "127.0.0.1", free_port(), "127.0.0.1", "" if own else data)
-    folders.change(folder / "server.toml", **settings)
+    membership.init(folder, names, "127.0.0.1", free_port(), "127.0.0.1", "" if own else data)
+    folders.change(folder / "server.toml", local_port=free_port(), **settings)
     for name in names:
-        site = folder / "sites" / name / "site.toml"
+        home = folder / "sites" / name
+        site = home / "site.toml"
+        membership.join(home)
+        membership.accept_key(folder, name, home / membership.NODE_PUBLIC)
         folders.change(site, port=free_port(), model_may_leave=True)
         if own:
             file = next(path for path in sorted(Path(data).resolve().iterdir()) if name in path.name.split("."))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,31 +16,43 @@ from waffle_fl.errors import WaffleError
 STATISTICS = "stats"  # of the layers' inputs: no step of training, so that its length means nothing
 
 
+IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:name
+
+
 class Refused(WaffleError):
     """Why a site does not answer, in words that may leave it."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A site's rules, one a field of site.toml."""
+    """A site's rules, each a key of site.toml."""
 
     methods: tuple[str, ...]
-    models: tuple[str, ...]
+    imports: tuple[str, ...]
+    targets: tuple[str, ...]
+    categorical: tuple[str, ...]
+    min_count: int
     surveys: int
     rounds: int
+    min_batch: int
+    min_steps: int
+    max_exposed: float
     max_norm: float
     max_steps: int
     max_mb: int
     metrics: tuple[str, ...]
     model_may_leave: bool
 
-    def admit(self, config: RunConfig, size: int) -> None:
-        """Refuse a run that this site does not take part in, or a message of too many bytes."""
-        if config.method not in self.methods:
-            raise Refused(f"this site takes part in {', '.join(self.methods)}, not in {config.method}")
-        model = config.settings.model
-        if ":" in model and model not in self.models:
-            raise Refused(f"this site does not import the model {model!r}: its site.toml would have to name it")
+    def admit(self, config: Any, size: int) -> None:
+        """Refuse a run that this site does not take part in, before its config is read: reading may import code."""
+        method = config.get("method") if isinstance(config, dict) else None
+        if method not in self.methods:
+            raise Refused(f"this site takes part in {', '.join(self.methods)}, not in {str(method)[:40]}")
+        for text in _texts(config):
+            if IMPORTED.fullmatch(text) and text not in self.imports:
+                raise Refused(
+                    f"this site does not import {text[:80]!r}: its site.toml would have to list it in imports"
+                )
         self._check_mb(size, "a message")
 
     def check_surveys(self, different: int) -> None:
@@ -56,16 +69,32 @@ class Policy:
             raise Refused(f"this site answers {self.rounds} rounds in all, and this would be one more")
 
     def check_work(self, config: RunConfig, samples: int, model_bytes: int) -> None:
-        """Refuse what would take too long, or too much memory, before any of it is made.
+        """Refuse a round of too few steps or rows, of too many, or of too much memory, before any of it is made.
 
         Whole numbers among a method's hyperparameters multiply one or the other: inner steps, clusters, models sent.
         """
         s = config.settings
+        steps = s.epochs * -(-samples // s.batch_size)
         options = config.to_json()["options"].values()
         repeats = math.prod(max(1, number) for number in options if type(number) is int)
-        if max(s.batch_size, s.epochs * -(-samples // s.batch_size) * repeats) > self.max_steps:
+        if max(s.batch_size, steps * repeats) > self.max_steps:
             raise Refused(f"a round would take more steps, or a batch more rows, than this site's {self.max_steps}")
         self._check_mb(model_bytes * repeats, "this model")
+        if 0 < samples and min(s.batch_size, samples) < self.min_batch:
+            raise Refused(f"this site trains on {self.min_batch} or more rows per mini-batch: raise batch_size")
+        if 0 < steps < self.min_steps:
+            raise Refused(
+                f"a round would be {steps} step(s) here, and an update of fewer than {self.min_steps} tells too much of "
+                "its rows: lower batch_size, or raise epochs"
+            )
+
+    def check_exposed(self, share: float, usual: Callable[[], float]) -> None:
+        """Refuse a model that singles out more rows than a random one does: its update would reveal them."""
+        if share > self.max_exposed and share > self.max_exposed + usual():
+            raise Refused(
+                f"this model singles out {share:.0%} of the training rows, and its update would reveal them: this site "
+                f"allows {self.max_exposed:.0%} more than a random model does"
+            )
 
     def _check_mb(self, size: int, what: str) -> None:
         if size > self.max_mb << 20:
@@ -89,3 +118,11 @@ class Policy:
             for name, value in measured.items()
             if name in self.metrics
         }
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """All texts in a piece of JSON."""
+    if isinstance(content, str):
+        yield content
+    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        yield from _texts(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from waffle_fl.deploy.checking import check_deployable
 from waffle_fl.deploy.folders import public_keys, read_server
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
 from waffle_fl.engines.flower.course import (
@@ -35,10 +36,14 @@ from waffle_fl.engines.flower.messages import METRICS, SCORES, Parcel
 from waffle_fl.engines.flower.post import Letter, Post
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import index_of
-from waffle_fl.guard import CLIPPED, OK, REASONS
+from waffle_fl.guard import ABSENT, CLIPPED, OK, REASONS
 from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entropy, squared_error
 from waffle_fl.records import Run, provenance, read_rounds, summary
 from waffle_fl.tensorfile import unpack
+
+class Stopped(WaffleError):
+    """The operator has stopped the job; it can be resumed."""
+
 
 HANDSHAKE_BYTES = 8 << 20
 OTHER = {"classification": "rmse", "regression": "accuracy"}  # what is no score of this task
@@ -58,11 +63,15 @@ def main(folder: Path, grid: Any, job_name: str) -> None:
         try:
             Conductor(folder, job, grid).conduct()
         except WaffleError as error:
+            job.show(status="stopped" if isinstance(error, Stopped) else "failed", error=str(error), waiting=[])
             job.journal.say(error=str(error))
             raise
         except BaseException as error:
-            job.journal.say(error=f"the ServerApp stopped: {type(error).__name__}: {one_line(error)}")
+            text = f"the ServerApp stopped: {type(error).__name__}: {one_line(error)}"
+            job.journal.say(error=text)
+            job.show(status="stopped", error=text, waiting=[])
             raise
+        job.show(status="finished", waiting=[])
         job.journal.say(done=True)
 
 
@@ -83,18 +92,39 @@ class Conductor:
     """All courses of a job, a message to each site and round."""
 
     def __init__(self, folder: Path, job: Job, grid: Any) -> None:
-        self.job, self.settings = job, read_server(folder)
-        self.sites = self.settings.sites
+        self.job, self.settings, self.sites = job, read_server(folder), job.sites
         own = job.config.settings.is_own
         self.names = self.sites if own else tuple(f"agent {i}" for i in range(len(self.sites)))
-        keys = {wire_form(path): site for site, path in public_keys(folder, self.settings).items()}
-        self.post = Post(grid, keys, HANDSHAKE_BYTES)
+        members = [site for site in self.sites if site in self.settings.members]
+        keys = {wire_form(path): site for site, path in public_keys(folder, members).items()}
+        self.operator = load_operator_key(folder / "keys" / OPERATOR_KEY)
+        self.post = Post(grid, keys, HANDSHAKE_BYTES, self._watch)
+        self._shown: tuple[Any, ...] = ()
         check_deployable(job.config, self.settings)
 
+    def _watch(self, online: Collection[str] | None, waiting: Collection[str]) -> None:
+        """Put on record who is connected and who is waited for, whenever that changes."""
+        connected = None if online is None else sorted(online)
+        away = [site for site in waiting if online is not None and site not in online]
+        shown = connected, sorted(waiting), away
+        if shown == self._shown:
+            return
+        before, self._shown = self._shown, shown
+        self.job.show(connected=connected or [], waiting=sorted(waiting))
+        if away and (not before or away != before[2]):
+            self.job.journal.say(note="waiting for " + ", ".join(f"{site} (not connected)" for site in away))
+
     def conduct(self) -> None:
+        self.job.go_on()
+        rounds = self.job.config.settings.rounds
+        self.job.show(status="running", rounds=rounds, error="", round=self.job.state.get("round", 0))
+        if self.job.config.method == "waffle" and len(self.sites) == 2:
+            self.job.journal.say(
+                note="two sites: WAFFLE's weights are then fixed, equal until 95 % of the rounds and Alice's alone after"
+            )
         facts = self._survey()
         with contextlib.ExitStack() as stack:
-            entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts, self.sites)]
+            entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts)]
             if self.job.force:
                 self.job.write(force=False)  # it was meant for this time
             live = [entry for entry in entries if entry is not None]
@@ -156,11 +186,17 @@ class Conductor:
     def _words(self) -> dict[str, Any]:
         return {"software": software(), "run": self.job.run, "config": self.job.config.to_json()}
 
-    def _exchange(self, letters: Mapping[str, Letter], kind: str) -> Any:
-        yield from self.post.exchange(letters, kind, self.settings.deadline, self.settings.grace)
+    def _exchange(self, letters: Mapping[str, Letter], kind: str) -> Iterator[tuple[str, Parcel]]:
+        """Send signed requests and give the replies that come in time."""
+        signed = {site: partial(self._signed, site, letter) for site, letter in letters.items()}
+        yield from self.post.exchange(signed, kind, self.settings.deadline, self.settings.grace)
         for site, what in self.post.log:
             self.job.journal.say(note=f"{site}: {what}")
         self.post.log.clear()
+
+    def _signed(self, site: str, letter: Letter) -> Parcel:
+        """A request as it goes out: addressed to one site, with its time, and signed when it is sent."""
+        return sign(letter(), self.operator, site)
 
     def _open(self, stack: contextlib.ExitStack, config: RunConfig, folder: Path, facts: Survey) -> Entry | None:
         """Lock a run's folder and find out where it stands; None if it has ended."""
@@ -230,6 +266,8 @@ class Conductor:
         """Until every course has ended, or waits in vain; those are named."""
         unreachable: list[str] = []
         while live:
+            if self.job.is_to_stop:
+                raise Stopped(f"stopped by the operator after round {self.job.state.get('round', 0)}")
             self._message(live, facts)
             for entry in list(live):
                 told = self._turn(entry)
@@ -306,9 +344,15 @@ class Conductor:
         entry.run.append({**settled.measured, "seconds": round(entry.clock - began, 6)})
         entry.run.checkpoint(settled.stand.round, tensors_of(settled.stand))
         plan, screened = entry.course.plan, settled.measured.get("screened", {})
+        r = settled.stand.round
+        weights = dict(zip(plan.names, settled.measured.get("weights") or [], strict=False))
+        self.job.show(round=r, weights={plan.handle: weights}, screened=screened)
+        for name, reason in screened.items():
+            plainly = {REASONS[CLIPPED]: "update shortened", REASONS[ABSENT]: "did not answer"}
+            self.job.journal.say(note=f"round {r}: {name} {plainly.get(reason, f'screened: {reason}')}")
         others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice]
         if others and all(screened.get(name, REASONS[OK]) not in HEARD for name in others):
-            self.job.journal.say(note=f"round {settled.stand.round}: nobody but Alice was heard, a local step")
+            self.job.journal.say(note=f"round {r}: no update but Alice's was used, so this was a local step")
 
     def _diverged(self, entry: Entry, error: Diverged) -> None:
         entry.run.close(summary(read_rounds(entry.run.folder / "rounds.jsonl"), "diverged", str(error)))

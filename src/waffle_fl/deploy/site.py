@@ -1,8 +1,13 @@
-"""A site's answers. Each is a function of the request, the site's files and its rules; Flower is not known here."""
+"""A site's answers. Each is a function of the request, the site's files and its rules; Flower is not known here.
+
+Nothing in a request is used before its signature has been checked, and nothing that it names is imported before the
+site's rules have been asked.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
@@ -14,41 +19,41 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from torch import Tensor
 
-from waffle_fl import __version__
+from waffle_fl import __version__, manifest
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, Settings, check_name
-from waffle_fl.deploy.folders import data_of, read_site
+from waffle_fl.deploy.exposure import exposed_share, usual_share
+from waffle_fl.deploy.folders import data_of, make_private, read_site
 from waffle_fl.deploy.holdings import FEWEST, Holdings
 from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
 from waffle_fl.deploy.store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.closing import answering
 from waffle_fl.engines.flower.messages import Parcel, Task, Version, number_of
 from waffle_fl.engines.flower.rows import Row
+from waffle_fl.engines.steps import one_thread
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, model_of
 from waffle_fl.experiment.jobs import predictions
 from waffle_fl.metrics import measure
-from waffle_fl.records import DECIDING, digest_of, provenance, read_json, write_json
-from waffle_fl.tensorfile import digest, pack, unpack, write_atomically
+from waffle_fl.records import provenance, read_json, write_json
+from waffle_fl.tensorfile import MAX_HEADER, digest, pack, parse_header, unpack, write_atomically
+from waffle_fl.versions import RESULTS_VERSION, WIRE_VERSION
 from waffle_fl.wire import LONGEST_REASON, Envelope, seal
 
 log = logging.getLogger("waffle_fl")
-
-
-SHARED = (  # besides what decides results: how data is read, and what is sent
-    *("own", "data", "deploy", "experiment", "config"),
-    *("wire.py", "tensorfile.py", "augment.py", "metrics.py", "folders.py", "records.py"),
-)
+NO_MODELS = ("c",)  # what is sent down in a model's shape without being one: SCAFFOLD's control variate
 
 
 @cache
 def software() -> str:
-    """What must be the same at both ends: the version, a hash of the modules that decide bits, and torch's release."""
+    """What must be the same at both ends: the results, the messages, and torch's release."""
     release = torch.__version__.partition("+")[0]
-    return f"waffle-fl {__version__} ({digest_of(*DECIDING, *SHARED)}) with torch {release}"
+    return f"waffle-fl {__version__} (results {RESULTS_VERSION}, wire {WIRE_VERSION}) with torch {release}"
 
 
 def reason(error: Exception) -> str:
@@ -61,35 +66,65 @@ def reason(error: Exception) -> str:
     return f"it failed there ({type(error).__name__}); the site's own log says why"
 
 
+def _described(update: bytes) -> dict[str, Any]:
+    """An update in the ledger: its tensors and their shapes, its size, and a hash to know it again by."""
+    header = parse_header(update[: 8 + MAX_HEADER], len(update))
+    tensors = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return {"bytes": len(update), "sha256": hashlib.sha256(update).hexdigest(), "tensors": tensors}
+
+
 class Site:
     """One end of the federation, from its folder."""
 
     def __init__(self, folder: Path, data_dir: str = "") -> None:
         self.folder, self.settings = folder, read_site(folder)
         self.policy = self.settings.policy
-        self.holdings = Holdings(self.settings.name, data_of(folder, self.settings), data_dir)
+        self.holdings = Holdings(self.settings.name, data_of(folder, self.settings), self.policy, data_dir)
         self.store, self.ledger = Store(folder / "state"), Ledger(folder / "ledger.jsonl")
+
+    @cached_property
+    def trusted(self) -> list[Ed25519PublicKey]:
+        """The operator keys whose requests this site obeys."""
+        return load_trusted_keys(self.folder / OPERATOR_PUBLIC)
 
     def answer(self, request: Parcel) -> Parcel:
         """A reply to any request; what went wrong here is told in one line that names neither paths nor data."""
-        try:
-            with self.ledger.alone():
-                reply = self._answer(request)
-        except Exception as error:
-            reply = Parcel({"error": reason(error)})
-            with contextlib.suppress(OSError):  # a full disk keeps all else here, but not the line that says so
-                self.ledger.note(run=str(request.words.get("run"))[:LONGEST_REASON], said=reply.words)
+        with self.ledger.alone():
+            reply = self._checked(request)
         return replace(reply, words={**reply.words, "software": software()})
 
-    def _answer(self, request: Parcel) -> Parcel:
+    def _checked(self, request: Parcel) -> Parcel:
+        """Check who asks; then answer. A request that fails the check costs nothing but a line in the ledger."""
+        try:
+            self.ledger.check()
+            used = self.ledger.nonces()
+        except Exception as error:
+            return Parcel({"error": reason(error)})
+        try:
+            nonce = verify(request, self.trusted, self.settings.name, used, self.settings.max_age)
+        except Exception as error:
+            return self._refusal(error, "rejected")
+        try:
+            return self._answer(request, nonce)
+        except Exception as error:
+            return self._refusal(error, "said", run=str(request.words.get("run"))[:LONGEST_REASON], nonce=nonce)
+
+    def _refusal(self, error: Exception, kind: str, **about: str) -> Parcel:
+        """Say why there is no answer, and put it into the ledger."""
+        words = {"error": reason(error)}
+        with contextlib.suppress(OSError):  # a full disk keeps all else here, but not the line that says so
+            self.ledger.note(**about, **{kind: words})
+        return Parcel(words)
+
+    def _answer(self, request: Parcel, nonce: str) -> Parcel:
         words = request.words
         if words.get("software") != software():
             raise Refused(f"the server runs {words.get('software')}, this site {software()}: install the same")
         run, agent = check_name(str(words["run"])), number_of(words, "agent")
+        self.policy.admit(words["config"], sum(map(len, request.payloads.values())))
         config = RunConfig.from_json(words["config"])
-        self.policy.admit(config, sum(map(len, request.payloads.values())))
         if "stage" in words:
-            return self._tell(run, agent, config.settings, words["stage"], words["known"])
+            return self._tell(run, agent, config.settings, words["stage"], words["known"], nonce)
         asked = self._surveyed(self.holdings.questions(config.settings))
         if self.holdings.digest(config.settings, agent, run) != words["digest"]:
             raise Refused("this site's data is no longer what it was when the run began")
@@ -108,25 +143,26 @@ class Site:
                 said = {"error": reason(error)}
             self.ledger.note(
                 run=run,
+                nonce=nonce,
                 course=task.course,
                 round=task.round,
                 attempt=task.attempt,
                 asked=visit.asked,
                 said=said,
-                bytes=len(update or b""),
+                **({"update": _described(update)} if update is not None else {}),
             )
             answers[task.course] = said
             payloads |= {task.course: update} if update is not None else {}
         return Parcel({"courses": answers}, payloads)
 
-    def _tell(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any]) -> Parcel:
+    def _tell(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str) -> Parcel:
         """The answer to one question of the survey."""
         if stage not in get_args(Stage):
             raise Refused("a survey has no such stage")
         asked = self._surveyed(self.holdings.questions(s, stage, known))
         told = self.holdings.tell(s, agent, stage, known)
         reply = Parcel({**told, "digest": self.holdings.digest(s, agent, run)})
-        self.ledger.note(run=run, stage=stage, asked=asked, bytes=reply.size)
+        self.ledger.note(run=run, nonce=nonce, stage=stage, asked=asked, said=reply.words)
         return reply
 
     def _surveyed(self, asked: dict[str, str]) -> dict[str, str]:
@@ -223,6 +259,7 @@ class Visit:
 
     def _train(self, down: Any, agents: Any) -> bytes:
         task = self.task
+        self._check_exposed(down, agents)
         after, up = self.row.train(down, agents, task.round, task.attempt)
         up = self.site.policy.let_update_out(up)
         if after._fields:
@@ -231,6 +268,17 @@ class Visit:
             self.site.store.save(self.run, task.course, Version(task.round, task.attempt), task.base, after)
         envelope = Envelope(f"{self.run}/{task.course}/{task.attempt}", task.round, self.row.model.fingerprint())
         return seal(up, 0, envelope, self.row.steps)
+
+    def _check_exposed(self, down: Any, agents: Any) -> None:
+        """Refuse to train from a model, among those that were sent, that singles out rows."""
+        row = self.row
+        own = row.own_model(down, agents)
+        models = [value for name, value in down._asdict().items() if name not in NO_MODELS]
+        sent = [value.reshape(-1, row.model.size) for value in models if value.shape[-1:] == (row.model.size,)]
+        with one_thread():
+            for params in torch.cat([own.params[None], *sent]).unique(dim=0):
+                share = exposed_share(row.model, Net(params, own.stats), row.federation)
+                self.site.policy.check_exposed(share, lambda: usual_share(row.model, row.federation))
 
     def _examine(self, net: Net) -> dict[str, Any]:
         scores = self.row.examine(net)
@@ -244,7 +292,7 @@ class Visit:
         metrics = measure(said["output"], said["target"])
         model = pack(row.model.state_dict(net), {"round": str(s.rounds)})
         folder = self._place(model)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         about = provenance(
             "cpu",
             f.digest(),
@@ -264,6 +312,8 @@ class Visit:
             write_json(folder / "preprocessing.json", f.preprocessing.to_json())
         write_atomically(folder / "model.safetensors", model)
         write_json(folder / "result.json", {"schema": 1, "status": "finished", "rounds": s.rounds, "metrics": metrics})
+        manifest.seal(folder)
+        make_private(self.site.folder, str(folder.relative_to(self.site.folder)))
         return self.site.policy.let_out(metrics)
 
     def _place(self, model: bytes) -> Path:

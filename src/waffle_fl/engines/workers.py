@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from waffle_fl.engines.states import mapped
+from waffle_fl.memory import is_shortage
 
 Work = Callable[[int, int, int], None]  # (share, round, attempt)
 
 ROUND = 0.01  # seconds that a round must take for workers to gain more than the handing over costs
 START = 0.2  # seconds that workers must save in all, to be worth their start
 WARM_UP = 0.3  # seconds of a first round that say nothing of the next ones
+NO_MEMORY = 12  # the exit status of a worker that ran out of it
 _ORDER = struct.Struct("qq")  # round, attempt
 KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the one before gave back
 ON_REQUEST = 1 << 25  # bytes from which on memory is asked of the system piece by piece; the C library allows no more
@@ -114,7 +116,8 @@ class Workers:
         self._lines.pop(process).close()
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
-        raise RuntimeError(f"a training process ended with status {code}: is there enough memory?")
+        why = "is there enough memory?" if code in (NO_MEMORY, -signal.SIGKILL) else "its traceback stands above"
+        raise RuntimeError(f"a training process ended with status {code}: {why}")
 
     def close(self) -> None:
         """End all workers, wherever they are in their work: nothing is theirs to lose."""
@@ -138,8 +141,11 @@ def _serve(work: Work, share: int, line: socket.socket) -> None:
         code = 0
     except ConnectionError:
         code = 0
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
+    except BaseException as error:
+        if is_shortage(error):
+            code = NO_MEMORY
+        else:
+            os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 

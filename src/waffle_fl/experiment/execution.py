@@ -26,6 +26,8 @@ from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of
 from waffle_fl.experiment.materials import advice, check_once, check_schedules, federation_of, model_of, origin
 from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
 from waffle_fl.federation import Federation
+from waffle_fl.manifest import Finding, summary
+from waffle_fl.memory import enough_memory
 from waffle_fl.models import STATS_POLICY
 from waffle_fl.records import Run, provenance
 
@@ -46,14 +48,17 @@ def execute(
     device = device_of(place.device)
     _allow_files(FILES_A_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}
-    with contextlib.ExitStack() as stack, _stop_requests(place.minutes) as stopped:
+    findings: list[Finding] = []
+    with enough_memory(), contextlib.ExitStack() as stack, _stop_requests(place.minutes) as stopped:
         jobs = []
         for config, folder in runs:
-            job = _open(stack, config, folder, place, device, listener)
+            job = _open(stack, config, folder, place, device, listener, findings)
             if isinstance(job, Job):
                 jobs.append(job)
             else:
                 results[folder] = job
+        for line in summary(findings):
+            listener.warned(line)
         listener.planned(runs, len(results))
         waiting = [job for job in jobs if until is None or job.start < until]
         for group in _groups(waiting, place.stack):
@@ -79,8 +84,9 @@ def _open(
     place: Place,
     device: torch.device,
     listener: Listener,
+    findings: list[Finding],
 ) -> Job | dict[str, Any]:
-    """Lock a run's folder and find out where it stands; a run that has ended gives its result."""
+    """Lock a run's folder and find out where it stands; a run that has ended gives its result, and what it is worth."""
     s = config.settings
     whole = federation_of(s, place.data_dir, place.allow_unverified)
     alone = config.method == "local"  # nobody else's training could matter
@@ -114,6 +120,7 @@ def _open(
     run = stack.enter_context(Run.opened(folder, config, description, place.force))
     result = run.result
     if result is not None:
+        findings += run.findings
         for note in run.notes:
             listener.warned(note)
         return result
@@ -218,8 +225,6 @@ def _train(
                 raise Interrupted(stopped())
             began = time.monotonic()
         ended = last == s.rounds
-    except torch.OutOfMemoryError:
-        raise WaffleError("the GPU ran out of memory: train fewer runs at once (--stack) or use --device cpu") from None
     finally:
         for job in jobs:
             if not ended and job.run.result is None:

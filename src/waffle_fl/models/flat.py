@@ -282,6 +282,10 @@ class FlatModel:
         """How kernels of our own multiply: in TF32, or in three TF32 products that together are exact float32."""
         return "tf32" if self.precision == "tf32" else "tf32x3"
 
+    def module(self) -> nn.Module:
+        """This thread's copy of the network, in evaluation mode; what its parameters hold has no meaning."""
+        return self._module(training=False)
+
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         return self._loss(output, target)
 

@@ -24,6 +24,7 @@ from waffle_fl.own.checks import (
 )
 from waffle_fl.own.parts import Gathered, Parts, Reading, divide
 from waffle_fl.own.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, Wish
+from waffle_fl.storage import check_regular
 
 GIVEN, WHOLE = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
 NUMBERED: dict[Wish, tuple[int, str]] = {  # each class is an output of everybody's model
@@ -78,6 +79,7 @@ def _task_of(targets: Sequence[Array], wish: Wish) -> Task:
 
 def read_npz(path: Path) -> list[Array]:
     """The arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
+    check_regular(path)
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
             wanted = next((wanted for wanted in (GIVEN, WHOLE) if set(wanted) <= set(content.files)), ())

@@ -69,12 +69,12 @@ def layout_of(path: Path) -> str:
 
 
 def _is_table(path: Path) -> bool:
-    return path.is_file() and (path.suffix.lower() in tables.SUFFIXES or bool(UCI_HEART.fullmatch(path.name)))
+    return not path.is_dir() and (path.suffix.lower() in tables.SUFFIXES or bool(UCI_HEART.fullmatch(path.name)))
 
 
 def tables_at(path: Path) -> list[Table]:
     """One table that is still to be split, or a training and a test table."""
-    if path.is_file():
+    if not path.is_dir():
         return [read_table(path)]
     files = {p.stem: p for p in sorted(path.iterdir()) if _is_table(p)}
     if "test" not in files:
@@ -94,10 +94,12 @@ def _from_tables(agents: Mapping[str, Sequence[Table]], how: Reading) -> Gathere
     check_duplicates(
         {n: (_keys(agents[n]), np.concatenate([r.train, r.validation]), r.test) for n, r in rows.items()}, given
     )
-    fitted = fit(aim, {n: own[0].taken(rows[n].train) for n, own in agents.items()}, categorical, how.preprocessing)
+    training = {n: own[0].taken(rows[n].train) for n, own in agents.items()}
+    fitted = fit(aim, training, categorical, how.preprocessing, how.min_category)
     made = {name: parts_of(own, fitted[name], rows[name]) for name, own in agents.items()}
     strange = sum(fitted[name].strange(table) for name, own in agents.items() for table in own)
-    note = f"{strange} held-out rows have a category nobody trained on: it counts as none of the known ones"
+    rare = f" or that fewer than {how.min_category} training rows of an agent have" if how.min_category > 1 else ""
+    note = f"{strange} rows have a category nobody trained on{rare}: it counts as none of the known ones"
     return Gathered(made, aim.task, aim.classes, tuple(fitted.values()), (note,) if strange else ())
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.storage import check_regular
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 GREY = ("1", "L", "LA", "F")
@@ -47,6 +48,7 @@ def read_image(path: Path) -> NDArray[np.float32]:
         image_module: Any = importlib.import_module("PIL.Image")
     except ImportError:
         raise WaffleError(f"{path}: images need Pillow: `pip install waffle-fl[images]`") from None
+    check_regular(path)
     try:
         with image_module.open(path) as image:
             if image.mode.startswith("I"):  # sixteen bits a pixel, as scanners write them

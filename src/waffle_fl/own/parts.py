@@ -27,6 +27,7 @@ class Reading:
     test_share: float = 0.25
     validation: float = 0.0
     split_seed: int = 0
+    min_category: int = 1
 
     def __post_init__(self) -> None:
         if not (0 < self.test_share < 1 and 0 <= self.validation < 1):

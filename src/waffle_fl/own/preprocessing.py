@@ -44,6 +44,7 @@ class Column:
     deviation: float = 0.0  # 0: the training data says nothing about this column
     categories: tuple[str, ...] = ()
     missing: bool = False  # was a training value missing anywhere? then a 0/1 column says so
+    rows: int = 0  # training values of all agents that the mean and deviation are of
 
     @property
     def features(self) -> list[str]:
@@ -206,14 +207,18 @@ def aim_from(target: str, values: Collection[str], task: Wish) -> Preprocessing:
 
 
 def fit(
-    aim: Preprocessing, training: Mapping[str, Table], categorical: Sequence[str] = (), scope: Scope = "federated"
+    aim: Preprocessing,
+    training: Mapping[str, Table],
+    categorical: Sequence[str] = (),
+    scope: Scope = "federated",
+    min_category: int = 1,
 ) -> dict[str, Preprocessing]:
-    """One preprocessing an agent, from summaries of everyone's training rows."""
+    """One preprocessing per agent, from summaries of everyone's training rows."""
     tables = list(training.values())
     features = [name for name in tables[0].columns if name != aim.target]
     if not features:
         raise WaffleError(f"{tables[0].path}: expected columns besides the target {aim.target!r}, got none")
-    shared = tuple(_shared_column(name, tables, name in categorical) for name in features)
+    shared = tuple(_shared_column(name, tables, name in categorical, min_category) for name in features)
     goals = tables if aim.task == "regression" else []
     goal = joined_moments(moments(numeric(table, aim.target, AS_CLASSES)) for table in goals)
     common = in_common(aim, shared, goal, scope)
@@ -243,11 +248,11 @@ def joined_moments(told: Iterable[Moments]) -> Moments:
     return joined
 
 
-def _shared_column(name: str, tables: Sequence[Table], named: bool) -> Column:
+def _shared_column(name: str, tables: Sequence[Table], named: bool, min_category: int) -> Column:
     counts = [count_cells(cells_of(table, name)) for table in tables]
     if kind_of(counts, named) == "numeric":
         return numeric_column(name, counts, [tell_moments(table, name) for table in tables])
-    return categorical_column(name, counts, [tell_categories(table, name) for table in tables])
+    return categorical_column(name, counts, [tell_categories(table, name, min_category) for table in tables])
 
 
 def kind_of(counts: Sequence[Cellcount], named: bool) -> Kind:
@@ -260,14 +265,17 @@ def tell_moments(table: Table, name: str) -> Moments:
     return moments(numeric(table, name))
 
 
-def tell_categories(table: Table, name: str) -> list[str]:
+def tell_categories(table: Table, name: str, at_least: int = 1) -> list[str]:
+    """The categories of a column that at least so many rows have."""
     refuse_commas(table, name)
-    return [category for category in np.unique(names(table.columns[name])).tolist() if category]
+    found, counts = np.unique(names(table.columns[name]), return_counts=True)
+    return [c for c, count in zip(found.tolist(), counts.tolist(), strict=True) if c and count >= at_least]
 
 
 def numeric_column(name: str, counts: Sequence[Cellcount], told: Iterable[Moments]) -> Column:
     joined = joined_moments(told)
-    return Column(name, "numeric", joined.mean, joined.deviation, missing=any(count.missing for count in counts))
+    gone = any(count.missing for count in counts)
+    return Column(name, "numeric", joined.mean, joined.deviation, missing=gone, rows=joined.n)
 
 
 def categorical_column(name: str, counts: Sequence[Cellcount], told: Iterable[Collection[str]]) -> Column:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.storage import check_regular
 
 Cells = NDArray[np.str_]
 Rows = NDArray[np.int64]
@@ -64,6 +65,7 @@ def read_table(path: Path) -> Table:
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank; but for .tsv the first shows what stands between cells."""
+    check_regular(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             first = stream.readline()
@@ -117,6 +119,7 @@ def _parquet(path: Path) -> Table:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise WaffleError(f"{path}: Parquet needs pyarrow: `pip install waffle-fl[parquet]`, or save as CSV") from None
+    check_regular(path)
     try:
         found = parquet.ParquetFile(path).read()
         index = (found.schema.pandas_metadata or {}).get("index_columns", [])

@@ -45,7 +45,7 @@ def put(path: Path, content: bytes) -> Path:
 def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
     style = resources.files("waffle_fl.report").joinpath("page.css").read_text(encoding="utf-8")
     tables = "".join(
-        f"<section><h2>{judged_by(runs).title}, {html.escape(PROTOCOLS[p])}</h2>"
+        f"<section><h2>{html.escape(judged_by(runs).title)}, {html.escape(PROTOCOLS[p])}</h2>"
         '<p class="caption">Mean ± standard deviation over seeds; the best of each row in colour.</p>'
         f'<div class="scroll">{to_html(runs, p)}</div></section>'
         for p in protocols_of(runs)
@@ -54,7 +54,7 @@ def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]
         f'<section><h2>{html.escape(caption)}</h2><div class="scroll"><div id="{name}"></div></div></section>'
         for name, (caption, _) in charts.items()
     )
-    specifications = json.dumps({name: chart for name, (_, chart) in charts.items()}).replace("</", "<\\/")
+    specifications = script_json({name: chart for name, (_, chart) in charts.items()})
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title><style>{style}</style></head>
@@ -68,6 +68,11 @@ for (const [name, chart] of Object.entries(charts)) await window.vegaEmbed("#" +
 document.body.dataset.charts = Object.keys(charts).length;
 </script></body></html>
 """
+
+
+def script_json(content: Any) -> str:
+    """JSON to stand inside a script element: no text in it can end the element or open another."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def bundle() -> str:
@@ -91,24 +96,31 @@ def _verified(found: bool | None) -> str:
 
 def facts_of(run: Finished) -> dict[str, str]:
     """What a run ran on, for the foot of a page."""
-    s, binding = run.config.settings, run.provenance.get("binding", {})
+    s, binding, parameters = run.config.settings, _binding(run), run.provenance.get("parameters", 0)
     return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
         "data": f"{s.data_name}, {_verified(run.provenance.get('data_verified'))}",
         "training": f"{s.rounds} rounds, {s.epochs} epoch(s) a round, batch {s.batch_size}, lr {s.lr}, "
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
-        "model": f"{s.model}, {run.provenance.get('parameters', 0):,} parameters",
+        "model": f"{s.model}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
     }
+
+
+def _ended(run: Finished) -> str:
+    """Cells: status, rounds and the hash of the split."""
+    found = (run.result.get("status"), run.result.get("rounds"), str(_binding(run).get("data", ""))[:12])
+    return "".join(f"<td>{html.escape(str(value))}</td>" for value in found)
+
+
+def _binding(run: Finished) -> dict[str, Any]:
+    found = run.provenance.get("binding")
+    return found if isinstance(found, dict) else {}
 
 
 def _origin(runs: Sequence[Finished]) -> str:
     facts = {**facts_of(runs[0]), "Alice's test samples": str(runs[0].provenance.get("test_samples"))}
     listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
-    rows = "".join(
-        f"<tr><th>{html.escape(run.folder.name)}</th><td>{run.result['status']}</td><td>{run.result['rounds']}</td>"
-        f"<td>{run.provenance.get('binding', {}).get('data', '')[:12]}</td></tr>"
-        for run in runs
-    )
+    rows = "".join(f"<tr><th>{html.escape(run.folder.name)}</th>{_ended(run)}</tr>" for run in runs)
     head = "<thead><tr><th>run</th><th>status</th><th>rounds</th><th>split hash</th></tr></thead>"
     return f"<dl>{listing}</dl><details><summary>All runs</summary><table>{head}<tbody>{rows}</tbody></table></details>"

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
+import re
 from collections.abc import Callable, Sequence
 from math import isnan
 
+from waffle_fl import spreadsheet
 from waffle_fl.algorithms import TITLES
 from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
 
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
 
-def grid(runs: Sequence[Finished], protocol: Protocol, cell: Callable[[Score | None, bool], str]) -> list[list[str]]:
-    """Header and rows of text; `cell` writes one score and knows whether it is the row's best."""
+
+def grid(
+    runs: Sequence[Finished],
+    protocol: Protocol,
+    cell: Callable[[Score | None, bool], str],
+    name: Callable[[str], str] = str,
+) -> list[list[str]]:
+    """Header and rows of text; `cell` writes one score and knows whether it is the row's best, `name` a row's name."""
     methods, cells = methods_of(runs), scores(runs, protocol)
     lines = [["", *(TITLES[m] for m in methods)]]
     for row in rows_of(runs):
         best = best_of(cells, row)
-        lines.append([row, *(cell(cells.get((row, m)), m in best) for m in methods)])
+        lines.append([name(row), *(cell(cells.get((row, m)), m in best) for m in methods)])
     return lines
 
 
@@ -28,22 +40,20 @@ def protocols_of(runs: Sequence[Finished]) -> list[Protocol]:
 
 
 def to_csv(runs: Sequence[Finished]) -> str:
-    """One line a cell, the numbers unrounded."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["protocol", "split", "method", "mean", "std", "seeds", "diverged"])
+    """One line per cell, the numbers unrounded."""
+    rows: list[Sequence[object]] = [["protocol", "split", "method", "mean", "std", "seeds", "diverged"]]
     for protocol in protocols_of(runs):
         for (row, method), s in sorted(scores(runs, protocol).items()):
             numbers = ["" if value is None or isnan(value) else value for value in (s.mean, s.std)]
-            writer.writerow([protocol, row, method, *numbers, s.seeds, s.diverged])
-    return out.getvalue()
+            rows.append([protocol, row, method, *numbers, s.seeds, s.diverged])
+    return spreadsheet.to_csv(rows)
 
 
 def to_markdown(runs: Sequence[Finished]) -> str:
     """One table a protocol, the best of each row in bold."""
     parts = []
     for protocol in protocols_of(runs):
-        lines = grid(runs, protocol, lambda s, best: "" if s is None else f"**{s.text()}**" if best else s.text())
+        lines = grid(runs, protocol, _markdown_cell, _markdown)
         head, *body = [f"| {' | '.join(line)} |" for line in lines]
         rule = "|" + " --- |" * len(lines[0])
         parts.append("\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
@@ -52,18 +62,27 @@ def to_markdown(runs: Sequence[Finished]) -> str:
 
 def by_method(runs: Sequence[Finished], protocol: Protocol) -> str:
     """One table, its rows the methods and its columns the splits: for many methods; the best of each split in bold."""
-    lines = grid(runs, protocol, lambda s, best: "" if s is None else f"**{s.text()}**" if best else s.text())
+    lines = grid(runs, protocol, _markdown_cell, _markdown)
     turned = [list(line) for line in zip(*lines, strict=True)]
     head, *body = [f"| {' | '.join(line)} |" for line in turned]
     rule = "|" + " --- |" * len(turned[0])
     return "\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]) + "\n"
 
 
+def _markdown_cell(s: Score | None, best: bool) -> str:
+    return "" if s is None else f"**{s.text()}**" if best else s.text()
+
+
+def _markdown(text: str) -> str:
+    """A name of the user's in a table: no markup, no HTML, no other column."""
+    return re.sub(r"([\\`_\[\]|])", r"\\\1", html.escape(text, quote=False))
+
+
 def to_latex(runs: Sequence[Finished]) -> str:
     """Tables for a paper, with booktabs."""
     parts = []
     for protocol in protocols_of(runs):
-        lines = grid(runs, protocol, _latex_cell)
+        lines = grid(runs, protocol, _latex_cell, _latex)
         head, *body = [" & ".join(line).replace("*", r"$^*$") + r" \\" for line in lines]
         columns = "l" + "r" * (len(lines[0]) - 1)
         caption = f"% {judged_by(runs).title.lower()}, {PROTOCOLS[protocol]}"
@@ -74,6 +93,11 @@ def to_latex(runs: Sequence[Finished]) -> str:
             + "\n\\end{tabular}"
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _latex(text: str) -> str:
+    """A name of the user's, none of its characters a command."""
+    return "".join(LATEX.get(character, character) for character in text)
 
 
 def _latex_cell(s: Score | None, best: bool) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
+from waffle_fl.manifest import no_warning
 from waffle_fl.records import code_digest, read_json
 from waffle_fl.reproduce import drift, momentum, quadratics
 from waffle_fl.reproduce.studies import identity, read_part, read_study, record_of
@@ -103,17 +104,18 @@ def _run(
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
     for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
         piece.sort(key=lambda run: methods.index(run[0].method))
-        keep_ended = partial(_keep_ended, root, part, [folder for _, folder in piece])
+        keep_ended = partial(_keep_ended, root, part, place.force, [folder for _, folder in piece])
         try:
             execute(piece, _until(end, place), _Keeper(listener, keep_ended))
         finally:
             keep_ended()
 
 
-def _keep_ended(root: Path, part: str, folders: Sequence[Path]) -> None:
+def _keep_ended(root: Path, part: str, force: bool, folders: Sequence[Path]) -> None:
     """Keep the runs that have ended, but for those of other code, of which `execute` has told."""
     ended, code = [folder for folder in folders if read_json(folder / "result.json")], code_digest()
-    ours = [run for run in (read_runs(ended) if ended else ()) if run.provenance["binding"]["code"] == code]
+    found = read_runs(ended, trust=True, force=force, warn=no_warning) if ended else []
+    ours = [run for run in found if run.provenance["binding"]["code"] == code]
     if ours:
         keep(root, part, ours)
 

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 from waffle_fl.config import Experiment, RunConfig
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Interrupted, Listener, Place, execute, federation_of, plan
+from waffle_fl.manifest import LOG, verify_all
 from waffle_fl.records import differences, locked, read_json, read_rounds, write_json
 from waffle_fl.results import ACCURACY, Measure, measure_of
+from waffle_fl.storage import remove
 from waffle_fl.tuning.space import check_drawn, drawn, trained
 from waffle_fl.tuning.study import Asked, Pruning, State, Study, needed
 
@@ -176,8 +178,7 @@ class _Search:
     def _tell(self, trial: Asked, config: RunConfig, score: float | None, state: State, default: Trial) -> None:
         self.study.tell(trial.index, score, state)
         told = self._trials[trial.index] = self._judged(trial.index, STATES[state], config)
-        for left in told.folder.glob("*/checkpoint-*.safetensors"):
-            left.unlink()
+        remove(*told.folder.glob("*/checkpoint-*.safetensors"))
         self.watcher.told(told, self._found(default))
 
     def _train(self, runs: Runs, until: int | None = None) -> dict[Path, dict[str, Any]]:
@@ -200,6 +201,8 @@ class _Search:
 
     def _judged(self, number: int, state: str, config: RunConfig) -> Trial:
         runs = self._runs(number, config)
+        folders = [folder for _, folder in runs if (folder / "config.json").exists()]
+        verify_all(folders, (LOG,), self.place.force, warn=self.watcher.warned)
         made = min(len(read_rounds(folder / "rounds.jsonl")) for _, folder in runs)
         diverged = any((read_json(folder / "result.json") or {}).get("status") == "diverged" for _, folder in runs)
         scores = (None, None, ACCURACY) if diverged else _score(runs, made)

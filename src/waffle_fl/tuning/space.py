@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.config import RunConfig, check_run, option_types
+from waffle_fl.config import RunConfig, check_run, option_types, read_toml
 from waffle_fl.errors import WaffleError, suggest
 
 SETTINGS = ("lr", "momentum", "weight_decay", "batch_size", "epochs")  # of a run, that a search may change
@@ -131,12 +130,7 @@ def _named(rule: Any) -> list[str]:
 
 
 def _read(file: Path, method: str) -> dict[str, Any]:
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WaffleError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise WaffleError(f"{file} is not valid TOML: {error}") from None
+    _, content = read_toml(file)
     table = content.get(method)
     if not isinstance(table, dict) or not table:
         raise WaffleError(f"{file}: expected a table [{method}] that says what to search, it has {', '.join(content)}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,8 @@ from torch import Tensor
 from waffle_fl.errors import WaffleError
 from waffle_fl.metrics import measure
 from waffle_fl.own.checks import is_real, native, whole
+from waffle_fl.spreadsheet import to_csv
+from waffle_fl.storage import check_regular
 from waffle_fl.use.trained import Trained
 
 ARRAYS = (".npz", ".npy")
@@ -32,13 +32,10 @@ class Answers:
     metrics: dict[str, float | None] | None  # where the truth came with the data
 
     def to_csv(self) -> str:
-        """A header, then one line a row."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["prediction", *(f"p({name})" for name in self.classes)])
-        for value, row in zip(self.values, self.probabilities, strict=True):
-            writer.writerow([value, *(f"{p:.6f}" for p in row)])
-        return text.getvalue()
+        """A header, then one line per row; a quote stands before a label that a spreadsheet would run as a formula."""
+        head = ["prediction", *(f"p({name})" for name in self.classes)]
+        rows = zip(self.values, self.probabilities, strict=True)
+        return to_csv([head, *([value, *(f"{p:.6f}" for p in row)] for value, row in rows)])
 
     def to_json(self) -> list[dict[str, Any]]:
         if not self.classes:
@@ -115,6 +112,7 @@ def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """x, and y where a .npz has it. Nothing is unpickled."""
     if path.suffix.lower() not in ARRAYS:
         raise WaffleError(f"{path}: this run was trained on arrays: expected a .npz with x (and y), or a .npy")
+    check_regular(path)
     try:
         with path.open("rb") as stream:
             found = np.load(stream, allow_pickle=False)

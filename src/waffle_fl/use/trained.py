@@ -13,11 +13,14 @@ from waffle_fl.algorithms import TITLES
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.closing import SCORE_ROWS
 from waffle_fl.errors import WaffleError
+from waffle_fl.manifest import Warn, verify
 from waffle_fl.models import FlatModel, builder
 from waffle_fl.own import Preprocessing, Task
 from waffle_fl.records import read_json
 from waffle_fl.results import Finished, read_run
 from waffle_fl.tensorfile import read_tensors
+
+MODEL = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,12 @@ class Trained:
         return outputs(self.module, x.to(self.dtype))
 
 
-def open_run(folder: Path) -> Trained:
-    """Read a run folder back, every part of it checked."""
-    run = read_run(folder)
+def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Warn | None = None) -> Trained:
+    """Read a run folder back, every part of it checked.
+
+    A model of the user's own (`module:name`) is imported only with `trust`; files that are not what the run wrote are
+    an error, with `force` a warning. `warn` receives the warnings, which by default are Python's."""
+    run = read_run(folder, trust=trust, force=force, model=True)
     if run.result.get("status") != "finished":
         raise WaffleError(f"the run in {folder} has no model: {run.result.get('message', 'it did not finish')}")
     try:
@@ -51,11 +57,12 @@ def open_run(folder: Path) -> Trained:
             f"{folder}: provenance.json lacks `sample`, `task` or `classes`: run it again with this waffle-fl"
         ) from None
     check_portable(run.config)
+    verify(folder, (MODEL,), force, warn)
     s = run.config.settings
     build = builder(s.model, s.data, shape, len(classes) if task == "classification" else 1)
     fitted = read_json(folder / "preprocessing.json")
     model = FlatModel(build, precision=s.precision)
-    _, tensors = read_tensors(folder / "model.safetensors", model.state_dict(model.init(0)))
+    _, tensors = read_tensors(folder / MODEL, model.state_dict(model.init(0)))
     preprocessing = Preprocessing.from_json(fitted) if fitted else None
     module = filled(build, model.dtype, tensors)
     if task == "regression" and preprocessing:

@@ -66,6 +66,7 @@ class Parcel:
 
     words: dict[str, Any]
     payloads: dict[str, bytes] = field(default_factory=dict)
+    signature: bytes = b""  # of a request, by the operator's key
 
     @property
     def size(self) -> int:
@@ -80,22 +81,25 @@ def packed(parcel: Parcel) -> Any:
         name: Array(dtype="uint8", shape=(len(content),), stype="waffle", data=content)
         for name, content in parcel.payloads.items()
     }
-    return RecordDict({"words": ConfigRecord({"json": json.dumps(parcel.words)}), "payloads": ArrayRecord(arrays)})
+    words = ConfigRecord({"json": json.dumps(parcel.words), "signature": parcel.signature})
+    return RecordDict({"words": words, "payloads": ArrayRecord(arrays)})
 
 
 def unpacked(records: Any, max_bytes: int) -> Parcel:
     """A parcel from Flower's records, refused before it is parsed if it is larger than anything honest."""
     try:
-        text = records["words"]["json"]
+        text, signature = records["words"]["json"], records["words"].get("signature", b"")
         payloads = {str(name): array.data for name, array in records["payloads"].items()}
-        if not isinstance(text, str) or len(text) > MAX_WORDS or sum(map(len, payloads.values())) > max_bytes:
+        if not isinstance(text, str) or not isinstance(signature, bytes):
+            raise TypeError
+        if len(text) > MAX_WORDS or sum(map(len, payloads.values())) > max_bytes:
             raise WaffleError("more bytes than any message of ours")
         words = json.loads(text)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise WaffleError("not a message of ours") from None
     if not isinstance(words, dict):
         raise WaffleError("not a message of ours")
-    return Parcel(words, payloads)
+    return Parcel(words, payloads, signature)
 
 
 def number_of(words: Mapping[str, Any], name: str) -> int:

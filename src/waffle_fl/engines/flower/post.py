@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 from waffle_fl.engines.flower.messages import WORDS, Parcel, packed, unpacked
 from waffle_fl.errors import WaffleError
 
-PAUSE = 3.0  # seconds between two looks; Flower's own grid takes as many, and asking more often slows it down
+PAUSE = 0.3  # seconds between two looks for replies
+LONGEST_PAUSE = 2.0  # while nothing comes for long
 OFFLINE = 5  # Flower's code for a node that it has not heard of for too long
 TRIES = 3  # how often a message is sent again to a node whose process died over it
 
 Letter: TypeAlias = Callable[[], Parcel]  # written when it is sent, so that only one is in memory
+Watch: TypeAlias = Callable[[Collection[str] | None, Collection[str]], None]  # (sites online, sites waited for)
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Post:
     grid: Any
     keys: Mapping[bytes, str]  # public key -> site
     max_bytes: int
+    watch: Watch = lambda online, waiting: None
     log: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,9 +69,11 @@ class Post:
         end = time.monotonic() + seconds
         while True:
             online = self.online() or {}
+            missing = [name for name in names if name not in online]
+            self.watch(online, missing)
             if suffice(online) or time.monotonic() >= end:
-                return [name for name in names if name not in online]
-            time.sleep(min(PAUSE, max(0.1, end - time.monotonic())))
+                return missing
+            time.sleep(min(1.0, max(0.1, end - time.monotonic())))
 
     def exchange(
         self, letters: Mapping[str, Letter], kind: str, seconds: float, grace: float
@@ -79,10 +84,11 @@ class Post:
         """
         waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
         sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
-        self._end = time.monotonic() + seconds
+        self._end, pause = time.monotonic() + seconds, PAUSE
         self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
         while waiting and time.monotonic() < self._end:
             online, looked = self.online(), time.monotonic()
+            self.watch(online, list(waiting))
             self._seen |= dict.fromkeys(waiting if online is None else online, looked)
             for name, node in (online or {}).items():
                 mark = node.node_id, node.last_activated_at
@@ -110,10 +116,12 @@ class Post:
                         waiting.pop(name)
                     continue
                 waiting.pop(name)
+                pause = PAUSE
                 yield name, parcel
             if all(looked - self._seen[name] >= grace for name in waiting):  # not by how long we fetched since
                 return
-            time.sleep(PAUSE)
+            time.sleep(pause)
+            pause = min(1.1 * pause, LONGEST_PAUSE)
 
     def _pushed(self, parcel: Parcel, node: int, kind: str) -> str | None:
         """The number of the message, or None if it could not be sent now."""
@@ -131,7 +139,7 @@ class Post:
         from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
         left = max(0.0, self._end - time.monotonic())
-        return pull_objects(object_ids, pull_object_fn, max_time=left, backoff_cap=PAUSE)
+        return pull_objects(object_ids, pull_object_fn, max_time=left, backoff_cap=LONGEST_PAUSE)
 
     def _pulled(self, number: str) -> Any:
         """The answer to one message, or None if it is not there yet.

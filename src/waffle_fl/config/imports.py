@@ -1,0 +1,34 @@
+"""Code that a run's config names, `module:name`, and whether it may be imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.config.checking import SCHEDULES
+from waffle_fl.errors import WaffleError
+
+
+def imports_in(content: Any, model: bool = True) -> dict[str, str]:
+    """The code that an unchecked config names: Omega and Psi, which reading it imports, and (`model`) its model."""
+    places = [*(("options", name) for name in SCHEDULES), *([("settings", "model")] if model else [])]
+    found = {name: _text_at(content, part, name) for part, name in places}
+    return {name: text for name, text in found.items() if ":" in text}
+
+
+def check_trusted(content: Any, path: Path, trust: bool, model: bool = True) -> bool:
+    """Does the config at this path name code to import? That is refused unless it is trusted."""
+    found = imports_in(content, model)
+    if found and not trust:
+        named = ", ".join(f"{name} = {text!r}" for name, text in found.items())
+        raise WaffleError(
+            f"{path} names code to import ({named}): if you know that code and who wrote this file, pass --trust "
+            "(in Python trust=True)"
+        )
+    return bool(found)
+
+
+def _text_at(content: Any, part: str, name: str) -> str:
+    table = content.get(part) if isinstance(content, dict) else None
+    value = table.get(name) if isinstance(table, dict) else None
+    return value if isinstance(value, str) else ""

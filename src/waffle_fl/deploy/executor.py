@@ -1,0 +1,172 @@
+"""Runs our apps for Flower's tasks: python -m waffle_fl.deploy.executor FOLDER
+
+Flower has a process of its own for this, which starts another for every message, with a secret token on its command
+line and whatever code was sent. This one takes its place. It proves that it knows the folder's secret, takes only
+tasks of its end, and forks itself for each: torch is loaded already, no token appears in a process listing, and the
+app is always the installed waffle-fl; code that Flower carries is never unpacked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from waffle_fl.deploy.folders import Endpoint, endpoint_of
+from waffle_fl.deploy.launcher import plain_logs
+from waffle_fl.errors import WaffleError
+
+log = logging.getLogger("waffle_fl")
+POLL = 0.1  # seconds between two looks for a task
+ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets")  # which the first gradient, and the digits, would wait for
+APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # what a process is called while it runs an app
+
+
+def serve(home: Path) -> None:
+    """Take tasks until stopped."""
+    from flwr.supercore.constant import TaskType
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from httpx import HTTPError
+
+    end = endpoint_of(home)
+    kind = TaskType.SERVER_APP if end.role == "server" else TaskType.CLIENT_APP
+    _preload(end.role)
+    children: set[int] = set()
+    signal.signal(signal.SIGTERM, lambda *_: _stop(children))
+    signal.signal(signal.SIGINT, lambda *_: _stop(children))
+    while True:
+        children -= _ended(children)
+        client = _client(end)
+        try:
+            while True:
+                found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
+                if found.HasField("task") and found.token:
+                    children.add(_fork(home, end, str(found.token)))
+                children -= _ended(children)
+                time.sleep(POLL)
+        except HTTPError:  # Flower's process is not up yet, or is being restarted
+            time.sleep(1.0)
+        finally:
+            client.close()
+
+
+def _client(end: Endpoint) -> Any:
+    """A client of the Runtime API that shows the folder's secret."""
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+    chain = [
+        RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+        SuperExecAuthHttpInterceptor(master_secret=end.secret, protected_methods=ACQUIRE),
+    ]
+    return RuntimeHttpClient.from_server_address(end.address, end.certificates is None, end.certificates, chain)
+
+
+def _preload(role: str) -> None:
+    """Import what every app needs, once. Nothing is computed: a fork would not take torch's threads along."""
+    import_module("waffle_fl.deploy.clientapp" if role == "site" else "waffle_fl.deploy.serverapp")
+    for slow in SLOW_IMPORTS if role == "site" else ():
+        import_module(slow)
+    runtime: Any = import_module(
+        "flwr.supernode.runtime.run_clientapp" if role == "site" else "flwr.superlink.runtime.run_serverapp"
+    )
+    runtime.install_from_fab = _nothing
+
+
+def _fork(home: Path, end: Endpoint, token: str) -> int:
+    """The number of a new process that runs the app of one task and ends."""
+    number = os.fork()
+    if number:
+        return number
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _process_option(PR_SET_NAME, ctypes.c_char_p(APPS[end.role].encode()))
+        RUN[end.role](home, end, token)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_client_app(home: Path, end: Endpoint, token: str) -> None:
+    """Flower's ClientApp process with our ClientApp in place of the one that was sent."""
+    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
+    app_of = import_module("waffle_fl.deploy.clientapp").app_of
+    runtime.get_load_client_app_fn = lambda **_: lambda *_: app_of(home)
+    runtime.run_clientapp(end.address, token, end.certificates is None, end.certificates)
+
+
+def run_server_app(home: Path, end: Endpoint, token: str) -> None:
+    """Flower's ServerApp process with our ServerApp in place of the one that was submitted."""
+    runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
+    serve_job = import_module("waffle_fl.deploy.serverapp").main
+
+    def run(grid: Any, context: Any, **_: Any) -> Any:
+        job = str(context.run_config.get("job"))
+        try:
+            serve_job(home, grid, job)
+        except WaffleError as error:  # which the job's journal has
+            log.error("job %s: %s", job, error)
+        return context
+
+    runtime.get_project_config = lambda _: {"tool": {"flwr": {"app": {"components": {"serverapp": ""}}}}}
+    runtime.get_fused_config_from_dir = lambda _, given: dict(given)
+    runtime.run_ = run
+    nothing_to_upload: Queue[str | None] = Queue()
+    runtime.run_serverapp(end.address, nothing_to_upload, token, end.certificates is None, end.certificates)
+
+
+RUN: dict[str, Callable[[Path, Endpoint, str], None]] = {"server": run_server_app, "site": run_client_app}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _ended(children: set[int]) -> set[int]:
+    return {number for number in children if os.waitpid(number, os.WNOHANG)[0]}
+
+
+def _stop(children: set[int]) -> None:
+    """End the apps, then this process."""
+    for number in children:
+        os.kill(number, signal.SIGTERM)
+    end = time.monotonic() + 3
+    while (children := children - _ended(children)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for number in children:
+        os.kill(number, signal.SIGKILL)
+    os._exit(0)
+
+
+def _process_option(option: int, value: Any) -> None:
+    """Linux ends a process whose parent was killed, and gives it a name; elsewhere neither happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def main() -> None:
+    home = Path(sys.argv[1])
+    import_module("flwr.supercore.logger")
+    plain_logs(home, endpoint_of(home).name)
+    serve(home)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The server's two doors: sites reach Flower's Fleet API and nothing else; all other APIs are on loopback, locked.
+
+Flower serves its Fleet, Control and Runtime APIs as one application. `Gate` stands in front of it and knows by which
+socket a request came. The public socket passes the few Fleet calls that a SuperNode makes. The local one passes the
+Runtime API, which has locks of its own (Flower's SuperExec secret, a token per task), and the Control API to whoever
+shows the secret that only the operator's account can read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+CONTROL_HEADER = "x-waffle-control-secret"
+FLEET = frozenset(  # all that a registered SuperNode calls; it neither registers nor removes itself
+    f"/v1/fleet/{call}"
+    for call in (
+        *("activate-node", "deactivate-node", "send-node-heartbeat", "get-run", "get-fab"),
+        *("pull-messages", "push-messages", "pull-object", "push-object", "confirm-message-received"),
+    )
+)
+LOCAL = ("/v1/runtime/", "/v1/fleet/", "/health")
+CONTROL = "/v1/control/"
+SPARE = 1 << 20  # bytes around a piece of a message
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Pass a request on, or answer 404, 403 or 413 without a word of explanation."""
+
+    app: App
+    public_port: int
+    secret: str
+    max_body: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        refused = self.refusal(scope) if scope["type"] == "http" else 404
+        if not refused:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": refused, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+
+    def refusal(self, scope: Scope) -> int:
+        """The status with which a request is refused; 0 if it may pass."""
+        path, headers = scope["path"], dict(scope["headers"])
+        if (scope.get("server") or ("", 0))[1] == self.public_port:
+            length = headers.get(b"content-length", b"")
+            if path not in FLEET:
+                return 404
+            return 0 if length.isdigit() and len(length) < 16 and int(length) <= self.max_body else 413
+        if path.startswith(CONTROL):
+            shown = headers.get(CONTROL_HEADER.encode(), b"")
+            return 0 if hmac.compare_digest(shown, self.secret.encode()) else 403
+        return 0 if path.startswith(LOCAL) else 404
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there; OSError says why none can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made

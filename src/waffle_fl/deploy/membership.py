@@ -1,0 +1,142 @@
+"""Who belongs to a federation: founding it, joining it, new keys, and leaving it. Files only; no process is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from waffle_fl.config import EVERYONE, check_name
+from waffle_fl.deploy.folders import (
+    SERVER_FILE,
+    SITE_FILE,
+    change,
+    make_private,
+    read_server,
+    read_site,
+    server_text,
+    site_text,
+)
+from waffle_fl.deploy.keys import fingerprint, make_certificates, make_node_key, make_operator_key, wire_form
+from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC
+from waffle_fl.errors import WaffleError, writable
+from waffle_fl.tensorfile import write_atomically
+
+NODE_KEY, NODE_PUBLIC = "node.key", "node.pub"
+FIRST_LOCAL_PORT = 9094
+
+
+def init(
+    folder: Path, sites: Sequence[str], address: str, port: int, listen: str, data: str = "", insecure: bool = False
+) -> None:
+    """Make the folder of a new federation; its agents are in the order of their names, as in a folder of files."""
+    names = sorted(sites)
+    for name in names:
+        _check_site(name)
+    if not names or len(set(names)) < len(names):
+        raise WaffleError(f"expected the names of the sites, none of them twice, got {', '.join(sites) or 'none'}")
+    if (folder / SERVER_FILE).exists():
+        raise WaffleError(f"{folder} holds a federation already: choose another folder")
+    text = server_text(names, address, port, listen, insecure)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = folder / "keys"
+        make_certificates(keys, folder.resolve().name, list(dict.fromkeys([address, "localhost", "127.0.0.1"])))
+        make_operator_key(keys / OPERATOR_KEY, keys / OPERATOR_PUBLIC)
+        (folder / SERVER_FILE).write_text(text, encoding="utf-8")
+        make_private(folder, "keys")
+        for name in names:
+            hand_over(folder, name, data)
+
+
+def hand_over(folder: Path, name: str, data: str = "") -> Path:
+    """Make the folder that a site gets from the operator; nothing in it is secret."""
+    s = read_server(folder)
+    place = folder / "sites" / name
+    local = FIRST_LOCAL_PORT + s.sites.index(name)
+    with writable(place):
+        place.mkdir(parents=True, exist_ok=True)
+        for file in ("ca.crt", OPERATOR_PUBLIC):
+            (place / file).write_bytes((folder / "keys" / file).read_bytes())
+        if not (place / SITE_FILE).exists():
+            text = site_text(name, s.address, s.port, local, data, s.insecure)
+            (place / SITE_FILE).write_text(text, encoding="utf-8")
+    return place
+
+
+def join(home: Path, rotate: bool = False) -> bytes:
+    """Make the key of a site, at the site; return its public part. The old key of a rotation is kept aside."""
+    read_site(home)
+    private, public = home / NODE_KEY, home / NODE_PUBLIC
+    if private.exists() and not rotate:
+        raise WaffleError(
+            f"{home} has a key already, {fingerprint(public.read_bytes()) if public.exists() else private}: "
+            "send its public part to the operator, or make a new one with --rotate"
+        )
+    with writable(home):
+        if private.exists():
+            private.replace(home / f"{NODE_KEY}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+        make_node_key(private, public)
+        make_private(home, NODE_KEY)
+    return public.read_bytes()
+
+
+def add_site(folder: Path, name: str) -> Path:
+    """Make room for one more site, or for one that was revoked; return the folder to hand over."""
+    s = read_server(folder)
+    _check_site(name)
+    if name not in s.sites:
+        change(folder / SERVER_FILE, sites=[*s.sites, name])
+    if name in s.revoked:
+        change(folder / SERVER_FILE, revoked=[site for site in s.revoked if site != name])
+    return hand_over(folder, name)
+
+
+def accept_key(folder: Path, name: str, public: Path) -> str:
+    """Know a site by this public key from now on; return its fingerprint. An earlier key is put aside."""
+    s = read_server(folder)
+    if name not in s.sites:
+        raise WaffleError(f"server.toml has no site {name!r}: make room for it with waffle deploy add-site {name}")
+    form = wire_form(public)
+    content = public.read_bytes()
+    for other in s.sites:
+        path = folder / "keys" / f"{other}.pub"
+        if other != name and path.is_file() and wire_form(path) == form:
+            raise WaffleError(f"{public} is the key of {other}: each site makes a key of its own")
+    kept = folder / "keys" / f"{name}.pub"
+    if kept.is_file() and kept.read_bytes() != content:
+        retire_key(folder, name)
+    with writable(kept):
+        write_atomically(kept, content)
+    return fingerprint(content)
+
+
+def retire_key(folder: Path, name: str) -> Path | None:
+    """Put a site's key aside, under its date; return where it lies, or None if there was none."""
+    kept = folder / "keys" / f"{name}.pub"
+    if not kept.is_file():
+        return None
+    aside = folder / "keys" / "retired" / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.pub"
+    with writable(aside):
+        aside.parent.mkdir(exist_ok=True, mode=0o700)
+        kept.replace(aside)
+    return aside
+
+
+def revoke(folder: Path, name: str) -> None:
+    """Take a site out of all new runs; in earlier ones it stays, and is never heard again."""
+    s = read_server(folder)
+    if name not in s.sites:
+        raise WaffleError(f"server.toml has no site {name!r}: its sites are {', '.join(s.sites)}")
+    if name in s.revoked:
+        raise WaffleError(f"{name} is revoked already; waffle deploy add-site {name} --key FILE admits it again")
+    if len(s.members) == 1:
+        raise WaffleError(f"{name} is the only site left: stop the server to end the federation")
+    change(folder / SERVER_FILE, revoked=[*s.revoked, name], quorum=min(s.quorum, len(s.members) - 1))
+    retire_key(folder, name)
+
+
+def _check_site(name: str) -> None:
+    check_name(name)
+    if name == EVERYONE:
+        raise WaffleError(f"a site cannot be called {EVERYONE!r}, which means every site")

@@ -1,0 +1,108 @@
+"""Requests that a site obeys: signed by an operator key, addressed to this site, recent, and used once.
+
+The server signs every request with the Ed25519 key of its operator; each site holds the public part in `operator.pub`.
+So a site trusts neither Flower's SuperLink nor whoever reaches its port: without that key nobody can ask anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from waffle_fl.deploy.policy import Refused
+from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.errors import WaffleError
+
+CONTEXT = b"waffle-fl request, version 1\n"  # no other protocol's signature can be taken for one of ours
+OPERATOR_KEY, OPERATOR_PUBLIC = "operator.key", "operator.pub"
+
+
+def load_operator_key(path: Path) -> Ed25519PrivateKey:
+    """The operator's private key, as `waffle deploy init` wrote it."""
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise WaffleError(f"cannot read the operator key {path}: {error.strerror}") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise WaffleError(f"{path} is no operator key: expected an Ed25519 private key without a passphrase") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise WaffleError(f"{path} is no operator key: expected Ed25519, got {type(key).__name__}")
+    return key
+
+
+def load_trusted_keys(path: Path) -> list[Ed25519PublicKey]:
+    """The operator keys that a site trusts, one per line; several while a key is being replaced."""
+    try:
+        lines = [line for line in path.read_bytes().splitlines() if line.strip() and not line.startswith(b"#")]
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}, by which requests are checked: {error.strerror}") from None
+    keys = []
+    for line in lines:
+        try:
+            key = load_ssh_public_key(line)
+        except (ValueError, UnsupportedAlgorithm):
+            key = None
+        if not isinstance(key, Ed25519PublicKey):
+            raise WaffleError(f"{path}: expected lines of the form 'ssh-ed25519 ...', one per operator key")
+        keys.append(key)
+    if not keys:
+        raise WaffleError(f"{path} holds no operator key, so no request could be checked")
+    return keys
+
+
+def sign(request: Parcel, key: Ed25519PrivateKey, site: str, now: float | None = None) -> Parcel:
+    """The request, addressed to a site, with its time, a nonce and a signature over all of it."""
+    stamp = {"site": site, "issued": time.time() if now is None else now, "nonce": secrets.token_hex(16)}
+    words = {**request.words, **stamp}
+    return replace(request, words=words, signature=key.sign(_message(words, request.payloads)))
+
+
+def verify(
+    request: Parcel,
+    keys: Collection[Ed25519PublicKey],
+    site: str,
+    used: Collection[str],
+    window: float,
+    now: float | None = None,
+) -> str:
+    """Return the request's nonce, or raise `Refused`: nothing in the request is believed before this has passed."""
+    message = _message(request.words, request.payloads)
+    if not any(_is_signed(key, request.signature, message) for key in keys):
+        raise Refused("this request is not signed by an operator key that this site trusts")
+    words = request.words
+    if words.get("site") != site:
+        raise Refused("this request is addressed to another site")
+    issued, nonce = words.get("issued"), words.get("nonce")
+    age = (time.time() if now is None else now) - issued if type(issued) in (int, float) else float("nan")
+    if not abs(age) <= window:
+        raise Refused(
+            f"this request was signed more than {window:g} seconds before or after this site's time: "
+            "set the clocks of both ends, or ask again"
+        )
+    if not isinstance(nonce, str) or not nonce or nonce in used:
+        raise Refused("this request was answered before")
+    return nonce
+
+
+def _is_signed(key: Ed25519PublicKey, signature: bytes, message: bytes) -> bool:
+    try:
+        key.verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _message(words: Mapping[str, Any], payloads: Mapping[str, bytes]) -> bytes:
+    """What is signed: the words as they are understood, and a digest of every payload under its name."""
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in payloads.items()}
+    return CONTEXT + json.dumps({"words": words, "payloads": digests}, sort_keys=True).encode()

@@ -1,0 +1,567 @@
+"""The live page and the metrics of a deployment: the numbers are those of the run folders, and no text is markup."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from conftest import refusal
+from flower_harness import conduct, federation, small
+from test_decision import CHROMIUM
+from waffle_fl.deploy import folders, membership, watching
+from waffle_fl.deploy.jobs import Job
+from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.link import Link, Node
+from waffle_fl.records import read_json, write_json
+
+SITES = ("north", "south", "west")
+EVIL = "\"><img src=x onerror='window.pwned = 1'><script>window.pwned = 1</script>"
+ODD = EVIL + '\u202e\ud800\n{job="x"} 1\\'  # and what breaks a line, a label, or an encoding
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A federation with two finished jobs: one Alice and three rounds, then every site as Alice and two rounds."""
+    root = tmp_path_factory.mktemp("watched")
+    folder = federation(root / "fed", SITES)
+    for name in SITES:
+        folders.change(folder / "sites" / name / "site.toml", max_exposed=1.0)
+    for name, rounds, alice in (("first", 3, "0"), ("every", 2, "all")):
+        conduct(folder, small(rounds, alice=alice), root / name).show(status="finished", waiting=[])
+    return root
+
+
+@pytest.fixture
+def root(trained: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    shutil.copytree(trained, tmp_path / "copy")
+    for path in (tmp_path / "copy" / "fed" / "jobs").glob("*.json"):
+        write_json(path, {**(read_json(path) or {}), "out": str(tmp_path / "copy" / path.stem)})
+    return tmp_path / "copy"
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[watching.Server]:
+    with watching.listening(folder, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(
+    server: watching.Server, path: str, method: str = "GET", **headers: str
+) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def parsed(text: str) -> dict[tuple[str, ...], float]:
+    """By metric and label values, what Prometheus would store."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        assert family.type == "gauge"
+        for sample in family.samples:
+            key = (sample.name, *(sample.labels[k] for k in ("job", "alice", "site") if k in sample.labels))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def metrics(server: watching.Server) -> dict[tuple[str, ...], float]:
+    answer, text = get(server, "/metrics")
+    assert answer.status == 200
+    return parsed(text)
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+
+
+def append(run: Path, line: dict[str, Any]) -> None:
+    with (run / "rounds.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
+    """Have the server answer, with these sites connected and all others known."""
+    nodes = [
+        Node(i, name, wire_form(folder / "keys" / f"{name}.pub"), "online" if name in names else "offline")
+        for i, name in enumerate(SITES)
+        if (folder / "keys" / f"{name}.pub").exists()
+    ]
+    monkeypatch.setattr(Link, "nodes", lambda self: nodes)
+
+
+def test_the_state_is_that_of_the_run_folders(trained: Path) -> None:
+    """Newest job first; every round of every Alice; no path and no secret."""
+    with served(trained / "fed") as server:
+        answer, text = get(server, "/state.json")
+    assert answer.headers["Content-Type"] == "application/json"
+    state = json.loads(text)
+    assert state["server"] == "stopped"
+    assert state["federation"] == "fed"
+    assert [(site["name"], site["state"]) for site in state["sites"]] == [(name, "unknown") for name in SITES]
+    every, first = state["jobs"]
+    assert (first["name"], first["method"], first["status"], first["round"], first["rounds"]) == (
+        *("first", "WAFFLE", "finished"),
+        *(3, 3),
+    )
+    (run,) = first["runs"]
+    rounds = logged(trained / "first")
+    assert run["rounds"] == [1, 2, 3]
+    assert run["scores"] == [line["accuracy"] for line in rounds]
+    assert run["losses"] == [line["loss"] for line in rounds]
+    assert [list(weights) for weights in zip(*run["weights"], strict=True)] == [line["weights"] for line in rounds]
+    assert every["alice"] == "all"
+    assert [len(run["rounds"]) for run in every["runs"]] == [2, 2, 2]
+    assert len({run["alice"] for run in every["runs"]}) == 3
+    secrets = [path for path in (trained / "fed" / "keys").iterdir() if path.suffix in (".secret", ".key")]
+    assert secrets
+    for hidden in (str(trained), *(path.read_bytes().hex() for path in secrets)):
+        assert hidden not in text
+
+
+def test_the_metrics_are_the_last_lines_of_the_logs(trained: Path) -> None:
+    """What Prometheus reads equals rounds.jsonl, for one Alice and for several, in either of its formats."""
+    with served(trained / "fed") as server:
+        answer, text = get(server, "/metrics")
+        openmetrics, other = get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+        state = json.loads(get(server, "/state.json")[1])
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    assert openmetrics.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert other.endswith("# EOF\n")
+    found = parsed(text)
+    assert found["waffle_server_running",] == 0
+    assert [found["waffle_site_connected", name] for name in SITES] == [0, 0, 0]
+    for job, rounds in (("first", 3), ("every", 2)):
+        assert found["waffle_job_running", job] == 0
+        assert found["waffle_job_round", job] == found["waffle_job_rounds", job] == rounds
+    runs = {job["name"]: job["runs"] for job in state["jobs"]}
+    places = {"first": [trained / "first"], "every": sorted((trained / "every").iterdir())}
+    for job, folders_of in places.items():
+        assert len(runs[job]) == len(folders_of)
+        for run, folder in zip(runs[job], folders_of, strict=True):
+            last = logged(folder)[-1]
+            assert found["waffle_job_accuracy", job, run["alice"]] == last["accuracy"]
+            assert found["waffle_job_loss", job, run["alice"]] == last["loss"]
+            weights = [found["waffle_site_weight", job, run["alice"], site] for site in run["sites"]]
+            assert weights == last["weights"]
+            assert not last.get("screened", {}).keys() - {
+                s for s in run["sites"] if found["waffle_site_screened", job, s]
+            }
+    assert not [key for key in found if key[0] == "waffle_job_rmse"]
+
+
+def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job runs while a process holds its lock, and is then the first; a site is connected by its key."""
+    folder = root / "fed"
+    membership.add_site(folder, "late")
+    membership.revoke(folder, "west")
+    connect(monkeypatch, folder, "north")
+    job = Job.open(folder, "first")
+    line = {**logged(root / "first")[-1], "round": 4, "screened": {"agent 1": "too long"}}
+    del line["accuracy"]
+    append(root / "first", {**line, "rmse": 0.25, "loss": None})
+    with job.conducting() as alone, served(folder) as server:
+        assert alone
+        job.show(status="running", round=4, waiting=["south"])
+        state, found = json.loads(get(server, "/state.json")[1]), metrics(server)
+    assert state["server"] == "running"
+    states = {site["name"]: site["state"] for site in state["sites"]}
+    assert states == {"north": "connected", "south": "not connected", "west": "revoked", "late": "no key yet"}
+    assert [found["waffle_site_connected", name] for name in (*SITES, "late")] == [1, 0, 0, 0]
+    shown = state["jobs"][0]
+    assert (shown["name"], shown["status"], shown["waiting"]) == ("first", "running", ["south"])
+    (run,) = shown["runs"]
+    assert run["screened"] == [{"site": "agent 1", "reason": "too long", "round": 4, "times": 1}]
+    assert found["waffle_job_running", "first"] == 1
+    assert [found["waffle_site_screened", "first", site] for site in run["sites"]] == [
+        float(site == "agent 1") for site in run["sites"]
+    ]
+    assert found["waffle_job_rmse", "first", run["alice"]] == 0.25
+    assert ("waffle_job_loss", "first", run["alice"]) not in found
+
+
+def test_a_long_history_is_thinned_out() -> None:
+    """At most so many points, evenly spaced, the last round among them; what was screened is counted in all rounds."""
+    lines = [{"round": r, "accuracy": r / 1001, "weights": {"a": 1.0}, "screened": {"a": "x"}} for r in range(1, 1002)]
+    run = watching._run("a", lines)
+    assert 150 < len(run["rounds"]) <= watching.POINTS
+    assert run["rounds"][-1] == 1001
+    assert len({after - before for before, after in zip(run["rounds"], run["rounds"][1:], strict=False)}) == 1
+    assert len(run["scores"]) == len(run["weights"][0]) == len(run["rounds"])
+    assert run["screened"] == [{"site": "a", "reason": "x", "round": 1001, "times": 1001}]
+    numbers = [None, True, "1", float("nan"), float("inf"), 0, 0.5]
+    assert [watching._number(value) for value in numbers] == [None, None, None, None, None, 0, 0.5]
+
+
+@pytest.mark.parametrize("path", ["/", "/state.json", "/metrics", "/nothing"])
+def test_every_answer_has_the_security_headers(trained: Path, path: str) -> None:
+    with served(trained / "fed") as server:
+        answer, text = get(server, path)
+    assert answer.status == (404 if path == "/nothing" else 200)
+    policy = answer.headers["Content-Security-Policy"].split("; ")
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in " ".join(policy)
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert "Python" not in answer.headers["Server"]
+    assert str(trained) not in text
+
+
+def test_only_this_machine_by_its_own_name_and_only_get(trained: Path) -> None:
+    """A foreign name that was made to resolve to 127.0.0.1 reads nothing; neither does another method."""
+    with served(trained / "fed") as server:
+        port = server.server_port
+        assert server.server_address[0] == "127.0.0.1"
+        for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            assert get(server, "/", Host=host)[0].status == 200
+        for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1:{port + 1}", "localhost", f"[::1]:{port}", ""):
+            for path in ("/", "/state.json", "/metrics"):
+                answer, text = get(server, path, Host=host)
+                assert answer.status == 403
+                assert text == f"open http://127.0.0.1:{port}; a tunnel must use the same port at both ends\n"
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "<script>"):
+            answer, text = get(server, "/state.json", method)
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+            assert text == "only GET is answered here\n"
+        assert get(server, "/", "HEAD")[0].status == 405
+        for path in ("/../server.toml", "/keys/control.secret", "//", "/state.json/", "http://evil.example/"):
+            assert get(server, path)[0].status == 404
+
+
+def test_what_is_refused_before_it_is_served(trained: Path, tmp_path: Path) -> None:
+    folder, said = trained / "fed", list[str]()
+    with watching.listening(folder, 0) as server:
+        text = refusal(watching.serve, folder, server.server_port, said.append)
+    assert text == f"port {server.server_port} on 127.0.0.1 is in use: choose another one with --port"
+    assert refusal(watching.serve, folder, 70000, said.append) == "--port: expected 0 to 65535, got 70000"
+    assert "server.toml" in refusal(watching.serve, tmp_path, 0, said.append)
+    assert not said
+
+
+def test_without_prometheus_client_the_page_still_works(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"] or [
+        "prometheus_client"
+    ]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with served(trained / "fed") as server:
+        answer, text = get(server, "/metrics")
+        assert answer.status == 501
+        assert text == f"{watching.NO_PROMETHEUS}\n"
+        assert [get(server, path)[0].status for path in ("/", "/state.json")] == [200, 200]
+
+
+def test_a_slow_read_holds_up_nobody_for_long(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read at a time; the page loads meanwhile, and whoever asks for the state gets the last one and its age."""
+    monkeypatch.setattr(watching, "PATIENCE", 0.1)
+    monkeypatch.setattr(watching, "FRESH", 0.0)
+    go_on, reads = threading.Event(), []
+
+    def slow() -> dict[str, Any]:
+        reads.append(1)
+        assert go_on.wait(30)
+        return {**watching.NOTHING, "time": time.time() - 5, "server": "running"}
+
+    with served(trained / "fed") as server:
+        server.snapshots = watching.Snapshots(slow)
+        began = time.monotonic()
+        state = json.loads(get(server, "/state.json")[1])
+        assert state["problem"] == "the folder is still being read"
+        assert state["age"] is None
+        assert get(server, "/metrics")[0].status == 503
+        assert get(server, "/")[0].status == 200
+        assert time.monotonic() - began < 10
+        assert len(reads) == 1
+        go_on.set()
+        monkeypatch.setattr(watching, "PATIENCE", 30)
+        state = json.loads(get(server, "/state.json")[1])
+        assert (state["server"], state["problem"]) == ("running", "")
+        go_on.clear()
+        monkeypatch.setattr(watching, "PATIENCE", 0.1)
+        again = json.loads(get(server, "/state.json")[1])
+        assert again["server"] == "running"
+        assert again["age"] >= 5
+        go_on.set()
+
+
+def test_many_requests_share_a_read() -> None:
+    reads: list[int] = []
+
+    def read() -> dict[str, Any]:
+        reads.append(1)
+        time.sleep(0.2)
+        return {**watching.NOTHING, "time": time.time()}
+
+    snapshots = watching.Snapshots(read)
+    threads = [threading.Thread(target=snapshots.latest) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    snapshots.latest()
+    assert len(reads) == 1
+
+
+def test_a_folder_that_cannot_be_read_is_said_and_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "FRESH", 0.0)
+    folder = root / "fed"
+    settings = (folder / "server.toml").read_text()
+    with served(folder) as server:
+        assert metrics(server)["waffle_job_round", "first"] == 3
+        (folder / "server.toml").write_text("no toml")
+        state = json.loads(get(server, "/state.json")[1])
+        assert state["problem"].startswith("fed/server.toml is not valid TOML: ")
+        assert len(state["jobs"]) == 2  # as they were read last
+        answer, text = get(server, "/metrics")
+        assert (answer.status, text) == (503, state["problem"] + "\n")
+        monkeypatch.setattr(watching, "overview", lambda folder: 1 / 0)
+        problem = json.loads(get(server, "/state.json")[1])["problem"]
+        assert problem == "the folder cannot be read: ZeroDivisionError: division by zero"
+        monkeypatch.undo()
+        monkeypatch.setattr(watching, "FRESH", 0.0)
+        (folder / "server.toml").write_text(settings)
+        assert json.loads(get(server, "/state.json")[1])["problem"] == ""
+        (root / "first" / "provenance.json").write_text("[]")
+        append(root / "first", {"round": 4})
+        every, first = json.loads(get(server, "/state.json")[1])["jobs"]
+        assert (len(every["runs"]), first["runs"]) == (3, [])  # one that cannot be read hides no other
+
+
+def poison(root: Path) -> None:
+    """A run folder and a job's state as a hostile site would have them."""
+    about = read_json(root / "first" / "provenance.json") or {}
+    write_json(root / "first" / "provenance.json", {**about, "agents": [ODD, "</script>" + EVIL, "south"]})
+    last = logged(root / "first")[-1]
+    append(root / "first", {**last, "round": 4, "screened": {"</script>" + EVIL: ODD}})
+    Job.open(root / "fed", "first").show(status="failed", error=f"{root / 'first'}: {ODD}", round=4)
+
+
+def test_hostile_text_is_text(root: Path) -> None:
+    """Single printable lines reach the page, and the metrics stay well-formed."""
+    poison(root)
+    with served(root / "fed") as server:
+        state, found = json.loads(get(server, "/state.json")[1]), metrics(server)
+    job = next(job for job in state["jobs"] if job["name"] == "first")
+    shown = EVIL + '\ufffd\ufffd {job="x"} 1\\'
+    assert job["error"] == f"first: {shown}"
+    (run,) = job["runs"]
+    assert run["alice"] == run["sites"][0] == shown
+    assert run["screened"] == [{"site": "</script>" + EVIL, "reason": shown, "round": 4, "times": 1}]
+    assert found["waffle_job_accuracy", "first", shown] == logged(root / "first")[-1]["accuracy"]
+    assert found["waffle_site_screened", "first", "</script>" + EVIL] == 1
+    assert len(watching._text("x" * 10_000)) == watching.TEXT
+
+
+def test_the_page_holds_no_data_and_needs_no_other_file() -> None:
+    page = watching.page().content.decode()
+    script, style = page.split('<script type="module">')[1], page.split("<style>")[1].split("</style>")[0]
+    assert script.count("</script>") == 1
+    assert page.count("<script") == page.count("<style") == 1
+    assert "@style@" not in page
+    assert "@script@" not in page
+    for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "http://", "https://"):
+        assert forbidden not in script.replace("http://www.w3.org/2000/svg", "")
+    assert "url(" not in style
+
+
+@contextmanager
+def browsing(server: watching.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+    """The page in headless Chromium, and all that it complains of or asks other machines for."""
+    api = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test` installs it")
+    address = f"http://127.0.0.1:{server.server_port}/"
+    with api.sync_playwright() as playwright:
+        own = Path(playwright.chromium.executable_path)
+        if CHROMIUM is None and not own.exists():
+            pytest.skip("no Chromium on this machine, and `playwright install chromium` could not fetch one")
+        try:
+            browser = playwright.chromium.launch(executable_path=str(CHROMIUM or own), args=["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"Chromium does not start here: {error.message.splitlines()[0]}")
+        tab, complaints = browser.new_context(**options).new_page(), list[str]()
+        tab.set_default_timeout(60_000)
+        tab.add_init_script(
+            "document.addEventListener('securitypolicyviolation', (e) => console.error('CSP', e.violatedDirective))"
+        )
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("dialog", lambda dialog: complaints.append(dialog.message))
+        tab.on(
+            "request",
+            lambda request: None if request.url.startswith((address, "data:")) else complaints.append(request.url),
+        )
+        tab.goto(address)
+        tab.wait_for_selector("body[data-ready]")
+        yield tab, complaints
+        browser.close()
+
+
+def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress, both charts and all sites are there; a round that is added appears, and nothing else moves."""
+    folder = root / "fed"
+    connect(monkeypatch, folder, "north", "south")
+    job = Job.open(folder, "first")
+    with job.conducting(), served(folder) as server, browsing(server) as (tab, complaints):
+        job.show(status="running", round=3, rounds=4, waiting=["west"])
+        card = tab.locator(".job").first
+        card.get_by_text("Waiting for west.").wait_for()
+        assert card.locator("h2").inner_text() == "first"
+        assert card.locator("summary .state").inner_text() == "running"
+        assert tab.locator("#banner").is_hidden()
+        assert tab.locator("#summary").inner_text().startswith("Server running · 2 of 3 sites connected")
+        rows = tab.locator("#sites tbody tr")
+        assert rows.locator(".name").all_inner_texts() == list(SITES)
+        assert rows.locator(".state").all_inner_texts() == ["connected", "connected", "not connected"]
+        dots = rows.locator(".state").evaluate_all(
+            "(all) => all.map((e) => getComputedStyle(e, '::before').backgroundColor)"
+        )
+        assert dots[0] == dots[1] != dots[2]
+        scores, weights = card.locator('[data-chart="scores"]'), card.locator('[data-chart="weights"]')
+        assert scores.locator("circle").count() == 3
+        lines = logged(root / "first")
+        assert scores.locator("text.strong").inner_text() == f"{100 * lines[-1]['accuracy']:.1f}\u00a0%"
+        bars = weights.locator("path.bars")
+        assert bars.count() == 3
+        assert [path.get_attribute("d").count("M") for path in bars.all()] == [3, 3, 3]
+        for chart in (scores, weights):
+            assert chart.get_attribute("role") == "img"
+            assert chart.locator("title").inner_text().endswith("per round")
+            assert chart.locator("desc").inner_text()
+        before = scores.element_handle()
+        card.locator(".numbers > summary").click()
+        assert card.locator(".numbers tbody tr").count() == 3
+        append(root / "first", {**lines[-1], "round": 4, "accuracy": 0.875, "screened": {"agent 1": "too long"}})
+        job.show(status="running", round=4, waiting=[])
+        tab.wait_for_selector('[data-chart="scores"][data-points="4"]')
+        assert before.evaluate("(svg) => svg.isConnected")
+        assert scores.locator("circle").count() == 4
+        assert scores.locator("text.strong").inner_text() == "87.5\u00a0%"
+        assert [path.get_attribute("d").count("M") for path in bars.all()] == [4, 4, 4]
+        assert card.locator("progress").get_attribute("aria-label") == "first: round 4 of 3"
+        assert card.locator(".waiting").count() == 0
+        assert "too long, in round 4, the last one; 1 of 4 rounds" in card.locator(".screened").inner_text()
+        assert card.locator(".numbers tbody tr").count() == 4  # still open
+        box = scores.bounding_box()
+        tab.mouse.move(box["x"] + 60, box["y"] + 80)
+        expected = f"Round 1: {100 * lines[0]['accuracy']:.1f}\u00a0%"
+        tab.wait_for_function(
+            "(text) => document.querySelector('.readout').textContent.startsWith(text)", arg=expected, timeout=5000
+        )
+        assert tab.title() == "4/3 first – waffle"
+        assert not complaints
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_on_a_phone_and_with_several_alices(trained: Path, scheme: str) -> None:
+    """No sideways scrolling at 400 pixels; tabs for the Alices by mouse and keyboard; the server is said to be away."""
+    options = {"viewport": {"width": 400, "height": 800}, "color_scheme": scheme}
+    with served(trained / "fed") as server, browsing(server, **options) as (tab, complaints):
+        assert tab.evaluate("document.documentElement.scrollWidth") == 400
+        assert "The server does not answer" in tab.locator("#banner").inner_text()
+        card = tab.locator(".job").first
+        tabs = card.get_by_role("tab")
+        assert tabs.count() == 3
+        for k, run in enumerate(sorted((trained / "every").iterdir())):
+            assert tabs.nth(k).locator(".value").inner_text() == f"{100 * logged(run)[-1]['accuracy']:.1f}\u00a0%"
+        heading = card.locator("figure h3").first
+        first = heading.inner_text()
+        tabs.nth(1).click()
+        second = heading.inner_text()
+        tab.keyboard.press("ArrowRight")
+        third = heading.inner_text()
+        assert len({first, second, third}) == 3
+        assert tabs.nth(2).get_attribute("aria-selected") == "true"
+        tab.wait_for_timeout(2500)
+        assert heading.inner_text() == third  # an update keeps the choice
+        tab.locator(".job > summary").nth(1).click()
+        tab.locator(".job").nth(1).locator('[data-chart="scores"] circle').first.wait_for()
+        assert tab.evaluate("document.documentElement.scrollWidth") == 400
+        tab.set_viewport_size({"width": 1200, "height": 800})
+        tab.wait_for_timeout(200)
+        assert tab.evaluate("document.documentElement.scrollWidth") == 1200
+        ink, page = tab.evaluate("['color', 'backgroundColor'].map((key) => getComputedStyle(document.body)[key])")
+        assert (luminance(ink) < luminance(page)) == (scheme == "light")
+        assert not complaints
+
+
+def luminance(color: str) -> int:
+    return sum(int(part) for part in color.removeprefix("rgb(").removesuffix(")").split(","))
+
+
+def test_no_text_runs_in_the_browser(root: Path) -> None:
+    """Names, reasons and errors with markup are shown letter by letter."""
+    poison(root)
+    shutil.rmtree(root / "every")
+    with served(root / "fed") as server, browsing(server) as (tab, complaints):
+        tab.locator(".job > summary").filter(has_text="first").click()
+        card = tab.locator(".job").filter(has_text="first").first
+        card.locator('[data-chart="weights"]').hover()
+        card.locator(".numbers > summary").click()
+        assert EVIL in card.locator(".error").inner_text()
+        assert EVIL in card.locator(".screened").inner_text()
+        assert tab.evaluate("window.pwned") is None
+        assert tab.evaluate("document.querySelectorAll('img, iframe, main script').length") == 0
+        assert not complaints
+
+
+def test_no_jobs_yet_and_a_watch_that_has_ended(tmp_path: Path) -> None:
+    """An empty federation says how to begin; a page that outlives its server says so."""
+    folder = federation(tmp_path / "fed", SITES)
+    with watching.listening(folder, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            with browsing(server) as (tab, complaints):
+                assert "waffle deploy run" in tab.locator("#no-jobs").inner_text()
+                assert tab.locator(".job").count() == 0
+                assert not complaints
+                server.shutdown()
+                server.server_close()
+                tab.get_by_text("waffle deploy watch does not answer").wait_for()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_command_ends_quietly_with_ctrl_c(trained: Path) -> None:
+    command = [sys.executable, "-m", "waffle_fl", "deploy", "watch", str(trained / "fed"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            said = process.stdout.readline()
+            port = said.partition("http://127.0.0.1:")[2].partition(",")[0]
+            address = f"http://127.0.0.1:{port}"
+            assert said == f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "", "")

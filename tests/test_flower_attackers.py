@@ -1,0 +1,250 @@
+"""Attackers against a running federation, played against real processes: each of these worked on an earlier version.
+
+stranger        reaches the server's port, and has no key and no certificate
+ca holder       has `ca.crt` besides, which every site has
+operator        holds the server, and with it the operator's key
+local user      has an account on the machine of a site or of the server
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+
+from flower_harness import Deployment, asked, federation, processes_in
+from waffle_fl.deploy import membership
+from waffle_fl.deploy.folders import read_server, read_site
+from waffle_fl.deploy.gate import FLEET
+from waffle_fl.deploy.link import Link
+from waffle_fl.deploy.loopback import deployed
+
+SITES = ("a", "b")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A server and two sites, up and connected."""
+    folder = federation(tmp_path_factory.mktemp("attacked") / "federation", SITES)
+    with deployed(Deployment(folder)) as deployment:
+        deployment.wait_until(lambda: all(node.status == "online" for node in Link(folder).nodes()))
+        yield deployment
+
+
+class Anyone:
+    """No certificate is asked for, none is shown."""
+
+    def __init__(self, kind: Any, address: str, ca: bytes | None = None) -> None:
+        self.kind, self.address, self.ca = kind, address, ca
+
+    def status(self, call: str, request: Any) -> int:
+        """The HTTP status with which a call is answered; 200 is success."""
+        chain = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+        if self.ca:
+            client = self.kind.from_server_address(self.address, False, self.ca, chain)
+        else:
+            client = self.kind(f"https://{self.address}", interceptors=chain, verify=False)
+        try:
+            getattr(client, call)(request)
+        except httpx.HTTPStatusError as error:
+            return error.response.status_code
+        finally:
+            client.close()
+        return 200
+
+
+def doors(deployment: Deployment) -> tuple[str, str]:
+    s = read_server(deployment.folder)
+    return f"127.0.0.1:{s.port}", f"127.0.0.1:{s.local_port}"
+
+
+def raw(address: str, target: str, headers: str) -> bytes:
+    """What is answered to a request that no client library would write."""
+    host, port = address.split(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection((host, int(port)), timeout=10) as plain, context.wrap_socket(plain) as secure:
+        secure.sendall(f"POST {target} HTTP/1.1\r\nHost: {address}\r\n{headers}\r\nConnection: close\r\n\r\n".encode())
+        return secure.recv(4096)
+
+
+def task() -> AcquireTaskRequest:
+    return AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP, TaskType.CLIENT_APP])
+
+
+def test_a_stranger_cannot_act_as_the_server(running: Deployment) -> None:
+    """The port that sites reach serves nothing but the Fleet API: no task can be taken, no run started."""
+    public, _ = doors(running)
+    stranger = Anyone(RuntimeHttpClient, public)
+    assert stranger.status("AcquireTask", task()) == 404
+    control = Anyone(ControlHttpClient, public)
+    assert control.status("ListNodes", ListNodesRequest()) == 404
+    assert control.status("StartRun", StartRunRequest()) == 404
+
+
+def test_a_stranger_on_the_server_s_machine_has_no_secret(running: Deployment) -> None:
+    """On loopback the Runtime API wants Flower's secret, and the Control API the operator's."""
+    _, local = doors(running)
+    ca = (running.folder / "keys" / "ca.crt").read_bytes()
+    for certificate in (None, ca):
+        assert Anyone(RuntimeHttpClient, local, certificate).status("AcquireTask", task()) in (401, 403)
+        control = Anyone(ControlHttpClient, local, certificate)
+        assert control.status("ListNodes", ListNodesRequest()) == 403
+        assert control.status("StartRun", StartRunRequest()) == 403
+
+
+def test_nobody_can_expel_or_admit_a_site_by_the_port(running: Deployment) -> None:
+    """With ca.crt alone no site is removed and none is added; all stay connected."""
+    public, local = doors(running)
+    ca = (running.folder / "sites" / "a" / "ca.crt").read_bytes()
+    nodes = Link(running.folder).nodes()
+    for address in (public, local):
+        control = Anyone(ControlHttpClient, address, ca)
+        for node in nodes:
+            assert control.status("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id)) in (403, 404)
+        assert control.status("RegisterNode", RegisterNodeRequest(public_key=b"mine", name="evil")) in (403, 404)
+    assert {node.name: node.status for node in Link(running.folder).nodes()} == dict.fromkeys(SITES, "online")
+
+
+def test_the_public_port_answers_the_fleet_calls_alone(running: Deployment) -> None:
+    """Every other path is not there: documentation, health, registration by a site itself, and tricks with paths."""
+    public, _ = doors(running)
+    paths = ["/", "/docs", "/openapi.json", "/health", "/v1/fleet/register-node", "/v1/fleet/unregister-node"]
+    paths += ["/v1/fleet/../control/list-nodes", "/v1/fleet/%2e%2e/control/list-nodes", "//v1/control/list-nodes"]
+    paths += ["/v1/fleet/pull-messages/../../control/start-run", "/v1/runtime/get-nodes", "/v1/runtime/push-messages"]
+    with httpx.Client(verify=False) as client:
+        for path in paths:
+            for method in ("GET", "POST"):
+                assert client.request(method, f"https://{public}{path}", content=b"x").status_code == 404, path
+        for path in FLEET:  # these are there, and want a key
+            assert client.post(f"https://{public}{path}", content=b"").status_code in (400, 401, 403, 415, 422), path
+    assert raw(public, "/v1/fleet/push-object", f"Content-Length: {1 << 40}").split(b" ")[1] == b"413"
+    assert raw(public, "/v1/fleet/push-object", "Transfer-Encoding: chunked").split(b" ")[1] == b"413"
+
+
+def test_a_raw_request_finds_no_way_around(running: Deployment) -> None:
+    """Whatever a client writes as its Host, its target or its protocol, the socket decides."""
+    public, local = doors(running)
+    tricks = f"Host: {local}\r\nX-Forwarded-Port: {local.split(':')[1]}\r\nContent-Length: 0"
+    for target in ("/v1/control/list-nodes", f"https://{local}/v1/control/list-nodes", "/v1/fleet/;/../control/start-run"):
+        assert raw(public, target, tricks).split(b" ")[1] in (b"404", b"400"), target
+
+
+def test_a_local_process_cannot_take_a_site_s_task(running: Deployment) -> None:
+    """The SuperNode's Runtime API wants the site's secret too."""
+    site = read_site(running.folder / "sites" / "a")
+    client = RuntimeHttpClient(f"http://127.0.0.1:{site.port}", interceptors=[
+        RuntimeVersionHttpInterceptor(component_name="SuperExec")
+    ])  # fmt: skip
+    for _ in range(20):
+        with pytest.raises(httpx.HTTPStatusError) as refused:
+            client.AcquireTask(task())
+        assert refused.value.response.status_code in (401, 403)
+    client.close()
+
+
+def test_no_secret_is_on_a_command_line(running: Deployment, tmp_path: Path) -> None:
+    """While a run goes on, no process listing shows a token, a key or a secret."""
+    run = running.start_run(*asked(2, tmp_path / "run", agents=2))
+    secrets = [
+        (running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")
+    ]
+    seen: set[str] = set()
+    while run.poll() is None:
+        for number in processes_in(running.folder):
+            try:
+                seen.add(Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue
+        time.sleep(0.05)
+    del running.processes["run"]
+    assert run.returncode == 0
+    assert seen
+    assert not [line for line in seen if "--token" in line or any(secret in line for secret in secrets)]
+    assert not [line for line in seen if re.search(r"\b[0-9a-f]{40,}\b", line)]
+
+
+def test_files_are_for_their_owner_alone(running: Deployment, tmp_path: Path) -> None:
+    """Models, states, ledgers, the database and surveys are 0600 in folders 0700."""
+    assert running.finish_run(*asked(2, tmp_path / "modes", agents=2)) == 0
+    folder = running.folder
+    secret = [folder / "superlink.db", folder / "server.log", *(folder / "keys").iterdir(), *(folder / "jobs").iterdir()]
+    for name in SITES:
+        home = folder / "sites" / name
+        secret += [home / "ledger.jsonl", home / "site.log", home / "node.key", home / "runtime.secret"]
+        secret += [path for part in ("state", "models") for path in (home / part).rglob("*")]
+    assert [path for path in secret if path.name == "model.safetensors"]
+    assert [path for path in secret if path.suffix == ".survey"]
+    for path in secret:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
+
+
+def test_the_server_never_holds_a_site_s_private_key(tmp_path: Path) -> None:
+    """`init` makes no key of a site; the site makes its own, and only the public part goes to the server."""
+    folder = tmp_path / "federation"
+    membership.init(folder, ["north"], "127.0.0.1", 9443, "127.0.0.1")
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "keys"]
+    assert not [path for path in files if b"PRIVATE KEY" in path.read_bytes()]
+    home = tmp_path / "north"
+    (folder / "sites" / "north").rename(home)
+    public = membership.join(home)
+    assert b"PRIVATE" not in public
+    (tmp_path / "north.pub").write_bytes(public)
+    membership.accept_key(folder, "north", tmp_path / "north.pub")
+    private = (home / "node.key").read_bytes()
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == private]
+
+
+def test_whoever_steals_the_superlink_cannot_ask(running: Deployment, tmp_path: Path) -> None:
+    """A ServerApp of one's own, with Flower's secret but without the operator's key, gets no answer and costs nothing.
+
+    It reaches the sites through the real SuperLink; each refuses, spends no budget, and writes that down.
+    """
+    import shutil
+
+    from waffle_fl.deploy.keys import make_operator_key
+
+    real = running.folder / "keys" / "operator.key"
+    kept = real.read_bytes()
+    ledgers = {name: running.folder / "sites" / name / "ledger.jsonl" for name in SITES}
+    before = {name: path.read_bytes() if path.exists() else b"" for name, path in ledgers.items()}
+    make_operator_key(real, tmp_path / "stolen.pub")
+    try:
+        assert "not signed by an operator key" in running.refuses(*asked(1, tmp_path / "theft", agents=2))
+    finally:
+        shutil.rmtree(tmp_path / "theft", ignore_errors=True)
+        real.write_bytes(kept)
+    for name, path in ledgers.items():
+        added = [json.loads(line) for line in path.read_bytes()[len(before[name]) :].splitlines()]
+        assert [sorted(line) for line in added] == [["previous", "rejected", "time"]] * len(added)
+    assert any(path.read_bytes() != before[name] for name, path in ledgers.items())
+
+
+def test_a_site_can_be_admitted_again(running: Deployment) -> None:
+    """A site that was revoked, or removed at the SuperLink, comes back with the same key."""
+    folder, link = running.folder, Link(running.folder)
+    node = next(node for node in link.nodes() if node.name == "b")
+    link.unregister(node.node_id)
+    assert link.register() == ["b is admitted"]
+    running.kill("b")
+    running.start_site("b")
+    running.wait_until(lambda: any(n.name == "b" and n.status == "online" for n in Link(folder).nodes()))
