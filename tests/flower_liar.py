@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from importlib import import_module
@@ -13,29 +14,28 @@ import httpx
 TWICE, UNREADABLE = "W9 two replies", "unreadable"
 
 
-def install(site: Path) -> None:
-    """Let the ClientApps that Flower starts for this site lie from now on, as its `lies.json` says."""
-    command = site / "bin" / "flwr-clientapp"
-    path = str(Path(__file__).parent)
-    text = f"import sys\nsys.path.insert(0, {path!r})\nfrom flower_liar import clientapp\n\nclientapp({str(site)!r})\n"
-    temporary = command.with_suffix(".lying")
-    temporary.write_text(f"#!{sys.executable}\n{text}")
-    temporary.chmod(0o755)
-    temporary.replace(command)
+def search_path(folder: Path) -> str:
+    """A folder that, on PYTHONPATH, makes the ClientApps of sites lie as their `lies.json` says."""
+    folder.mkdir()
+    here = str(Path(__file__).parent)
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.insert(0, {here!r})\nimport flower_liar\n\nflower_liar.hook()\n"
+    )
+    return str(folder)
 
 
-def clientapp(home: str) -> None:
-    """Flower's flwr-clientapp with a ClientApp that answers honestly, then lies."""
-    launcher: Any = import_module("waffle_fl.deploy.launcher")
+def hook() -> None:
+    """Let whoever imports the ClientApp in this process get one that answers honestly, then lies."""
+    honest_import = importlib.import_module
 
-    def lying(name: str) -> Any:
-        module: Any = import_module(name)
-        if name == "waffle_fl.deploy.clientapp":
-            pretend(module, Path(home))
+    def lying(name: str, package: str | None = None) -> Any:
+        known = name in sys.modules
+        module: Any = honest_import(name, package)
+        if name == "waffle_fl.deploy.clientapp" and not known:
+            pretend(module, Path(sys.argv[1]))
         return module
 
-    launcher.import_module = lying
-    launcher.clientapp(home)
+    importlib.import_module = lying
 
 
 def pretend(module: Any, site: Path) -> None:

@@ -1,9 +1,10 @@
-"""The live page and the metrics of a deployment: the numbers are those of the run folders, and no text is markup."""
+"""The live page and the metrics of a deployment: they show the numbers of the run folders, and no text is markup."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -47,10 +48,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(trained: Path, tmp_path: Path) -> Path:
-    """A copy to change."""
+    """A copy that the test may change."""
     shutil.copytree(trained, tmp_path / "copy")
-    for path in (tmp_path / "copy" / "fed" / "jobs").glob("*.json"):
-        write_json(path, {**(read_json(path) or {}), "out": str(tmp_path / "copy" / path.stem)})
+    for age, name in enumerate(("every", "first")):
+        path = tmp_path / "copy" / "fed" / "jobs" / f"{name}.json"
+        write_json(path, {**(read_json(path) or {}), "out": str(tmp_path / "copy" / name)})
+        os.utime(path, (time.time() - age, time.time() - age))
     return tmp_path / "copy"
 
 
@@ -79,7 +82,7 @@ def get(
 
 
 def parsed(text: str) -> dict[tuple[str, ...], float]:
-    """By metric and label values, what Prometheus would store."""
+    """The samples by metric name and label values."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[tuple[str, ...], float] = {}
@@ -109,7 +112,7 @@ def append(run: Path, line: dict[str, Any]) -> None:
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
-    """Have the server answer, with these sites connected and all others known."""
+    """Simulate a running server with these sites connected and the others registered."""
     nodes = [
         Node(i, name, wire_form(folder / "keys" / f"{name}.pub"), "online" if name in names else "offline")
         for i, name in enumerate(SITES)
@@ -148,7 +151,7 @@ def test_the_state_is_that_of_the_run_folders(trained: Path) -> None:
 
 
 def test_the_metrics_are_the_last_lines_of_the_logs(trained: Path) -> None:
-    """What Prometheus reads equals rounds.jsonl, for one Alice and for several, in either of its formats."""
+    """/metrics equals the last lines of rounds.jsonl, for one Alice and for several, in both formats."""
     with served(trained / "fed") as server:
         answer, text = get(server, "/metrics")
         openmetrics, other = get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
@@ -179,7 +182,7 @@ def test_the_metrics_are_the_last_lines_of_the_logs(trained: Path) -> None:
 
 
 def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job runs while a process holds its lock, and is then the first; a site is connected by its key."""
+    """A job runs while a process holds its lock, and is listed first; a site is identified by its key."""
     folder = root / "fed"
     membership.add_site(folder, "late")
     membership.revoke(folder, "west")
@@ -199,17 +202,17 @@ def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest
     shown = state["jobs"][0]
     assert (shown["name"], shown["status"], shown["waiting"]) == ("first", "running", ["south"])
     (run,) = shown["runs"]
-    assert run["screened"] == [{"site": "agent 1", "reason": "too long", "round": 4, "times": 1}]
+    assert run["screened"] == [{"site": "south", "reason": "too long", "round": 4, "times": 1}]
     assert found["waffle_job_running", "first"] == 1
     assert [found["waffle_site_screened", "first", site] for site in run["sites"]] == [
-        float(site == "agent 1") for site in run["sites"]
+        float(site == "south") for site in run["sites"]
     ]
     assert found["waffle_job_rmse", "first", run["alice"]] == 0.25
     assert ("waffle_job_loss", "first", run["alice"]) not in found
 
 
 def test_a_long_history_is_thinned_out() -> None:
-    """At most so many points, evenly spaced, the last round among them; what was screened is counted in all rounds."""
+    """At most POINTS rounds, evenly spaced, including the last one; screening is counted over all rounds."""
     lines = [{"round": r, "accuracy": r / 1001, "weights": {"a": 1.0}, "screened": {"a": "x"}} for r in range(1, 1002)]
     run = watching._run("a", lines)
     assert 150 < len(run["rounds"]) <= watching.POINTS
@@ -237,8 +240,8 @@ def test_every_answer_has_the_security_headers(trained: Path, path: str) -> None
     assert str(trained) not in text
 
 
-def test_only_this_machine_by_its_own_name_and_only_get(trained: Path) -> None:
-    """A foreign name that was made to resolve to 127.0.0.1 reads nothing; neither does another method."""
+def test_host_names_methods_and_paths_are_checked(trained: Path) -> None:
+    """Requests under another host name (DNS rebinding) and methods other than GET are rejected."""
     with served(trained / "fed") as server:
         port = server.server_port
         assert server.server_address[0] == "127.0.0.1"
@@ -254,11 +257,11 @@ def test_only_this_machine_by_its_own_name_and_only_get(trained: Path) -> None:
             assert (answer.status, answer.headers["Allow"]) == (405, "GET")
             assert text == "only GET is answered here\n"
         assert get(server, "/", "HEAD")[0].status == 405
-        for path in ("/../server.toml", "/keys/control.secret", "//", "/state.json/", "http://evil.example/"):
+        for path in ("/../server.toml", "/keys/control.secret", "/state.json/", f"http://127.0.0.1:{port}/"):
             assert get(server, path)[0].status == 404
 
 
-def test_what_is_refused_before_it_is_served(trained: Path, tmp_path: Path) -> None:
+def test_errors_at_start(trained: Path, tmp_path: Path) -> None:
     folder, said = trained / "fed", list[str]()
     with watching.listening(folder, 0) as server:
         text = refusal(watching.serve, folder, server.server_port, said.append)
@@ -280,8 +283,8 @@ def test_without_prometheus_client_the_page_still_works(trained: Path, monkeypat
         assert [get(server, path)[0].status for path in ("/", "/state.json")] == [200, 200]
 
 
-def test_a_slow_read_holds_up_nobody_for_long(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read at a time; the page loads meanwhile, and whoever asks for the state gets the last one and its age."""
+def test_a_slow_read_delays_requests_by_a_bounded_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read at a time; the page loads meanwhile, and /state.json returns the last state and its age."""
     monkeypatch.setattr(watching, "PATIENCE", 0.1)
     monkeypatch.setattr(watching, "FRESH", 0.0)
     go_on, reads = threading.Event(), []
@@ -331,7 +334,7 @@ def test_many_requests_share_a_read() -> None:
     assert len(reads) == 1
 
 
-def test_a_folder_that_cannot_be_read_is_said_and_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_errors_are_reported_and_recovered_from(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "FRESH", 0.0)
     folder = root / "fed"
     settings = (folder / "server.toml").read_text()
@@ -340,7 +343,7 @@ def test_a_folder_that_cannot_be_read_is_said_and_read_again(root: Path, monkeyp
         (folder / "server.toml").write_text("no toml")
         state = json.loads(get(server, "/state.json")[1])
         assert state["problem"].startswith("fed/server.toml is not valid TOML: ")
-        assert len(state["jobs"]) == 2  # as they were read last
+        assert len(state["jobs"]) == 2  # the last state that could be read
         answer, text = get(server, "/metrics")
         assert (answer.status, text) == (503, state["problem"] + "\n")
         monkeypatch.setattr(watching, "overview", lambda folder: 1 / 0)
@@ -353,19 +356,21 @@ def test_a_folder_that_cannot_be_read_is_said_and_read_again(root: Path, monkeyp
         (root / "first" / "provenance.json").write_text("[]")
         append(root / "first", {"round": 4})
         every, first = json.loads(get(server, "/state.json")[1])["jobs"]
-        assert (len(every["runs"]), first["runs"]) == (3, [])  # one that cannot be read hides no other
+        assert (len(every["runs"]), first["runs"]) == (3, [])  # the other job is still shown
 
 
 def poison(root: Path) -> None:
-    """A run folder and a job's state as a hostile site would have them."""
+    """Put markup, control characters and a lone surrogate into a run folder and into the job's state."""
     about = read_json(root / "first" / "provenance.json") or {}
-    write_json(root / "first" / "provenance.json", {**about, "agents": [ODD, "</script>" + EVIL, "south"]})
+    names = [ODD, "</script>" + EVIL, "south"]
+    engine = {**about["engine"], "sites": names}
+    write_json(root / "first" / "provenance.json", {**about, "agents": names, "engine": engine})
     last = logged(root / "first")[-1]
     append(root / "first", {**last, "round": 4, "screened": {"</script>" + EVIL: ODD}})
     Job.open(root / "fed", "first").show(status="failed", error=f"{root / 'first'}: {ODD}", round=4)
 
 
-def test_hostile_text_is_text(root: Path) -> None:
+def test_hostile_text_is_cleaned(root: Path) -> None:
     """Single printable lines reach the page, and the metrics stay well-formed."""
     poison(root)
     with served(root / "fed") as server:
@@ -395,7 +400,7 @@ def test_the_page_holds_no_data_and_needs_no_other_file() -> None:
 
 @contextmanager
 def browsing(server: watching.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
-    """The page in headless Chromium, and all that it complains of or asks other machines for."""
+    """The page in headless Chromium, and its console messages, errors, dialogs and requests to other addresses."""
     api = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test` installs it")
     address = f"http://127.0.0.1:{server.server_port}/"
     with api.sync_playwright() as playwright:
@@ -425,12 +430,12 @@ def browsing(server: watching.Server, **options: Any) -> Iterator[tuple[Any, lis
 
 
 def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress, both charts and all sites are there; a round that is added appears, and nothing else moves."""
+    """Progress, both charts and all sites are shown; a new round appears in place, without a reload."""
     folder = root / "fed"
     connect(monkeypatch, folder, "north", "south")
     job = Job.open(folder, "first")
     with job.conducting(), served(folder) as server, browsing(server) as (tab, complaints):
-        job.show(status="running", round=3, rounds=4, waiting=["west"])
+        job.show(status="running", round=3, waiting=["west"])
         card = tab.locator(".job").first
         card.get_by_text("Waiting for west.").wait_for()
         assert card.locator("h2").inner_text() == "first"
@@ -447,14 +452,14 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         scores, weights = card.locator('[data-chart="scores"]'), card.locator('[data-chart="weights"]')
         assert scores.locator("circle").count() == 3
         lines = logged(root / "first")
-        assert scores.locator("text.strong").inner_text() == f"{100 * lines[-1]['accuracy']:.1f}\u00a0%"
+        assert scores.locator("text.strong").text_content() == f"{100 * lines[-1]['accuracy']:.1f}\u00a0%"
         bars = weights.locator("path.bars")
         assert bars.count() == 3
         assert [path.get_attribute("d").count("M") for path in bars.all()] == [3, 3, 3]
         for chart in (scores, weights):
             assert chart.get_attribute("role") == "img"
-            assert chart.locator("title").inner_text().endswith("per round")
-            assert chart.locator("desc").inner_text()
+            assert chart.locator("title").text_content().endswith("per round")
+            assert chart.locator("desc").text_content()
         before = scores.element_handle()
         card.locator(".numbers > summary").click()
         assert card.locator(".numbers tbody tr").count() == 3
@@ -463,10 +468,10 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         tab.wait_for_selector('[data-chart="scores"][data-points="4"]')
         assert before.evaluate("(svg) => svg.isConnected")
         assert scores.locator("circle").count() == 4
-        assert scores.locator("text.strong").inner_text() == "87.5\u00a0%"
+        assert scores.locator("text.strong").text_content() == "87.5\u00a0%"
         assert [path.get_attribute("d").count("M") for path in bars.all()] == [4, 4, 4]
         assert card.locator("progress").get_attribute("aria-label") == "first: round 4 of 3"
-        assert card.locator(".waiting").count() == 0
+        assert card.get_by_text("All replies have arrived.").is_visible()
         assert "too long, in round 4, the last one; 1 of 4 rounds" in card.locator(".screened").inner_text()
         assert card.locator(".numbers tbody tr").count() == 4  # still open
         box = scores.bounding_box()
@@ -481,7 +486,7 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_on_a_phone_and_with_several_alices(trained: Path, scheme: str) -> None:
-    """No sideways scrolling at 400 pixels; tabs for the Alices by mouse and keyboard; the server is said to be away."""
+    """No horizontal scrolling at 400 pixels; one tab per Alice, by mouse and keyboard; a stopped server is reported."""
     options = {"viewport": {"width": 400, "height": 800}, "color_scheme": scheme}
     with served(trained / "fed") as server, browsing(server, **options) as (tab, complaints):
         assert tab.evaluate("document.documentElement.scrollWidth") == 400
@@ -517,7 +522,7 @@ def luminance(color: str) -> int:
 
 
 def test_no_text_runs_in_the_browser(root: Path) -> None:
-    """Names, reasons and errors with markup are shown letter by letter."""
+    """Names, reasons and errors that contain markup are shown as text."""
     poison(root)
     shutil.rmtree(root / "every")
     with served(root / "fed") as server, browsing(server) as (tab, complaints):
@@ -533,7 +538,7 @@ def test_no_text_runs_in_the_browser(root: Path) -> None:
 
 
 def test_no_jobs_yet_and_a_watch_that_has_ended(tmp_path: Path) -> None:
-    """An empty federation says how to begin; a page that outlives its server says so."""
+    """An empty federation shows the command to start with; a page whose server has ended says so."""
     folder = federation(tmp_path / "fed", SITES)
     with watching.listening(folder, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

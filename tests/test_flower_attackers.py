@@ -144,7 +144,11 @@ def test_a_raw_request_finds_no_way_around(running: Deployment) -> None:
     """Whatever a client writes as its Host, its target or its protocol, the socket decides."""
     public, local = doors(running)
     tricks = f"Host: {local}\r\nX-Forwarded-Port: {local.split(':')[1]}\r\nContent-Length: 0"
-    for target in ("/v1/control/list-nodes", f"https://{local}/v1/control/list-nodes", "/v1/fleet/;/../control/start-run"):
+    for target in (
+        "/v1/control/list-nodes",
+        f"https://{local}/v1/control/list-nodes",
+        "/v1/fleet/;/../control/start-run",
+    ):
         assert raw(public, target, tricks).split(b" ")[1] in (b"404", b"400"), target
 
 
@@ -164,9 +168,7 @@ def test_a_local_process_cannot_take_a_site_s_task(running: Deployment) -> None:
 def test_no_secret_is_on_a_command_line(running: Deployment, tmp_path: Path) -> None:
     """While a run goes on, no process listing shows a token, a key or a secret."""
     run = running.start_run(*asked(2, tmp_path / "run", agents=2))
-    secrets = [
-        (running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")
-    ]
+    secrets = [(running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")]
     seen: set[str] = set()
     while run.poll() is None:
         for number in processes_in(running.folder):
@@ -186,7 +188,12 @@ def test_files_are_for_their_owner_alone(running: Deployment, tmp_path: Path) ->
     """Models, states, ledgers, the database and surveys are 0600 in folders 0700."""
     assert running.finish_run(*asked(2, tmp_path / "modes", agents=2)) == 0
     folder = running.folder
-    secret = [folder / "superlink.db", folder / "server.log", *(folder / "keys").iterdir(), *(folder / "jobs").iterdir()]
+    secret = [
+        folder / "superlink.db",
+        folder / "server.log",
+        *(folder / "keys").iterdir(),
+        *(folder / "jobs").iterdir(),
+    ]
     for name in SITES:
         home = folder / "sites" / name
         secret += [home / "ledger.jsonl", home / "site.log", home / "node.key", home / "runtime.secret"]

@@ -20,8 +20,8 @@ import waffle_fl
 from flower_harness import OWN_MODEL, SITES, Deployment, asked, bits, federation, simulated, small, with_model
 from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import make_certificates, make_node_key
+from waffle_fl.deploy.link import REGISTERED
 from waffle_fl.deploy.loopback import deployed
-from waffle_fl.deploy.processes import REGISTERED
 from waffle_fl.records import read_rounds
 
 pytestmark = pytest.mark.flower
@@ -142,7 +142,7 @@ def with_version(folder: Path, version: str) -> str:
 def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> None:
     """F10, F11, F13: a missing site, other software, another model, too large a message are each told in a line.
 
-    F8: a site that calls itself Alice is still who its key says.
+    F8: a site that calls itself Alice is still who its key says, and obeys no request for the site of its key.
     """
     server, site = folder / "server.toml", folder / "sites" / "c" / "site.toml"
     here, there = with_model(tmp_path / "here", 8), with_model(tmp_path / "there", 9)
@@ -162,13 +162,19 @@ def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> 
         deployment.environment["PYTHONPATH"] = here
         versions = deployment.refuses(*asked(1, tmp_path / "f11"))
         assert re.search(
-            r"c: the server runs waffle-fl \d\S* \(\w+\) with torch \S+, this site waffle-fl 9\.9 \(", versions
+            r"c: the server runs waffle-fl \d\S* \(results \d+, wire \d+\) with torch \S+, this site waffle-fl 9\.9 \(",
+            versions,
         )
         deployment.kill("c", signal.SIGTERM)
 
         for name in SITES:
-            change(folder / "sites" / name / "site.toml", models=[OWN_MODEL])
+            change(folder / "sites" / name / "site.toml", imports=[OWN_MODEL])
         change(site, name="a")
+        deployment.start_site("c")
+        assert "c: this request is addressed to another site" in deployment.refuses(*asked(1, tmp_path / "f8"))
+        deployment.kill("c", signal.SIGTERM)
+
+        change(site, name="c")
         deployment.environment["PYTHONPATH"] = there
         deployment.start_site("c")
         deployment.environment["PYTHONPATH"] = here

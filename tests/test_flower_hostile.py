@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -471,3 +472,161 @@ def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
     change(site / "site.toml", max_norm=1e-9)
     with pytest.raises(WaffleError, match="this site would refuse, or fail: an update that is too long stays here"):
         list(rehearse(site, config()))
+
+
+def test_the_values_of_a_numeric_column_stay(site: Path) -> None:
+    """A server that calls ages or doses categories gets none of them, unless the site lists the column itself."""
+    people(site)
+    for name in ("age", "dose"):
+        said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).words
+        assert said["error"] == (
+            f"column {name!r} holds numbers here, whose values stay here: this site would have to list it under "
+            "categorical in its site.toml"
+        )
+    change(site / "site.toml", categorical=["dose"], min_count=1, surveys=9)
+    listed = Server(site, config(min_category=1))
+    said = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).words
+    assert "0.333" in said["categories"]["dose"]
+
+
+@pytest.mark.parametrize("target", ["age", "dose", "name"])
+def test_the_values_of_a_column_do_not_leave_as_classes(target: str, site: Path) -> None:
+    """Naming another column as the target does not make its distinct values leave."""
+    people(site, 12)
+    asked = Server(site, config(target=target, task="classification"))
+    said = json.dumps(asked.send(stage="hello", known={}).words)
+    assert "error" in said
+    assert "patient" not in said
+    assert "3.333" not in said
+    change(site / "site.toml", targets=["ward"])
+    assert "lets runs predict ward" in asked.send(stage="hello", known={}).words["error"]
+    assert (
+        "lets runs predict ward"
+        in (Server(site, config(target="age", task="regression")).send(stage="hello", known={}).words["error"])
+    )
+
+
+def test_a_rare_category_stays(site: Path) -> None:
+    """A category, or a class, that fewer rows have than the site's rule says does not leave."""
+    table(site / "data" / "north.csv", rows=38, people=4)
+    with (site / "data" / "north.csv").open("a") as stream:
+        stream.write("\nrare1,33,1.5,A\nrare2,34,1.6,B\n")
+    told = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).words
+    assert "patient0" in told["categories"]["name"]
+    assert "rare" not in json.dumps(told)
+    curious = Server(site, config(min_category=1), "curious")
+    change(site / "site.toml", surveys=9)
+    said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).words
+    assert "fewer than 5 rows have stays here: run with --min-category 5" in said["error"]
+    with (site / "data" / "north.csv").open("a") as stream:
+        stream.write("patient0,33,1.5,C\n")
+    assert (
+        "a class of column 'ward' has fewer than 5 rows here"
+        in (Server(site, config(), "third").send(stage="hello", known={}).words["error"])
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mean": 1e6},
+        {"deviation": 1e-3},
+        {"deviation": 0.0},
+        {"mean": float("inf")},
+        {"rows": 3},
+        {"kind": "categorical", "categories": ["20"]},
+    ],
+)
+def test_made_up_means_are_not_believed(changes: dict[str, Any], first: Scene) -> None:
+    """A preparation that no rows with this site's among them can have is refused before anything is trained."""
+    prepared = first.facts.prepared
+    assert prepared is not None
+    columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
+    known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
+    reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+    said = reply.words["courses"]["course"]["error"]
+    assert "the server's" in said or "holds numbers here" in said
+    assert not reply.payloads
+
+
+def test_categories_that_were_told_cannot_be_left_out(first: Scene) -> None:
+    prepared = first.facts.prepared
+    assert prepared is not None
+    columns = [
+        {**c, "categories": c["categories"][1:]} if c["kind"] == "categorical" else c for c in prepared["columns"]
+    ]
+    known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
+    reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+    assert "lacks categories that this site has told" in reply.words["courses"]["course"]["error"]
+
+
+@pytest.mark.parametrize("where", ["omega", "psi", "model", "shift", "aggregation"])
+def test_nothing_that_a_request_names_is_imported(where: str, first: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules come first: a module that site.toml does not list is not even looked for, wherever it is named."""
+    canary = first.server.site / "canary"
+    (canary / "modules").mkdir(parents=True)
+    (canary / "modules" / "hostile_rule.py").write_text(f"open({str(canary / 'sung')!r}, 'w')\nbuild = print")
+    monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
+    content = config("waffle").to_json()
+    part = "settings" if where in content["settings"] else "options"
+    content[part][where] = "hostile_rule:build"
+    reply = first.server.send(stage="hello", known={}, config=content)
+    assert "does not import 'hostile_rule:build'" in reply.words["error"]
+    assert not (canary / "sung").exists()
+    assert "hostile_rule" not in sys.modules
+
+
+def imprint(scene_: Scene) -> bytes:
+    """A model whose hidden units count the rows beyond a threshold: the difference of two neighbours is one row."""
+    tensors = load(scene_.payload)
+    model = scene_.course.model
+    shapes = {name: value.shape for name, value in model.state_dict(model.init(0)).items()}
+    (first_w, first_b, last_w, last_b) = shapes
+    hidden, features = shapes[first_w]
+    direction = torch.linspace(0.3, 1.7, features, dtype=torch.float64)
+    shares = torch.arange(1, hidden + 1, dtype=torch.float64) / (hidden + 1)
+    thresholds = 0.5 + 2.2 * 2**0.5 * torch.erfinv(2 * shares - 1)  # as the rows' projections are spread, roughly
+    parts = {
+        first_w: direction.expand(hidden, features),
+        first_b: -thresholds,
+        last_w: torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(shapes[last_w]) * 1e-3,
+        last_b: torch.zeros(shapes[last_b], dtype=torch.float64),
+    }
+    flat = torch.cat([parts[name].reshape(-1) for name in shapes])
+    return pack({**tensors, "x": flat[None]}, {})
+
+
+def recovered(scene_: Scene, payload: bytes, rows: Tensor) -> int:
+    """How many training rows stand in an update, word for word."""
+    model = scene_.course.model
+    shapes = [value.shape for value in model.state_dict(model.init(0)).values()]
+    dw, db = _first_two(load(payload)["dy"].reshape(-1), shapes)
+    steps_w, steps_b = dw[:-1] - dw[1:], db[:-1] - db[1:]
+    found = steps_w[steps_b.abs() > 1e-12] / steps_b[steps_b.abs() > 1e-12][:, None]
+    return int(((found[:, None] - rows[None]).abs().amax(dim=2) < 1e-6).any(dim=0).sum())
+
+
+def _first_two(flat: Tensor, shapes: list[Any]) -> tuple[Tensor, Tensor]:
+    parts = flat.split([shape.numel() for shape in shapes])
+    return parts[0].view(shapes[0]), parts[1].view(shapes[1])
+
+
+def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> None:
+    """One step from chosen weights hands over the rows; the site's floor and its look at the model refuse that."""
+    rng = random.Random(1)
+    lines = [f"p{i % 4},{rng.gauss(50, 12):.2f},{rng.gauss(3, 1):.3f},{'AB'[i % 2]}" for i in range(80)]
+    (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
+    asked = config(model="mlp", batch_size=64, precision="float64")
+    change(site / "site.toml", min_steps=1, max_exposed=1.0)
+    trapped = scene(site, asked)
+    payload = imprint(trapped)
+    reply = trapped.order(payload)
+    rows = Site(site).holdings.federation(asked.settings, 0, trapped.facts.known)
+    train = rows.x[rows.train[0]].double()
+    assert recovered(trapped, reply.payloads["course"], train) >= len(train) // 3
+
+    change(site / "site.toml", min_steps=2)
+    assert "fewer than 2 tells too much of its rows" in trapped.said(payload, round=2)["error"]
+    change(site / "site.toml", min_steps=1, max_exposed=0.1)
+    assert "its update would reveal them" in trapped.said(payload, round=3)["error"]
+    assert "error" not in scene(site, asked, "honest").said(round=4)

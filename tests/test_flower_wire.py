@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flower_harness import OWN_MODEL, Deployment, Grid, bits, conduct, federation, simulated, with_model
-from flower_liar import TWICE, UNREADABLE, Recorder, fleet, install, replayed
+from flower_liar import TWICE, UNREADABLE, Recorder, fleet, replayed, search_path
 from flower_lies import BOAST, BOMB, LIES, NO_ANSWER, REASONS, REPLAY, told
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy.folders import change
@@ -337,14 +338,12 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     scheduled(folder, a={retried: "W1 NaN"}, b=one_each((*REAL, "W1 NaN")), c={alone: "rubbish"})
     wanted = {**SETTINGS, "rounds": retried + 1, "model": OWN_MODEL}
     for site in SITES:
-        change(folder / "sites" / site / "site.toml", models=[OWN_MODEL])
+        change(folder / "sites" / site / "site.toml", imports=[OWN_MODEL], max_exposed=1.0)
     flags = [word for key, value in wanted.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     deployment = Deployment(folder)
-    deployment.environment["PYTHONPATH"] = with_model(place / "network", HIDDEN)
+    lies = search_path(place / "lies")
+    deployment.environment["PYTHONPATH"] = os.pathsep.join([lies, with_model(place / "network", HIDDEN)])
     with deployed(deployment):
-        for site in SITES:
-            deployment.wait_until((folder / "sites" / site / "bin" / "flwr-clientapp").exists)
-            install(folder / "sites" / site)
         running = deployment.start_run("run", "scaffold", *flags, "--out", out)
         peaks: dict[int, int] = {}
         log = out / "rounds.jsonl"

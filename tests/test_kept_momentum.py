@@ -48,9 +48,7 @@ def test_a_run_resumes_to_the_same_bits(method: str) -> None:
 
 
 def test_keeping_differs_from_resetting_from_the_second_round_on() -> None:
-    kept, reset = (
-        [o[0] for o in rounds([Cell(FedAvg(sgd), make_federation(), 1)])] for sgd in (KEEP, SGD(0.1, 0.5))
-    )
+    kept, reset = ([o[0] for o in rounds([Cell(FedAvg(sgd), make_federation(), 1)])] for sgd in (KEEP, SGD(0.1, 0.5)))
     assert torch.equal(kept[0].state.server.x, reset[0].state.server.x)
     assert not torch.equal(kept[1].state.server.x, reset[1].state.server.x)
 

@@ -23,6 +23,7 @@ from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.cli import commands
 from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Place
+from waffle_fl.manifest import seal
 from waffle_fl.partition import concept_shift
 from waffle_fl.reproduce import claims, drift, figures, momentum, page, running, studies
 from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
@@ -252,6 +253,7 @@ def test_runs_of_other_code_are_not_kept(clone: Path) -> None:
     about = next((clone / "runs").rglob("provenance.json"))
     content = json.loads(about.read_text())
     about.write_text(json.dumps({**content, "binding": {**content["binding"], "code": "other"}}))
+    seal(about.parent)
     heard: list[str] = []
 
     class Hearing(Listener):

@@ -26,11 +26,10 @@ def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
 
 
 @cache
-def _with_velocities(agents: type, velocities: tuple[str, ...]) -> Any:
+def _with_velocities(agents: Any, velocities: tuple[str, ...]) -> Any:
     """A method's own `Agents` type with one more field for each velocity."""
-    extended: Any = namedtuple("Agents", (*agents._fields, *velocities))  # type: ignore[attr-defined]
-    extended.inner = agents
-    return extended
+    base: Any = namedtuple("Agents", (*agents._fields, *velocities))  # type: ignore[misc]
+    return type("Agents", (base,), {"__slots__": (), "inner": agents})
 
 
 def _velocities(local: State) -> tuple[str, ...]:
@@ -45,8 +44,8 @@ def _inner_agents(agents: State) -> State:
 
 def _extended(own: State, local: State) -> State:
     """The method's own state, and the velocities that local training ended with."""
-    names = _velocities(local)
-    return _with_velocities(type(own), names)(*own, *(getattr(local, name) for name in names))
+    names, kind = _velocities(local), type(own)
+    return _with_velocities(kind, names)(*own, *(getattr(local, name) for name in names))
 
 
 @final

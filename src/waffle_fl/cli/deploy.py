@@ -154,7 +154,11 @@ def site(arguments: Sequence[str]) -> int:
         "SiteFlags",
         [
             ("folder", Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="The folder of this site.")]),
-            ("i_know", _flag("Start although site.toml says insecure: anyone on the way can read and change all."), False),
+            (
+                "i_know",
+                _flag("Start although site.toml says insecure: anyone on the way can read and change all."),
+                False,
+            ),
             ("dry_run", _flag("Train one round here and print all that would leave; nothing is sent."), False),
             ("accept_ledger", _flag("Go on although lines of the ledger are missing; this is put on record."), False),
             ("method", Annotated[str, tyro.conf.arg(help="The method of the dry run.")], "waffle"),
@@ -190,7 +194,9 @@ def _check_site(folder: Path, settings: Any, accept_ledger: bool) -> None:
 
     source = data_of(folder, settings)
     if source != settings.data and not (Path(source).exists() and layout_of(Path(source))):
-        raise WaffleError(f"data = {settings.data!r} in {folder / 'site.toml'}: expected a table or .npz file, none is there")
+        raise WaffleError(
+            f"data = {settings.data!r} in {folder / 'site.toml'}: expected a table or .npz file, none is there"
+        )
     if not (folder / "node.key").is_file():
         raise WaffleError(f"{folder} has no key yet: make one with waffle deploy join {folder}")
     load_trusted_keys(folder / OPERATOR_PUBLIC)

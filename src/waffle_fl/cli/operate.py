@@ -62,7 +62,9 @@ def rotate(arguments: Sequence[str]) -> int:
     old = folder / "keys" / f"{args.name}.pub"
     if old.is_file() and args.key.is_file() and old.read_bytes() == args.key.read_bytes():
         raise WaffleError(f"{args.key} is the key that {args.name} has already: have it make a new one (join --rotate)")
-    print(f"{args.name} is known by the key {membership.accept_key(folder, args.name, args.key)}; the old one is refused")
+    print(
+        f"{args.name} is known by the key {membership.accept_key(folder, args.name, args.key)}; the old one is refused"
+    )
     return _tell_server(folder)
 
 
@@ -190,14 +192,14 @@ def logs(arguments: Sequence[str]) -> int:
     if args.job:
         from waffle_fl.deploy.jobs import Job
 
-        source, shape = Job.open(folder, args.job).journal.path, _event
+        source = Job.open(folder, args.job).journal.path
     else:
-        source, shape = folder / ("server.log" if (folder / SERVER_FILE).exists() else "site.log"), str
+        source = folder / ("server.log" if (folder / SERVER_FILE).exists() else "site.log")
     if not source.exists() and not args.follow:
         raise WaffleError(f"{source} is not there: nothing has been logged yet")
     try:
         for line in _tail(source, args.lines, args.follow):
-            print(shape(line), flush=True)
+            print(_event(line) if args.job else line, flush=True)
     except KeyboardInterrupt:
         return 130
     return 0

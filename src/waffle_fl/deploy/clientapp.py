@@ -13,6 +13,7 @@ from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
 
 MAX_BYTES = 1 << 34  # what Flower itself has let through already
 
+
 def app_of(folder: Path) -> ClientApp:
     """The ClientApp of the site in this folder."""
     app = ClientApp()

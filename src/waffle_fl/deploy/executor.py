@@ -34,8 +34,8 @@ APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # what a process 
 
 def serve(home: Path) -> None:
     """Take tasks until stopped."""
-    from flwr.supercore.constant import TaskType
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.constant import TaskType
     from httpx import HTTPError
 
     end = endpoint_of(home)
@@ -65,7 +65,7 @@ def _client(end: Endpoint) -> Any:
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
     from flwr.supercore.runtime import RuntimeHttpClient
 
-    chain = [
+    chain: list[Any] = [
         RuntimeVersionHttpInterceptor(component_name="SuperExec"),
         SuperExecAuthHttpInterceptor(master_secret=end.secret, protected_methods=ACQUIRE),
     ]

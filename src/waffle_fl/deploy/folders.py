@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import sys
@@ -59,7 +58,7 @@ port = {local}   # used on this machine alone, between Flower's own processes
 max_age = 900.0   # seconds; a request that was signed longer ago, or that much in the future, is refused
 
 data = "{data}"   # a .csv, .tsv, .parquet or .npz file, or a folder with train.csv and test.csv; relative to this file
-targets = []   # columns that runs may predict, all their classes shared; empty: any column whose classes are safe to share
+targets = []   # columns that runs may predict, with all their classes; empty: any whose classes are safe to share
 categorical = []   # columns of numbers whose values may be shared as categories
 min_count = 5   # a category, or a class of a target that is not listed above, stays here if fewer rows have it
 methods = [{methods}]   # runs of other methods are refused
@@ -68,7 +67,7 @@ surveys = 1   # ways to read and split the data that are summarised; the differe
 rounds = 1000   # updates that leave this site, in all runs together, and models that are scored; the same again is free
 min_batch = 4   # rows of a mini-batch, at least
 min_steps = 2   # steps of a round, at least: an update of a single step tells most about its rows
-max_exposed = 0.34   # share of the training rows that a model may single out, above a random model's; 1: no check
+max_exposed = 0.1   # share of the training rows that a model may single out, besides twice a random model's; 1: any
 max_norm = 1000.0   # a longer update does not leave this site
 max_steps = 1000000   # steps of a round: epochs x batches, times the method's own inner steps
 max_mb = 1024   # a message, or a model as the method multiplies it, that is larger is refused
@@ -123,7 +122,7 @@ class SiteSettings:
     rounds: int = 1000
     min_batch: int = 4
     min_steps: int = 2
-    max_exposed: float = 0.34
+    max_exposed: float = 0.1
     max_norm: float = 1000.0
     max_steps: int = 1_000_000
     max_mb: int = 1024
@@ -273,7 +272,7 @@ def make_private(home: Path, *names: str) -> None:
     for place in (home / name for name in names):
         for path in (place, *place.rglob("*")) if place.is_dir() else [place] * place.exists():
             if not path.is_symlink():
-                os.chmod(path, 0o700 if path.is_dir() else 0o600)
+                path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -154,8 +154,6 @@ class Rules:
         """Refuse to share the classes of a target that this site does not list, if they tell of few rows."""
         if target in self.targets:
             return
-        if self.targets:
-            raise Refused(f"this site lets runs predict {', '.join(self.targets)}, not {target!r}")
         counts: dict[str, int] = {}
         for table in own:
             for name in names(table.columns[target]).tolist():
@@ -226,14 +224,14 @@ def _facts(f: Federation) -> dict[str, Any]:
 def _tell_target(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
     target, categorical = goal_of(own, how)
     check_columns(own, target, categorical)
+    if rules.targets and target not in rules.targets:
+        raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
     values = sorted({name for table in own for name in target_names(table, target)})
     check_target(target, own, how.task)
     classes = may_be_classes(values, how.task)
     if classes:
         _check_texts(target, values, sum(map(len, own)))
         rules.check_classes(target, own)
-    elif rules.targets and target not in rules.targets:
-        raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
     return {
         "kind": "tables",
         "columns": list(own[0].columns),
@@ -264,7 +262,8 @@ def _tell_columns(rules: Rules, own: Sequence[Table], how: Reading, known: Mappi
     """Moments and categories of the training rows; with local preprocessing the moments stay."""
     if how.min_category < rules.min_count:
         raise Refused(
-            f"a category that fewer than {rules.min_count} rows have stays here: run with --min-category {rules.min_count}"
+            f"a category that fewer than {rules.min_count} rows have stays here: "
+            f"run with --min-category {rules.min_count}"
         )
     table, _ = _training(own, how, known)
     kinds: Mapping[str, str] = known["kinds"]

@@ -82,7 +82,7 @@ def plain_logs(home: Path, name: str) -> None:
 class OneLine(logging.Formatter):
     """2026-11-16T14:02:03Z INFO north Received successfully"""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def __init__(self, name: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {name} %(message)s", "%Y-%m-%dT%H:%M:%SZ")

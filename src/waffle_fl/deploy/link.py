@@ -187,7 +187,8 @@ class Link:
 
         s = self.settings
         ca = None if s.insecure else (self.folder / "keys" / "ca.crt").read_bytes()
-        chain = [RuntimeVersionHttpInterceptor(component_name="flwr CLI"), _Secret(control_secret(self.folder))]
+        secret = _Secret(control_secret(self.folder))
+        chain: list[Any] = [RuntimeVersionHttpInterceptor(component_name="flwr CLI"), secret]
         client = ControlHttpClient.from_server_address(f"127.0.0.1:{s.local_port}", s.insecure, ca, chain)
         try:
             yield client

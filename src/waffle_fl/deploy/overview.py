@@ -74,16 +74,20 @@ def _history(out: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for folder in [out] if (out / "config.json").exists() else sorted(p.parent for p in out.glob("*/config.json")):
         about = read_json(folder / "provenance.json") or {}
-        names, alice = about.get("agents", []), about.get("alice", 0)
+        agents, alice = about.get("agents", []), about.get("alice", 0)
+        sites = about.get("engine", {}).get("sites", agents)  # by name, also where agents are numbered
         rounds = read_rounds(folder / "rounds.jsonl") if (folder / "rounds.jsonl").exists() else []
-        found[names[alice] if names else folder.name] = [_measured(line, names) for line in rounds]
+        site_of = dict(zip(agents, sites, strict=False))
+        found[sites[alice] if sites else folder.name] = [_measured(line, sites, alice, site_of) for line in rounds]
     return found
 
 
-def _measured(line: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _measured(line: Mapping[str, Any], sites: list[str], alice: int, site_of: Mapping[str, str]) -> dict[str, Any]:
     scores = {key: line[key] for key in SCORES if key in line}
-    weights = dict(zip(names, line.get("weights") or [], strict=False))
-    return {"round": line["round"], **scores, "weights": weights, "screened": line.get("screened", {})}
+    given = line.get("weights") or []
+    names = sites if len(given) == len(sites) else sites[alice : alice + 1]  # Local trains Alice alone
+    screened = {site_of.get(name, name): reason for name, reason in line.get("screened", {}).items()}
+    return {"round": line["round"], **scores, "weights": dict(zip(names, given, strict=False)), "screened": screened}
 
 
 def lines_of(found: Mapping[str, Any]) -> Iterator[str]:

@@ -80,20 +80,20 @@ class Policy:
         if max(s.batch_size, steps * repeats) > self.max_steps:
             raise Refused(f"a round would take more steps, or a batch more rows, than this site's {self.max_steps}")
         self._check_mb(model_bytes * repeats, "this model")
-        if 0 < samples and min(s.batch_size, samples) < self.min_batch:
+        if samples > 0 and min(s.batch_size, samples) < self.min_batch:
             raise Refused(f"this site trains on {self.min_batch} or more rows per mini-batch: raise batch_size")
         if 0 < steps < self.min_steps:
             raise Refused(
-                f"a round would be {steps} step(s) here, and an update of fewer than {self.min_steps} tells too much of "
-                "its rows: lower batch_size, or raise epochs"
+                f"a round would be {steps} step(s) here, and an update of fewer than {self.min_steps} tells too much "
+                "of its rows: lower batch_size, or raise epochs"
             )
 
     def check_exposed(self, share: float, usual: Callable[[], float]) -> None:
-        """Refuse a model that singles out more rows than a random one does: its update would reveal them."""
-        if share > self.max_exposed and share > self.max_exposed + usual():
+        """Refuse a model that singles out many more rows than a random one does: its update would reveal them."""
+        if share > self.max_exposed and share > self.max_exposed + 2 * usual():
             raise Refused(
                 f"this model singles out {share:.0%} of the training rows, and its update would reveal them: this site "
-                f"allows {self.max_exposed:.0%} more than a random model does"
+                f"allows {self.max_exposed:.0%}, and twice what a random model does"
             )
 
     def _check_mb(self, size: int, what: str) -> None:

@@ -41,6 +41,7 @@ from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entrop
 from waffle_fl.records import Run, provenance, read_rounds, summary
 from waffle_fl.tensorfile import unpack
 
+
 class Stopped(WaffleError):
     """The operator has stopped the job; it can be resumed."""
 
@@ -120,7 +121,7 @@ class Conductor:
         self.job.show(status="running", rounds=rounds, error="", round=self.job.state.get("round", 0))
         if self.job.config.method == "waffle" and len(self.sites) == 2:
             self.job.journal.say(
-                note="two sites: WAFFLE's weights are then fixed, equal until 95 % of the rounds and Alice's alone after"
+                note="two sites: WAFFLE's weights are then fixed, equal until 95 % of the rounds, then Alice's alone"
             )
         facts = self._survey()
         with contextlib.ExitStack() as stack:
@@ -345,9 +346,12 @@ class Conductor:
         entry.run.checkpoint(settled.stand.round, tensors_of(settled.stand))
         plan, screened = entry.course.plan, settled.measured.get("screened", {})
         r = settled.stand.round
-        weights = dict(zip(plan.names, settled.measured.get("weights") or [], strict=False))
-        self.job.show(round=r, weights={plan.handle: weights}, screened=screened)
-        for name, reason in screened.items():
+        sites = [self.sites[i] for i in entry.members]
+        alice, weights = sites[plan.alice], dict(zip(sites, settled.measured.get("weights") or [], strict=False))
+        site_of = dict(zip(plan.names, sites, strict=True))
+        before, seen = self.job.state.get("weights", {}), {site_of[name]: why for name, why in screened.items()}
+        self.job.show(round=r, weights={**before, alice: weights}, screened=seen)
+        for name, reason in seen.items():
             plainly = {REASONS[CLIPPED]: "update shortened", REASONS[ABSENT]: "did not answer"}
             self.job.journal.say(note=f"round {r}: {name} {plainly.get(reason, f'screened: {reason}')}")
         others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice]

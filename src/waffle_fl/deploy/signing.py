@@ -83,7 +83,7 @@ def verify(
     if words.get("site") != site:
         raise Refused("this request is addressed to another site")
     issued, nonce = words.get("issued"), words.get("nonce")
-    age = (time.time() if now is None else now) - issued if type(issued) in (int, float) else float("nan")
+    age = (time.time() if now is None else now) - issued if isinstance(issued, int | float) else float("nan")
     if not abs(age) <= window:
         raise Refused(
             f"this request was signed more than {window:g} seconds before or after this site's time: "

@@ -276,7 +276,7 @@ class Visit:
         models = [value for name, value in down._asdict().items() if name not in NO_MODELS]
         sent = [value.reshape(-1, row.model.size) for value in models if value.shape[-1:] == (row.model.size,)]
         with one_thread():
-            for params in torch.cat([own.params[None], *sent]).unique(dim=0):
+            for params in torch.cat([own.params[None], *sent]):
                 share = exposed_share(row.model, Net(params, own.stats), row.federation)
                 self.site.policy.check_exposed(share, lambda: usual_share(row.model, row.federation))
 

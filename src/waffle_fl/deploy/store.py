@@ -98,7 +98,9 @@ class Ledger:
 
     def accept(self) -> None:
         """Go on with the ledger as it is, and put that on record."""
-        self.note(accepted="the administrator of this site accepts the ledger as it was found; lines before may be missing")
+        self.note(
+            accepted="the administrator of this site accepts the ledger as it was found; lines before may be missing"
+        )
 
     def different(self, kind: str, question: str) -> int:
         """How many different questions of a kind the site would have been asked with this one."""

@@ -1,4 +1,4 @@
-// Every text comes from outside and is inserted as text: textContent and setAttribute, never as markup.
+// Names, reasons and errors are untrusted: they are inserted as text nodes and attribute values, never as markup.
 const POLL = 2000; // milliseconds between two reads
 const STALE = 10; // seconds after which the page says that its numbers are old
 const HEIGHT = 220;
@@ -294,7 +294,8 @@ class JobView {
     this.bar.value = job.round;
     this.bar.setAttribute("aria-label", `${job.name}: round ${job.round} of ${job.rounds}`);
     show(this.error, job.status === "running" ? "" : job.error);
-    show(this.waiting, job.waiting.length ? `Waiting for ${job.waiting.join(", ")}.` : "");
+    const waiting = job.waiting.length ? `Waiting for ${job.waiting.join(", ")}.` : "All replies have arrived.";
+    show(this.waiting, job.status === "running" ? waiting : "");
     show(this.nothing, runs.length ? "" : "No round is recorded yet.");
     this.panel.hidden = !this.run;
     this.updateTabs(runs);

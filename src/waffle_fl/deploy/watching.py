@@ -46,8 +46,8 @@ GAUGES = {
     "waffle_server_running": ("1 if the server answers on this machine, else 0", ()),
     "waffle_snapshot_age_seconds": ("Seconds since these numbers were read", ()),
     "waffle_job_running": ("1 while the job runs, else 0", ("job",)),
-    "waffle_job_round": ("Last round of the job that was recorded", ("job",)),
-    "waffle_job_rounds": ("Rounds that the job was asked for", ("job",)),
+    "waffle_job_round": ("Last recorded round of the job", ("job",)),
+    "waffle_job_rounds": ("Number of rounds requested", ("job",)),
     "waffle_job_accuracy": (
         "Accuracy of Alice's model on her held-out data in her last round, 0 to 1",
         ("job", "alice"),
@@ -56,7 +56,7 @@ GAUGES = {
     "waffle_job_loss": ("Loss of Alice's model on her held-out data in her last round", ("job", "alice")),
     "waffle_site_weight": ("Weight of a site in Alice's last round", ("job", "alice", "site")),
     "waffle_site_screened": (
-        "1 if a screening reason was recorded for the site in a last round, else 0",
+        "1 if the site was screened in the last round of any Alice, else 0",
         ("job", "site"),
     ),
     "waffle_site_connected": ("1 if the site is connected; 0 if not, or if the server does not answer", ("site",)),
@@ -64,26 +64,26 @@ GAUGES = {
 
 
 class Page(NamedTuple):
-    """The page and the policy under which a browser shows it: its own script and style, and nothing else."""
+    """The page and its Content-Security-Policy, which allows its own script and style and nothing else."""
 
     content: bytes
     policy: str
 
 
 class Reader:
-    """Reads the state of a deployment's folder; the history of a job is read again only when its files have changed."""
+    """Reads the state of a deployment's folder; reads a job's history again only when its files have changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[str, tuple[object, list[dict[str, Any]]]] = {}
 
     def __call__(self) -> dict[str, Any]:
-        """What the page and the metrics show: numbers and single lines of text, without paths and secrets."""
+        """Return what the page and the metrics show: numbers and single lines of text, no paths and no secrets."""
         try:
             return self._state()
         except WaffleError as error:
             raise WaffleError(self._without_paths(str(error), self.folder)) from None
-        except Exception as error:  # whatever it is, the page says so and reads again
+        except Exception as error:  # the page shows it and tries again
             text = f"the folder cannot be read: {type(error).__name__}: {error}"
             raise WaffleError(self._without_paths(text, self.folder)) from error
 
@@ -168,7 +168,7 @@ def _number(value: object) -> float | None:
 
 
 class Snapshots:
-    """Keeps the last state that was read. A slow read delays a request by `PATIENCE` at most."""
+    """Caches the last state. Reads run in their own thread, so a slow one delays a request by `PATIENCE` at most."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self._read = read
@@ -271,7 +271,9 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE
 
     def do_GET(self) -> None:
-        if self.headers.get_all("Host") not in self.server.names:  # a foreign name that resolves to this machine
+        if (
+            self.headers.get_all("Host") not in self.server.names
+        ):  # DNS rebinding: another name that resolves to this machine
             address = f"{HOST}:{self.server.server_port}"
             self.send_error(403, f"open http://{address}; a tunnel must use the same port at both ends")
             return
@@ -300,7 +302,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with one line of plain text."""
-        if code == 501 and message != NO_PROMETHEUS:  # http.server knows no such method
+        if code == 501 and message != NO_PROMETHEUS:  # raised by http.server for other methods
             code, message = 405, "only GET is answered here"
         self.close_connection = True
         self._answer(
@@ -342,18 +344,18 @@ class Server(ThreadingHTTPServer):
         self.names += [[HOST], ["localhost"]] if self.server_port == 80 else []
 
     def server_bind(self) -> None:
-        """Bind without looking up the machine's name, which may take seconds."""
+        """Bind without resolving the host name, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no error."""
+        """Ignore clients that disconnect; print any other error."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def listening(folder: Path, port: int) -> Server:
-    """A server that is bound to its port; port 0 takes any that is free."""
+    """Return a server bound to its port; port 0 selects a free one."""
     read_server(folder)
     try:
         return Server(folder, port)
