@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -176,3 +177,14 @@ def test_the_page_on_speed_does_without_peers() -> None:
     from benchmarks.page import peers
 
     assert peers({"lenet5": _apart([], 1.0), "digits": _apart([], 1.0)}) == ""
+
+
+def test_the_table_of_exposed_rows_is_its_record() -> None:
+    """docs/deploy.md quotes results/exposure.jsonl."""
+    record = [json.loads(line) for line in (ROOT / "results" / "exposure.jsonl").read_text().splitlines()]
+    rows = [
+        f"| {line['weights']} | {line['rows']} | {100 * line['share']:.1f} % | {100 * line['random']:.1f} % | "
+        f"{line.get('recovered', '')} |"
+        for line in record
+    ]
+    assert "\n".join(rows) in (ROOT / "docs" / "deploy.md").read_text()

@@ -18,6 +18,8 @@ from torch import Tensor
 
 pytest.importorskip("flwr")
 
+from benchmarks.exposure import imprint, recovered
+
 from waffle_fl.algorithms import for_model
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import membership
@@ -576,41 +578,6 @@ def test_nothing_that_a_request_names_is_imported(where: str, first: Scene, monk
     assert "hostile_rule" not in sys.modules
 
 
-def imprint(scene_: Scene) -> bytes:
-    """A model whose hidden units count the rows beyond a threshold: the difference of two neighbours is one row."""
-    tensors = load(scene_.payload)
-    model = scene_.course.model
-    shapes = {name: value.shape for name, value in model.state_dict(model.init(0)).items()}
-    (first_w, first_b, last_w, last_b) = shapes
-    hidden, features = shapes[first_w]
-    direction = torch.linspace(0.3, 1.7, features, dtype=torch.float64)
-    shares = torch.arange(1, hidden + 1, dtype=torch.float64) / (hidden + 1)
-    thresholds = 0.5 + 2.2 * 2**0.5 * torch.erfinv(2 * shares - 1)  # as the rows' projections are spread, roughly
-    parts = {
-        first_w: direction.expand(hidden, features),
-        first_b: -thresholds,
-        last_w: torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(shapes[last_w]) * 1e-3,
-        last_b: torch.zeros(shapes[last_b], dtype=torch.float64),
-    }
-    flat = torch.cat([parts[name].reshape(-1) for name in shapes])
-    return pack({**tensors, "x": flat[None]}, {})
-
-
-def recovered(scene_: Scene, payload: bytes, rows: Tensor) -> int:
-    """How many training rows stand in an update, word for word."""
-    model = scene_.course.model
-    shapes = [value.shape for value in model.state_dict(model.init(0)).values()]
-    dw, db = _first_two(load(payload)["dy"].reshape(-1), shapes)
-    steps_w, steps_b = dw[:-1] - dw[1:], db[:-1] - db[1:]
-    found = steps_w[steps_b.abs() > 1e-12] / steps_b[steps_b.abs() > 1e-12][:, None]
-    return int(((found[:, None] - rows[None]).abs().amax(dim=2) < 1e-6).any(dim=0).sum())
-
-
-def _first_two(flat: Tensor, shapes: list[Any]) -> tuple[Tensor, Tensor]:
-    parts = flat.split([shape.numel() for shape in shapes])
-    return parts[0].view(shapes[0]), parts[1].view(shapes[1])
-
-
 def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> None:
     """One step from chosen weights hands over the rows; the site's floor and its look at the model refuse that."""
     rng = random.Random(1)
@@ -619,11 +586,11 @@ def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> N
     asked = config(model="mlp", batch_size=64, precision="float64")
     change(site / "site.toml", min_steps=1, max_exposed=1.0)
     trapped = scene(site, asked)
-    payload = imprint(trapped)
-    reply = trapped.order(payload)
+    payload = pack({**load(trapped.payload), "x": imprint(trapped.course.model)[None]}, {})
+    update = load(trapped.order(payload).payloads["course"])["dy"].reshape(-1)
     rows = Site(site).holdings.federation(asked.settings, 0, trapped.facts.known)
     train = rows.x[rows.train[0]].double()
-    assert recovered(trapped, reply.payloads["course"], train) >= len(train) // 3
+    assert recovered(trapped.course.model, update, train) >= len(train) // 3
 
     change(site / "site.toml", min_steps=2)
     assert "fewer than 2 tells too much of its rows" in trapped.said(payload, round=2)["error"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, final
+from typing import Any, cast, final
 
 from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, State
 from waffle_fl.models.layers import Layers
@@ -44,7 +44,7 @@ def _inner_agents(agents: State) -> State:
 
 def _extended(own: State, local: State) -> State:
     """The method's own state, and the velocities that local training ended with."""
-    names, kind = _velocities(local), type(own)
+    names, kind = _velocities(local), cast(Any, type(own))
     return _with_velocities(kind, names)(*own, *(getattr(local, name) for name in names))
 
 

@@ -317,6 +317,8 @@ def demo(arguments: Sequence[str]) -> int:
         print("waffle: stopped, and the server and its sites with it", file=sys.stderr)
         return 130
     stage.compare(config, out / "deployed", out / "simulated")
+    seconds = stage.seconds_of(out / "deployed")
+    print(f"seconds per round: {', '.join(f'{value:.1f}' for value in seconds)}")
     print("bit-equal to the simulation")
     return 0
 

@@ -50,6 +50,11 @@ def compare(config: RunConfig, deployed: Path, simulated: Path) -> None:
             raise WaffleError(f"the {name} of the deployment in {deployed} differs from that of {simulated}")
 
 
+def seconds_of(folder: Path) -> list[float]:
+    """How long each round of a run took."""
+    return [float(line["seconds"]) for line in read_rounds(folder / "rounds.jsonl")]
+
+
 def _rounds(folder: Path) -> list[dict[str, Any]]:
     lines = read_rounds(folder / "rounds.jsonl")
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
