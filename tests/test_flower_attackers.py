@@ -32,7 +32,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 
 from flower_harness import Deployment, asked, federation, processes_in
 from waffle_fl.deploy import membership
-from waffle_fl.deploy.folders import read_server, read_site
+from waffle_fl.deploy.folders import change, read_server, read_site
 from waffle_fl.deploy.gate import FLEET
 from waffle_fl.deploy.link import Link
 from waffle_fl.deploy.loopback import deployed
@@ -255,3 +255,53 @@ def test_a_site_can_be_admitted_again(running: Deployment) -> None:
     running.kill("b")
     running.start_site("b")
     running.wait_until(lambda: any(n.name == "b" and n.status == "online" for n in Link(folder).nodes()))
+
+
+CANARY = """\
+import os
+from pathlib import Path
+
+Path({folder!r}, os.environ.get("FLWR_HOME", "command").replace("/", "_")).touch()
+
+
+def half(r, rounds):
+    return 0.5
+"""
+
+
+@pytest.mark.flower
+def test_an_operator_gets_no_values_and_no_imports(tmp_path: Path) -> None:
+    """Ages leave real sites neither as categories nor as classes, and no module that a run names is read there."""
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for name, shift in (("north", 0), ("south", 3)):
+        rows = [f"{20 + (7 * i + shift) % 60},{(13 * i) % 90 + 0.5},{i % 2}" for i in range(80)]
+        (tables / f"{name}.csv").write_text("\n".join(["age,creatinine,outcome", *rows]))
+    folder = federation(tmp_path / "federation", ("north", "south"), str(tables))
+    for name in ("north", "south"):
+        change(folder / "sites" / name / "site.toml", surveys=9)
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (canary / "hostile_schedule.py").write_text(CANARY.format(folder=str(canary)))
+    deployment = Deployment(folder)
+    deployment.environment["PYTHONPATH"] = str(canary)
+    with deployed(deployment):
+        common = ["run", "waffle", "--data", "hospitals", "--alice", "north", "--rounds", "1", "--batch-size", "16"]
+        for k, (flags, words) in enumerate(
+            [
+                (["--target", "outcome", "--categorical", "age"], "column 'age' holds numbers here"),
+                (["--target", "age", "--task", "classification"], "'age' has more than 10 different numbers"),
+                (["--target", "outcome", "--min-category", "1", "--categorical", "age"], "stays here"),
+                (
+                    ["--target", "outcome", "--omega", "hostile_schedule:half"],
+                    "does not import 'hostile_schedule:half'",
+                ),
+            ]
+        ):
+            assert words in deployment.refuses(*common, *flags, "--out", tmp_path / f"run-{k}")
+    seen = [path.name for path in canary.iterdir() if path.suffix != ".py"]
+    assert not [name for name in seen if "sites" in name], seen
+    for name in ("north", "south"):
+        ledger = (folder / "sites" / name / "ledger.jsonl").read_text()
+        assert "categories" not in ledger
+        assert '"values": ["20"' not in ledger

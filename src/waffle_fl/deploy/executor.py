@@ -25,7 +25,7 @@ from waffle_fl.deploy.launcher import plain_logs
 from waffle_fl.errors import WaffleError
 
 log = logging.getLogger("waffle_fl")
-POLL = 0.1  # seconds between two looks for a task
+POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two looks for a task, and while none comes for long
 ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets")  # which the first gradient, and the digits, would wait for
@@ -36,7 +36,7 @@ def serve(home: Path) -> None:
     """Take tasks until stopped."""
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
     from flwr.supercore.constant import TaskType
-    from httpx import HTTPError
+    from httpx import HTTPError, HTTPStatusError
 
     end = endpoint_of(home)
     kind = TaskType.SERVER_APP if end.role == "server" else TaskType.CLIENT_APP
@@ -47,13 +47,19 @@ def serve(home: Path) -> None:
     while True:
         children -= _ended(children)
         client = _client(end)
+        pause = POLL
         try:
             while True:
                 found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
+                pause = min(1.05 * pause, LONGEST_POLL)
                 if found.HasField("task") and found.token:
                     children.add(_fork(home, end, str(found.token)))
+                    pause = POLL
                 children -= _ended(children)
-                time.sleep(POLL)
+                time.sleep(pause)
+        except HTTPStatusError as error:
+            log.error("Flower's process refuses to give out tasks (%d)", error.response.status_code)
+            time.sleep(10.0)
         except HTTPError:  # Flower's process is not up yet, or is being restarted
             time.sleep(1.0)
         finally:

@@ -20,7 +20,7 @@ from waffle_fl.deploy.keys import write_secret
 from waffle_fl.deploy.policy import Policy
 from waffle_fl.engines.flower.messages import METRICS, SCORES
 from waffle_fl.errors import WaffleError, suggest
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 
 T = TypeVar("T")
 

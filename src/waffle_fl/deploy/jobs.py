@@ -19,7 +19,7 @@ from waffle_fl.deploy.survey import Survey
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import handle
 from waffle_fl.records import read_json, write_json
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 
 
 @dataclass(frozen=True)

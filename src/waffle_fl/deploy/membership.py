@@ -20,7 +20,7 @@ from waffle_fl.deploy.folders import (
 from waffle_fl.deploy.keys import fingerprint, make_certificates, make_node_key, make_operator_key, wire_form
 from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import sync_folder, write_atomically
 
 NODE_KEY, NODE_PUBLIC = "node.key", "node.pub"
 FIRST_LOCAL_PORT = 9094
@@ -76,6 +76,7 @@ def join(home: Path, rotate: bool = False) -> bytes:
     with writable(home):
         if private.exists():
             private.replace(home / f"{NODE_KEY}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+            sync_folder(home)
         make_node_key(private, public)
         make_private(home, NODE_KEY)
     return public.read_bytes()
@@ -120,6 +121,7 @@ def retire_key(folder: Path, name: str) -> Path | None:
     with writable(aside):
         aside.parent.mkdir(exist_ok=True, mode=0o700)
         kept.replace(aside)
+        sync_folder(kept.parent)
     return aside
 
 

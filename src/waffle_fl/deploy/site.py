@@ -41,7 +41,8 @@ from waffle_fl.experiment import Place, model_of
 from waffle_fl.experiment.jobs import predictions
 from waffle_fl.metrics import measure
 from waffle_fl.records import provenance, read_json, write_json
-from waffle_fl.tensorfile import MAX_HEADER, digest, pack, parse_header, unpack, write_atomically
+from waffle_fl.storage import write_atomically
+from waffle_fl.tensorfile import MAX_HEADER, digest, pack, parse_header, unpack
 from waffle_fl.versions import RESULTS_VERSION, WIRE_VERSION
 from waffle_fl.wire import LONGEST_REASON, Envelope, seal
 

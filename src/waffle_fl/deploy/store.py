@@ -17,7 +17,8 @@ from torch import Tensor
 from waffle_fl.config import check_name
 from waffle_fl.engines.flower.messages import Version
 from waffle_fl.errors import WaffleError
-from waffle_fl.tensorfile import read_tensors, write_atomically, write_tensors
+from waffle_fl.storage import remove, write_atomically
+from waffle_fl.tensorfile import read_tensors, write_tensors
 
 OLDER = 3  # states before the one in use that are kept: a server may go back to a checkpoint of that age
 PRIVATE = 0o600
@@ -49,8 +50,7 @@ class Store:
         known = sorted((_version(p), p) for p in path.parent.glob("*.safetensors"))
         older = [p for v, p in known if v < base]
         stale = [p for v, p in known if base < v and v != version]
-        for old in (*older[:-OLDER], *stale):
-            old.unlink()
+        remove(*older[:-OLDER], *stale)
 
     def _path(self, run: str, course: str, version: Version) -> Path:
         return self.folder / check_name(run) / check_name(course) / f"{version.round:08d}-{version.attempt}.safetensors"

@@ -98,8 +98,10 @@ def _from_tables(agents: Mapping[str, Sequence[Table]], how: Reading) -> Gathere
     fitted = fit(aim, training, categorical, how.preprocessing, how.min_category)
     made = {name: parts_of(own, fitted[name], rows[name]) for name, own in agents.items()}
     strange = sum(fitted[name].strange(table) for name, own in agents.items() for table in own)
-    rare = f" or that fewer than {how.min_category} training rows of an agent have" if how.min_category > 1 else ""
-    note = f"{strange} rows have a category nobody trained on{rare}: it counts as none of the known ones"
+    which = "held-out rows have a category nobody trained on"
+    if how.min_category > 1:
+        which = f"rows have a category that fewer than {how.min_category} training rows of every agent have"
+    note = f"{strange} {which}: it counts as none of the known ones"
     return Gathered(made, aim.task, aim.classes, tuple(fitted.values()), (note,) if strange else ())
 
 
