@@ -17,7 +17,7 @@ from torch import Tensor
 from waffle_fl import FedAvg, Federation, FlatModel
 from waffle_fl.algorithms import SGD, Net
 from waffle_fl.config import check_run
-from waffle_fl.deploy.exposure import exposed_share, usual_share
+from waffle_fl.deploy.exposure import exposed_shares, usual_shares
 from waffle_fl.engines.cells import Cell, own_net
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import Place
@@ -75,8 +75,8 @@ def attacked(count: int) -> dict[str, Any]:
     return {
         "weights": "chosen",
         "rows": count,
-        "share": round(exposed_share(model, Net(chosen, chosen[:0]), federation), 3),
-        "random": round(usual_share(model, federation), 3),
+        "share": round(exposed_shares(model, Net(chosen, chosen[:0]), federation)[0], 3),
+        "random": round(usual_shares(model, federation)[0], 3),
         "recovered": recovered(model, gradient, rows),
     }
 
@@ -89,7 +89,7 @@ def honest(settings: dict[str, Any]) -> dict[str, Any]:
     cell = Cell(FedAvg(SGD(s.lr)), federation, s.seed)
     alone = federation.only(federation.alice)
     shares = [
-        exposed_share(model, own_net(cell, outcome.state, model), alone)
+        exposed_shares(model, own_net(cell, outcome.state, model), alone)[0]
         for (outcome,) in simulate([cell], model, rounds=max(LOOKED_AT), batch_size=s.batch_size, workers=1)
         if outcome.round in LOOKED_AT
     ]
@@ -98,7 +98,7 @@ def honest(settings: dict[str, Any]) -> dict[str, Any]:
         "weights": "honest",
         "rows": rows,
         "share": round(max(shares), 3),
-        "random": round(usual_share(model, alone), 3),
+        "random": round(usual_shares(model, alone)[0], 3),
     }
 
 

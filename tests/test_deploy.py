@@ -299,3 +299,25 @@ def test_keys_are_of_a_curve_that_flower_takes(folder: Path) -> None:
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     assert private.public_key() == public
     assert isinstance(private.curve, ec.SECP384R1)
+
+
+@pytest.mark.parametrize("name", ["operator", "server", "ca", "all", "../x", "a b"])
+def test_names_that_no_site_may_have(name: str, folder: Path, tmp_path: Path) -> None:
+    """A site called as one of the server's keys would overwrite it."""
+    assert refusal(membership.add_site, folder, name)
+    assert (folder / "keys" / "operator.pub").read_bytes().startswith(b"ssh-ed25519")
+
+
+def test_key_files_that_are_none(folder: Path, tmp_path: Path) -> None:
+    """A FIFO does not hang, a huge file is not read, and of a key only the key is kept."""
+    import os
+
+    os.mkfifo(tmp_path / "fifo")
+    assert "is a FIFO" in refusal(membership.accept_key, folder, "north", tmp_path / "fifo")
+    membership.join(folder / "sites" / "north")
+    public = folder / "sites" / "north" / "node.pub"
+    (tmp_path / "large").write_bytes(public.read_bytes().strip() + b" " + b"x" * (1 << 20))
+    assert "no public key" in refusal(membership.accept_key, folder, "north", tmp_path / "large")
+    (tmp_path / "talks").write_bytes(public.read_bytes().strip() + b" \x1b[2Jhello\n")
+    membership.accept_key(folder, "north", tmp_path / "talks")
+    assert (folder / "keys" / "north.pub").read_bytes() == public.read_bytes()

@@ -8,6 +8,7 @@ local user      has an account on the machine of a site or of the server
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -34,6 +35,7 @@ from flower_harness import Deployment, asked, federation, processes_in
 from waffle_fl.deploy import membership
 from waffle_fl.deploy.folders import change, read_server, read_site
 from waffle_fl.deploy.gate import FLEET
+from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.link import Link
 from waffle_fl.deploy.loopback import deployed
 
@@ -136,8 +138,10 @@ def test_the_public_port_answers_the_fleet_calls_alone(running: Deployment) -> N
                 assert client.request(method, f"https://{public}{path}", content=b"x").status_code == 404, path
         for path in FLEET:  # these are there, and want a key
             assert client.post(f"https://{public}{path}", content=b"").status_code in (400, 401, 403, 415, 422), path
-    assert raw(public, "/v1/fleet/push-object", f"Content-Length: {1 << 40}").split(b" ")[1] == b"413"
-    assert raw(public, "/v1/fleet/push-object", "Transfer-Encoding: chunked").split(b" ")[1] == b"413"
+    key = base64.b64encode(wire_form(running.folder / "keys" / "a.pub")).decode()
+    for length in (f"Content-Length: {1 << 40}", "Transfer-Encoding: chunked"):
+        assert raw(public, "/v1/fleet/push-object", length).split(b" ")[1] == b"401"
+        assert raw(public, "/v1/fleet/push-object", f"flwr-public-key: {key}\r\n{length}").split(b" ")[1] == b"413"
 
 
 def test_a_raw_request_finds_no_way_around(running: Deployment) -> None:

@@ -232,6 +232,7 @@ def test_other_questions_within_a_survey_are_refused(known: dict[str, Any], site
 def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> None:
     """A mean of fewer than five training rows does not leave."""
     people(site, rows=rows)
+    change(site / "site.toml", targets=["ward"])
     said = Server(site, config()).send(stage="counts", known={"aim": AIM}).words
     assert said.get("error", "") == ("fewer than 5 training rows are not summarised" if refused else "")
 
@@ -597,3 +598,73 @@ def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> N
     change(site / "site.toml", min_steps=1, max_exposed=0.1)
     assert "its update would reveal them" in trapped.said(payload, round=3)["error"]
     assert "error" not in scene(site, asked, "honest").said(round=4)
+
+
+@pytest.mark.parametrize("stage", ["counts", "columns", "train"])
+@pytest.mark.parametrize(
+    ("settings", "aim"),
+    [
+        ({"target": "dose", "task": "regression"}, {"task": "classification", "classes": ["0", "0.333"]}),
+        ({"target": "dose", "task": "regression"}, {"task": "regression", "classes": ["0.333"]}),
+        ({"target": "dose", "task": "regression"}, {"target": "age", "task": "regression", "classes": []}),
+        ({"target": "ward"}, {"classes": ["A"]}),
+        ({"target": "ward"}, {"classes": ["A", "B", *(str(i) for i in range(200))]}),
+    ],
+)
+def test_the_server_s_word_on_the_target_is_not_believed(
+    stage: str, settings: dict[str, Any], aim: dict[str, Any], site: Path
+) -> None:
+    """Numbers cannot be declared classes, whose weights would each hold a row; in no stage, `hello` skipped or not."""
+    people(site)
+    change(site / "site.toml", surveys=9)
+    server = Server(site, config(**settings))
+    facts = server.survey()
+    assert facts.prepared is not None
+    changed = {**facts.prepared, **aim}
+    if stage == "train":
+        course = server.course(facts)
+        task, payload = course.task(0)
+        known = {**facts.known, "prepared": changed}
+        reply = server.order(facts, course, (task.to_json(), payload), known=known)
+        said = reply.words["courses"]["course"]["error"]
+    else:
+        reply = server.send(stage=stage, known={"aim": {**changed, "columns": []}, "kinds": {"age": "numeric"}})
+        said = reply.words["error"]
+    assert "the server" in said or "no classes" in said
+    assert not reply.payloads
+
+
+def test_a_target_that_is_not_listed_is_refused_in_every_stage(site: Path) -> None:
+    """Leaving out the first question does not help."""
+    people(site)
+    change(site / "site.toml", targets=["ward"])
+    for stage in ("hello", "counts", "columns"):
+        aim = {**AIM, "target": "name", "classes": [f"patient{i}" for i in range(4)]}
+        said = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).words
+        assert "lets runs predict ward, not 'name'" in said["error"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": "other", "categories": ["20"]}, {"kind": None}, {"mean": "0"}, {"rows": 1e18}, {"rows": 10**18}],
+)
+def test_every_field_of_a_preparation_has_its_type(changes: dict[str, Any], first: Scene) -> None:
+    """A kind that nobody knows is no way around the rules, and no number of rows makes any mean possible."""
+    prepared = first.facts.prepared
+    assert prepared is not None
+    columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
+    known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
+    reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+    assert "error" in reply.words["courses"]["course"]
+    assert not reply.payloads
+
+
+@pytest.mark.parametrize("named", ["this:", "antigravity:x y", "this:s:d", ":this"])
+def test_nothing_with_a_colon_is_imported(named: str, first: Scene) -> None:
+    """Whatever the import would be made of, `imports` must list it word for word."""
+    for part, where in (("options", "omega"), ("options", "psi"), ("settings", "model")):
+        content = config("waffle").to_json()
+        content[part][where] = named
+        reply = first.server.send(stage="hello", known={}, config=content)
+        assert "does not import" in reply.words["error"]
+    assert not {"this", "antigravity"} & set(sys.modules)

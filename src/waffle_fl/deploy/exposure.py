@@ -24,23 +24,34 @@ NEGLIGIBLE = 1e-4  # of a unit's largest gradient: less does not show in the sum
 RANDOM_MODELS = 3
 
 
-def exposed_share(model: FlatModel, net: Net, federation: Federation) -> float:
-    """Share of the agent's training rows that a hidden linear layer singles out; convolutions are not looked at."""
+def exposed_shares(model: FlatModel, net: Net, federation: Federation) -> tuple[float, float]:
+    """Share of the agent's training rows that hidden linear layers single out: among all rows, and within a class.
+
+    The last layer can silence all rows of other classes, so those of one class are looked at by themselves too.
+    Convolutions are not looked at.
+    """
     rows = federation.train[0][:ROWS]
     if not len(rows):
-        return 0.0
-    exposed = torch.zeros(len(rows), dtype=torch.bool)
+        return 0.0, 0.0
+    groups = [torch.ones(len(rows), dtype=torch.bool)]
+    if federation.task == "classification":
+        labels = federation.labels(0, rows)
+        groups += [labels == label for label in set(labels.tolist())]
+    exposed = torch.zeros(2, len(rows), dtype=torch.bool)
     for gradient in _hidden_gradients(model, net, federation.x[rows].to(model.dtype)):
         size = gradient.abs()
         active = size > NEGLIGIBLE * size.amax(dim=0).clamp(min=torch.finfo(size.dtype).tiny)
-        exposed |= _singled_out(active)
-    return float(exposed.double().mean())
+        for k, group in enumerate(groups):
+            exposed[min(k, 1), group] |= _singled_out(active[group])
+    among_all, within_class = exposed.double().mean(dim=1).tolist()
+    return among_all, within_class
 
 
-def usual_share(model: FlatModel, federation: Federation) -> float:
+def usual_shares(model: FlatModel, federation: Federation) -> tuple[float, float]:
     """The same of random models, on average."""
-    shares = [exposed_share(model, model.init(seed), federation) for seed in range(RANDOM_MODELS)]
-    return sum(shares) / len(shares)
+    shares = [exposed_shares(model, model.init(seed), federation) for seed in range(RANDOM_MODELS)]
+    among_all, within_class = (sum(part) / len(shares) for part in zip(*shares, strict=True))
+    return among_all, within_class
 
 
 def _singled_out(active: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ data = "{data}"   # a .csv, .tsv, .parquet or .npz file, or a folder with train.
 targets = []   # columns that runs may predict, with all their classes; empty: any whose classes are safe to share
 categorical = []   # columns of numbers whose values may be shared as categories
 min_count = 5   # a category, or a class of a target that is not listed above, stays here if fewer rows have it
+max_rows = 100000   # training rows of all sites together, at most: means of more are not believed
 methods = [{methods}]   # runs of other methods are refused
 imports = []   # code of your own (module:name) that a run may import, a network or a schedule; all other is refused
 surveys = 1   # ways to read and split the data that are summarised; the difference of two can tell a single row
@@ -117,6 +118,7 @@ class SiteSettings:
     targets: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     min_count: int = 5
+    max_rows: int = 100_000
     imports: tuple[str, ...] = ()
     surveys: int = 1
     rounds: int = 1000
@@ -244,7 +246,10 @@ def read_site(folder: Path) -> SiteSettings:
         for m in found.metrics
         if m not in (*SCORES, *METRICS)
     ]
-    above = ("surveys", "rounds", "max_norm", "max_steps", "max_mb", "max_age", "min_count", "min_batch", "min_steps")
+    above = (
+        *("surveys", "rounds", "max_norm", "max_steps", "max_mb", "max_age", "max_rows"),
+        *("min_count", "min_batch", "min_steps"),
+    )
     strange += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
     strange += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
     _refuse(folder / SITE_FILE, strange)

@@ -30,16 +30,18 @@ FLEET = frozenset(  # all that a registered SuperNode calls; it neither register
 LOCAL = ("/v1/runtime/", "/v1/fleet/", "/health")
 CONTROL = "/v1/control/"
 SPARE = 1 << 20  # bytes around a piece of a message
+KEY_HEADER = b"flwr-public-key"
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Pass a request on, or answer 404, 403 or 413 without a word of explanation."""
+    """Pass a request on, or answer 401, 403, 404 or 413 without a word of explanation."""
 
     app: App
     public_port: int
     secret: str
     max_body: int
+    is_admitted: Callable[[bytes], bool]  # is this the public key of a site, as the request's header has it?
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -59,6 +61,8 @@ class Gate:
             length = headers.get(b"content-length", b"")
             if path not in FLEET:
                 return 404
+            if not self.is_admitted(headers.get(KEY_HEADER, b"")):  # before a byte of the body is read
+                return 401
             return 0 if length.isdigit() and len(length) < 16 and int(length) <= self.max_body else 413
         if path.startswith(CONTROL):
             shown = headers.get(CONTROL_HEADER.encode(), b"")

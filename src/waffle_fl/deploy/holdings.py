@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,13 +105,18 @@ class Holdings:
             raise Refused(f"this site holds {self.source if self.by_name else 'data of its own'}, not {s.data}")
 
     def _from_arrays(self, s: Settings, agent: int, classes: tuple[str, ...]) -> Federation:
-        found = gather([(self.name, read_npz(Path(self.source)))], _reading(s), classes)
+        arrays = [(self.name, read_npz(Path(self.source)))]
+        found, own = gather(arrays, _reading(s), classes), gather(arrays, _reading(s))
+        if found.task != own.task or len(found.class_names) > max(2 * len(own.class_names), MOST_CATEGORIES):
+            raise Refused("the server's classes are not those of this site's arrays")
         return replace(Federation.from_gathered(found, 0), ids=(agent,))
 
     def _from_tables(self, s: Settings, agent: int, common: Preprocessing) -> Federation:
         own, how = tables_at(Path(self.source)), _reading(s)
+        rules = Rules.of(self.policy, own)
+        _check_aim(common, _goal(rules, own, how))
         rows = divided(own, common, how)
-        _check_prepared(common, Rules.of(self.policy, own), own, own[0].taken(rows.train), how)
+        _check_prepared(common, rules, own, own[0].taken(rows.train), how)
         keys = [key for table in own for key in table.row_keys()]
         check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(own) == 2)
         fitted = at_home(common, own[0].taken(rows.train))
@@ -134,13 +139,15 @@ class Rules:
     targets: tuple[str, ...]
     categorical: tuple[str, ...]
     min_count: int
+    max_rows: int
 
     @classmethod
     def of(cls, policy: Policy, own: Sequence[Table]) -> Rules:
         """The site's rules; the files of UCI Heart Disease are known by their names."""
         heart = all(UCI_HEART.fullmatch(table.path.name) for table in own)
         targets, categorical = ((HEART_TARGET,), HEART_CATEGORICAL) if heart else ((), ())
-        return cls((*policy.targets, *targets), (*policy.categorical, *categorical), policy.min_count)
+        counts = policy.min_count, policy.max_rows
+        return cls((*policy.targets, *targets), (*policy.categorical, *categorical), *counts)
 
     def check_categorical(self, name: str, table: Table) -> None:
         """Refuse to share the values of a column of numbers, unless this site lists it."""
@@ -170,7 +177,7 @@ class Rules:
 def _check_prepared(common: Preprocessing, rules: Rules, own: Sequence[Table], train: Table, how: Reading) -> None:
     """Refuse a preparation that cannot have come from summaries this site's were among."""
     columns = [*(column.name for column in common.columns), common.target]
-    if common.target != goal_of(own, how)[0] or sorted(columns) != sorted(own[0].columns):
+    if common.scope != how.preprocessing or sorted(columns) != sorted(own[0].columns):
         raise Refused("the server's preparation of the columns is not of this site's columns and this run's target")
     for column in common.columns:
         if column.kind == "categorical":
@@ -180,19 +187,23 @@ def _check_prepared(common: Preprocessing, rules: Rules, own: Sequence[Table], t
             if lacking:
                 raise Refused(f"the server's preparation of {column.name!r} lacks categories that this site has told")
         elif common.scope == "federated":
-            _check_moments(column, train)
+            _check_moments(column, train, rules.max_rows)
 
 
-def _check_moments(column: Column, train: Table) -> None:
+def _check_moments(column: Column, train: Table, most: int) -> None:
     """Of all rows together, the variance is at least the share that this site's rows have in it.
 
-    With n of N rows here, of mean m and variance s^2: deviation^2 >= n/N (s^2 + (m - mean)^2). The server says N.
+    With n of N rows here, of mean m and variance s^2: deviation^2 >= n/N (s^2 + (m - mean)^2). The server says N, and
+    the site bounds it.
     """
     here = tell_moments(train, column.name)
     if not here.n:
         return
-    if column.rows < here.n or not np.isfinite([column.mean, column.deviation]).all():
-        raise Refused(f"the server's preparation of {column.name!r} is of fewer rows than this site has")
+    if not here.n <= column.rows <= most or not np.isfinite([column.mean, column.deviation]).all():
+        raise Refused(
+            f"the server's preparation of {column.name!r} is of {column.rows} rows, this site has {here.n} and allows "
+            f"{most} in all (max_rows)"
+        )
     share = (here.squares / here.n + (here.mean - column.mean) ** 2) * here.n / column.rows
     scale = max(abs(here.mean), here.deviation, column.deviation)
     if share > column.deviation**2 + ROUNDING * scale**2:
@@ -221,31 +232,60 @@ def _facts(f: Federation) -> dict[str, Any]:
     }
 
 
-def _tell_target(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
+class Goal(NamedTuple):
+    """What a run predicts, as this site reads it from its own rows and rules."""
+
+    target: str
+    categorical: tuple[str, ...]
+    values: list[str]
+    as_classes: bool  # may this site's values be classes? then they may leave
+
+
+def _goal(rules: Rules, own: Sequence[Table], how: Reading) -> Goal:
+    """The goal of a run, or a refusal; every request is held to it, whatever the server says of the target."""
     target, categorical = goal_of(own, how)
     check_columns(own, target, categorical)
     if rules.targets and target not in rules.targets:
         raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
     values = sorted({name for table in own for name in target_names(table, target)})
     check_target(target, own, how.task)
-    classes = may_be_classes(values, how.task)
-    if classes:
+    as_classes = may_be_classes(values, how.task)
+    if as_classes:
         _check_texts(target, values, sum(map(len, own)))
         rules.check_classes(target, own)
+    return Goal(target, categorical, values, as_classes)
+
+
+def _check_aim(aim: Preprocessing, goal: Goal) -> None:
+    """Refuse another target, task or set of classes than can have come from what this site has told."""
+    if aim.target != goal.target:
+        raise Refused("the server asks for another target than this run's")
+    if aim.task == "regression":
+        if aim.classes:
+            raise Refused("the server gives classes to a number that is to be predicted")
+    elif not goal.as_classes:
+        raise Refused(f"column {goal.target!r} holds numbers here, which are no classes")
+    elif len(aim.classes) > MOST_CATEGORIES or not set(goal.values) <= set(aim.classes):
+        raise Refused("the server's classes are not those that the sites have told")
+
+
+def _tell_target(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
+    goal = _goal(rules, own, how)
     return {
         "kind": "tables",
         "columns": list(own[0].columns),
-        "target": target,
-        "categorical": list(categorical),
-        "values": values if classes else None,
-        "numeric": bool(np.isfinite(numbers(np.array(values))).all()),
+        "target": goal.target,
+        "categorical": list(goal.categorical),
+        "values": goal.values if goal.as_classes else None,
+        "numeric": bool(np.isfinite(numbers(np.array(goal.values))).all()),
     }
 
 
-def _training(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> tuple[Table, dict[str, int]]:
+def _training(
+    rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]
+) -> tuple[Table, dict[str, int]]:
     aim = Preprocessing.from_json(known["aim"])
-    if aim.target != goal_of(own, how)[0]:
-        raise Refused("the server asks for another target than this run's")
+    _check_aim(aim, _goal(rules, own, how))
     rows = divided(own, aim, how)
     if 0 < len(rows.train) < FEWEST:
         raise Refused(f"fewer than {FEWEST} training rows are not summarised")
@@ -254,7 +294,7 @@ def _training(own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> t
 
 
 def _tell_counts(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:
-    table, samples = _training(own, how, known)
+    table, samples = _training(rules, own, how, known)
     return {**samples, "counts": {name: list(count_cells(cells)) for name, cells in table.columns.items()}}
 
 
@@ -265,7 +305,7 @@ def _tell_columns(rules: Rules, own: Sequence[Table], how: Reading, known: Mappi
             f"a category that fewer than {rules.min_count} rows have stays here: "
             f"run with --min-category {rules.min_count}"
         )
-    table, _ = _training(own, how, known)
+    table, _ = _training(rules, own, how, known)
     kinds: Mapping[str, str] = known["kinds"]
     numeric = [name for name, kind in kinds.items() if kind == "numeric"]
     stays = how.preprocessing == "local"

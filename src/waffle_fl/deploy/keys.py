@@ -24,8 +24,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.storage import check_regular
 
 CURVE = ec.SECP384R1()
+LARGEST_KEY = 1 << 14  # bytes of a file with a public key
 VALID = datetime.timedelta(days=825)
 
 
@@ -79,6 +81,8 @@ def fingerprint(public: bytes) -> str:
 def wire_form(public: Path) -> bytes:
     """A site's public key as Flower reports the key that a node has proven to hold."""
     try:
+        if check_regular(public).stat().st_size > LARGEST_KEY:
+            raise ValueError
         key = load_ssh_public_key(public.read_bytes())
     except OSError as error:
         raise WaffleError(f"cannot read {public}: {error.strerror}") from None

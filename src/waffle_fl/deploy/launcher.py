@@ -6,6 +6,7 @@ two sockets behind a `Gate`, the SuperNode looks for messages more often, and bo
 
 from __future__ import annotations
 
+import base64
 import logging
 import logging.handlers
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+CONNECTIONS = 1000  # at a time, at both ports
+FRESH = 2.0  # seconds for which the sites' keys are not read again
+LONGEST_LINE = 4000  # characters of a log line
 POLLING = 1 / 6  # of Flower's own pauses: a SuperNode asks for messages every half second, not every three
 
 
@@ -41,10 +45,43 @@ def _serve(home: Path, s: Any, app: Any, options: dict[str, Any]) -> None:
     from waffle_fl.deploy.folders import control_secret
     from waffle_fl.deploy.gate import SPARE, Gate, listening
 
-    gate = Gate(app, s.port, control_secret(home), PIECE + SPARE)
-    config = uvicorn.Config(gate, **{**options, "access_log": False, "log_config": None, "server_header": False})
+    admitted = Admitted(home)
+    known = (lambda key: True) if s.insecure else admitted.has
+    gate = Gate(app, s.port, control_secret(home), PIECE + SPARE, known)
+    limits = {"limit_concurrency": CONNECTIONS, "timeout_keep_alive": 60}
+    quiet = {"access_log": False, "log_config": None, "server_header": False}
+    config = uvicorn.Config(gate, **{**options, **quiet, **limits})
     sockets = [listening(s.listen, s.port), listening("127.0.0.1", s.local_port)]
     uvicorn.Server(config).run(sockets=sockets)
+
+
+class Admitted:
+    """The public keys of the sites, as requests show them; looked up again when they may have changed."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.keys, self.read = home, frozenset[bytes](), 0.0
+
+    def has(self, shown: bytes) -> bool:
+        """Does a site have this key? A stranger cannot know one."""
+        if time.monotonic() - self.read > FRESH:
+            self.keys, self.read = self._now(), time.monotonic()
+        return shown in self.keys
+
+    def _now(self) -> frozenset[bytes]:
+        from waffle_fl.deploy.folders import read_server
+        from waffle_fl.deploy.keys import wire_form
+        from waffle_fl.errors import WaffleError
+
+        found = set()
+        try:
+            for site in read_server(self.home).members:
+                public = self.home / "keys" / f"{site}.pub"
+                if public.is_file():
+                    found.add(base64.b64encode(wire_form(public)))
+        except WaffleError as error:  # a file that is being edited
+            logging.getLogger("waffle_fl").error("%s", error)
+            return self.keys
+        return frozenset(found)
 
 
 def supernode(home: Path) -> None:
@@ -88,7 +125,8 @@ class OneLine(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {name} %(message)s", "%Y-%m-%dT%H:%M:%SZ")
 
     def format(self, record: logging.LogRecord) -> str:
-        return " | ".join(line.strip() for line in super().format(record).splitlines() if line.strip())
+        text = " | ".join(line.strip() for line in super().format(record).splitlines() if line.strip())
+        return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_LINE])
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from waffle_fl.storage import sync_folder, write_atomically
 
 NODE_KEY, NODE_PUBLIC = "node.key", "node.pub"
 FIRST_LOCAL_PORT = 9094
+RESERVED = ("operator", "server", "ca", "retired")
 
 
 def init(
@@ -99,7 +100,7 @@ def accept_key(folder: Path, name: str, public: Path) -> str:
     if name not in s.sites:
         raise WaffleError(f"server.toml has no site {name!r}: make room for it with waffle deploy add-site {name}")
     form = wire_form(public)
-    content = public.read_bytes()
+    content = b" ".join(public.read_bytes().split()[:2]) + b"\n"
     for other in s.sites:
         path = folder / "keys" / f"{other}.pub"
         if other != name and path.is_file() and wire_form(path) == form:
@@ -140,5 +141,7 @@ def revoke(folder: Path, name: str) -> None:
 
 def _check_site(name: str) -> None:
     check_name(name)
+    if name in RESERVED:
+        raise WaffleError(f"a site cannot be called {name!r}: the server's own keys have that name")
     if name == EVERYONE:
         raise WaffleError(f"a site cannot be called {EVERYONE!r}, which means every site")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from waffle_fl.config import RunConfig
+from waffle_fl.config.imports import imports_in
 from waffle_fl.errors import WaffleError
 
 STATISTICS = "stats"  # of the layers' inputs: no step of training, so that its length means nothing
@@ -32,6 +33,7 @@ class Policy:
     targets: tuple[str, ...]
     categorical: tuple[str, ...]
     min_count: int
+    max_rows: int
     surveys: int
     rounds: int
     min_batch: int
@@ -48,8 +50,9 @@ class Policy:
         method = config.get("method") if isinstance(config, dict) else None
         if method not in self.methods:
             raise Refused(f"this site takes part in {', '.join(self.methods)}, not in {str(method)[:40]}")
-        for text in _texts(config):
-            if IMPORTED.fullmatch(text) and text not in self.imports:
+        named = [text for text in _texts(config) if IMPORTED.fullmatch(text)]
+        for text in (*named, *imports_in(config).values()):
+            if text not in self.imports:
                 raise Refused(
                     f"this site does not import {text[:80]!r}: its site.toml would have to list it in imports"
                 )
@@ -88,13 +91,16 @@ class Policy:
                 "of its rows: lower batch_size, or raise epochs"
             )
 
-    def check_exposed(self, share: float, usual: Callable[[], float]) -> None:
+    def check_exposed(self, shares: Sequence[float], usual: Callable[[], Sequence[float]]) -> None:
         """Refuse a model that singles out many more rows than a random one does: its update would reveal them."""
-        if share > self.max_exposed and share > self.max_exposed + 2 * usual():
-            raise Refused(
-                f"this model singles out {share:.0%} of the training rows, and its update would reveal them: this site "
-                f"allows {self.max_exposed:.0%}, and twice what a random model does"
-            )
+        if max(shares) <= self.max_exposed:
+            return
+        for share, random in zip(shares, usual(), strict=True):
+            if share > self.max_exposed + 2 * random:
+                raise Refused(
+                    f"this model singles out {share:.0%} of the training rows, and its update would reveal them: this "
+                    f"site allows {self.max_exposed:.0%}, and twice what a random model does"
+                )
 
     def _check_mb(self, size: int, what: str) -> None:
         if size > self.max_mb << 20:

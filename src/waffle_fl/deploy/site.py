@@ -25,7 +25,7 @@ from torch import Tensor
 from waffle_fl import __version__, manifest
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, Settings, check_name
-from waffle_fl.deploy.exposure import exposed_share, usual_share
+from waffle_fl.deploy.exposure import exposed_shares, usual_shares
 from waffle_fl.deploy.folders import data_of, make_private, read_site
 from waffle_fl.deploy.holdings import FEWEST, Holdings
 from waffle_fl.deploy.policy import Refused
@@ -278,8 +278,8 @@ class Visit:
         sent = [value.reshape(-1, row.model.size) for value in models if value.shape[-1:] == (row.model.size,)]
         with one_thread():
             for params in torch.cat([own.params[None], *sent]):
-                share = exposed_share(row.model, Net(params, own.stats), row.federation)
-                self.site.policy.check_exposed(share, lambda: usual_share(row.model, row.federation))
+                shares = exposed_shares(row.model, Net(params, own.stats), row.federation)
+                self.site.policy.check_exposed(shares, lambda: usual_shares(row.model, row.federation))
 
     def _examine(self, net: Net) -> dict[str, Any]:
         scores = self.row.examine(net)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,9 +115,26 @@ class Preprocessing:
     def from_json(cls, content: Mapping[str, Any]) -> Preprocessing:
         try:
             columns = tuple(Column(**{**c, "categories": tuple(c["categories"])}) for c in content["columns"])
-            return cls(**{**content, "columns": columns, "classes": tuple(content["classes"])})
+            found = cls(**{**content, "columns": columns, "classes": tuple(content["classes"])})
         except (KeyError, TypeError) as error:
             raise WaffleError(f"expected a preprocessing as a run folder holds it, it lacks or adds {error}") from None
+        if not found._is_typed():
+            raise WaffleError("expected a preprocessing as a run folder holds it, a field of it is not of its type")
+        return found
+
+    def _is_typed(self) -> bool:
+        """Is every field what it should be? It may have come from anywhere."""
+        texts = [self.target, *self.classes, *(c.name for c in self.columns)]
+        texts += [category for c in self.columns for category in c.categories]
+        values = [self.target_mean, self.target_deviation, *(v for c in self.columns for v in (c.mean, c.deviation))]
+        return (
+            all(type(text) is str for text in texts)
+            and all(type(value) in (int, float) for value in values)
+            and all(type(c.missing) is bool and type(c.rows) is int for c in self.columns)
+            and all(c.kind in get_args(Kind) for c in self.columns)
+            and self.task in get_args(Task)
+            and self.scope in get_args(Scope)
+        )
 
 
 class Cellcount(NamedTuple):
