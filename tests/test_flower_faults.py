@@ -79,8 +79,8 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
     faults: dict[Callable[[Path], None], str] = {
         another_ca: "certificate verify failed: unable to get local issuer certificate",
         no_tls: "Connection attempt failed",
-        another_key: "[code: 2004] Failed to activate SuperNode",
-        another_key_and_name: "[code: 2004] Failed to activate SuperNode",
+        another_key: "the server does not admit this site's key",
+        another_key_and_name: "the server does not admit this site's key",
     }
     deployment = Deployment(folder)
     try:

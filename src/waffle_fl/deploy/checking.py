@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import http.client
 import importlib.metadata
 import socket
 import ssl
@@ -12,13 +14,15 @@ from pathlib import Path
 from cryptography import x509
 
 from waffle_fl.attacks import NONE
-from waffle_fl.config import RunConfig
+from waffle_fl.config import EVERYONE, RunConfig
 from waffle_fl.deploy.folders import ServerSettings, data_of, read_server, read_site
+from waffle_fl.deploy.gate import KEY_HEADER
+from waffle_fl.deploy.keys import fingerprint, wire_form
 from waffle_fl.deploy.processes import address_of
 from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC, load_trusted_keys
 from waffle_fl.deploy.site import software
 from waffle_fl.deploy.store import Ledger
-from waffle_fl.errors import WaffleError
+from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.folders import check_undivided
 from waffle_fl.own.folder import layout_of
 from waffle_fl.shifts import Drift, read_shifts
@@ -52,6 +56,8 @@ def findings(folder: Path) -> Iterator[Finding]:
         yield _ledger(folder / "ledger.jsonl")
         try:
             yield _reached(*address_of(own), None if own.insecure else folder / "ca.crt")
+            if not own.insecure:
+                yield _admitted(*address_of(own), folder)
         except WaffleError as error:
             yield False, str(error)
     else:
@@ -69,6 +75,10 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError(f"drift is for simulations, and labels do not change in a deployment: leave {s.shift!r} out")
     if s.is_own:
         check_undivided(s)
+        members = settings.members
+        if s.alice not in (EVERYONE, *members) and not (s.alice.isdecimal() and int(s.alice) < len(members)):
+            gone = " (it is revoked)" if s.alice in settings.revoked else suggest(s.alice, members)
+            raise WaffleError(f"there is no site {s.alice!r} to be Alice{gone}")
     if not s.is_own and s.agents != len(settings.members):
         raise WaffleError(
             f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.members)} sites"
@@ -133,6 +143,21 @@ def _reached(host: str, port: int, ca: Path | None) -> Finding:
         return False, f"{where} does not speak TLS as this end does: {error.reason or error}"
     except OSError as error:
         return False, f"{where} does not answer: {error.strerror or error}"
+
+
+def _admitted(host: str, port: int, folder: Path) -> Finding:
+    """Does the server know this site's key?"""
+    try:
+        key = base64.b64encode(wire_form(folder / "node.pub")).decode()
+        context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        connection = http.client.HTTPSConnection(host, port, timeout=10, context=context)
+        connection.request("POST", "/v1/fleet/get-run", b"", {KEY_HEADER.decode(): key})
+        known = b"does not admit" not in connection.getresponse().read()
+        connection.close()
+    except (WaffleError, OSError, http.client.HTTPException) as error:
+        return False, f"whether the server admits this site's key cannot be told: {error}"
+    words = "admits" if known else "does not admit (not added yet, replaced or revoked)"
+    return known, f"the server {words} the key {fingerprint((folder / 'node.pub').read_bytes())}"
 
 
 def _speaks_tls(plain: socket.socket) -> bool:

@@ -9,6 +9,7 @@ shows the secret that only the operator's account can read.
 from __future__ import annotations
 
 import hmac
+import json
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -31,11 +32,18 @@ LOCAL = ("/v1/runtime/", "/v1/fleet/", "/health")
 CONTROL = "/v1/control/"
 SPARE = 1 << 20  # bytes around a piece of a message
 KEY_HEADER = b"flwr-public-key"
+NOT_ADMITTED = json.dumps(  # as Flower writes its errors, so that a SuperNode prints it
+    {
+        "code": 2004,
+        "detail": "Failed to activate SuperNode: the server does not admit this site's key (not added yet, replaced or "
+        "revoked)",
+    }
+).encode()
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Pass a request on, or answer 401, 403, 404 or 413 without a word of explanation."""
+    """Pass a request on, or refuse it by its status; only a site that is not admitted is told why."""
 
     app: App
     public_port: int
@@ -51,8 +59,10 @@ class Gate:
         if not refused:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": refused, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
+            body = NOT_ADMITTED if refused == 401 else b""
+            headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": refused, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     def refusal(self, scope: Scope) -> int:
         """The status with which a request is refused; 0 if it may pass."""

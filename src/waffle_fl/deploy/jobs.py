@@ -54,8 +54,14 @@ class Job:
         if known and not force and known.config.to_json() != config.to_json():
             raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
         goes_on = known is not None and (begun(out) or known.conducted)
+        members = read_server(folder).members
+        if known and goes_on and known.sites != members:
+            raise WaffleError(
+                f"the job {out.name} is of the sites {', '.join(known.sites)}, and now there are {', '.join(members)}: "
+                "choose another --out to train with them, or waffle deploy resume to go on as it was"
+            )
         run = known.run if known and goes_on else secrets.token_hex(8)
-        sites = known.sites if known and goes_on else read_server(folder).members
+        sites = known.sites if known and goes_on else members
         job = cls(path, run, config, out.resolve(), sites, force)
         job.write(force)
         return job

@@ -194,7 +194,12 @@ class Link:
             yield client
         except HTTPStatusError as error:
             raise WaffleError(f"the server refuses this ({error.response.status_code}): {_words(error)}") from None
-        except HTTPError:
+        except HTTPError as error:
+            if "CERTIFICATE" in str(error) or "SSL" in str(error):
+                raise WaffleError(
+                    f"another program answers on 127.0.0.1:{s.local_port}, not the server of {self.folder}: stop it, "
+                    "or change local_port in server.toml"
+                ) from None
             raise WaffleError(
                 f"no server answers on 127.0.0.1:{s.local_port}: start it (waffle deploy server {self.folder}), "
                 "then give this command again"

@@ -108,6 +108,7 @@ class Group:
     say: Callable[[str], None] = print
     once: Mapping[str, Sequence[str]] = field(default_factory=dict)  # commands that end by themselves
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    stopping: bool = False  # has somebody asked for the end?
 
     def run(self) -> int:
         """Start all, wait for the first to end, end the others; return its exit code."""
@@ -134,13 +135,17 @@ class Group:
                 del self.running[name]
                 if name in self.once and not code:
                     continue
-                rejected = name == first and code > 0 and time.monotonic() - began < REJECTED_WITHIN
+                if self.stopping:
+                    return 0
+                early = time.monotonic() - began < REJECTED_WITHIN
+                rejected = name == first and code >= 0 and (early or not code)
                 if not rejected or not left:
-                    return code if name == first or code else 1
-                left -= 1
+                    return code or 1
+                left = left - 1 if early else self.returns - 1
                 self.say(
-                    f"not let in (exit code {code}, its cause above): again in {RETURN:g} seconds; "
-                    f"waffle deploy check {self.home} tries the connection"
+                    f"{'not let in' if code else 'the server has ended the connection'} (its cause above; a key that "
+                    f"was replaced or revoked is one): again in {RETURN:g} seconds; waffle deploy check {self.home} "
+                    "tries the connection"
                 )
                 time.sleep(RETURN)
                 began = time.monotonic()
@@ -154,6 +159,7 @@ class Group:
 
     def _pass_on(self, number: int, frame: Any) -> None:
         """Stop the first process, which ends the others; between two starts of it there is only us to stop."""
+        self.stopping = True
         first = self.running.get(next(iter(self.commands)))
         if first is None or first.poll() is not None:
             sys.exit(128 + number)

@@ -9,11 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from waffle_fl.algorithms import for_model
 from waffle_fl.config import RunConfig
-from waffle_fl.deploy.signing import sign
 from waffle_fl.deploy.site import Site, software
 from waffle_fl.deploy.store import Ledger, Store
 from waffle_fl.deploy.survey import Answers, Stage, survey
@@ -31,15 +28,13 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
     s = replace(config.settings, alice="0" if site.holdings.by_name else name, rounds=1)
     config = replace(config, settings=s)
     words: dict[str, Any] = {"software": software(), "run": "rehearsal", "agent": 0, "config": config.to_json()}
-    key = Ed25519PrivateKey.generate()  # of nobody: it signs what this site asks of itself
-    site.trusted = [key.public_key()]
     with tempfile.TemporaryDirectory() as scratch:
         site.store, site.ledger = Store(Path(scratch) / "state"), Ledger(Path(scratch) / "ledger.jsonl")
         site.folder = Path(scratch)
         said: list[tuple[str, Parcel]] = []
 
         def ask(stage: Stage, known: dict[str, Any]) -> Answers:
-            reply = _answered(site, key, Parcel({**words, "stage": stage, "known": known}))
+            reply = _answered(site, Parcel({**words, "stage": stage, "known": known}))
             said.append((f"survey, {stage}", reply))
             return {name: dict(reply.words)}
 
@@ -60,7 +55,7 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
             task, payload = course.task(0)
             spec = {"model": model.fingerprint(), "digest": facts.digests[name]}
             more = {"known": facts.known, **spec, "tasks": [task.to_json()]}
-            reply = _answered(site, key, Parcel({**words, **more}, {plan.course: payload}))
+            reply = _answered(site, Parcel({**words, **more}, {plan.course: payload}))
             said.append((title, reply))
             course.hear(0, reply.words["courses"][plan.course], reply.payloads.get(plan.course))
             course.turn(1)
@@ -68,8 +63,9 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
         yield from _listed(title, reply)
 
 
-def _answered(site: Site, key: Ed25519PrivateKey, request: Parcel) -> Parcel:
-    reply = site.answer(sign(request, key, site.settings.name))
+def _answered(site: Site, request: Parcel) -> Parcel:
+    with site.ledger.alone():
+        reply = site.respond(request, "dry run")
     for words in (reply.words, *reply.words.get("courses", {}).values()):
         if words.get("error"):
             raise WaffleError(f"this site would refuse, or fail: {words['error']}")

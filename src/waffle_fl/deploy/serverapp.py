@@ -121,7 +121,7 @@ class Conductor:
         self.job.show(status="running", rounds=rounds, error="", round=self.job.state.get("round", 0))
         if self.job.config.method == "waffle" and len(self.sites) == 2:
             self.job.journal.say(
-                note="two sites: WAFFLE's weights are then fixed, equal until 95 % of the rounds, then Alice's alone"
+                note="two sites: WAFFLE's weights are then fixed, equal until 95 % of the rounds; then Alice's grows"
             )
         facts = self._survey()
         with contextlib.ExitStack() as stack:
@@ -130,6 +130,7 @@ class Conductor:
                 self.job.write(force=False)  # it was meant for this time
             live = [entry for entry in entries if entry is not None]
             if not live:
+                self.job.journal.say(note="this run has ended already: nothing was trained; another --out starts anew")
                 return
             courses = [entry.course for entry in live]
             needed = largest_message(courses)

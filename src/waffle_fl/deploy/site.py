@@ -106,7 +106,7 @@ class Site:
         except Exception as error:
             return self._refusal(error, "rejected")
         try:
-            return self._answer(request, nonce)
+            return self.respond(request, nonce)
         except Exception as error:
             return self._refusal(error, "said", run=str(request.words.get("run"))[:LONGEST_REASON], nonce=nonce)
 
@@ -117,7 +117,8 @@ class Site:
             self.ledger.note(**about, **{kind: words})
         return Parcel(words)
 
-    def _answer(self, request: Parcel, nonce: str) -> Parcel:
+    def respond(self, request: Parcel, nonce: str) -> Parcel:
+        """The answer to a request whose sender is known; raises where there is none."""
         words = request.words
         if words.get("software") != software():
             raise Refused(f"the server runs {words.get('software')}, this site {software()}: install the same")
@@ -160,6 +161,7 @@ class Site:
         """The answer to one question of the survey."""
         if stage not in get_args(Stage):
             raise Refused("a survey has no such stage")
+        self.holdings.check_names(s)
         asked = self._surveyed(self.holdings.questions(s, stage, known))
         told = self.holdings.tell(s, agent, stage, known)
         reply = Parcel({**told, "digest": self.holdings.digest(s, agent, run)})
