@@ -462,6 +462,7 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert chart.locator("desc").text_content()
         before = scores.element_handle()
         card.locator(".numbers > summary").click()
+        card.locator(".numbers tbody tr").nth(2).wait_for()
         assert card.locator(".numbers tbody tr").count() == 3
         append(root / "first", {**lines[-1], "round": 4, "accuracy": 0.875, "screened": {"agent 1": "too long"}})
         job.show(status="running", round=4, waiting=[])
@@ -473,6 +474,7 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert card.locator("progress").get_attribute("aria-label") == "first: round 4 of 3"
         assert card.get_by_text("All replies have arrived.").is_visible()
         assert "too long, in round 4, the last one; 1 of 4 rounds" in card.locator(".screened").inner_text()
+        card.locator(".numbers tbody tr").nth(3).wait_for()
         assert card.locator(".numbers tbody tr").count() == 4  # still open
         box = scores.bounding_box()
         tab.mouse.move(box["x"] + 60, box["y"] + 80)

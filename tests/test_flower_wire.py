@@ -182,7 +182,7 @@ def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     conduct(folder, config(2, "waffle"), tmp_path / "run", Grid(folder, gone))
     assert [line["weights"] for line in bits(tmp_path / "run")[1]] == [[1.0, 0.0, 0.0]] * 2
-    assert notes(folder).count("nobody but Alice was heard") == 2
+    assert notes(folder).count("no update but Alice's was used") == 2
 
 
 def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:

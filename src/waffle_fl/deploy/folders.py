@@ -68,7 +68,7 @@ surveys = 1   # ways to read and split the data that are summarised; the differe
 rounds = 1000   # updates that leave this site, in all runs together, and models that are scored; the same again is free
 min_batch = 4   # rows of a mini-batch, at least
 min_steps = 2   # steps of a round, at least: an update of a single step tells most about its rows
-max_exposed = 0.1   # share of the training rows that a model may single out, besides twice a random model's; 1: any
+max_exposed = 0.2   # share of the training rows that a model may single out, besides twice a random model's; 1: any
 max_norm = 1000.0   # a longer update does not leave this site
 max_steps = 1000000   # steps of a round: epochs x batches, times the method's own inner steps
 max_mb = 1024   # a message, or a model as the method multiplies it, that is larger is refused
@@ -124,7 +124,7 @@ class SiteSettings:
     rounds: int = 1000
     min_batch: int = 4
     min_steps: int = 2
-    max_exposed: float = 0.1
+    max_exposed: float = 0.2
     max_norm: float = 1000.0
     max_steps: int = 1_000_000
     max_mb: int = 1024

@@ -14,7 +14,6 @@ import numpy as np
 from waffle_fl.config import EVERYONE, Settings
 from waffle_fl.data import NAMES
 from waffle_fl.deploy.policy import Policy, Refused
-from waffle_fl.errors import suggest
 from waffle_fl.experiment import federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.own import Gathered, Preprocessing, Reading, gather
@@ -72,13 +71,13 @@ class Holdings:
         return stages[stage](Rules.of(self.policy, own), own, how, known)
 
     def check_names(self, s: Settings) -> None:
-        """Refuse columns that this site does not have; their names are known to all sites, so this costs nothing."""
+        """Refuse columns that this site does not have, before anything is counted."""
         if self.by_name or layout_of(Path(self.source)) != "tables":
             return
         columns = tables_at(Path(self.source))[0].columns
         for name in (s.target, *s.categorical):
             if name and name not in columns:
-                raise Refused(f"this site has no column {name!r}{suggest(name, columns)}")
+                raise Refused(f"this site has no column {name!r}")
 
     def questions(self, s: Settings, stage: str = "", known: Any = None) -> dict[str, str]:
         """What a request wants to know of the data, each question by a hash: how it is read, and what else decides.
