@@ -113,7 +113,7 @@ def test_a_stranger_on_the_server_s_machine_has_no_secret(running: Deployment) -
         assert control.status("StartRun", StartRunRequest()) == 403
 
 
-def test_nobody_can_expel_or_admit_a_site_by_the_port(running: Deployment) -> None:
+def test_no_site_is_expelled_or_admitted_through_the_port(running: Deployment) -> None:
     """With ca.crt alone no site is removed and none is added; all stay connected."""
     public, local = doors(running)
     ca = (running.folder / "sites" / "a" / "ca.crt").read_bytes()
@@ -225,7 +225,7 @@ def test_the_server_never_holds_a_site_s_private_key(tmp_path: Path) -> None:
     assert not [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == private]
 
 
-def test_whoever_steals_the_superlink_cannot_ask(running: Deployment, tmp_path: Path) -> None:
+def test_a_stolen_superlink_gets_no_answers(running: Deployment, tmp_path: Path) -> None:
     """A ServerApp of one's own, with Flower's secret but without the operator's key, gets no answer and costs nothing.
 
     It reaches the sites through the real SuperLink; each refuses, spends no budget, and writes that down.

@@ -417,7 +417,7 @@ def test_a_folder_from_another_machine_is_used_with_a_note(
     shown = waffle(*line)
     assert shown.code == 0
     assert " ".join(shown.err.split()).count("made with another key") == 1
-    assert "nobody here vouches" in " ".join(shown.err.split())
+    assert "the signature cannot be checked here" in " ".join(shown.err.split())
     with (run / "provenance.json").open("ab") as stream:
         stream.write(b" ")
     assert "provenance.json was changed" in refusal(waffle(*commands(run, patients)[command]))
@@ -535,7 +535,7 @@ def test_seal_and_verify_are_for_code_that_writes_its_own_folders(tmp_path: Path
 
 
 def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`open_run` raises for a changed folder, and warns of one that nobody here vouches for."""
+    """`open_run` raises for a changed folder, and warns of one whose signature cannot be checked."""
     assert open_run(run).classes == ("no", "yes")
     monkeypatch.setenv("WAFFLE_STATE_DIR", str(tmp_path / "other"))
     with pytest.warns(UserWarning, match="another key"):

@@ -87,7 +87,7 @@ def test_no_random_request_passes(words: dict[str, Any], signature: bytes) -> No
     [(b"", "holds no operator key"), (b"# nothing\n", "holds no operator key"), (b"rubbish\n", "one per operator key")],
 )
 def test_a_site_without_a_readable_operator_key(content: bytes, words: str, tmp_path: Path) -> None:
-    """A site that trusts nobody does not start, and says why."""
+    """A site without a readable operator key refuses every request, and says why."""
     (tmp_path / "operator.pub").write_bytes(content)
     assert words in refusal(load_trusted_keys, tmp_path / "operator.pub")
 

@@ -87,7 +87,7 @@ def verify(folder: Path, large: Sequence[str] = (), force: bool = False, warn: W
     """Raise a WaffleError if a run folder is not what it was; with `force` that is a warning.
 
     Small files are always checked, `large` ones only if named: name those that are about to be read. `warn` receives
-    one line where nothing is wrong but nobody here vouches for the folder; by default it is a UserWarning."""
+    one line where the files are unchanged but the signature cannot be checked; by default it is a UserWarning."""
     verify_all([folder], large, force, warn)
 
 
@@ -128,7 +128,7 @@ def _line(alike: Sequence[Finding]) -> str:
         return f"{first.text}{others}; used nevertheless, as --force says"
     who = f"{first.folder} and {more} more were" if more else f"{first.folder} was"
     whose = "their" if more else "its"
-    unchanged = f"{whose} files are unchanged since, but nobody here vouches for them"
+    unchanged = f"{whose} files are unchanged since, but the signature cannot be checked here"
     return {
         "foreign": f"{who} made with another key (on another machine or by another user): {unchanged}",
         "unsigned": f"{who} made where no key could be kept: {unchanged}",

@@ -155,7 +155,7 @@ def _admitted(host: str, port: int, folder: Path) -> Finding:
         known = b"does not admit" not in connection.getresponse().read()
         connection.close()
     except (WaffleError, OSError, http.client.HTTPException) as error:
-        return False, f"whether the server admits this site's key cannot be told: {error}"
+        return False, f"could not ask the server whether it admits this site's key: {error}"
     words = "admits" if known else "does not admit (not added yet, replaced or revoked)"
     return known, f"the server {words} the key {fingerprint((folder / 'node.pub').read_bytes())}"
 

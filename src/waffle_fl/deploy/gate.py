@@ -2,8 +2,8 @@
 
 Flower serves its Fleet, Control and Runtime APIs as one application. `Gate` stands in front of it and knows by which
 socket a request came. The public socket passes the few Fleet calls that a SuperNode makes. The local one passes the
-Runtime API, which has locks of its own (Flower's SuperExec secret, a token per task), and the Control API to whoever
-shows the secret that only the operator's account can read.
+Runtime API, which has locks of its own (Flower's SuperExec secret, a token per task), and the Control API for requests
+with the secret that only the operator's account can read.
 """
 
 from __future__ import annotations

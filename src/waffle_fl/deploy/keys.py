@@ -96,7 +96,7 @@ def wire_form(public: Path) -> bytes:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """A file that nobody but its owner can read, from its first byte on."""
+    """Write a file that only its owner can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         os.fchmod(stream.fileno(), 0o600)

@@ -1,7 +1,7 @@
 """Requests that a site obeys: signed by an operator key, addressed to this site, recent, and used once.
 
 The server signs every request with the Ed25519 key of its operator; each site holds the public part in `operator.pub`.
-So a site trusts neither Flower's SuperLink nor whoever reaches its port: without that key nobody can ask anything.
+So a site does not have to trust Flower's SuperLink or its network: without that key no request is answered.
 """
 
 from __future__ import annotations
