@@ -563,7 +563,7 @@ def test_categories_that_were_told_cannot_be_left_out(first: Scene) -> None:
     assert "lacks categories that this site has told" in reply.words["courses"]["course"]["error"]
 
 
-@pytest.mark.parametrize("where", ["omega", "psi", "model", "shift", "aggregation"])
+@pytest.mark.parametrize("where", ["omega", "psi", "model", "aggregation"])
 def test_nothing_that_a_request_names_is_imported(where: str, first: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules come first: a module that site.toml does not list is not even looked for, wherever it is named."""
     canary = first.server.site / "canary"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, make_federation, make_model
+from conftest import BATCH, make_federation, make_model, refusal
 from waffle_fl import APFL, SGD, Cell, Ditto, FedAvg, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm, for_model
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
@@ -51,6 +51,10 @@ def test_keeping_differs_from_resetting_from_the_second_round_on() -> None:
     kept, reset = ([o[0] for o in rounds([Cell(FedAvg(sgd), make_federation(), 1)])] for sgd in (KEEP, SGD(0.1, 0.5)))
     assert torch.equal(kept[0].state.server.x, reset[0].state.server.x)
     assert not torch.equal(kept[1].state.server.x, reset[1].state.server.x)
+
+
+def test_a_misspelt_choice_is_refused() -> None:
+    assert "expected 'reset' or 'keep', got 'kept'" in refusal(SGD, 0.1, 0.9, momentum_between_rounds="kept")
 
 
 def test_without_momentum_there_is_nothing_to_keep() -> None:

@@ -26,7 +26,8 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Listener, Place, execute
 from waffle_fl.federation import Federation
 from waffle_fl.records import Run, read_json, read_rounds, summary
-from waffle_fl.tensorfile import MAX_HEADER, pack, read_tensors, write_atomically, write_tensors
+from waffle_fl.storage import write_atomically
+from waffle_fl.tensorfile import MAX_HEADER, pack, read_tensors, write_tensors
 
 TEMPLATE = {
     "server.x": torch.zeros(5),

@@ -29,8 +29,8 @@ from waffle_fl.manifest import CHECKPOINTS, LOG, NAME, Digest, Finding, Journal,
 from waffle_fl.manifest import summary as summary_of
 from waffle_fl.round_log import RoundLog, json_line
 from waffle_fl.round_log import read_rounds as read_rounds  # part of what is read back here
-from waffle_fl.storage import check_regular, remove
-from waffle_fl.tensorfile import pack, read_tensors, write_atomically
+from waffle_fl.storage import check_regular, remove, write_atomically
+from waffle_fl.tensorfile import pack, read_tensors
 
 KEPT = 2
 DECIDING = (

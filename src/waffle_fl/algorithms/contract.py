@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from waffle_fl.errors import WaffleError
 from waffle_fl.models.flat import Net as Net
 
 Vector: TypeAlias = Tensor  # (P,)
@@ -105,6 +106,11 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
+
+    def __post_init__(self) -> None:
+        if self.momentum_between_rounds not in ("reset", "keep"):
+            got = self.momentum_between_rounds
+            raise WaffleError(f"momentum_between_rounds: expected 'reset' or 'keep', got {got!r}")
 
     @property
     def keeps_velocity(self) -> bool:

@@ -13,7 +13,7 @@ import tyro
 from waffle_fl.cli.flags import parse
 from waffle_fl.cli.watch import Folder, Notes
 from waffle_fl.errors import writable
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 from waffle_fl.use import exporting, predicting
 from waffle_fl.use.trained import open_run
 

@@ -8,7 +8,6 @@ app is always the installed waffle-fl; code that Flower carries is never unpacke
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -22,12 +21,12 @@ from typing import Any
 
 from waffle_fl.deploy.folders import Endpoint, endpoint_of
 from waffle_fl.deploy.launcher import plain_logs
+from waffle_fl.deploy.processes import end_with_parent, set_name
 from waffle_fl.errors import WaffleError
 
 log = logging.getLogger("waffle_fl")
 POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two looks for a task, and while none comes for long
 ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets")  # which the first gradient, and the digits, would wait for
 APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # what a process is called while it runs an app
 
@@ -98,8 +97,8 @@ def _fork(home: Path, end: Endpoint, token: str) -> int:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _process_option(PR_SET_NAME, ctypes.c_char_p(APPS[end.role].encode()))
+        end_with_parent()
+        set_name(APPS[end.role])
         RUN[end.role](home, end, token)
         code = 0
     except SystemExit as error:
@@ -159,12 +158,6 @@ def _stop(children: set[int]) -> None:
     for number in children:
         os.kill(number, signal.SIGKILL)
     os._exit(0)
-
-
-def _process_option(option: int, value: Any) -> None:
-    """Linux ends a process whose parent was killed, and gives it a name; elsewhere neither happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
 
 
 def main() -> None:

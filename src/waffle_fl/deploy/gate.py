@@ -55,10 +55,13 @@ class Gate:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        refused = self.refusal(scope) if scope["type"] == "http" else 404
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        refused = self.refusal(scope)
         if not refused:
             await self.app(scope, receive, send)
-        elif scope["type"] == "http":
+        else:
             body = NOT_ADMITTED if refused == 401 else b""
             headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": refused, "headers": headers})

@@ -68,20 +68,14 @@ class Admitted:
         return shown in self.keys
 
     def _now(self) -> frozenset[bytes]:
-        from waffle_fl.deploy.folders import read_server
-        from waffle_fl.deploy.keys import wire_form
+        from waffle_fl.deploy.membership import admitted_keys
         from waffle_fl.errors import WaffleError
 
-        found = set()
         try:
-            for site in read_server(self.home).members:
-                public = self.home / "keys" / f"{site}.pub"
-                if public.is_file():
-                    found.add(base64.b64encode(wire_form(public)))
+            return frozenset(map(base64.b64encode, admitted_keys(self.home)))
         except WaffleError as error:  # a file that is being edited
             logging.getLogger("waffle_fl").error("%s", error)
             return self.keys
-        return frozenset(found)
 
 
 def supernode(home: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from waffle_fl.deploy.folders import ServerSettings, control_secret, read_server
 from waffle_fl.deploy.gate import CONTROL_HEADER
-from waffle_fl.deploy.keys import wire_form
+from waffle_fl.deploy.membership import admitted_keys
 from waffle_fl.errors import WaffleError, writable
 
 UNKNOWN = "unknown"  # the status of a run of which no SuperLink tells
@@ -88,14 +88,12 @@ class Link:
 
     def register(self) -> list[str]:
         """Tell the SuperLink which keys may connect; return one line for each change that was needed."""
-        said, known = [], {node.public_key: node for node in self.nodes()}
-        wanted = {}
-        for site in self.settings.members:
-            public = self.folder / "keys" / f"{site}.pub"
-            if public.is_file():
-                wanted[wire_form(public)] = site
-            else:
-                said.append(f"{site} has no key yet: waffle deploy add-site {site} --key FILE --folder {self.folder}")
+        known, wanted = {node.public_key: node for node in self.nodes()}, admitted_keys(self.folder)
+        said = [
+            f"{site} has no key yet: waffle deploy add-site {site} --key FILE --folder {self.folder}"
+            for site in self.settings.members
+            if site not in wanted.values()
+        ]
         for form, node in known.items():
             if form not in wanted and node.status != "unregistered":
                 self.unregister(node.node_id)

@@ -113,6 +113,12 @@ def accept_key(folder: Path, name: str, public: Path) -> str:
     return fingerprint(content)
 
 
+def admitted_keys(folder: Path) -> dict[bytes, str]:
+    """The sites that take part, by their public keys as Flower shows them; a site without a key is left out."""
+    files = {site: folder / "keys" / f"{site}.pub" for site in read_server(folder).members}
+    return {wire_form(path): site for site, path in files.items() if path.is_file()}
+
+
 def retire_key(folder: Path, name: str) -> Path | None:
     """Put a site's key aside, under its date; return where it lies, or None if there was none."""
     kept = folder / "keys" / f"{name}.pub"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,9 @@ from typing import Any
 import torch
 
 from waffle_fl.config import RunConfig
-from waffle_fl.config.imports import imports_in
 from waffle_fl.errors import WaffleError
 
 STATISTICS = "stats"  # of the layers' inputs: no step of training, so that its length means nothing
-
-
-IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:name
 
 
 class Refused(WaffleError):
@@ -50,8 +45,7 @@ class Policy:
         method = config.get("method") if isinstance(config, dict) else None
         if method not in self.methods:
             raise Refused(f"this site takes part in {', '.join(self.methods)}, not in {str(method)[:40]}")
-        named = [text for text in _texts(config) if IMPORTED.fullmatch(text)]
-        for text in (*named, *imports_in(config).values()):
+        for text in _importable(config):
             if text not in self.imports:
                 raise Refused(
                     f"this site does not import {text[:80]!r}: its site.toml would have to list it in imports"
@@ -126,9 +120,9 @@ class Policy:
         }
 
 
-def _texts(content: Any) -> Iterator[str]:
-    """All texts in a piece of JSON."""
-    if isinstance(content, str):
-        yield content
-    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
-        yield from _texts(part)
+def _importable(config: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of a config that name code (`module:name`): its model, and any option of its method."""
+    settings, options = config.get("settings"), config.get("options")
+    texts = [settings.get("model")] if isinstance(settings, dict) else []
+    texts += options.values() if isinstance(options, dict) else []
+    yield from (text for text in texts if isinstance(text, str) and ":" in text)

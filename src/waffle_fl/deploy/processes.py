@@ -28,7 +28,7 @@ SWITCHES = {
 RETURNS, RETURN = 5, 20.0  # how often, and after how many seconds, a site that was refused tries again
 REJECTED_WITHIN = 60.0  # seconds after its start; a process that ends later was not rejected
 STOPPING = 10.0  # seconds for a process to end by itself
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -154,7 +154,7 @@ class Group:
 
     def _start(self, name: str, command: Sequence[str]) -> None:
         self.running[name] = subprocess.Popen(
-            list(command), cwd=self.home / "work", env=environment(self.home), preexec_fn=_end_with_parent
+            list(command), cwd=self.home / "work", env=environment(self.home), preexec_fn=end_with_parent
         )
 
     def _pass_on(self, number: int, frame: Any) -> None:
@@ -177,7 +177,16 @@ class Group:
                 process.wait()
 
 
-def _end_with_parent() -> None:
-    """Linux ends a child whose parent was killed; elsewhere it stays until it is stopped."""
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent dies; on other systems it stays until it is stopped."""
+    _process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_name(name: str) -> None:
+    """Name this process in process listings, on Linux; at most 15 characters."""
+    _process_option(PR_SET_NAME, ctypes.c_char_p(name.encode()))
+
+
+def _process_option(option: int, value: Any) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value)

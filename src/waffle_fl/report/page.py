@@ -16,7 +16,7 @@ from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
 from waffle_fl.results import PROTOCOLS, Finished, check_alike, judged_by
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:

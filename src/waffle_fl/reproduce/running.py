@@ -21,7 +21,7 @@ from waffle_fl.records import code_digest, read_json
 from waffle_fl.reproduce import drift, momentum, quadratics
 from waffle_fl.reproduce.studies import identity, read_part, read_study, record_of
 from waffle_fl.results import Details, Finished, condense, read_runs
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 
 COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "drift": drift.lines,

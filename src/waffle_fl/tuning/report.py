@@ -17,7 +17,7 @@ from waffle_fl.config import SCHEMA, RunConfig, Settings, option_types
 from waffle_fl.errors import writable
 from waffle_fl.records import read_json
 from waffle_fl.report.charts import HEIGHT, WIDTH, styled
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 from waffle_fl.tuning.search import DEFAULT, Found, Trial
 from waffle_fl.tuning.space import SETTINGS
 

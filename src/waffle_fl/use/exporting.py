@@ -17,7 +17,7 @@ from torch import Tensor
 
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.records import read_json, write_json
-from waffle_fl.tensorfile import write_atomically
+from waffle_fl.storage import write_atomically
 from waffle_fl.use.card import card
 from waffle_fl.use.trained import Trained
 
