@@ -22,7 +22,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from torch import Tensor
 
-from waffle_fl import __version__, manifest
+from waffle_fl import manifest
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, Settings, check_name
 from waffle_fl.deploy.exposure import exposed_shares, usual_shares
@@ -54,7 +54,7 @@ NO_MODELS = ("c",)  # what is sent down in a model's shape without being one: SC
 def software() -> str:
     """What must be the same at both ends: the results, the messages, and torch's release."""
     release = torch.__version__.partition("+")[0]
-    return f"waffle-fl {__version__} (results {RESULTS_VERSION}, wire {WIRE_VERSION}) with torch {release}"
+    return f"results version {RESULTS_VERSION}, wire version {WIRE_VERSION}, torch {release}"
 
 
 def reason(error: Exception) -> str:
