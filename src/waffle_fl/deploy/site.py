@@ -32,10 +32,10 @@ from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
 from waffle_fl.deploy.store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
-from waffle_fl.engines.closing import answering
+from waffle_fl.engines.arithmetic import one_thread
+from waffle_fl.engines.evaluation import answering
 from waffle_fl.engines.flower.messages import Parcel, Task, Version, number_of
 from waffle_fl.engines.flower.rows import Row
-from waffle_fl.engines.steps import one_thread
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, model_of
 from waffle_fl.experiment.jobs import predictions
