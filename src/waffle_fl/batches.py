@@ -53,7 +53,7 @@ class Batches:
         self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
         self.lengths = [len(f.train[i]) for f, _, _, i in rows]
         samples = [f.train[i] + offset for f, _, offset, i in rows]
-        self._table = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        self._table = _padded(samples)
         self._relabel = torch.stack([f.relabel[i] for f, _, _, i in rows])
         self._classes, self._rounds = self._relabel.shape[1], rounds
         self._turns: Tensor | None = None
@@ -112,6 +112,13 @@ class Batches:
         if self._border is not None:
             x = crop_and_flip(x, keys, self._border)
         return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], keys)
+
+
+def _padded(samples: Sequence[Tensor]) -> Tensor:
+    """The samples of each row; padding repeats a row's own first sample, for even at weight 0 others' could be NaN."""
+    table = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-1)
+    first = table[:, :1].clamp(min=0) if table.shape[1] else table
+    return torch.where(table < 0, first, table)
 
 
 def _turns(federation: Federation, agent: int) -> Tensor:

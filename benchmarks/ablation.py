@@ -1,0 +1,223 @@
+"""What each part of the fast engine gains: the same rounds with one part switched off at a time.
+
+    python -m benchmarks.ablation cpu --out results/ablation.jsonl
+    python -m benchmarks.ablation gpu --out results/ablation.jsonl
+
+Each variant of a workload is a simulation of its own; after its warm-up the variants take turns, round by round, and the
+median seconds of a round count. A gain is the time without the part over the time with all parts. Workloads on a CPU:
+LeNet-5 with 10 agents of 600 images (noise where $WAFFLE_DATA is not set), a grid of 25 federations of 10 agents with
+the embedded digits, and models for each of 10 agents by FedAvg and APFL. On a GPU, with noise: 25 federations of
+10 agents of 6,000 images in the shape of the paper's MNIST table, and DLA on 10 agents of 1,280 images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from waffle_fl import APFL, SGD, Cell, FedAvg, Federation, FlatModel, Waffle, build, load, simulate, split
+from waffle_fl.config import Settings
+from waffle_fl.data import Dataset
+from waffle_fl.engines import aggregation, cuda_graphs, helper_agents, look_ahead, shared_training
+from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.experiment import federation_of
+from waffle_fl.models import DLA, LeNet5, flat, mlp, replay, stacked, vessel
+
+ROUNDS = 100_000  # never reached: workers are worth their start
+NEVER: Callable[..., bool] = lambda *arguments: False  # noqa: E731
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the fast engine, and how to do without it."""
+
+    name: str
+    patches: tuple[tuple[Any, str, Any], ...] = ()  # (where, attribute, what stands there instead)
+    model: Mapping[str, Any] = field(default_factory=dict)  # arguments of FlatModel
+    options: Mapping[str, Any] = field(default_factory=dict)  # of simulate
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for where, name, other in self.patches:
+                stack.enter_context(patch.object(where, name, other))
+            yield
+
+
+NOTHING = Part("nothing")
+STACKED_ROWS = Part("stacked rows", model={"stacked": False})
+FOLDED = Part("folded pass", ((FlatModel, "_folding_is_right", NEVER),))
+TRACED = Part("traced gradients", ((replay, "TRACED_AFTER", math.inf),))
+CPU_CONVOLUTION = Part("CPU convolution", ((vessel.Vessel, "_gains_by_rewriting", NEVER),))
+WORKERS = Part("worker processes", options={"workers": 1})
+EVALUATION = Part("stacked evaluation", ((Evaluator, "_cut", lambda self, group, length: [[k] for k in group]),))
+THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, parts: map(work, parts)),))
+SHARED = Part("shared training", ((shared_training, "families_of", lambda cells: [[i] for i in range(len(cells))]),))
+HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
+GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
+UNROLLED = Part("eight steps per graph", ((cuda_graphs, "UNROLLED", 1),))
+LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
+LOOK_AHEAD = Part("look-ahead", ((look_ahead, "applies", NEVER),))
+TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
+KERNELS = Part("own kernels", ((stacked, "has_kernels", NEVER),))
+COMPILED = Part("compiled passes", model={"compiled": False})
+ABREAST = Part("rows abreast", ((flat, "ABREAST", 1),))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Some runs, the model that they train, and the parts that could matter to them."""
+
+    cells: Sequence[Cell]
+    build: Callable[..., FlatModel]
+    parts: tuple[Part, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settled: int = 3  # rounds before the first that counts
+    counted: int = 7
+
+
+def noise(samples: int, shape: tuple[int, ...] = (1, 28, 28)) -> Dataset:
+    rng = np.random.default_rng(0)
+    y, y_test = np.arange(samples) % 10, np.arange(samples // 6) % 10
+    x, x_test = (rng.standard_normal((len(labels), *shape), np.float32) for labels in (y, y_test))
+    return Dataset("noise", x, y, x_test, y_test, tuple("0123456789"), "noise", verified=False)
+
+
+def lenet_federation(data: str) -> Federation:
+    if data:
+        return federation_of(Settings(data="mnist", split="A", samples_per_agent=600), data)
+    dataset = noise(6000)
+    return build(dataset, split(dataset.y_train, dataset.y_test, "A"))
+
+
+def grid(dataset: Dataset) -> list[Federation]:
+    """Five splits of one data set, which share its memory."""
+    federations = [build(dataset, split(dataset.y_train, dataset.y_test, kind)) for kind in ("A", "B", "C", "A*", "B*")]
+    return [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
+
+
+def cpu_workloads(data: str) -> dict[str, Workload]:
+    digits = grid(load("digits"))
+    grid_cells = [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
+    each = [replace(digits[0], alice=i) for i in range(10)]
+    shared = [Cell(kind(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for kind in (APFL, FedAvg) for f in each]
+    small = FlatModel
+    return {
+        "LeNet-5": Workload(
+            [Cell(FedAvg(SGD(0.1)), lenet_federation(data), 1)],
+            lambda **o: small(LeNet5, **o),
+            (TRACED, CPU_CONVOLUTION, WORKERS, THREADS),
+            settled=6,
+        ),
+        "digits grid": Workload(
+            grid_cells,
+            lambda **o: small(lambda: mlp((1, 8, 8), 10), **o),
+            (STACKED_ROWS, FOLDED, TRACED, WORKERS, EVALUATION),
+            settled=40,
+            counted=25,
+        ),
+        "a model for each agent": Workload(
+            shared,
+            lambda **o: small(lambda: mlp((1, 8, 8), 10), **o),
+            (SHARED, HELPERS),
+            settled=20,
+            counted=25,
+        ),
+        "one agent's model": Workload(
+            [shared[0]], lambda **o: small(lambda: mlp((1, 8, 8), 10), **o), (HELPERS,), settled=30, counted=25
+        ),
+    }
+
+
+def gpu_workloads() -> dict[str, Workload]:
+    table, images = grid(noise(60_000)), noise(12_800, (3, 32, 32))
+    dla = build(images, split(images.y_train, images.y_test, "A"))
+    fast = {"device": "cuda", "precision": "tf32"}
+    half = {"device": "cuda", "precision": "bf16"}
+    step, parts = SGD(0.01, 0.9, 5e-4), (FOLDED, GRAPHS, UNROLLED, LATE_ROWS, LOOK_AHEAD, TOGETHER, KERNELS, EVALUATION)
+    return {
+        "MNIST table": Workload(
+            [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in table],
+            lambda **o: FlatModel(LeNet5, **{**fast, **o}),
+            parts,
+            settled=2,
+            counted=3,
+        ),
+        "DLA": Workload(
+            [Cell(Waffle(step), dla, 1)],
+            lambda **o: FlatModel(DLA, **{**half, "compiled": True, **o}),
+            (COMPILED, ABREAST, GRAPHS),
+            {"batch_size": 128},
+            settled=2,
+            counted=3,
+        ),
+    }
+
+
+def measure(workload: Workload) -> dict[str, float]:
+    """Median seconds of a round, with every part and without each."""
+    variants = (NOTHING, *workload.parts)
+    with ExitStack() as stack:
+        streams = {}
+        for part in variants:
+            with part.off():
+                model = workload.build(**part.model)
+                options = {"rounds": ROUNDS, **workload.options, **part.options}
+                streams[part.name] = stack.enter_context(closing(simulate(workload.cells, model, **options)))
+                for _ in range(workload.settled):
+                    next(streams[part.name])
+        times: dict[str, list[float]] = {part.name: [] for part in variants}
+        for _ in range(workload.counted):
+            for part in variants:
+                with part.off():
+                    times[part.name].append(_seconds(lambda name=part.name: next(streams[name])))
+    return {name: median(values) for name, values in times.items()}
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machine", choices=["cpu", "gpu"])
+    parser.add_argument("--only", nargs="*", default=[], help="names of workloads")
+    parser.add_argument("--data-dir", default="", help="folder of MNIST; noise where it is not given")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    workloads = cpu_workloads(arguments.data_dir) if arguments.machine == "cpu" else gpu_workloads()
+    for name, workload in workloads.items():
+        if arguments.only and name not in arguments.only:
+            continue
+        seconds = measure(workload)
+        line = {
+            "machine": arguments.machine,
+            "workload": name,
+            "device": torch.cuda.get_device_name() if arguments.machine == "gpu" else platform.machine(),
+            "torch": torch.__version__,
+            "round_seconds": round(seconds[NOTHING.name], 6),
+            "gains": {part.name: round(seconds[part.name] / seconds[NOTHING.name], 3) for part in workload.parts},
+        }
+        print(json.dumps(line), flush=True)
+        if arguments.out:
+            with arguments.out.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

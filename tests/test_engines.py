@@ -1,0 +1,178 @@
+"""Every way of computing a round agrees with the readable engine, `engines/loop.py`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from waffle_fl import SGD, Cell, FlatModel, Waffle, simulate
+from waffle_fl.algorithms import ALGORITHMS, Algorithm
+from waffle_fl.engines import aggregation, helper_agents, look_ahead, loop, run_workers, workers
+from waffle_fl.engines.cells import Outcome, own_net
+from waffle_fl.federation import Federation
+
+STEP = SGD(0.1, 0.9, 0.01, "keep")
+CONV = FlatModel(
+    lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    ),
+    precision="float64",
+)
+NORMALISED = FlatModel(
+    lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, CLASSES)),
+    precision="float64",
+)
+
+
+def rounds(cells: Sequence[Cell], model: FlatModel, **options: Any) -> list[list[Outcome]]:
+    settings: dict[str, Any] = {"rounds": 4, "batch_size": BATCH, "epochs": 2, **options}
+    return list(simulate(cells, model, **settings))
+
+
+def assert_alike(cells: Sequence[Cell], model: FlatModel, **options: Any) -> None:
+    """Both engines give the same models, measurements and errors to 1e-12."""
+    expected = rounds(cells, model, engine="loop", **options)
+    found = rounds(cells, model, **options)
+    assert [[o.cell for o in line] for line in found] == [[o.cell for o in line] for line in expected]
+    for one, other in ((a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True)):
+        assert (one.round, one.attempt, str(one.error)) == (other.round, other.attempt, str(other.error))
+        assert one.measured.keys() - {"seconds"} == other.measured.keys()
+        for key in other.measured:
+            close_to(one.measured[key], other.measured[key])  # type: ignore[literal-required]
+        nets = [own_net(cells[o.cell], o.state, model) for o in (one, other)]
+        for a, b in zip(*nets, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def close_to(found: Any, expected: Any) -> None:
+    """Numbers to 1e-9, anything else equal."""
+    if isinstance(expected, float) or (isinstance(expected, list) and isinstance(expected[0], float)):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
+    else:
+        assert found == expected
+
+
+def images() -> Federation:
+    """The test federation with images of 8 x 8 pixels."""
+    federation = make_federation()
+    return replace(federation, x=federation.x.repeat(1, 13)[:, :64])
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_the_stack_agrees_with_the_loop(method: str) -> None:
+    """All agents of a method as one stack train as one agent after another does."""
+    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), make_federation(), 1)], make_model())  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_single_rows_agree_with_the_loop(method: str) -> None:
+    """Convolutions on a CPU, one row after another, train as plain autograd does."""
+    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl"])
+def test_statistics_and_dropout_agree_with_the_loop(method: str) -> None:
+    """BatchNorm's statistics and seeded dropout are the same in both engines."""
+    federation = make_federation((24, 16, 32, 14))
+    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca"])
+def test_an_agent_without_samples(method: str) -> None:
+    """An agent without training samples takes no part in either engine."""
+    federation = make_federation()
+    train = tuple(rows[:0] if i == 2 else rows for i, rows in enumerate(federation.train))
+    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
+
+
+def test_attacks_and_the_guard() -> None:
+    """Updates that are changed on their way are screened alike."""
+
+    def tamper(up: Any, r: int) -> Any:
+        return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
+
+    cell = Cell(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
+    assert_alike([cell], make_model(), guard="standard")
+
+
+def test_divergence_ends_a_run_in_both_engines() -> None:
+    """Runs whose Alice has unusable data end with the same error, and the others go on."""
+    broken = make_federation()
+    broken.x[broken.train[0]] = torch.inf
+    cells = [Cell(Waffle(STEP), broken, 1), Cell(Waffle(STEP), make_federation(), 2)]
+    assert_alike(cells, make_model())
+
+
+@pytest.fixture(params=["look ahead", "run workers", "row workers", "aggregate together", "no helper agents"])
+def switched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """One part of the fast engine, forced on or off on this machine."""
+    monkeypatch.setattr(workers, "ROUND", 0.0)
+    monkeypatch.setattr(workers, "START", 0.0)
+    monkeypatch.setattr(workers, "WARM_UP", 0.0)
+    if request.param == "look ahead":
+        monkeypatch.setattr(look_ahead, "applies", lambda cells, model: True)
+    if request.param == "row workers":
+        monkeypatch.setattr(run_workers, "applies", lambda cells, model, cores: False)
+    if request.param == "aggregate together":
+        monkeypatch.setattr(aggregation, "applies", lambda model: True)
+    if request.param == "no helper agents":
+        monkeypatch.setattr(helper_agents, "applies", lambda cells: False)
+    return {"workers": 2 if "workers" in request.param else 1}
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any]) -> None:
+    """Workers, look-ahead, batched aggregation and helper agents change nothing but the speed."""
+    algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
+    federations = [make_federation(alice=1), make_federation(alice=1, seed=5)]
+    cells = [Cell(algorithm, federation, 1, asked=frozenset([1])) for federation in federations]
+    assert_alike(cells, make_model(), **switched)
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_shared_training_agrees_with_the_loop(method: str) -> None:
+    """Runs for each agent in turn, trained once where the method allows it, agree with as many separate runs."""
+    federation, algorithm = make_federation(), ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
+    assert_alike([Cell(algorithm, replace(federation, alice=i), 1) for i in range(4)], make_model())
+
+
+def test_the_loop_is_one_page() -> None:
+    """The readable engine has at most 100 lines and none of the fast engine's parts."""
+    source = inspect.getsource(loop)
+    assert len(source.splitlines()) <= 100
+    for part in ("workers", "cuda", "Graph", "row_training", "helper", "shared_training", "look_ahead"):
+        assert part not in source
+
+
+def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
+    """Python frames between `simulate`'s caller and the first backward pass."""
+    found: list[int] = []
+    compute = torch.autograd.grad
+
+    def measured(*arguments: Any, **more: Any) -> Any:
+        frame, depth = sys._getframe(1), 0
+        while frame.f_code.co_name != "depth_at_first_gradient":
+            frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+        found.append(depth)
+        return compute(*arguments, **more)
+
+    monkeypatch.setattr(torch.autograd, "grad", measured)
+    stream: Iterator[list[Outcome]] = simulate(
+        [Cell(Waffle(SGD(0.1)), make_federation(), 1)], make_model(), rounds=1, batch_size=BATCH, **options
+    )
+    next(stream)
+    return found[0]
+
+
+def test_few_frames_lie_between_a_round_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 12 frames in the readable engine, 16 in the fast one."""
+    assert depth_at_first_gradient(monkeypatch, engine="loop") <= 12
+    assert depth_at_first_gradient(monkeypatch, workers=1) <= 16
