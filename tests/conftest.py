@@ -70,6 +70,19 @@ def last_state(cell: Cell, model: FlatModel, rounds: int = 6, **options: object)
     return [outcomes[0] for outcomes in simulate([cell], model, rounds=rounds, batch_size=BATCH, **options)]
 
 
+class FakeClock:
+    """Stands in for the module `time`: sleeping moves its clock and takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The one line with which the call is refused."""
     with pytest.raises(WaffleError) as caught:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from browser import launched
 from conftest import make_federation, make_model, refusal
 from test_cli import waffle
 from waffle_fl.config import RunConfig, Settings
@@ -30,7 +31,6 @@ from waffle_fl.models import squared_error
 from waffle_fl.results import read_runs
 
 SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", model="linear", samples_per_agent=60)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -375,16 +375,7 @@ def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
 @contextmanager
 def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
     """The page in headless Chromium without a network, and all that it complains of or asks the network for."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test` installs it")
-    with sync_api.sync_playwright() as playwright:
-        own = Path(playwright.chromium.executable_path)
-        if CHROMIUM is None and not own.exists():
-            pytest.skip("no Chromium on this machine, and `playwright install chromium` could not fetch one")
-        found = str(CHROMIUM or own)
-        try:
-            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"{found} does not start here: {error.message.splitlines()[0]}")
+    with launched() as browser:
         context = browser.new_context(viewport={"width": 1000, "height": 1100}, offline=True)
         tab, complaints = context.new_page(), []
         tab.on("console", lambda message: complaints.append(message.text))
@@ -393,7 +384,6 @@ def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
         tab.goto(page.as_uri())
         tab.wait_for_selector("body[data-ready]", timeout=60_000)
         yield tab, complaints
-        browser.close()
 
 
 def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:

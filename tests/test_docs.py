@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,47 +65,52 @@ def test_the_estimator_s_example_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(name in weights for name in ("north", "south", "west"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_in_the_docs_exist(page: Path) -> None:
+def marked(pattern: re.Pattern[str]) -> list[Any]:
+    """Every marked table of the docs, as parameters of a test."""
+    found = ((page, match) for page in PAGES for match in pattern.finditer(page.read_text()))
+    return [pytest.param(match, id=f"{page.name}-{match['record']}") for page, match in found]
+
+
+def command_lines() -> list[Any]:
+    """Every `waffle` command line of the docs, as parameters of a test."""
+    lines = ((page, line) for page in PAGES for block in blocks(page, "(?:sh)?") for line in block.splitlines())
+    return [pytest.param(line, id=f"{page.name}-{line}") for page, line in lines if line.startswith("waffle ")]
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_commands_in_the_docs_exist(line: str) -> None:
     """Every `waffle` command line in the docs names a real command, and real flags of it."""
-    for block in blocks(page, "(?:sh)?"):
-        for line in block.splitlines():
-            if not line.startswith("waffle "):
-                continue
-            words = shlex.split(line, comments=True)
-            assert words[1] in COMMANDS
-            if words[1] == "run":
-                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched)}
-                assert {w for w in words if w.startswith("--")} <= known | {"--out", "--alone"}
-            if words[1] == "tune":
-                known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Place)}
-                assert {w for w in words if w.startswith("--")} <= known | set(_flags(Watched))
-            if words[1] == "decide":
-                known = {*_flags(Settings), *_flags(Comparison), *_flags(Place), *_flags(Watched)}
-                assert {w for w in words if w.startswith("--")} <= known
+    words = shlex.split(line, comments=True)
+    assert words[1] in COMMANDS
+    flags = {word for word in words if word.startswith("--")}
+    if words[1] == "run":
+        known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched)}
+        assert flags <= known | {"--out", "--alone"}
+    if words[1] == "tune":
+        known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Place)}
+        assert flags <= known | set(_flags(Watched))
+    if words[1] == "decide":
+        assert flags <= {*_flags(Settings), *_flags(Comparison), *_flags(Place), *_flags(Watched)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_tables_in_the_docs_are_the_records(page: Path) -> None:
+@pytest.mark.parametrize("match", marked(TABLE))
+def test_tables_in_the_docs_are_the_records(match: re.Match[str]) -> None:
     """A table between its marks is what its committed record gives, to the last digit."""
-    for match in TABLE.finditer(page.read_text()):
-        assert match["table"].strip() == to_markdown(read_runs([ROOT / match["record"]])).strip()
+    assert match["table"].strip() == to_markdown(read_runs([ROOT / match["record"]])).strip()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_populations_in_the_docs_are_the_records(page: Path) -> None:
+@pytest.mark.parametrize("match", marked(POPULATION))
+def test_populations_in_the_docs_are_the_records(match: re.Match[str]) -> None:
     """A table of a whole federation is what its committed record gives."""
-    for match in POPULATION.finditer(page.read_text()):
-        runs = read_runs([ROOT / match["record"]])
-        assert match["table"].strip() == population.to_markdown(runs, match["measure"]).strip()
+    runs = read_runs([ROOT / match["record"]])
+    assert match["table"].strip() == population.to_markdown(runs, match["measure"]).strip()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_tables_of_all_methods_are_the_records(page: Path) -> None:
+@pytest.mark.parametrize("match", marked(METHODS))
+def test_tables_of_all_methods_are_the_records(match: re.Match[str]) -> None:
     """A table with a row for each method is what its committed record gives."""
-    for match in METHODS.finditer(page.read_text()):
-        found = by_method(read_runs([ROOT / match["record"]]), match["protocol"])  # type: ignore[arg-type]
-        assert match["table"].strip() == found.strip()
+    found = by_method(read_runs([ROOT / match["record"]]), match["protocol"])  # type: ignore[arg-type]
+    assert match["table"].strip() == found.strip()
 
 
 def test_the_readme_has_its_table() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import waffle_fl
+from browser import launched
 from test_cli import waffle
-from test_decision import CHROMIUM, folder_of_tables
+from test_decision import folder_of_tables
 from waffle_fl.manifest import seal
 from waffle_fl.report.page import script_json
 
@@ -151,15 +152,7 @@ def test_a_script_ends_where_it_ends() -> None:
 
 def test_no_script_runs_in_a_browser(poisoned: Path) -> None:
     """Chromium draws both pages, charts and all, and nothing of the payloads runs."""
-    api = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test` installs it")
-    with api.sync_playwright() as playwright:
-        own = Path(playwright.chromium.executable_path)
-        if CHROMIUM is None and not own.exists():
-            pytest.skip("no Chromium on this machine")
-        try:
-            browser = playwright.chromium.launch(executable_path=str(CHROMIUM or own), args=["--no-sandbox"])
-        except api.Error as error:
-            pytest.skip(f"Chromium does not start here: {error.message.splitlines()[0]}")
+    with launched() as browser:
         for page in pages_of(poisoned):
             tab = browser.new_context(offline=True).new_page()
             asked: list[str] = []
@@ -172,7 +165,6 @@ def test_no_script_runs_in_a_browser(poisoned: Path) -> None:
                     chart.hover()  # the tooltip holds names too
             assert tab.evaluate("window.pwned") is None
             assert asked == [page.as_uri()]
-        browser.close()
 
 
 def test_every_page_is_written_by_a_module_that_is_tested_here() -> None:
