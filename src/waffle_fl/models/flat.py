@@ -79,7 +79,7 @@ class FlatModel:
             self._lay_out(module)
 
     def _lay_out(self, module: nn.Module) -> None:
-        passes = self._passes = Passes(copied(module).to(self.device, self.dtype), self._loss, self.precision)
+        passes = self.passes = Passes(copied(module).to(self.device, self.dtype), self._loss, self.precision)
         self.size, self.stats_size = passes.params.size, passes.stats.size
         self.layers = Layers.of(passes.template, passes.params, passes.stats)
         self.normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in passes.template.modules())
@@ -105,13 +105,13 @@ class FlatModel:
     def _check(self) -> None:
         if not self.size:
             raise WaffleError("expected a model with parameters to train, got one without any")
-        for name, module in self._passes.template.named_modules():
+        for name, module in self.passes.template.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
                 raise WaffleError(f"{name}: BatchNorm needs a momentum here; its cumulative average is not supported")
 
     def _stacks_well(self) -> bool:
         """Padding spoils running statistics, large models fill the device alone, a CPU convolves better row by row."""
-        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self._passes.template.modules())
+        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self.passes.template.modules())
         small = self.size <= STACKED_PARAMETERS
         plain = not self.stats_size and not self.normalises
         return plain and small and not (convolves and self.device.type == "cpu")
@@ -132,7 +132,7 @@ class FlatModel:
     @property
     def capturable(self) -> bool:
         """Can its steps be recorded as a CUDA graph? Not where each step seeds its draws, or depends on numbers."""
-        return not self._passes.seeded
+        return not self.passes.seeded
 
     def _meet(self, x: Tensor) -> None:
         """Find out what the module does with samples."""
@@ -142,17 +142,17 @@ class FlatModel:
         if self._unsized:
             self._build = sized(self._build, x)
             self._lay_out(built(self._build, 0))
-        template = self._passes.template
+        template = self.passes.template
         with torch.no_grad(), seeded(0, self.device):
             output, integers = answered(copied(template).eval(), x.clone())
         check_output(output, len(x))
         if integers:
-            self._passes.enter_by(to_integers)
+            self.passes.enter_by(to_integers)
         found = conduct(template, x)
         if found.overwrites:
-            self._passes.enter_by(to_copies)
-        self._passes.seeded = found.draws or found.reads
-        if self._passes.seeded and self.stacked:
+            self.passes.enter_by(to_copies)
+        self.passes.seeded = found.draws or found.reads
+        if self.passes.seeded and self.stacked:
             draws, reads = "its forward pass draws random numbers", "its forward pass depends on the numbers it reads"
             self._train_singly(draws if found.draws else reads)
         self._known = True
@@ -167,7 +167,7 @@ class FlatModel:
             twin = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
             x, y = (part.double() if part.is_floating_point() else part for part in (x.cpu(), y.cpu()))
             twin._meet(x)
-            way, reason = right_way(twin._passes, torch.stack([twin.init(seed).params for seed in range(3)]), x, y)
+            way, reason = right_way(twin.passes, torch.stack([twin.init(seed).params for seed in range(3)]), x, y)
             self._folds = way == "folded"
             if way is None:
                 self._train_singly(reason)
@@ -176,7 +176,7 @@ class FlatModel:
 
     def _train_singly(self, reason: str) -> None:
         self._single = True
-        say_once(type(self._passes.template).__name__, reason)
+        say_once(type(self.passes.template).__name__, reason)
 
     def _settle(self, batch: Batch) -> None:
         """Where `prepared` was not called: find out the same from the first row of a batch."""
@@ -188,7 +188,7 @@ class FlatModel:
         """A random model that depends on the seed alone; of a module given as such, its own weights."""
         module = built(self._build, derive(seed, "init"))
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        params, stats = self._passes.params.flatten(tensors), self._passes.stats.flatten(tensors)
+        params, stats = self.passes.params.flatten(tensors), self.passes.stats.flatten(tensors)
         return Net(params.to(self.device, self.dtype), stats.to(self.device, self.dtype))
 
     def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
@@ -201,14 +201,14 @@ class FlatModel:
             batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
         self._settle(batch)
         stacks = self.stacked and not self._single
-        if self.device.type == "cuda" or self._passes.seeded or not (stacks or len(params) <= REPLAYED_ROWS):
+        if self.device.type == "cuda" or self.passes.seeded or not (stacks or len(params) <= REPLAYED_ROWS):
             return self._grad(params, stats, *batch)
         if not hasattr(self._own, "replays"):
             self._own.replays = Replays(self._grad)
         return Net(*self._own.replays(params, stats, *batch))
 
     def _grad(self, params: Tensor, stats: Tensor, *parts: Tensor) -> Net:
-        batch, passes = Batch(*parts), self._passes
+        batch, passes = Batch(*parts), self.passes
         if not self.stacked:
             return passes.single(params, stats, batch, self.compiled)
         if self._single:
@@ -218,13 +218,13 @@ class FlatModel:
     @property
     def abreast(self) -> int:
         """How many rows of an unstacked model train at the same time in this process."""
-        return self._passes.abreast
+        return self.passes.abreast
 
     @torch.no_grad()
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
         """Outputs of one model, its statistics frozen."""
         self._meet(x)
-        return self._passes.output(params, stats, x)
+        return self.passes.output(params, stats, x)
 
     def features(self, params: Tensor, stats: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of one model, and what its last linear layer was given; the samples, where it has no such layer."""
@@ -243,7 +243,7 @@ class FlatModel:
     def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:
         """Outputs of many models without running statistics, each on samples of its own: (N, B, ...)."""
         if self._folds:
-            return self._passes.folded_outputs(params, x)
+            return self.passes.folded_outputs(params, x)
         return torch.stack([self.predict(p, p[:0], samples) for p, samples in zip(params, x, strict=True)])
 
     @torch.no_grad()
@@ -258,25 +258,20 @@ class FlatModel:
         losses = self._loss(output.flatten(0, 1), batch.y.flatten()).view(batch.weight.shape)
         return torch.where(batch.weight > 0, losses, 0.0)
 
-    @property
-    def products(self) -> str:
-        """How kernels of our own multiply."""
-        return self._passes.products
-
     def module(self) -> nn.Module:
         """This thread's copy of the network, in evaluation mode; what its parameters hold has no meaning."""
-        return self._passes.module(training=False)
+        return self.passes.module(training=False)
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         return self._loss(output, target)
 
     def state_dict(self, net: Net) -> dict[str, Tensor]:
         """One model's named tensors, for saving or for `module.load_state_dict(..., strict=False)`."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._passes.tensors(net).items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.passes.tensors(net).items()}
 
     def fingerprint(self) -> str:
         """Names and shapes of all tensors: two models that share it can exchange updates."""
-        layout = repr((self.dtype, self._passes.params.shapes, self._passes.stats.shapes))
+        layout = repr((self.dtype, self.passes.params.shapes, self.passes.stats.shapes))
         return f"{derive(0, layout):016x}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from waffle_fl.models.stacked import SeededDropout
 Way: TypeAlias = Literal["folded", "vmapped"]
 
 ROWS = ((0, 1, 0), (1, 0, 0), (0, 0, 1))  # of the two samples; the third of each row is padding
+NO_RULE = "There is a performance drop because we have not yet implemented the batching rule"
 NOISE = 0.01  # on parameters, so that none is 0 and no two rows are alike
 log = logging.getLogger("waffle_fl")
 
@@ -88,7 +90,7 @@ def right_way(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way
     reason = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message="There is a performance drop")  # vmap then loops over the rows
+        warnings.filterwarnings("error", message=NO_RULE)  # vmap then loops over the rows
         try:
             expected = passes.single(params, params[:, :0], alone).params
         except Exception as error:  # a module may do anything
@@ -98,6 +100,8 @@ def right_way(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way
                 if torch.allclose(gradient(), expected, rtol=1e-8, atol=1e-10, equal_nan=True):
                     return way, ""
                 reason = "stacked rows would have other gradients, or padding would change them"
+            except UserWarning as warning:
+                reason = f"vmap cannot batch {''.join(re.findall(r'aten::[a-z0-9_]+', str(warning))[:1])}"
             except Exception as error:
                 reason = f"{type(error).__name__}: {one_line(error)}"
     return None, reason
