@@ -162,7 +162,8 @@ class FlatModel:
         if self._folds is not None:
             return
         x, y = x[[0, -1]], y[[0, -1]]
-        check_losses(self._loss, self.predict(*self.init(0), x), y, outputs)
+        with torch.no_grad(), seeded(0, self.device):
+            check_losses(self._loss, self.module()(x), y, outputs)
         if self.stacked and not self._single:
             twin = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
             x, y = (part.double() if part.is_floating_point() else part for part in (x.cpu(), y.cpu()))
