@@ -3,11 +3,11 @@
     python -m benchmarks.ablation cpu --out results/ablation.jsonl
     python -m benchmarks.ablation gpu --out results/ablation.jsonl
 
-Each variant of a workload is a simulation of its own; after its warm-up the variants take turns, round by round, and the
-median seconds of a round count. A gain is the time without the part over the time with all parts. Workloads on a CPU:
-LeNet-5 with 10 agents of 600 images (noise where $WAFFLE_DATA is not set), a grid of 25 federations of 10 agents with
-the embedded digits, and models for each of 10 agents by FedAvg and APFL. On a GPU, with noise: 25 federations of
-10 agents of 6,000 images in the shape of the paper's MNIST table, and DLA on 10 agents of 1,280 images.
+Each variant of a workload is a simulation of its own; after its warm-up the variants take turns, round by round, and
+the median seconds of a round count. A gain is the time without the part over the time with all parts. On a CPU: LeNet-5
+with 10 agents of 600 images (noise without --data-dir), a grid of 25 federations of 10 agents with the embedded digits,
+and APFL's models for each of 10 agents and for one of them. On a GPU, with noise: 25 federations of 10 agents of 6,000
+images in the shape of the paper's MNIST table, and DLA on 10 agents of 1,280 images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from waffle_fl.data import Dataset
 from waffle_fl.engines import aggregation, cuda_graphs, helper_agents, look_ahead, shared_training
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
-from waffle_fl.models import DLA, LeNet5, flat, mlp, replay, stacked, vessel
+from waffle_fl.models import DLA, LeNet5, mlp, passes, replay, stacked, vessel
 
 ROUNDS = 100_000  # never reached: workers are worth their start
 NEVER: Callable[..., bool] = lambda *arguments: False  # noqa: E731
@@ -59,7 +59,7 @@ class Part:
 
 NOTHING = Part("nothing")
 STACKED_ROWS = Part("stacked rows", model={"stacked": False})
-FOLDED = Part("folded pass", ((FlatModel, "_folding_is_right", NEVER),))
+FOLDED = Part("folded pass", ((passes.Passes, "folded", None),))  # the trial then takes vmap
 TRACED = Part("traced gradients", ((replay, "TRACED_AFTER", math.inf),))
 CPU_CONVOLUTION = Part("CPU convolution", ((vessel.Vessel, "_gains_by_rewriting", NEVER),))
 WORKERS = Part("worker processes", options={"workers": 1})
@@ -74,7 +74,7 @@ LOOK_AHEAD = Part("look-ahead", ((look_ahead, "applies", NEVER),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
 KERNELS = Part("own kernels", ((stacked, "has_kernels", NEVER),))
 COMPILED = Part("compiled passes", model={"compiled": False})
-ABREAST = Part("rows abreast", ((flat, "ABREAST", 1),))
+ABREAST = Part("rows abreast", ((passes, "ABREAST", 1),))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
     digits = grid(load("digits"))
     grid_cells = [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
     each = [replace(digits[0], alice=i) for i in range(10)]
-    shared = [Cell(kind(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for kind in (APFL, FedAvg) for f in each]
+    apfl = [Cell(APFL(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for f in each]
     small = FlatModel
     return {
         "LeNet-5": Workload(
@@ -130,14 +130,14 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
             counted=25,
         ),
         "a model for each agent": Workload(
-            shared,
+            apfl,
             lambda **o: small(lambda: mlp((1, 8, 8), 10), **o),
-            (SHARED, HELPERS),
+            (SHARED,),
             settled=20,
             counted=25,
         ),
         "one agent's model": Workload(
-            [shared[0]], lambda **o: small(lambda: mlp((1, 8, 8), 10), **o), (HELPERS,), settled=30, counted=25
+            [apfl[0]], lambda **o: small(lambda: mlp((1, 8, 8), 10), **o), (HELPERS,), settled=30, counted=25
         ),
     }
 

@@ -125,7 +125,7 @@ def steps() -> dict[str, Any]:
     exact = FlatModel(LeNet5, precision="float64", device="cuda", stacked=True)
     params = torch.stack([exact.init(s).params for s in range(20)])
     stats = params[:, :0]
-    truth = exact._vmapped_grad(params, stats, few._replace(x=few.x.double(), weight=few.weight.double()))
+    truth = exact.passes.vmapped(params, few._replace(x=few.x.double(), weight=few.weight.double()))
     for precision in ("tf32", "float32"):
         model = FlatModel(LeNet5, precision=precision, device="cuda")
         with products(precision):

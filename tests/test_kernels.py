@@ -74,10 +74,10 @@ class Branches(torch.nn.Module):
 
 for build, shape in ((Branches, (1, 8, 8)), (lambda: LeNet5((1, 12, 12)), (1, 12, 12))):
     model = FlatModel(build, stacked=True)
-    model.__class__.products = "ieee"
+    model.passes.__class__.products = "ieee"
     batch = Batch(torch.randn(2, 3, *shape), torch.randint(0, 4, (2, 3)), torch.ones(2, 3), torch.arange(2))
     params = torch.stack([model.init(seed).params for seed in (1, 2)])
-    found, expected = model._folded_grad(params, batch), model._vmapped_grad(params, params[:, :0], batch)
+    found, expected = model.passes.folded(params, batch), model.passes.vmapped(params, batch)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 print("agreed")
 """

@@ -208,13 +208,6 @@ def test_unusual_modules_train() -> None:
     torch.testing.assert_close(first.stats[1, 12:], module.mean)
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout2d(), nn.AlphaDropout(), nn.RReLU()])
-def test_layers_without_a_seed_are_refused(layer: nn.Module) -> None:
-    """A layer whose random numbers our seed does not govern is refused by name."""
-    with pytest.raises(WaffleError, match=type(layer).__name__):
-        FlatModel(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), layer))
-
-
 def test_batch_statistics_are_never_padded() -> None:
     """BatchNorm trains row by row even when it keeps no running statistics."""
     assert not FlatModel(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))).stacked

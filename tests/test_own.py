@@ -527,7 +527,7 @@ def test_the_shape_chooses_the_model(shape: tuple[int, ...], kind: str) -> None:
     agents = {"a": arrays(1, 12, shape), "b": arrays(2, 9, shape)}
     found = Federation.from_arrays(agents)
     model = FlatModel(builder("auto", "folder", found.shape, found.outputs))
-    assert kind in {type(m).__name__ for m in model._template.modules()}
+    assert kind in {type(m).__name__ for m in model.module().modules()}
     *_, (last,) = simulate([Cell(Waffle(), found, 1)], model, rounds=2, batch_size=4)
     assert last.measured["loss"] > 0
 

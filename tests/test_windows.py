@@ -234,9 +234,10 @@ def gradients(model: FlatModel, batch: int) -> tuple[Tensor, Tensor]:
     weight[:, 0] = 0
     net = model.init(3)
     rows = model.grad(net.params.repeat(2, 1), net.stats.repeat(2, 1), Batch(x, y, weight, torch.zeros(2).long()))
-    module = model._module(training=True)
+    module = model.passes.module(training=True)
     leaf = net.params.clone().requires_grad_()
-    loss = F.cross_entropy(torch.func.functional_call(module, model._params.unflatten(leaf), (x[1, 1:],)), y[1, 1:])
+    output = torch.func.functional_call(module, model.passes.params.unflatten(leaf), (x[1, 1:],))
+    loss = F.cross_entropy(output, y[1, 1:])
     return rows.params[1], torch.autograd.grad(loss, leaf)[0]
 
 
@@ -245,7 +246,7 @@ def test_a_row_has_the_modules_gradient(build: Callable[[], nn.Module]) -> None:
     """With a rewriting where it fits, without one where the first gradient shows that it does not."""
     model = FlatModel(build, precision="float64")
     torch.testing.assert_close(*gradients(model, 8), rtol=1e-9, atol=1e-12)
-    (habits,) = model._vessels()[0]._habits.values()
+    (habits,) = model.passes._vessels()[0]._habits.values()
     assert habits.rewritten == (build is LeNet5)
 
 

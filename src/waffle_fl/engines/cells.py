@@ -102,6 +102,12 @@ class Outcome:
     error: Diverged | None = None  # why the run ends here
 
 
+def prepared(model: FlatModel, federation: Federation) -> FlatModel:
+    """The model, which has seen two samples of the federation and knows how it trains."""
+    some = federation.train[federation.alice][:2]
+    return model.prepared(federation.x[some], federation.y[some]) if len(some) else model
+
+
 def fitted(cell: Cell, model: FlatModel) -> Cell:
     """The cell with its algorithm prepared for the model's layers."""
     return replace(cell, algorithm=for_model(cell.algorithm, model.layers))

@@ -42,7 +42,7 @@ def one_step(
 
 
 def applies(model: FlatModel) -> bool:
-    return model.device.type == "cuda"
+    return model.device.type == "cuda" and model.capturable
 
 
 class Graphs:

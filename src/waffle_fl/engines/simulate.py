@@ -13,7 +13,7 @@ from waffle_fl.algorithms import training_key
 from waffle_fl.engines import look_ahead, loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
-from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, fitted, initial_state, on_device
+from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, fitted, initial_state, on_device, prepared
 from waffle_fl.engines.look_ahead import LookAhead
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.run_workers import RunWorkers
@@ -50,6 +50,9 @@ def simulate(
         raise WaffleError(f"workers: expected an integer of at least 0, got {workers!r}")
     if engine not in get_args(Engine):
         raise WaffleError(f"engine: unknown {engine!r}{suggest(str(engine), get_args(Engine))}")
+    if not cells:
+        raise WaffleError("cells: expected at least one Cell, got none")
+    model = prepared(model, cells[0].federation)
     cells = [fitted(cell, model) for cell in cells]
     check_model(cells, model, batch_size)
     if engine == "loop":

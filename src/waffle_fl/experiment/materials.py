@@ -150,9 +150,9 @@ def model_of(s: Settings, federation: Federation, place: Place, device: torch.de
 
 
 def check_once(s: Settings, model: FlatModel, federation: Federation) -> None:
-    """A model that fitted such data once is not tried again."""
+    """Check a built-in model once for data of a kind; a model of the user's own also finds out how it trains."""
     kind = (s.model, s.data, federation.shape, federation.outputs, federation.task)
-    if kind not in _fitting:
+    if ":" in s.model or kind not in _fitting:
         check_output(s.model, model, federation)
         _fitting.add(kind)
 
@@ -161,20 +161,12 @@ _fitting: set[tuple[Any, ...]] = set()
 
 
 def check_output(name: str, model: FlatModel, federation: Federation) -> None:
-    """A model that does not fit the data is told before the first round."""
-    net = model.init(0)
-    sample = federation.x[federation.train[federation.alice][:1]].to(model.device, model.dtype)
+    """Refuse a model that does not fit the data, before the first round."""
+    rows = federation.train[federation.alice][:2]
     try:
-        found = tuple(model.predict(net.params, net.stats, sample).shape)
-    except (RuntimeError, ValueError, IndexError) as error:
-        reason = " ".join(str(error).split())
-        raise WaffleError(f"the model {name} cannot take samples of shape {federation.shape}: {reason}") from None
-    wanted = [(1, federation.outputs)] + ([(1,)] if federation.task == "regression" else [])
-    if found not in wanted:
-        raise WaffleError(
-            f"the model {name} answers one sample in the shape {found}, expected {wanted[0]}: "
-            f"{'a number' if federation.task == 'regression' else 'a score for each class'}"
-        )
+        model.prepared(federation.x[rows], federation.labels(federation.alice, rows), federation.outputs)
+    except WaffleError as error:
+        raise WaffleError(f"{name}: {error}") from None
 
 
 def check_schedules(config: RunConfig) -> None:

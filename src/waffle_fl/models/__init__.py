@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.models.building import ready
 from waffle_fl.models.dla import DLA
 from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss, squared_error
 from waffle_fl.models.nets import LeNet5, Quadratic, cnn, cnn_1d, linear, mlp
@@ -33,7 +34,7 @@ def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callabl
     """A function that builds the named network (or `module:factory`, or what suits the data set or its shape)."""
     chosen = DEFAULTS.get(data) or BY_AXES.get(len(shape), "mlp") if name == "auto" else name
     if ":" in chosen:
-        return lambda: _imported(chosen)(shape, classes)
+        return ready(lambda: _imported(chosen)(shape, classes), shape)
     if chosen not in MODELS:
         raise WaffleError(f"unknown model {chosen!r}{suggest(chosen, MODELS)} (or module:factory)")
     axes = NEEDS.get(chosen, len(shape))
@@ -69,5 +70,6 @@ __all__ = [
     "linear",
     "mlp",
     "output_is_loss",
+    "ready",
     "squared_error",
 ]

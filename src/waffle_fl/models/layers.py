@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -43,4 +44,9 @@ class Layers:
 
 
 def _stretches(layout: Layout) -> Stretches:
-    return tuple((name.rpartition(".")[0], prod(shape)) for name, shape in layout.shapes.items())
+    return tuple((_layer_of(name), prod(shape)) for name, shape in layout.shapes.items())
+
+
+def _layer_of(name: str) -> str:
+    """The module that a tensor belongs to; a parametrised weight, such as weight norm's, to the layer that uses it."""
+    return re.sub(r"(^|\.)parametrizations\..*|(^|\.)[^.]*$", "", name, count=1)

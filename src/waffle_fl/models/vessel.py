@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from waffle_fl.models.seeding import seeded
 from waffle_fl.models.stacked import SeededDropout
 from waffle_fl.models.windows import Rewriting
 
@@ -82,7 +83,8 @@ class Vessel:
     def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
         """The forward pass; images lie channels last, which both CPU and GPU convolve faster."""
         if x.shape not in self._habits:
-            self._habits[x.shape] = self._observed(x, key)
+            with seeded(0, x.device):  # what is drawn here must not move what is drawn afterwards
+                self._habits[x.shape] = self._observed(x.clone(), key)
         habits = self._habits[x.shape]
         x = _channels_last(x) if habits.takes_last and not habits.rewritten else x
         if habits.drops or habits.rewritten:

@@ -20,7 +20,7 @@ from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import check_output, device_of
 from waffle_fl.federation import Federation, check_alice, index_of
-from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
+from waffle_fl.models import FlatModel, builder, cross_entropy, ready, squared_error
 from waffle_fl.models.flat import Precision
 from waffle_fl.own import Preprocessing
 from waffle_fl.use.trained import check_portable, filled, outputs
@@ -82,7 +82,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
             precision=self.precision,
             device=device_of(self.device),
         )
-        check_output(str(self.model), model, agents)
+        check_output(_called(self.model), model, agents)
         net, history = _train(config, agents, model)
         prefix = "" if given else "training_"
         self.history_ = [{prefix * (k in SCORES) + k: v for k, v in line.items()} for line in history]
@@ -126,8 +126,8 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         if isinstance(model, str):
             return builder(model, "", agents.shape, agents.outputs)
         if isinstance(model, nn.Module):
-            return lambda: copy.deepcopy(model)
-        return lambda: model(agents.shape, agents.outputs)  # type: ignore[no-any-return]
+            return ready(lambda: copy.deepcopy(model), agents.shape)
+        return ready(lambda: model(agents.shape, agents.outputs), agents.shape)
 
     def _outputs(self, X: Any) -> Tensor:
         if not hasattr(self, "model_"):
@@ -218,6 +218,11 @@ def _pairs(agents: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any
     if odd or not agents:
         raise WaffleError(f"expected (X, y) for each agent, or a Federation; {odd[0] if odd else 'no agent'} has none")
     return agents
+
+
+def _called(model: Any) -> str:
+    """A name for the model in messages."""
+    return model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
 
 
 def _numbers(X: Any) -> Array:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Batches
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cells import prepared
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.engines.outcomes import to_numbers
@@ -33,7 +32,8 @@ class Row:
         epochs: int,
         augment: bool,
     ) -> None:
-        self.algorithm, self.model = for_model(algorithm, model.layers), model
+        self.model = prepared(model, federation)
+        self.algorithm = for_model(algorithm, self.model.layers)
         self.federation = federation.to(model.device, model.dtype)
         batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment)
         self.steps = batches.steps[0]
@@ -64,18 +64,6 @@ class Row:
     def examine(self, net: Net) -> dict[str, float]:
         """Scores on the agent's own held-out data, in the bits of the simulator."""
         with one_thread(), products(self.model.precision):
-            self._settle(net)
             found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], moment=1.0)
             (scores,) = to_numbers(found)
         return scores
-
-    def _settle(self, net: Net) -> None:
-        """A model finds out how it computes stacked rows at its first gradient; the simulator has made one by now."""
-        batches = self._training.batches
-        plan = batches.plan(1, 0, slice(0, 1))
-        size = batches.sizes(slice(0, 1), padded=self.model.stacked)[0]
-        self.model.grad(
-            net.params[None],
-            net.stats[None],
-            batches.batch(plan, torch.zeros(1, dtype=torch.int64, device=self.model.device), size),
-        )

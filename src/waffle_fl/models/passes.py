@@ -1,0 +1,174 @@
+"""Passes: outputs and gradients of rows of one module, computed in each of three ways.
+
+Row by row works for any module. The two others stack rows: folded into the batch, or under vmap. Which of them is right
+for a module is found out in `stacking_trial`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from waffle_fl.models.batch import Batch, Loss, Net
+from waffle_fl.models.building import Precision
+from waffle_fl.models.seeding import seeded
+from waffle_fl.models.stacked import SeededDropout, Stacking
+from waffle_fl.models.vessel import Layout, Vessel, abreast
+from waffle_fl.randomness import derive
+
+ABREAST = 10  # rows of a large model that share a GPU: fewer leave it idle, more gain little
+
+
+class Passes:
+    """The module, where its tensors lie in flat vectors, and its passes; it takes the module over."""
+
+    def __init__(self, module: nn.Module, loss: Loss, precision: Precision) -> None:
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        moving = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self.params, self.stats = Layout(trained), Layout({**frozen, **moving})
+        self.template, self.loss, self.precision = module.requires_grad_(False), loss, precision
+        self.device = next(module.parameters(), torch.empty(0)).device
+        self.seeded = False  # must each forward pass be seeded?
+        self._own = threading.local()
+
+    def enter_by(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
+        """Let what the module is given go through the hook first."""
+        self.template.register_forward_pre_hook(hook)
+        self._own = threading.local()
+
+    def module(self, training: bool) -> nn.Module:
+        """This thread's own copy: functional_call puts its tensors into the module while it runs."""
+        if not hasattr(self._own, "modules"):
+            self._own.modules = {mode: copy.deepcopy(self.template).train(mode) for mode in (True, False)}
+        return self._own.modules[training]  # type: ignore[no-any-return]
+
+    @property
+    def abreast(self) -> int:
+        """How many single rows train at the same time in this process."""
+        return ABREAST if self.device.type == "cuda" else 1
+
+    @property
+    def products(self) -> str:
+        """How kernels of our own multiply: in TF32, or in three TF32 products that together are exact float32."""
+        return "tf32" if self.precision == "tf32" else "tf32x3"
+
+    def plain(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
+        """Gradient of one row by autograd on the module itself: what the faster ways must agree with."""
+        leaf = params.detach().clone().requires_grad_()
+        carried = {name: part.clone() for name, part in self.stats.unflatten(stats).items()}
+        with torch.enable_grad(), self._governed(batch.key), SeededDropout(batch.key):
+            output = self._call({**self.params.unflatten(leaf), **carried}, batch.x)
+            loss = (self.loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        return Net(gradient, self.stats.flatten(carried) if carried else stats)
+
+    def single(self, params: Tensor, stats: Tensor, batch: Batch, compiled: bool = False) -> Net:
+        """Gradients row by row: each in a vessel of its own, as many abreast as the device bears."""
+        batch = batch._replace(weight=batch.weight / batch.weight.sum(dim=1, keepdim=True).clamp(min=1))
+        gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
+        for start in range(0, len(params), self.abreast):
+            rows = range(start, min(start + self.abreast, len(params)))
+            vessels = self._vessels()[: len(rows)]
+            with abreast(vessels):
+                for vessel, i in zip(vessels, rows, strict=True):
+                    with torch.cuda.stream(vessel.stream) if vessel.stream else nullcontext():
+                        vessel.fill(params[i], stats[i])
+                        self._row_grad(vessel, Batch(*(part[i] for part in batch)), gradient[i], compiled)
+                        if self.stats.size:
+                            after[i] = vessel.settled()
+        return Net(gradient, after)
+
+    def single_without_padding(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
+        """Gradients row by row, for rows that were padded before it was known that they cannot be stacked."""
+        gradient = torch.zeros_like(params)
+        for i, held in enumerate(batch.weight > 0):
+            if held.any():
+                x, y, weight = (part[i, held][None] for part in (batch.x, batch.y, batch.weight))
+                row = slice(i, i + 1)
+                gradient[row] = self.single(params[row], stats[row], Batch(x, y, weight, batch.key[row])).params
+        return gradient
+
+    def _row_grad(self, vessel: Vessel, batch: Batch, gradient: Tensor, compiled: bool) -> None:
+        with torch.enable_grad(), self._governed(batch.key):
+            output = self._in_precision(vessel, batch.x, batch.key, compiled and not self.seeded)
+            vessel.differentiate(self.loss(output, batch.y), batch.weight, gradient)
+
+    def _governed(self, key: Tensor | None) -> AbstractContextManager[None]:
+        """Draws depend on the key of the row's step; in evaluation, which has none, they are always the same."""
+        if not self.seeded:
+            return nullcontext()
+        return seeded(derive(0 if key is None else int(key), "forward pass"), self.device)
+
+    def _vessels(self) -> list[Vessel]:
+        if not hasattr(self._own, "vessels"):
+            self._own.vessels = [Vessel(self.template, self.params, self.stats) for _ in range(self.abreast)]
+        return self._own.vessels  # type: ignore[no-any-return]
+
+    def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        if self.precision != "bf16":
+            return call(*arguments)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return call(*arguments).float()
+
+    def folded(self, params: Tensor, batch: Batch) -> Tensor:
+        """Gradients of rows without statistics, folded into one batch."""
+        if len(params) == 1:  # a stack of one would add up in another order: its bits must not depend on company
+            return self.folded(params.expand(2, -1), Batch(*(part.expand(2, *part.shape[1:]) for part in batch)))[:1]
+        rows = len(params)
+        with torch.enable_grad():
+            leaf = params.detach().requires_grad_()
+            with Stacking(batch.key, self.products) as stack:
+                output = stack.settled(self._call(self.params.unflatten(leaf), batch.x.flatten(0, 1)))
+            losses = self.loss(output, batch.y.flatten(0, 1)).view(rows, -1)
+            per_row = (losses * batch.weight).sum(dim=1) / batch.weight.sum(dim=1).clamp(min=1)
+            (gradient,) = torch.autograd.grad(per_row.sum(), leaf)
+        return gradient
+
+    def vmapped(self, params: Tensor, batch: Batch) -> Tensor:
+        """Gradients of rows without statistics, under vmap."""
+        gradient = torch.func.grad(self._row_loss)
+        return torch.vmap(gradient, randomness="error")(params, *batch)  # type: ignore[no-any-return]
+
+    def _row_loss(self, params: Tensor, x: Tensor, y: Tensor, weight: Tensor, key: Tensor) -> Tensor:
+        with SeededDropout(key):
+            output = self._call(self.params.unflatten(params), x)
+        return (self.loss(output, y) * weight).sum() / weight.sum().clamp(min=1)
+
+    def _call(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        return self._in_precision(torch.func.functional_call, self.module(training=True), tensors, (x,))
+
+    def output(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
+        """Outputs of one model, its statistics frozen."""
+        tensors = {**self.params.unflatten(params), **self.stats.unflatten(stats)}
+        with self._governed(None):
+            return torch.func.functional_call(self.module(training=False), tensors, (x,))  # type: ignore[no-any-return]
+
+    def folded_outputs(self, params: Tensor, x: Tensor) -> Tensor:
+        """Outputs of many models without statistics, folded into one batch."""
+        keys = torch.zeros(len(params), dtype=torch.int64, device=self.device)
+        with Stacking(keys, self.products) as stack:
+            tensors = self.params.unflatten(params)
+            output = torch.func.functional_call(self.module(training=False), tensors, (x.flatten(0, 1),))
+            output = stack.settled(output)
+        return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
+
+    def tensors(self, net: Net) -> dict[str, Tensor]:
+        """One model's tensors under all their names: one that the module holds twice has two."""
+        tensors = {**self.params.unflatten(net.params), **self.stats.unflatten(net.stats)}
+        first: dict[int, str] = {}
+        for name, held in (
+            *self.template.named_parameters(remove_duplicate=False),
+            *self.template.named_buffers(remove_duplicate=False),
+        ):
+            if name in tensors:
+                first[id(held)] = name
+            elif id(held) in first:
+                tensors[name] = tensors[first[id(held)]]
+        return tensors

@@ -1,0 +1,42 @@
+"""Random draws inside a forward pass: governed by one seed, and without a trace in the program's own generators."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALONE = threading.RLock()  # the generators belong to the whole process, and models are evaluated in several threads
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Start the generators of torch, NumPy and Python from the seed, and put them back afterwards."""
+    cuda = [device] if device.type == "cuda" else []
+    with _ALONE, torch.random.fork_rng(devices=cuda):
+        ours, numpys = random.getstate(), np.random.get_state()
+        torch.default_generator.manual_seed(seed)
+        for place in cuda:
+            with torch.cuda.device(place):
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(ours)
+            np.random.set_state(numpys)
+
+
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """What any draw from a generator of the process changes."""
+    states = [torch.random.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    numpys: Any = np.random.get_state()
+    return (*(state.numpy().tobytes() for state in states), random.getstate(), bytes(numpys[1]), *numpys[2:])

@@ -1,0 +1,114 @@
+"""What a module does in a forward pass, and whether its rows may be stacked: found out once, with two samples."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from waffle_fl.models.batch import Batch
+from waffle_fl.models.building import one_line
+from waffle_fl.models.passes import Passes
+from waffle_fl.models.seeding import generator_states, seeded
+from waffle_fl.models.stacked import SeededDropout
+
+Way: TypeAlias = Literal["folded", "vmapped"]
+
+ROWS = ((0, 1, 0), (1, 0, 0), (0, 0, 1))  # of the two samples; the third of each row is padding
+NO_RULE = "There is a performance drop because we have not yet implemented the batching rule"
+NOISE = 0.01  # on parameters, so that none is 0 and no two rows are alike
+log = logging.getLogger("waffle_fl")
+
+
+class Conduct(NamedTuple):
+    """What a forward pass does beside computing its output."""
+
+    draws: bool  # random numbers, other than by nn.Dropout
+    reads: bool  # numbers, so that control flow or shapes may depend on them
+    overwrites: bool  # the samples it was given
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether any operation hands a tensor's numbers to Python, or makes a shape of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        by_index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+        if by_index:
+            self.found |= any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        else:
+            tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+            self.found |= any(tag in func.tags for tag in tags)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def conduct(module: nn.Module, x: Tensor) -> Conduct:
+    """Watch a copy of the module in training and in evaluation."""
+    draws = overwrites = False
+    watch = _Reads()
+    for training in (True, False):
+        given, key = x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
+        with seeded(0, x.device):
+            before = generator_states(x.device)
+            with SeededDropout(key), watch:
+                copy.deepcopy(module).train(training)(given)
+            draws |= before != generator_states(x.device)
+        overwrites |= not torch.allclose(given, x, rtol=0, atol=0, equal_nan=True)
+    return Conduct(draws, watch.found, overwrites)
+
+
+def right_way(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way | None, str]:
+    """Return the way of stacking whose gradients are those of single rows; or None, and why there is none.
+
+    `passes` compute in float64 on the CPU; `params` are three rows, x and y two samples. Stacked rows are padded, as
+    they are in training, and single rows are not: padding must change nothing.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    near, off = (NOISE * torch.randn(params.shape, generator=numbers, dtype=params.dtype) for _ in range(2))
+    params, rows = params * (1 + near) + off, torch.tensor(ROWS)
+    weight = torch.tensor([1.0, 1.0, 0.0], dtype=params.dtype).expand(len(rows), -1)
+    padded = Batch(x[rows], y[rows], weight, torch.arange(len(rows)))
+    alone = Batch(x[rows[:, :2]], y[rows[:, :2]], weight[:, :2], padded.key)
+    ways: dict[Way, Callable[[], Tensor]] = {
+        "folded": lambda: passes.folded(params, padded),
+        "vmapped": lambda: passes.vmapped(params, padded),
+    }
+    reason = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=NO_RULE)  # vmap then loops over the rows
+        try:
+            expected = passes.single(params, params[:, :0], alone).params
+        except Exception as error:  # a module may do anything
+            return None, f"in float64 on the CPU it raises {type(error).__name__}: {one_line(error)}"
+        for way, gradient in ways.items():
+            try:
+                if torch.allclose(gradient(), expected, rtol=1e-8, atol=1e-10, equal_nan=True):
+                    return way, ""
+                reason = "stacked rows would have other gradients, or padding would change them"
+            except UserWarning as warning:
+                reason = f"vmap cannot batch {''.join(re.findall(r'aten::[a-z0-9_]+', str(warning))[:1])}"
+            except Exception as error:
+                reason = f"{type(error).__name__}: {one_line(error)}"
+    return None, reason
+
+
+@cache
+def say_once(name: str, reason: str) -> None:
+    """Tell the user that a model trains row by row: a line of the log, once."""
+    shown = reason if len(reason) <= 160 else f"{reason[:157]}..."
+    log.warning("%s trains row by row, which is slower than stacked rows: %s", name, shown)
