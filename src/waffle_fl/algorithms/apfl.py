@@ -15,6 +15,7 @@ from torch import Tensor
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients, inner
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -41,12 +42,15 @@ class APFL:
     """A model for every agent: a mixture of its own and the global one, in adaptive proportion."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    mix: float = 0.5
+    mix: float = parameter(0.5, between(0, 1))
     """Share of the personal model at the start."""
     adaptive: Literal["step", "round", "off"] = "step"
     """When the share adapts: at the first step of each round, once for the whole round's movement, or never."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def helper(self) -> fedavg.FedAvg:
         return fedavg.FedAvg(self.sgd, self.clip)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.errors import WaffleError
+from waffle_fl.constraints import above, at_least, below_one, check_fields, parameter, parameters_of
 from waffle_fl.models.flat import Net as Net
 
 Vector: TypeAlias = Tensor  # (P,)
@@ -82,6 +82,7 @@ class Algorithm(Protocol):
     `relations(server) -> (N, N)`: row i, by how much each agent's model is in agent i's. Alice's row is recorded as
         `weights`, in place of an `Info` that says them.
     `pulls(server, up, steps)`: the new control variates as rows, for a guard to see.
+    `check_agents(agents)`: raise a WaffleError where hyperparameters do not fit a federation of so many agents.
     `answer(output, features, known, labels) -> output`: what the agent says of samples, given what its model says of
         them, what the last layer sees of them, and the same of its own training samples with their labels. It is asked
         wherever a model is measured; such a method's model is of no use elsewhere.
@@ -102,15 +103,13 @@ class Algorithm(Protocol):
 class SGD:
     """Mini-batch SGD with momentum and weight decay; agents reset the velocity in every round, or keep it."""
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    lr: float = parameter(0.1, above(0))
+    momentum: float = parameter(0.0, below_one())
+    weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
 
     def __post_init__(self) -> None:
-        if self.momentum_between_rounds not in ("reset", "keep"):
-            got = self.momentum_between_rounds
-            raise WaffleError(f"momentum_between_rounds: expected 'reset' or 'keep', got {got!r}")
+        check_fields(self)
 
     @property
     def keeps_velocity(self) -> bool:
@@ -141,20 +140,16 @@ class SGD:
         return torch.zeros_like(y) if self.momentum else y[:, :0]
 
 
-def server_side(default: Any) -> Any:
-    """A hyperparameter that only `aggregate` reads: federations that differ in it can still train in one stack."""
-    return dataclasses.field(default=default, metadata={"server_side": True})
-
-
-def of_the_model(default: Any) -> Any:
-    """A field that the algorithm's `for_model` fills in: no hyperparameter, so neither a flag nor part of a config."""
-    return dataclasses.field(default=default, metadata={"of_the_model": True}, repr=False)
-
-
 def hyperparameters(algorithm: type[Algorithm]) -> list[str]:
     """What a user may set of an algorithm besides its optimiser."""
-    fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
-    return [f.name for f in fields if f.name != "sgd" and not f.metadata.get("of_the_model")]
+    return [name for name in parameters_of(algorithm) if name != "sgd"]
+
+
+def check_agents(algorithm: Algorithm, agents: int) -> None:
+    """Raise a WaffleError where the algorithm's hyperparameters do not fit a federation of this many agents."""
+    check = getattr(algorithm, "check_agents", None)
+    if check:
+        check(agents)
 
 
 def training_key(algorithm: Algorithm) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -34,10 +35,13 @@ class Ditto:
     """A model for every agent, regularised towards the global one."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    lam: float = 1.0
+    lam: float = parameter(1.0, at_least(0))
     """Pull towards the global model: 0 is Local, large is FedAvg; lr * lam must stay below 2."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def helper(self) -> fedavg.FedAvg:
         return fedavg.FedAvg(self.sgd, self.clip)

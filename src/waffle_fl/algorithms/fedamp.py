@@ -13,7 +13,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, lengths, server_side
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, lengths
+from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -61,14 +62,17 @@ class FedAMP:
     """A model for every agent, drawn towards the models that are near it."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    lam: float = 1.0
+    lam: float = parameter(1.0, at_least(0))
     """Strength of the attraction: 0 is Local; lr * lam / alpha must stay below 2."""
-    alpha: float = 1.0
+    alpha: float = parameter(1.0, above(0))
     """Step size of the server on the attraction; the agent's pull towards its cloud model is lam / alpha."""
-    sigma: float = server_side(0.3)
+    sigma: float = parameter(0.3, above(0), server_side=True)
     """Squared distance at which the attention has fallen to 1/e."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)

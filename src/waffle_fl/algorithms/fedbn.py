@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, of_the_model, server_side
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Agents, Parts
+from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
 
@@ -18,11 +19,14 @@ class FedBN:
     """A model for every agent: one for all, but for the batch normalisation, which is its own."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally, as the authors do, or by their number of samples."""
-    parts: Parts = of_the_model(Parts())
+    parts: Parts = model_dependent(Parts())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def for_model(self, layers: Layers) -> FedBN:
         return replace(self, parts=partial.parts(layers, layers.batch_norms))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, server_side
+from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Server, Up, Weighting
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Local(NamedTuple):
@@ -26,12 +27,15 @@ class FedProx:
     """One global model: FedAvg, with each agent held near it while it trains."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    mu: float = 0.1
+    mu: float = parameter(0.1, at_least(0))
     """Pull towards the global model: 0 is FedAvg; lr * mu must stay below 2."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally or by their number of samples."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, averaged, moved, normalised
+from waffle_fl.constraints import at_least, check_fields, parameter
 from waffle_fl.randomness import noise
 
 
@@ -76,10 +77,13 @@ class IFCA:
     judged_on: ClassVar[Literal["training", "validation"]] = "training"
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    clusters: int = 3
+    clusters: int = parameter(3, at_least(1))
     """Number of models k; 1 is FedAvg."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         nobody = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)

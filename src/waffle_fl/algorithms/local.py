@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Weights, everyone, one_hot
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -43,8 +44,11 @@ class Local:
     for_alice: ClassVar[bool] = True
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(), Agents(*everyone(net, agents))

@@ -18,6 +18,7 @@ from torch import Tensor
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -41,14 +42,17 @@ class PerFedAvg:
     """A model for every agent: one gradient step away from a global one that is trained for that."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of an update's gradient; 0 turns clipping off."""
-    inner_lr: float = 0.03
+    inner_lr: float = parameter(0.03, at_least(0))
     """Step size of the adaptation."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
     """Leave the Hessian out, or take it from a difference of gradients; an update takes 2 mini-batches, or 3."""
-    delta: float = 0.001
+    delta: float = parameter(0.001, above(0))
     """How far apart these gradients are, in lengths of the gradient after adaptation."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents(*everyone(net, agents))

@@ -23,10 +23,10 @@ from waffle_fl.algorithms.contract import (
     averaged,
     everyone,
     moved,
-    server_side,
     uniform,
     weighted_sum,
 )
+from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
 
 class Shared(Protocol):
@@ -128,12 +128,15 @@ class Scaffold:
     """One global model, trained with control variates."""
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 2.0
+    clip: float = parameter(2.0, at_least(0))
     """Largest norm of a corrected gradient; 0 turns clipping off."""
-    correction: float = 1.0
+    correction: float = parameter(1.0, between(0, 1))
     """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
-    eta_g: float = server_side(1.0)
+    eta_g: float = parameter(1.0, above(0), server_side=True)
     """Global step size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return start(net, agents)

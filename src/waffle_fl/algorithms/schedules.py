@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
+from waffle_fl.constraints import readable
 from waffle_fl.errors import WaffleError
 from waffle_fl.notation import build
 
@@ -62,6 +63,15 @@ def parse(text: str) -> Schedule:
     if ":" in text:
         return _imported(text)
     return build(text, KINDS, "a schedule", "sigmoid(3.2) or module:function", also=(ADAPTIVE,))
+
+
+def read_degree(text: str) -> None:
+    """Raise a WaffleError for a text that is neither a schedule nor `adaptive`."""
+    if text != ADAPTIVE:
+        parse(text)
+
+
+DEGREE = readable(read_degree, "a schedule such as sigmoid(3.2), adaptive or module:function")
 
 
 def _imported(text: str) -> Schedule:

@@ -27,9 +27,9 @@ from waffle_fl.algorithms.contract import (
     normalised,
     one_hot,
     row_of,
-    server_side,
 )
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -60,14 +60,17 @@ class WeightErosion:
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    p_d: float = server_side(0.0067)
+    p_d: float = parameter(0.0067, at_least(0), server_side=True)
     """Distance penalty: weight lost a round and unit of relative distance; 0 is FedAvg."""
-    p_s: float = server_side(0.0)
+    p_s: float = parameter(0.0, at_least(0), server_side=True)
     """Size penalty: how much faster an agent erodes each time its data has been used up."""
-    counted: Literal["samples", "batches"] = server_side("samples")
+    counted: Literal["samples", "batches"] = parameter("samples", server_side=True)
     """What the size of an agent's data counts for p_s: samples, or mini-batches as in the authors' code."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         alpha = torch.ones(agents, dtype=torch.float64, device=net.params.device)
