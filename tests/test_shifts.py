@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from conftest import BATCH, last_state, make_federation, make_model, refusal
 from waffle_fl import data
-from waffle_fl.algorithms import ALGORITHMS, FedAvg
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.batches import Batches, Plan
 from waffle_fl.cli.commands import main
 from waffle_fl.config import Experiment, RunConfig, Settings, check_run, completed, load_experiments

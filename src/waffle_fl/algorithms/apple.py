@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone, inner
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, inner
 from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -67,6 +67,15 @@ class Info(NamedTuple):
 @dataclass(frozen=True)
 class APPLE:
     """A model for every agent: a mixture of all agents' core models, in proportions that it learns."""
+
+    about: ClassVar[About] = About(
+        name="apple",
+        title="APPLE",
+        trains_model_for="each agent",
+        in_words="a mix of all agents' models, in proportions that the agent learns",
+        cite="Luo & Wu, IJCAI 2022",
+        order=170,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(2.0, at_least(0))

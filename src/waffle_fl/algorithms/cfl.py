@@ -8,13 +8,13 @@ the parts is the smallest possible. Parts start from the model that they shared.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone, lengths
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, lengths
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -62,6 +62,15 @@ def parted(label: Tensor, links: Tensor, together: Tensor, apart: Tensor) -> Ten
 @dataclass(frozen=True)
 class CFL:
     """A model for every cluster of agents; a cluster is parted when its agents pull in different directions."""
+
+    about: ClassVar[About] = About(
+        name="cfl",
+        title="CFL",
+        trains_model_for="each agent",
+        in_words="one model for everybody, parted in two whenever the agents pull in different directions",
+        cite="Sattler et al., IEEE TNNLS 2020",
+        order=200,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -8,12 +8,12 @@ before the last `head_layers` are taken from the global model as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Runs, cut, joined
 from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
@@ -39,6 +39,15 @@ class Local(NamedTuple):
 @dataclass(frozen=True)
 class FedALA:
     """A model for every agent, begun each round at a learned elementwise mixture of its own and the global one."""
+
+    about: ClassVar[About] = About(
+        name="fedala",
+        title="FedALA",
+        trains_model_for="each agent",
+        in_words="a model of its own, which takes from one model for everybody what helps, number by number",
+        cite="Zhang et al., AAAI 2023",
+        order=180,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -8,12 +8,12 @@ F_i(w) + lam / (2 alpha) |w - u_i|^2 by SGD.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, lengths
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, lengths
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
@@ -60,6 +60,15 @@ def attention(w: Rows, heard: Tensor, alpha: float, sigma: float) -> Tensor:
 @dataclass(frozen=True)
 class FedAMP:
     """A model for every agent, drawn towards the models that are near it."""
+
+    about: ClassVar[About] = About(
+        name="fedamp",
+        title="FedAMP",
+        trains_model_for="each agent",
+        in_words="a model of its own, drawn towards the agents' models that are like it",
+        cite="Huang et al., AAAI 2021",
+        order=150,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
 from waffle_fl.algorithms import defences
 from waffle_fl.algorithms.contract import (
+    CLIP,
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -90,10 +92,19 @@ def aggregate(
 class FedAvg:
     """One global model: the mean of all agents' updates."""
 
+    about: ClassVar[About] = About(
+        name="fedavg",
+        title="FedAvg",
+        trains_model_for="all agents",
+        in_words="one model for everybody, the mean of all updates",
+        cite="McMahan et al., AISTATS 2017",
+        order=10,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = parameter(0.0, at_least(0))
+    clip: float = parameter(0.0, at_least(0), search=CLIP)
     """Largest norm of a gradient; 0 turns clipping off."""
-    weighting: Weighting = parameter("equal", server_side=True)
+    weighting: Weighting = parameter("equal", server_side=True, search=["equal", "samples"])
     """Weigh agents equally (the paper's authors) or by their number of samples (McMahan et al.)."""
     aggregation: str = parameter("mean", readable(parse, "an aggregation"), server_side=True)
     """How updates become one: mean, or a robust rule, which weighs equally: krum(f), multi-krum(f), trimmed-mean(f),

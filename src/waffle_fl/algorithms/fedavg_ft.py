@@ -7,13 +7,13 @@ fine-tuned model at no cost. In the last rounds nothing is averaged, and agents 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Vector, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, Vector, everyone
 from waffle_fl.algorithms.fedavg import Info, Local, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -39,6 +39,14 @@ class Down(NamedTuple):
 @dataclass(frozen=True)
 class FedAvgFT:
     """A model for every agent: FedAvg's, fine-tuned on the agent's own data."""
+
+    about: ClassVar[About] = About(
+        name="fedavg-ft",
+        title="FedAvg+FT",
+        trains_model_for="each agent",
+        in_words="one model for everybody, trained on by each agent on its own data",
+        order=90,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

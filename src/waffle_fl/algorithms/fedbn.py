@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import ClassVar, final
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Agents, Parts
 from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
@@ -17,6 +17,15 @@ from waffle_fl.models.layers import Layers
 @dataclass(frozen=True)
 class FedBN:
     """A model for every agent: one for all, but for the batch normalisation, which is its own."""
+
+    about: ClassVar[About] = About(
+        name="fedbn",
+        title="FedBN",
+        trains_model_for="each agent",
+        in_words="one network for everybody but for its batch normalisation, which is the agent's own",
+        cite="Li et al., ICLR 2021",
+        order=140,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

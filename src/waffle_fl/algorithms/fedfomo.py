@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -84,6 +84,14 @@ def weights(gain: Tensor) -> Tensor:
 class FedFomo:
     """A model for every agent, mixed of those that serve its own held-out data."""
 
+    about: ClassVar[About] = About(
+        name="fedfomo",
+        title="FedFomo",
+        trains_model_for="each agent",
+        in_words="a model of its own, mixed with those that do well on its data",
+        cite="Zhang et al., ICLR 2021",
+        order=160,
+    )
     judged_on: ClassVar[Literal["training", "validation"]] = "validation"
 
     sgd: SGD = field(default_factory=SGD)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import ClassVar, final
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Agents, Parts
 from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
@@ -17,6 +17,15 @@ from waffle_fl.models.layers import Layers
 @dataclass(frozen=True)
 class FedPer:
     """A model for every agent: a body for all, trained together with a head of its own."""
+
+    about: ClassVar[About] = About(
+        name="fedper",
+        title="FedPer",
+        trains_model_for="each agent",
+        in_words="one network for everybody but for its last layers, which are the agent's own",
+        cite="Arivazhagan et al., arXiv:1912.00818, 2019",
+        order=120,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -6,10 +6,10 @@ Per mini-batch: y -= lr (grad F(y) + mu (y - x)). x is the global model of the r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Server, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -25,6 +25,15 @@ class Local(NamedTuple):
 @dataclass(frozen=True)
 class FedProx:
     """One global model: FedAvg, with each agent held near it while it trains."""
+
+    about: ClassVar[About] = About(
+        name="fedprox",
+        title="FedProx",
+        trains_model_for="all agents",
+        in_words="one model for everybody, no agent allowed to stray far from it in a round",
+        cite="Li et al., MLSys 2020",
+        order=80,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.algorithms.partial import Agents, Parts, cut, joined
 from waffle_fl.constraints import at_least, check_fields, fraction, model_dependent, parameter
@@ -28,6 +28,15 @@ class Local(NamedTuple):
 @dataclass(frozen=True)
 class FedRep:
     """A model for every agent: a body for all, and a head of its own, trained in turn."""
+
+    about: ClassVar[About] = About(
+        name="fedrep",
+        title="FedRep",
+        trains_model_for="each agent",
+        in_words="one network for everybody but for its last layers, the agent's own and trained first in each round",
+        cite="Collins et al., ICML 2021",
+        order=130,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

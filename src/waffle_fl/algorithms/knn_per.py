@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, everyone
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
@@ -38,6 +38,14 @@ def neighbours(features: Tensor, known: Tensor, said: Tensor, k: int, scale: flo
 class KNNPer:
     """A global model, corrected for every agent by its nearest training samples."""
 
+    about: ClassVar[About] = About(
+        name="knn-per",
+        title="kNN-Per",
+        trains_model_for="each agent",
+        in_words="one model for everybody, corrected by the agent's own most similar samples",
+        cite="Marfoq et al., ICML 2022",
+        order=210,
+    )
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)

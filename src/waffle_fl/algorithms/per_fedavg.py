@@ -10,13 +10,13 @@ One update takes mini-batches D, D' and, where the Hessian is not left out, D'':
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
@@ -40,6 +40,15 @@ class Local(NamedTuple):
 @dataclass(frozen=True)
 class PerFedAvg:
     """A model for every agent: one gradient step away from a global one that is trained for that."""
+
+    about: ClassVar[About] = About(
+        name="per-fedavg",
+        title="Per-FedAvg",
+        trains_model_for="each agent",
+        in_words="one model for everybody that is made to be adapted, and one step of each agent from there",
+        cite="Fallah et al., NeurIPS 2020",
+        order=100,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -6,11 +6,12 @@ Per mini-batch: theta -= lr (grad f(theta) + lam (theta - w)), a few times; then
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -40,6 +41,15 @@ class Local(NamedTuple):
 @dataclass(frozen=True)
 class PFedMe:
     """A model for every agent: the best one near a global model, which moves towards all of them."""
+
+    about: ClassVar[About] = About(
+        name="pfedme",
+        title="pFedMe",
+        trains_model_for="each agent",
+        in_words="a model of its own around one model for everybody, which follows all of them",
+        cite="T. Dinh et al., NeurIPS 2020",
+        order=110,
+    )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

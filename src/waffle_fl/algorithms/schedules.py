@@ -7,7 +7,6 @@ go by the clock; `adaptive` goes by what is measured in the run (adaptive.py).
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TypeAlias
 
 from waffle_fl.constraints import readable
 from waffle_fl.errors import WaffleError
+from waffle_fl.importing import import_named
 from waffle_fl.notation import build
 
 Schedule: TypeAlias = Callable[[int, int], float]
@@ -75,11 +75,7 @@ DEGREE = readable(read_degree, "a schedule such as sigmoid(3.2), adaptive or mod
 
 
 def _imported(text: str) -> Schedule:
-    module, _, name = text.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise WaffleError(f"cannot import the schedule {text!r}: {error}") from None
+    function = import_named(text, "schedule")
     if not callable(function):
         raise WaffleError(f"expected a function of (r, R) at {text!r}, got {type(function).__name__}")
     return function  # type: ignore[no-any-return]

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from waffle_fl.algorithms import adaptive, scaffold
 from waffle_fl.algorithms.contract import (
+    CLIP,
+    LR,
     NEARLY_EQUAL,
     SGD,
     TINY,
+    About,
     Grad,
     Net,
     Round,
@@ -41,6 +44,17 @@ from waffle_fl.constraints import above, at_least, between, check_fields, parame
 
 Degree: TypeAlias = float | Tensor  # of personalisation: by the clock, or measured
 LOCAL_FROM = 95  # percent of the rounds, A1.7
+SEARCH = {
+    "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
+    "psi": "omega",
+    "slope": {"low": 1.0, "high": 12.0},
+    "shift": {"low": -0.3, "high": 0.3, "of": "rounds"},
+    "rate": {"low": 1.0, "high": 12.0},
+    "at": {"low": 0.05, "high": 0.9},
+    "level": {"low": 0.1, "high": 1.0},
+    "clip": CLIP,
+    "lr": LR,
+}
 
 
 class Server(NamedTuple):
@@ -109,6 +123,15 @@ def _at_most_1(degree: Degree) -> Degree:
 class Waffle:
     """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
 
+    about: ClassVar[About] = About(
+        name="waffle",
+        title="WAFFLE",
+        trains_model_for="Alice",
+        in_words="a model for one agent: everybody counts at first, then ever more those who pull the way it does",
+        cite="Beaussart et al., 2021",
+        order=40,
+        search=SEARCH,
+    )
     for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = scaffold.Scaffold
 

@@ -18,6 +18,7 @@ from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     SGD,
     TINY,
+    About,
     Grad,
     Net,
     Round,
@@ -76,6 +77,13 @@ class Cut(NamedTuple):
 class WaffleKin:
     """A model for Alice: the body with all while they help, the head with those alone who mean the same by it."""
 
+    about: ClassVar[About] = About(
+        name="waffle-kin",
+        title="WAFFLE-kin",
+        trains_model_for="Alice",
+        in_words="a model for one agent: its last layer with those who mean the same, the others while that helps",
+        order=50,
+    )
     for_alice: ClassVar[bool] = True
 
     sgd: SGD = field(default_factory=SGD)

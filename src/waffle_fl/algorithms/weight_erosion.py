@@ -14,6 +14,7 @@ from torch import Tensor
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -56,13 +57,21 @@ def relative_distances(dy: Rows, alice: Tensor) -> Weights:
 class WeightErosion:
     """A model for Alice: FedAvg whose weights erode with distance until she trains alone."""
 
+    about: ClassVar[About] = About(
+        name="weight-erosion",
+        title="WE",
+        trains_model_for="Alice",
+        in_words="Weight Erosion, a model for one agent: partners whose updates differ from its own count less",
+        cite="Grimberg et al., 2020",
+        order=30,
+    )
     for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    p_d: float = parameter(0.0067, at_least(0), server_side=True)
+    p_d: float = parameter(0.0067, at_least(0), server_side=True, search={"low": 0.001, "high": 0.3, "log": True})
     """Distance penalty: weight lost a round and unit of relative distance; 0 is FedAvg."""
     p_s: float = parameter(0.0, at_least(0), server_side=True)
     """Size penalty: how much faster an agent erodes each time its data has been used up."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.config.checking import floats, line_of, problems_of, tuples, unreadable
 from waffle_fl.config.settings import (
     EVERYONE,
@@ -117,11 +117,11 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     problems += problems_of(values, hints, known, text)
     methods, splits = _texts(grid.get("methods")), _texts(grid.get("splits", ["C"]))
     for method, table in tables.items():
-        if method in ALGORITHMS and method not in methods:
-            problems.append(f"[{method}]{line_of(text, method)}: this method is not among the experiment's methods")
-        if method not in ALGORITHMS:
+        if method not in ALGORITHMS and ":" not in method:
             problems.append(f"unknown key {method!r}{line_of(text, method)}{suggest(method, known)}")
-        else:
+        elif method not in methods:
+            problems.append(f"[{method}]{line_of(text, method)}: this method is not among the experiment's methods")
+        if method in ALGORITHMS or (method in methods and not unreadable(algorithm_of, method)):
             problems += _option_problems(method, table, splits, _from_table(text, method))
     if problems:
         raise WaffleError(f"{path}: " + "; ".join(problems))
@@ -149,7 +149,7 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
         elif len(set(value)) < len(value):
             problems.append(f"{key}: {value!r} names one twice")
         elif key == "methods":
-            problems += [f"unknown method {m!r}{suggest(m, ALGORITHMS)}" for m in value if m not in ALGORITHMS]
+            problems += [problem for method in value for problem in unreadable(algorithm_of, method)]
         elif key == "shifts":
             problems += [problem for text in value for problem in unreadable(read_shifts, text)]
         elif key == "seeds":

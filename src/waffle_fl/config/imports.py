@@ -9,9 +9,10 @@ from waffle_fl.errors import WaffleError
 
 
 def imports_in(content: Any, model: bool = True) -> dict[str, str]:
-    """The code that an unchecked config names: in its options, which reading it imports, and (`model`) its model."""
-    options = _table(content, "options")
-    found = {**options, "model": _table(content, "settings").get("model")} if model else options
+    """The code that an unchecked config names: its method and its options, which reading it imports, and its model."""
+    method = content.get("method") if isinstance(content, dict) else None
+    found = {"method": method, **_table(content, "options")}
+    found |= {"model": _table(content, "settings").get("model")} if model else {}
     return {name: text for name, text in found.items() if isinstance(text, str) and ":" in text}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from waffle_fl import attacks
-from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, hyperparameters
+from waffle_fl.algorithms import SGD, Algorithm, algorithm_of, hyperparameters
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
     Parameter,
@@ -27,7 +27,7 @@ from waffle_fl.constraints import (
     readable,
 )
 from waffle_fl.data import NAMES
-from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.errors import WaffleError
 from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
@@ -151,7 +151,7 @@ class RunConfig:
     def algorithm(self) -> Algorithm:
         s = self.settings
         sgd = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
-        return ALGORITHMS[self.method](sgd=sgd, **self.options)  # type: ignore[call-arg]
+        return algorithm_of(self.method)(sgd=sgd, **self.options)  # type: ignore[call-arg]
 
     @property
     def label(self) -> str:
@@ -167,7 +167,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
-        options = {key: given[key] for key in hyperparameters(ALGORITHMS[self.method])}
+        options = {key: given[key] for key in hyperparameters(algorithm_of(self.method))}
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -195,10 +195,12 @@ def plain(text: str) -> str:
     return f"{name.strip('-')}-{digest[:8]}"
 
 
-def completed(content: Any) -> Any:
-    """A run's config as an earlier version wrote it, with the settings that came later at their defaults."""
-    method = content.get("method") if isinstance(content, dict) else None
-    if method not in ALGORITHMS:
+def completed(content: Any, method: str) -> Any:
+    """A config of this method as an earlier version wrote it, with the settings that came later at their defaults.
+
+    That of another method is left as it is: to read it could import the code that it names.
+    """
+    if not isinstance(content, dict) or content.get("method") != method:
         return content
     defaults = RunConfig(method=method, settings=Settings()).to_json()
     later = {
@@ -211,7 +213,8 @@ def completed(content: Any) -> Any:
 
 def options_of(method: str) -> dict[str, Parameter]:
     """The hyperparameters of a method; in a config a schedule is a text."""
-    found = {name: parameters_of(ALGORITHMS[method])[name] for name in hyperparameters(ALGORITHMS[method])}
+    kind = algorithm_of(method)
+    found = {name: parameters_of(kind)[name] for name in hyperparameters(kind)}
     return {name: kind._replace(hint=str) if _is_schedule(kind.hint) else kind for name, kind in found.items()}
 
 
@@ -226,8 +229,6 @@ def _is_schedule(hint: Any) -> bool:
 
 def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:
     """A run from plain values, or one line with everything that is wrong with them."""
-    if method not in ALGORITHMS:
-        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
     known, own = parameters_of(Settings), options_of(method)
     problems = problems_of(settings, known) + problems_of(options, own)
     if problems:

@@ -240,7 +240,9 @@ def public_keys(folder: Path, sites: Sequence[str]) -> dict[str, Path]:
 def read_site(folder: Path) -> SiteSettings:
     """site.toml, or one line with every mistake in it."""
     found = _read(folder / SITE_FILE, SiteSettings)
-    strange = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in found.methods if m not in ALGORITHMS]
+    others = [m for m in found.methods if m not in ALGORITHMS]
+    strange = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in others if ":" not in m]
+    strange += [f"methods: {m!r} must be listed in imports too" for m in others if ":" in m and m not in found.imports]
     strange += [
         f"metrics: unknown {m!r}{suggest(m, (*SCORES, *METRICS))}"
         for m in found.metrics
