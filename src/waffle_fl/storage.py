@@ -1,4 +1,4 @@
-"""Files: where data sets lie, written whole or not at all, removed for good, and read only where they are files."""
+"""Files that survive a crash: written whole or not at all, removed for good, and read only where they are files."""
 
 from __future__ import annotations
 
@@ -63,13 +63,3 @@ def check_regular(path: Path) -> Path:
     if kind in KINDS:
         raise WaffleError(f"expected a regular file, {path} is {KINDS[kind]}: copy its content to a file")
     return path
-
-
-def data_dir(given: str = "") -> Path:
-    """`--data-dir`, else $WAFFLE_DATA, else the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    chosen = Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl")
-    try:
-        return chosen.expanduser()
-    except RuntimeError as error:
-        raise WaffleError(f"no data folder {chosen}: {error}") from None

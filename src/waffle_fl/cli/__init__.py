@@ -23,11 +23,6 @@ def _run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"waffle-fl {__version__}")
         return 0
-    if not arguments or arguments[0] in ("-h", "--help"):
-        from waffle_fl.cli.usage import usage
-
-        print(usage(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
     from waffle_fl.cli import commands
     from waffle_fl.experiment import Interrupted
 

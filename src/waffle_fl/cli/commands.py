@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -24,6 +25,7 @@ from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.tune import tune
 from waffle_fl.cli.watch import Folder, Notes, Output, Watched, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
+from waffle_fl.data.files import data_dir
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import EVERYONE, Place, execute, plan
@@ -336,8 +338,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+def usage() -> str:
+    lines = "\n".join(f"  {name:<9} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items())
+    return f"usage: waffle COMMAND ...\n\n{lines}\n\nwaffle COMMAND --help explains one; data sets lie in {data_dir()}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Run a command: its name and what follows it."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:
         raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")

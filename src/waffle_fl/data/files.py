@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -12,9 +13,18 @@ from pathlib import Path
 from waffle_fl.data.sources import File
 from waffle_fl.errors import WaffleError
 from waffle_fl.storage import check_regular, remove, sync_folder
-from waffle_fl.storage import data_dir as data_dir
 
 Progress = Callable[[str, int, int], None]  # (file, bytes so far, bytes in all)
+
+
+def data_dir(given: str = "") -> Path:
+    """`--data-dir`, else $WAFFLE_DATA, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    chosen = Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl")
+    try:
+        return chosen.expanduser()
+    except RuntimeError as error:
+        raise WaffleError(f"no data folder {chosen}: {error}") from None
 
 
 def checksum(path: Path, algorithm: str) -> str:
