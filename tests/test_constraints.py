@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -229,6 +229,24 @@ def test_a_dataclass_of_another_package() -> None:
     assert constraint_of(Method, "depth") is parameters_of(Method)["depth"].constraint
     with pytest.raises(WaffleError, match=r"^depth: expected at least 1, got 0$"):
         Method(0)
+
+
+@pytest.mark.parametrize(
+    ("hint", "fitting", "wrong"),
+    [
+        (tuple[int, str], (1, "a"), ("a", 1)),
+        (tuple[int, str], (1, "a"), (1,)),
+        (list[int], [1], (1,)),
+        (float | None, None, "a"),
+        (Literal[1, 2], 2, True),
+        (dict[str, float], {"a": 1.0}, [1.0]),
+    ],
+)
+def test_types_of_other_methods(hint: Any, fitting: Any, wrong: Any) -> None:
+    """Types that no method of the package has are checked as far as they can be; Any takes everything."""
+    assert Parameter(hint).problem(fitting) == ""
+    assert Parameter(hint).problem(wrong).startswith("expected ")
+    assert Parameter(Any).problem(wrong) == ""
 
 
 def test_long_values_are_shortened() -> None:

@@ -170,6 +170,8 @@ def test_titles_stay_apart(here: Path) -> None:
     ("name", "expected"),
     [
         ("absent:Variant", "No module named 'absent'; run waffle in the folder that holds absent.py, or put that"),
+        ("package.absent:Variant", "No module named 'package'; run waffle in the folder that holds package.py"),
+        (":Variant", "cannot import the method ':Variant': ValueError: Empty module name"),
         ("mine:ConstantPul", "mine has no 'ConstantPul', did you mean ConstantPull?"),
         ("broken:Variant", "cannot import the method 'broken:Variant': ZeroDivisionError: division by zero"),
         ("needy:Variant", "cannot import the method 'needy:Variant': No module named 'absent_too'"),

@@ -147,7 +147,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
     if origin is tuple:
-        return isinstance(value, tuple) and all(fits(v, arguments[0]) for v in value)
+        return isinstance(value, tuple) and _fit_each(value, arguments)
     if origin in (types.UnionType, typing.Union):
         return any(fits(value, choice) for choice in arguments)
     if origin is collections.abc.Callable:
@@ -156,7 +156,15 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
     if hint is int:
         return isinstance(value, int) and type(value) is not bool
-    return isinstance(value, hint)
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
+
+
+def _fit_each(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
+    """tuple[float, ...] takes any number of values, tuple[int, str] these two."""
+    if hints[1:] == (...,):
+        return all(fits(value, hints[0]) for value in values)
+    return len(values) == len(hints) and all(map(fits, values, hints))
 
 
 def described(hint: Any) -> str:
@@ -174,7 +182,7 @@ def described(hint: Any) -> str:
         tuple[str, ...]: "a list of texts",
         tuple[tuple[float, ...], ...]: "a matrix of numbers",
     }
-    return simple.get(hint) or lists.get(hint) or str(hint.__name__)
+    return simple.get(hint) or lists.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def shown(value: Any) -> str:

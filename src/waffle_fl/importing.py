@@ -13,17 +13,18 @@ from waffle_fl.errors import WaffleError, suggest
 def import_named(text: str, what: str) -> Any:
     """Return what `module:name` names. The current folder is searched too, after all other places."""
     module, _, name = text.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
     try:
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)
         found = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or module.split(".")[: error.name.count(".") + 1] != error.name.split("."):
             raise WaffleError(f"cannot import the {what} {text!r}: {error}") from None
+        file = f"{error.name.replace('.', '/')}.py"
         raise WaffleError(
-            f"cannot import the {what} {text!r}: {error}; run waffle in the folder that holds {error.name}.py, or put "
-            "that folder on PYTHONPATH"
+            f"cannot import the {what} {text!r}: {error}; run waffle in the folder that holds {file}, or put that "
+            "folder on PYTHONPATH"
         ) from None
     except Exception as error:  # the user's module may raise anything while it is imported
         reason = " ".join(str(error).split())
