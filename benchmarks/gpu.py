@@ -30,7 +30,8 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.batches import Batches
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.data import Dataset
-from waffle_fl.engines.steps import one_step, products
+from waffle_fl.engines.arithmetic import products
+from waffle_fl.engines.cuda_graphs import one_step
 from waffle_fl.experiment import Listener, Place, execute, federation_of, plan
 from waffle_fl.federation import Federation, build
 from waffle_fl.models import DLA, LeNet5

@@ -18,7 +18,8 @@ import torch
 from hypothesis import settings
 
 from waffle_fl.algorithms import Grad, for_model
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.models import Batch, FlatModel, mlp

@@ -18,8 +18,9 @@ from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.adaptive import Witness, observe, start
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.config import check_run
-from waffle_fl.engines.closing import close, close_together, desk_of
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
+from waffle_fl.engines.cells import Cell, RoundSettings
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.randomness import generator
@@ -164,6 +165,7 @@ def test_it_goes_on_from_a_saved_state() -> None:
 def test_cells_close_alike_together() -> None:
     """Batched as on a GPU, two adaptive federations get what each gets alone."""
     algorithm, model, work = Waffle(SGD(0.1), denominator="range", **ADAPTIVE), make_model(), []
+    settings = RoundSettings(10, BATCH)
     for seed, alice in ((3, 0), (4, 2)):
         federation = make_federation(alice=alice, seed=seed)
         state = last_state(Cell(algorithm, federation, seed), model, rounds=3)[-1].state
@@ -171,10 +173,10 @@ def test_cells_close_alike_together() -> None:
         agents, up = algorithm.finish(down, state.agents, algorithm.begin(down, state.agents))
         up = up._replace(dy=torch.sin(torch.arange(up.dy.numel(), dtype=torch.float64)).view_as(up.dy))
         work.append(
-            (state.server, state.agents, agents, up, torch.ones(4) > 0, desk_of(federation, BATCH, 1, CPU)),
+            (state.server, state.agents, agents, up, torch.ones(4) > 0, registered(federation, settings, CPU)),
         )
-    alone = [close(algorithm, 4, 10, BATCH, "off", *arguments) for arguments in work]
-    for one, other in zip(alone, close_together(algorithm, work, 4, 10, BATCH, "off"), strict=True):
+    alone = [aggregate(algorithm, 4, settings, *arguments) for arguments in work]
+    for one, other in zip(alone, aggregate_together(algorithm, 4, settings, work), strict=True):
         for a, b in zip(one.server, other.server, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -19,8 +19,9 @@ from waffle_fl.attacks import ATTACKS, attackers_of, parse, poisoned, tamper_of
 from waffle_fl.attacks.poison import stamped
 from waffle_fl.attacks.updates import Scene
 from waffle_fl.config import check_run
-from waffle_fl.engines.simulate import Cell, simulate
-from waffle_fl.engines.steps import one_thread
+from waffle_fl.engines.arithmetic import one_thread
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import Place, execute
 from waffle_fl.guard import COPIED, OK, OPPOSED, PULLING, REASONS, screen
 from waffle_fl.records import read_json, read_rounds

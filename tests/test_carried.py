@@ -18,9 +18,10 @@ from test_records import bits
 from waffle_fl import APFL, SGD, Cell, Ditto, FedAvg, Federation, FlatModel, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.engines.cells import Outcome, State
-from waffle_fl.engines.families import carriers, families_of
-from waffle_fl.engines.simulate import _Simulator, initial_state
+from waffle_fl.engines import simulate as engine
+from waffle_fl.engines.cells import Outcome, State, initial_state
+from waffle_fl.engines.shared_training import carriers, families_of
+from waffle_fl.engines.stacked import StackedBackend
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.experiment import Interrupted, Place, execute
 from waffle_fl.experiment.materials import federation_of, model_of
@@ -53,15 +54,15 @@ def same_as_alone(cells: Sequence[Cell], together: list[list[Outcome]], model: F
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
-    """The cells of every simulator that is made: those that are trained."""
+    """The cells of every backend that is made: those that are trained."""
     made: list[list[Cell]] = []
-    build = _Simulator.__init__
+    build = StackedBackend.__init__
 
-    def noted(simulator: _Simulator, cells: Sequence[Cell], *args: Any) -> None:
+    def noted(backend: StackedBackend, cells: Sequence[Cell], *args: Any) -> None:
         made.append(list(cells))
-        build(simulator, cells, *args)
+        build(backend, cells, *args)
 
-    monkeypatch.setattr(_Simulator, "__init__", noted)
+    monkeypatch.setattr(StackedBackend, "__init__", noted)
     return made
 
 
@@ -182,14 +183,14 @@ def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[Cell]])
 @both
 def test_a_leader_that_tries_again_is_left(leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes of other mini-batches is not what FedAvg has, which was content with the first ones."""
-    judged = _Simulator._outcome
+    judged = engine.outcome_of
 
-    def strict(simulator: _Simulator, i: int, closed: Any, measured: Any, r: int, attempt: int) -> Outcome:
-        outcome = judged(simulator, i, closed, measured, r, attempt)
-        refused = r == since and not attempt and hasattr(simulator.cells[i].algorithm, "helper")
-        return replace(outcome, error=Diverged("once")) if refused else outcome
+    def strict(i: int, own: Cell, *results: Any) -> Outcome:
+        outcome, (r, attempt) = judged(i, own, *results), results[-2:]
+        refused = r == since and not attempt and hasattr(own.algorithm, "helper")
+        return replace(outcome, error=Diverged("once"), state=results[2]) if refused else outcome
 
-    monkeypatch.setattr(_Simulator, "_outcome", strict)
+    monkeypatch.setattr(engine, "outcome_of", strict)
     federation = make_federation()
     cells = [cell(leader, federation), cell(FedAvg(STEP), federation)]
     together = rounds(cells)

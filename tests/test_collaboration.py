@@ -30,13 +30,13 @@ from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.offers import best_others, packed, spread
 from waffle_fl.cli import _run as waffle
 from waffle_fl.config import Settings, check_run
-from waffle_fl.engines import judging
-from waffle_fl.engines.cells import on_device
-from waffle_fl.engines.closing import answering
-from waffle_fl.engines.families import families_of
-from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.simulate import Cell, State, initial_state, simulate
-from waffle_fl.engines.states import rows_of
+from waffle_fl.engines import candidate_losses
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cells import Cell, State, initial_state, on_device
+from waffle_fl.engines.evaluation import answering
+from waffle_fl.engines.shared_training import families_of
+from waffle_fl.engines.simulate import simulate
+from waffle_fl.engines.tree import rows_of
 from waffle_fl.experiment import Place, advice, federation_of, model_of
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, Net, cnn, linear
@@ -273,7 +273,7 @@ def test_candidates_are_judged_on_own_samples(stacked: bool, held_out: bool) -> 
     server, agents = last_state(Cell(fomo, federation, 3), model, rounds=3)[-1].state
     rows = slice(1, 3)
     down, agents = rows_of(fomo.broadcast(server, 4), rows), rows_of(agents, rows)
-    down = Judge(fomo, model, [federation], [3]).informed(down, agents, rows, 4)
+    down = CandidateLosses(fomo, model, [federation], [3]).into(down, agents, rows, 4)
     nets = fomo.candidates(down, agents)
     for row, agent in ((0, 1), (1, 2)):
         own = validation[agent] if held_out else federation.train[agent]
@@ -290,12 +290,12 @@ def test_candidates_are_judged_by_the_labels_of_the_round() -> None:
     federation, fomo = replace(plain, later=later, turn=turn), FedFomo(LR)
     server, agents = last_state(Cell(fomo, federation, 3), model, rounds=4)[-1].state
     down = fomo.broadcast(server, 4)
-    judge, nets = Judge(fomo, model, [federation], [3], rounds=4), fomo.candidates(down, agents)
+    judge, nets = CandidateLosses(fomo, model, [federation], [3], rounds=4), fomo.candidates(down, agents)
     for r in (2, 3):
         own = federation.train[1]
         output = model.predict(nets.params[1, 0], nets.stats[1, 0], federation.x[own])
         expected = model.losses(output, federation.labels(1, own, r / 4)).mean()
-        losses = judge.informed(down, agents, slice(None), r).losses
+        losses = judge.into(down, agents, slice(None), r).losses
         assert float(losses[1, 0]) == pytest.approx(float(expected), rel=1e-12)
 
 
@@ -306,18 +306,18 @@ def test_a_site_judges_alone() -> None:
     (cell,) = on_device([Cell(ifca, federation, 3)], model)
     server, agents = last_state(cell, model, rounds=2)[-1].state
     down = ifca.broadcast(server, 4)
-    among = Judge(ifca, model, [cell.federation], [3]).informed(down, agents, slice(None), 3).losses
+    among = CandidateLosses(ifca, model, [cell.federation], [3]).into(down, agents, slice(None), 3).losses
     for i in range(4):
         row = slice(i, i + 1)
-        alone = Judge(ifca, model, [cell.federation.only(i)], [3])
-        losses = alone.informed(rows_of(down, row), rows_of(agents, row), slice(None), 3).losses
+        alone = CandidateLosses(ifca, model, [cell.federation.only(i)], [3])
+        losses = alone.into(rows_of(down, row), rows_of(agents, row), slice(None), 3).losses
         assert torch.equal(losses[0], among[i])
 
 
 def test_few_samples_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many samples an agent has, a bounded number judges, spread over all of them."""
-    monkeypatch.setattr(judging, "SAMPLES", 10)
-    parts = judging._some(torch.arange(32)), judging._some(torch.arange(9)), judging._some(torch.arange(0))
+    monkeypatch.setattr(candidate_losses, "SAMPLES", 10)
+    parts = [candidate_losses._some(torch.arange(n)) for n in (32, 9, 0)]
     assert [len(part) for part in parts] == [8, 9, 0]
     assert parts[0].max() >= 28
 

@@ -11,9 +11,10 @@ import torch
 from conftest import BATCH, fitted, grad_of, last_state, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
-from waffle_fl.engines.closing import close, close_together, desk_of
-from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.simulate import Cell, initial_state, simulate
+from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cells import Cell, RoundSettings, initial_state
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment.jobs import state_of, tensors_of
 from waffle_fl.tensorfile import pack, unpack
 
@@ -55,9 +56,8 @@ class Stage:
         batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
         self.batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
         self.down = self.algorithm.broadcast(self.server, AGENTS)
-        if hasattr(self.algorithm, "candidates"):
-            judge = Judge(self.algorithm, self.model, [self.federation], [3])
-            self.down = judge.informed(self.down, self.agents, slice(None), 4)
+        losses = CandidateLosses(self.algorithm, self.model, [self.federation], [3])
+        self.down = losses.into(self.down, self.agents, slice(None), 4)
         self.local = self.algorithm.begin(self.down, self.agents)
         self.stepped = self.algorithm.step(self.local, self.grad())
         _, self.up = self.algorithm.finish(self.down, self.agents, self.stepped)
@@ -179,9 +179,10 @@ def test_state_survives_save_and_load(method: str) -> None:
 
 @every
 @pytest.mark.parametrize("guard", ["off", "standard"])
-def test_cells_close_alike_together_and_alone(method: str, guard: str) -> None:
+def test_runs_aggregate_alike_together_and_alone(method: str, guard: Any) -> None:
     """Aggregating several federations as one batched computation gives each what it gets alone, to rounding."""
     algorithm, model, work = make(method), make_model(), []
+    settings = RoundSettings(10, BATCH, guard=guard)
     for seed, alice in ((3, 0), (4, 2), (5, 1)):
         federation = make_federation(alice=alice, seed=seed)
         state = last_state(Cell(algorithm, federation, seed), model, rounds=3)[-1].state
@@ -192,12 +193,11 @@ def test_cells_close_alike_together_and_alone(method: str, guard: str) -> None:
         agents, up = algorithm.finish(down, state.agents, local)
         present = torch.tensor([True, True, True, seed != 4])
         work.append(
-            (state.server, state.agents, agents, up, present, desk_of(federation, BATCH, 1, torch.device("cpu")))
+            (state.server, state.agents, agents, up, present, registered(federation, settings, torch.device("cpu")))
         )
-    settings = (4, 10, BATCH, guard)
     for one, together in zip(
-        [close(algorithm, *settings, *arguments) for arguments in work],
-        close_together(algorithm, work, *settings),
+        [aggregate(algorithm, 4, settings, *arguments) for arguments in work],
+        aggregate_together(algorithm, 4, settings, work),
         strict=True,
     ):
         assert one.measured.keys() == together.measured.keys()

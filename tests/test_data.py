@@ -32,7 +32,8 @@ from waffle_fl.data.files import checksum, data_dir, is_official, verify
 from waffle_fl.data.idx import read_idx
 from waffle_fl.data.sources import CIFAR_BINARY, CIFAR_INEXACT, CIFAR_PYTHON, SOURCES
 from waffle_fl.data.synthetic import gaussian_classes, quadratics
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import advice
 from waffle_fl.federation import Federation, build, index_of

@@ -15,7 +15,8 @@ from conftest import last_state, make_federation, make_model, refusal
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.defences import RULES, clipped_mean, parse, weiszfeld
 from waffle_fl.algorithms.fedavg import FedAvg
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
 
 WRITTEN = ("krum(2)", "multi-krum(2)", "trimmed-mean(2)", "median", "geometric-median", "centered-clipping(0.8)")
 every = pytest.mark.parametrize("text", WRITTEN)

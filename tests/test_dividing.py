@@ -12,7 +12,7 @@ from conftest import BATCH, make_federation, make_model
 from waffle_fl import SGD, Cell, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines.cells import Outcome, own_net
-from waffle_fl.engines.dividing import helping
+from waffle_fl.engines.helper_agents import helping
 from waffle_fl.models import FlatModel
 
 DIVISIBLE = [name for name, kind in ALGORITHMS.items() if hasattr(kind, "helper")]

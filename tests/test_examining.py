@@ -12,9 +12,11 @@ from torch import nn
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.engines import closing
-from waffle_fl.engines.closing import CACHED_ROWS, Examiner, to_numbers
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines import evaluation
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.evaluation import CACHED_ROWS, Evaluator
+from waffle_fl.engines.outcomes import to_numbers
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, Net
 
@@ -49,9 +51,9 @@ def test_threads_change_no_bit(method: str, make: Any) -> None:
     net = Net(net.params + 0.3, net.stats)
     scores = []
     for cores in (1, 3):
-        examiner = Examiner(model, cores)
+        examiner = Evaluator(model, cores)
         for _ in range(2):  # threads come back after they were ended
-            scores += to_numbers(examiner.examine([algorithm], [federation], [net], 1.0))
+            scores += to_numbers(examiner.evaluate([algorithm], [federation], [net], 1.0))
             examiner.close()
     assert all(found == scores[0] for found in scores)
     assert set(scores[0]) == {"accuracy", "loss", "validation_accuracy", "validation_loss"}
@@ -60,13 +62,13 @@ def test_threads_change_no_bit(method: str, make: Any) -> None:
 def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads work, each with one core to itself, and none is left when the run is over."""
     seen: dict[int, int] = {}
-    counted = closing._counted
+    counted = evaluation._counted
 
     def watched(*arguments: Any) -> Any:
         seen[threading.get_ident()] = torch.get_num_threads()
         return counted(*arguments)
 
-    monkeypatch.setattr(closing, "_counted", watched)
+    monkeypatch.setattr(evaluation, "_counted", watched)
     before = threading.active_count()
     cell = Cell(ALGORITHMS["fedavg"](), large(), 0)
     model = make_model(torch.float32, stacked=False)
@@ -79,6 +81,6 @@ def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.Monke
 
 def test_few_samples_need_no_threads() -> None:
     """One part is counted where it is asked for."""
-    examiner = Examiner(make_model(torch.float32, stacked=False), cores=4)
-    examiner.examine([ALGORITHMS["fedavg"]()], [make_federation()], [make_model(torch.float32).init(1)], 1.0)
+    examiner = Evaluator(make_model(torch.float32, stacked=False), cores=4)
+    examiner.evaluate([ALGORITHMS["fedavg"]()], [make_federation()], [make_model(torch.float32).init(1)], 1.0)
     assert examiner._pool is None

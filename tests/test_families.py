@@ -10,9 +10,10 @@ import torch
 from conftest import BATCH, make_federation, make_model
 from waffle_fl import SGD, Cell, Federation, simulate
 from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.engines.backend import Trained, Work
 from waffle_fl.engines.cells import Outcome
-from waffle_fl.engines.families import families_of
-from waffle_fl.engines.simulate import _Simulator
+from waffle_fl.engines.shared_training import families_of
+from waffle_fl.engines.stacked import StackedBackend
 
 BLIND = tuple(name for name, kind in ALGORITHMS.items() if not getattr(kind, "for_alice", False))
 
@@ -61,13 +62,13 @@ def test_validation_data_are_each_agent_s_own(method: str) -> None:
 
 def test_a_family_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
-    whole = _Simulator.round
+    train = StackedBackend.train
 
-    def counted(simulator: _Simulator, r: int) -> list[Outcome]:
-        trained.append(len(simulator.live))
-        return whole(simulator, r)
+    def counted(backend: StackedBackend, work: Work) -> list[Trained]:
+        trained.append(len(work.runs))
+        return train(backend, work)
 
-    monkeypatch.setattr(_Simulator, "round", counted)
+    monkeypatch.setattr(StackedBackend, "train", counted)
     outcomes(everyone("fedavg", make_federation()), rounds=3)
     assert trained == [1, 1, 1]
 

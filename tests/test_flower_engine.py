@@ -397,9 +397,9 @@ def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(folder: Path, tmp_pat
 
 def test_f11_other_software(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F11: a site that runs another version is told from one of ours, both versions named."""
-    assert f"with torch {torch.__version__.partition('+')[0]}" in software()
-    monkeypatch.setattr("waffle_fl.deploy.serverapp.software", lambda: "waffle-fl 9.9")
-    with pytest.raises(WaffleError, match=r"the server runs waffle-fl 9.9, this site waffle-fl \d"):
+    assert f"torch {torch.__version__.partition('+')[0]}" in software()
+    monkeypatch.setattr("waffle_fl.deploy.serverapp.software", lambda: "wire version 99")
+    with pytest.raises(WaffleError, match=r"the server runs wire version 99, this site results version \d"):
         conduct(folder, config(), tmp_path / "run")
 
 

@@ -131,11 +131,11 @@ def test_f7_strange_servers(insecure: bool, words: str, folder: Path, stranger: 
         deployment.close()
 
 
-def with_version(folder: Path, version: str) -> str:
-    """A folder with another version of waffle-fl, as a search path."""
+def with_wire_version(folder: Path, version: int) -> str:
+    """A folder with waffle-fl of another wire version, as a search path."""
     package = Path(shutil.copytree(Path(waffle_fl.__file__).parent, folder / "waffle_fl"))
-    text = (package / "__init__.py").read_text()
-    (package / "__init__.py").write_text(re.sub(r'__version__ = ".*"', f'__version__ = "{version}"', text))
+    text = (package / "versions.py").read_text()
+    (package / "versions.py").write_text(re.sub(r"WIRE_VERSION = .*", f"WIRE_VERSION = {version}", text))
     return os.pathsep.join([str(folder), *sys.path])
 
 
@@ -157,12 +157,12 @@ def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> 
         assert re.search(r"sites did not come within 5 seconds: .*c; start them", missing)
 
         change(server, start_timeout=240.0)
-        deployment.environment["PYTHONPATH"] = with_version(tmp_path / "other", "9.9")
+        deployment.environment["PYTHONPATH"] = with_wire_version(tmp_path / "other", 99)
         deployment.start_site("c")
         deployment.environment["PYTHONPATH"] = here
         versions = deployment.refuses(*asked(1, tmp_path / "f11"))
         assert re.search(
-            r"c: the server runs waffle-fl \d\S* \(results \d+, wire \d+\) with torch \S+, this site waffle-fl 9\.9 \(",
+            r"c: the server runs results version \d+, wire version \d+, torch \S+, this site .*wire version 99,",
             versions,
         )
         deployment.kill("c", signal.SIGTERM)

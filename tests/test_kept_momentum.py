@@ -16,7 +16,7 @@ from waffle_fl.algorithms import ALGORITHMS, Algorithm, for_model
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
 from waffle_fl.config import check_run
 from waffle_fl.engines.cells import Outcome, own_net
-from waffle_fl.engines.families import carriers
+from waffle_fl.engines.shared_training import carriers
 
 KEEP = SGD(0.1, 0.5, momentum_between_rounds="keep")
 

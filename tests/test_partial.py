@@ -22,7 +22,8 @@ from waffle_fl.algorithms.partial import cut, joined, parts
 from waffle_fl.batches import Batches
 from waffle_fl.cli.flags import options_class
 from waffle_fl.config import RunConfig, Settings, check_run
-from waffle_fl.engines.simulate import Cell, initial_state, simulate
+from waffle_fl.engines.cells import Cell, initial_state
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import Place, execute
 from waffle_fl.experiment.materials import advice
 from waffle_fl.federation import Federation

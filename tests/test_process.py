@@ -18,7 +18,8 @@ import torch
 
 from waffle_fl import cli
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.engines.simulate import Cell, Outcome, simulate
+from waffle_fl.engines.cells import Cell, Outcome
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Listener, Place, execute, federation_of
 from waffle_fl.models import FlatModel, builder

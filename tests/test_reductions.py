@@ -25,7 +25,8 @@ from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.waffle_kin import WaffleKin
 from waffle_fl.algorithms.weight_erosion import WeightErosion
 from waffle_fl.batches import Batches
-from waffle_fl.engines.simulate import Cell, State, simulate
+from waffle_fl.engines.cells import Cell, State
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.models import Batch, Net, mlp
 
 LR = SGD(0.2)

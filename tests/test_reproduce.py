@@ -246,13 +246,13 @@ def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypat
     assert kept == [100.0, 161.0]
 
 
-def test_runs_of_other_code_are_not_kept(clone: Path) -> None:
-    """A finished run that other code has made is told of, and is no record of this one."""
+def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
+    """A finished run of another results version is reported, and does not enter the record."""
     run_missing(clone, "tiny", clone / "runs", Place(), Listener())
     record_of(clone, "tiny").unlink()
     about = next((clone / "runs").rglob("provenance.json"))
     content = json.loads(about.read_text())
-    about.write_text(json.dumps({**content, "binding": {**content["binding"], "code": "other"}}))
+    about.write_text(json.dumps({**content, "binding": {**content["binding"], "results_version": 0}}))
     seal(about.parent)
     heard: list[str] = []
 
@@ -262,7 +262,7 @@ def test_runs_of_other_code_are_not_kept(clone: Path) -> None:
 
     run_missing(clone, "tiny", clone / "runs", Place(), Hearing())
     assert len(read_part(clone, "tiny").missing()) == 1
-    assert any("made otherwise" in message for message in heard)
+    assert any("used other software" in message for message in heard)
 
 
 def test_running_stops_in_time_and_goes_on(clone: Path) -> None:

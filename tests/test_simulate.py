@@ -15,9 +15,9 @@ from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle, WaffleError, simulate
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
-from waffle_fl.engines.closing import Examination, score
-from waffle_fl.engines.simulate import _Simulator
-from waffle_fl.engines.steps import WORTH_A_CUT, last_for_all, one_thread
+from waffle_fl.engines import look_ahead
+from waffle_fl.engines.cuda_graphs import WORTH_A_CUT, last_for_all
+from waffle_fl.engines.evaluation import StackedTestSets, score
 from waffle_fl.models import Quadratic, output_is_loss
 from waffle_fl.randomness import derive, noise, shuffle
 
@@ -90,7 +90,7 @@ def test_a_stack_must_train_alike() -> None:
 
 def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows trained all at once, in chunks of three, or by four workers: the same bits."""
-    from waffle_fl.engines import training as module
+    from waffle_fl.engines import row_training as module
 
     def run(workers: int) -> torch.Tensor:
         cell = Cell(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
@@ -160,7 +160,7 @@ def test_many_alices_are_examined_as_each_alone() -> None:
     nets = [model.init(seed) for seed in (1, 2)]
     next(simulate([Cell(FedAvg(), pool, 1)], model, rounds=1, batch_size=BATCH))  # so that it knows it folds
     parts = [f.test[f.alice] for f in federations]
-    together = Examination(federations, parts).score(model, nets)
+    together = StackedTestSets(federations, parts).score(model, nets)
     for f, part, net, found in zip(federations, parts, nets, together, strict=True):
         alone = score(model, partial(model.predict, *net), f, part)
         assert float(found["accuracy"]) == float(alone["accuracy"])
@@ -182,7 +182,7 @@ def test_most_rows_of_one_length_are_not_held_up_by_a_few() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_began_ahead_of_a_failed_round_is_begun_again(ahead: bool) -> None:
+def test_what_began_ahead_of_a_failed_round_is_begun_again(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU begins a round before the last one's numbers are known; where those are bad it starts from the new ones."""
     spoiled = []
 
@@ -193,13 +193,9 @@ def test_what_began_ahead_of_a_failed_round_is_begun_again(ahead: bool) -> None:
         return up
 
     cell = Cell(Scaffold(SGD(0.1)), make_federation(), 3, tamper=tamper)
-    simulator = _Simulator([cell], make_model(), 5, BATCH, 1, augment=False, guard="off", workers=1)
-    simulator._looks_ahead = ahead
-    models = []
-    for r in range(1, 6):
-        with one_thread():
-            (outcome,) = simulator.round(r)
-        models.append(outcome.state.server.x)
-    spoiled.clear()
     expected = [outcome.state.server.x for outcome in last_state(cell, make_model(), rounds=5)]
+    spoiled.clear()
+    monkeypatch.setattr(look_ahead, "applies", lambda cells, model: ahead)
+    models = [outcome.state.server.x for outcome in last_state(cell, make_model(), rounds=5)]
+    assert spoiled
     assert all(torch.equal(*pair) for pair in zip(models, expected, strict=True))

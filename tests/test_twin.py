@@ -12,7 +12,8 @@ from reference import run as twin
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
 from waffle_fl.batches import Batches
-from waffle_fl.engines.simulate import Cell, simulate
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, mlp
 

@@ -292,9 +292,9 @@ def test_the_card_tells_all(made: Path, tmp_path: Path) -> None:
     run = read_run(made / "ill-run")
     assert (card["method"], card["alice"], card["classes"]) == ("waffle", "south", ["no", "yes"])
     assert card["metrics"] == {**run.result["metrics"], "test_samples": run.provenance["test_samples"]}
-    assert (card["data"]["digest"], card["code"]) == (
+    assert (card["data"]["digest"], card["results_version"]) == (
         run.provenance["binding"]["data"],
-        run.provenance["binding"]["code"],
+        run.provenance["binding"]["results_version"],
     )
     assert list(card["contributors"]) == ["north", "south", "west"]
     assert sum(c["mean_weight"] for c in card["contributors"].values()) == pytest.approx(1)

@@ -16,7 +16,7 @@ from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Up
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.weight_erosion import WeightErosion
-from waffle_fl.engines.simulate import Cell, Outcome
+from waffle_fl.engines.cells import Cell, Outcome
 from waffle_fl.guard import CLIPPED, NOT_FINITE, OK, OPPOSED, TOO_LONG, TOO_SHORT, screen
 from waffle_fl.tensorfile import pack
 from waffle_fl.wire import Envelope, Inbox, seal

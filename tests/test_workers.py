@@ -17,8 +17,8 @@ import torch
 from conftest import BATCH, make_federation, make_model
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.engines import training, workers
-from waffle_fl.engines.simulate import Outcome
+from waffle_fl.engines import row_training, workers
+from waffle_fl.engines.cells import Outcome
 from waffle_fl.models import Quadratic, output_is_loss
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has seen a GPU does not fork")
@@ -83,7 +83,7 @@ def test_chunks_of_workers_change_no_bit(hired: list[int], monkeypatch: pytest.M
     """Nor does it matter how many rows of a worker's share go at once."""
     cells, model = cells_of("waffle", 1), make_model(torch.float32)
     alone = run(cells, model, 1)
-    monkeypatch.setattr(training, "CHUNK_BYTES", {"cpu": 2 * 16 * 57 * 4})
+    monkeypatch.setattr(row_training, "CHUNK_BYTES", {"cpu": 2 * 16 * 57 * 4})
     assert run(cells, model, 2) == alone
     assert hired
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -31,12 +30,9 @@ from waffle_fl.round_log import RoundLog, json_line
 from waffle_fl.round_log import read_rounds as read_rounds  # part of what is read back here
 from waffle_fl.storage import check_regular, remove, write_atomically
 from waffle_fl.tensorfile import pack, read_tensors
+from waffle_fl.versions import RESULTS_VERSION
 
 KEPT = 2
-DECIDING = (
-    *("algorithms", "models", "engines", "batches.py", "federation.py", "partition.py"),
-    *("shifts", "randomness.py", "guard.py", "attacks"),
-)
 
 
 class Run:
@@ -55,7 +51,7 @@ class Run:
     def opened(
         cls, folder: Path, config: RunConfig, provenance: Mapping[str, Any], force: bool = False
     ) -> Iterator[Run]:
-        """Lock the folder, create it if new, refuse it if it belongs to another config, data set or code.
+        """Lock the folder, create it if new, refuse it if it belongs to another config, data or results version.
 
         A folder whose files are not those its manifest lists is refused too, unless forced."""
         run = cls(folder, force)
@@ -89,7 +85,7 @@ class Run:
             if asked:
                 raise WaffleError(f"{self.folder} holds a finished run: {'; '.join(asked)}; choose another --out")
             if changes:
-                self.notes.append(f"finished runs were made otherwise ({changes[0]}): delete them to run them anew")
+                self.notes.append(f"finished runs used other software or data ({changes[0]}); delete them to run again")
         elif changes and not self._force:
             raise WaffleError(
                 f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on"
@@ -224,25 +220,13 @@ def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "host": platform.machine(),
         **more,
-        "binding": {"code": code_digest(), "torch": torch.__version__, "device": device, "data": data_digest},
+        "binding": {
+            "results_version": RESULTS_VERSION,
+            "torch": torch.__version__,
+            "device": device,
+            "data": data_digest,
+        },
     }
-
-
-def code_digest() -> str:
-    """A hash of the modules that decide results."""
-    return digest_of(*DECIDING)
-
-
-def digest_of(*names: str) -> str:
-    """A hash of these modules and packages of ours."""
-    here = Path(__file__).parent
-    files = sorted(
-        f for name in names for f in ([here / name] if name.endswith(".py") else (here / name).rglob("*.py"))
-    )
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Two integers that say what fits together. A comment or a renamed function changes neither.
+"""Two integers that decide what fits together; editing a comment or renaming a function changes neither.
 
-RESULTS_VERSION  raise it when the numbers of a run change: batches, arithmetic, initial models, how data is read.
-WIRE_VERSION     raise it when what travels between a server and a site changes: fields, their meaning, the signature.
+RESULTS_VERSION  Raise it when a run with the same config gives other numbers: batches, arithmetic, initial models, how
+                 data is read. An unfinished run is resumed only under the version that began it.
+WIRE_VERSION     Raise it when the messages between server and site change: their fields, what they mean, how they are
+                 signed. A server and a site must have the same.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from torch import Tensor
 
-from waffle_fl import __version__, manifest
+from waffle_fl import manifest
 from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, Settings, check_name
 from waffle_fl.deploy.exposure import exposed_shares, usual_shares
@@ -32,10 +32,10 @@ from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
 from waffle_fl.deploy.store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
-from waffle_fl.engines.closing import answering
+from waffle_fl.engines.arithmetic import one_thread
+from waffle_fl.engines.evaluation import answering
 from waffle_fl.engines.flower.messages import Parcel, Task, Version, number_of
 from waffle_fl.engines.flower.rows import Row
-from waffle_fl.engines.steps import one_thread
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, model_of
 from waffle_fl.experiment.jobs import predictions
@@ -54,7 +54,7 @@ NO_MODELS = ("c",)  # what is sent down in a model's shape without being one: SC
 def software() -> str:
     """What must be the same at both ends: the results, the messages, and torch's release."""
     release = torch.__version__.partition("+")[0]
-    return f"waffle-fl {__version__} (results {RESULTS_VERSION}, wire {WIRE_VERSION}) with torch {release}"
+    return f"results version {RESULTS_VERSION}, wire version {WIRE_VERSION}, torch {release}"
 
 
 def reason(error: Exception) -> str:

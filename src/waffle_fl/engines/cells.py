@@ -1,14 +1,15 @@
-"""What a simulation is asked for and what it gives: a Cell is a run, an Outcome is what one round brought it."""
+"""What a simulation takes and gives: a Cell is one run, an Outcome is the result of one of its rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_args
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
-from waffle_fl.errors import Diverged
+from waffle_fl.errors import Diverged, WaffleError, suggest
 from waffle_fl.federation import Federation
+from waffle_fl.guard import Guard
 from waffle_fl.models import FlatModel
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
@@ -23,33 +24,86 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RoundSettings:
+    """How the rounds of a simulation are computed, the same for all of its runs."""
+
+    rounds: int
+    batch_size: int = 32
+    epochs: int = 1
+    augment: bool = False
+    guard: Guard = "off"
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "batch_size", "epochs"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise WaffleError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if self.guard not in get_args(Guard):
+            raise WaffleError(f"guard: unknown {self.guard!r}{suggest(str(self.guard), get_args(Guard))}")
+
+
+@dataclass(frozen=True)
 class Cell:
-    """One federation, one algorithm, one seed: a run."""
+    """One run: a federation, an algorithm, a seed."""
 
     algorithm: Algorithm
     federation: Federation
     seed: int
-    state: State | None = None  # where to go on from; None is the start
-    tamper: Tamper | None = None  # what happens to the updates on their way, as tensors
-    post: Post | None = None  # and as bytes: then every update is packed, posted and unpacked
-    attackers: tuple[int, ...] = ()  # whose weight the record tells
-    asked: frozenset[int] | None = None  # the agents whose own models are of use; None: all
+    state: State | None = None  # where to resume; None starts from a random model
+    tamper: Tamper | None = None  # changes the updates on their way, as tensors
+    post: Post | None = None  # changes them as bytes: every update is packed, posted and unpacked
+    attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
+    asked: frozenset[int] | None = None  # the agents whose own models are needed; None: all
+
+    def __post_init__(self) -> None:
+        if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
+            raise WaffleError(f"algorithm: expected an instance such as Waffle(), got {self.algorithm!r}")
+        if not isinstance(self.federation, Federation):
+            raise WaffleError(f"federation: expected a Federation, got {type(self.federation).__name__}")
+        if type(self.seed) is not int or self.seed < 0:
+            raise WaffleError(f"seed: expected an integer of at least 0, got {self.seed!r}")
+        if not 0 <= self.federation.alice < self.federation.agents:
+            last = self.federation.agents - 1
+            raise WaffleError(f"alice: expected an agent from 0 to {last}, got {self.federation.alice}")
+
+
+class Measured(TypedDict, total=False):
+    """The measurements of one round, as `rounds.jsonl` and `Outcome.measured` hold them; None is not finite."""
+
+    round: int  # 1-based
+    accuracy: float  # of Alice's model on her test data (classification)
+    rmse: float | None  # the same for regression, in the target's unit
+    loss: float | None  # mean loss on Alice's test data
+    validation_accuracy: float  # the same on her validation data, where she has some
+    validation_rmse: float | None
+    validation_loss: float | None
+    backdoor: float  # share of stamped samples that the backdoor attack misclassifies as it wants
+    weights: list[float]  # each agent's weight in Alice's model
+    alpha: list[float]  # WAFFLE: this round's own weights, before smoothing
+    distances: list[float]  # WAFFLE: d_i of Algorithm 1
+    omega: float  # WAFFLE: degree of personalisation
+    psi: float
+    norms: list[float]  # norm of each agent's update
+    screened: dict[str, str]  # agents whose update was rejected or clipped, and why
+    refused: list[list[str]]  # messages that could not be read: agent, reason
+    attackers_weight: float  # sum of the attackers' weights
+    seconds: float  # of computing this round
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one round brought one cell: measurements for the record, and the state after it."""
+    """The result of one round of one run."""
 
-    cell: int
+    cell: int  # the run's place in the list that was given to `simulate`
     round: int
-    measured: dict[str, Any]
-    state: State
-    attempt: int = 0  # how many were refused before this one
-    error: Diverged | None = None
+    measured: Measured
+    state: State  # after this round; a Cell that is given it resumes here
+    attempt: int = 0  # rejected attempts before this one
+    error: Diverged | None = None  # why the run ends here
 
 
 def fitted(cell: Cell, model: FlatModel) -> Cell:
-    """The cell, its algorithm knowing the model's layers if it asks for them."""
+    """The cell with its algorithm prepared for the model's layers."""
     return replace(cell, algorithm=for_model(cell.algorithm, model.layers))
 
 
@@ -64,3 +118,9 @@ def on_device(cells: Sequence[Cell], model: FlatModel) -> list[Cell]:
     """The cells with their data where the model is; what some of them share is moved once and goes on being shared."""
     moved: dict[int, Any] = {}
     return [replace(cell, federation=cell.federation.to(model.device, model.dtype, moved)) for cell in cells]
+
+
+def initial_state(cell: Cell, model: FlatModel) -> State:
+    """A2.1: one random model for all agents."""
+    server, agents = fitted(cell, model).algorithm.init(model.init(cell.seed), cell.federation.agents)
+    return State(server, agents)

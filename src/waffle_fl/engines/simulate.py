@@ -1,38 +1,28 @@
-"""The simulator: all agents of one or many federations as rows of one stack, on CPU or GPU.
-
-`begin`, `step` and `finish` are row-local, so rows of many federations train together; `aggregate` runs for each
-federation. One thread computes a row, so its bits depend neither on its neighbours nor on the machine's cores.
-"""
+"""The simulator: many runs at once, on CPU or GPU, by the fast engine or by the readable one (`loop.py`)."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from functools import partial
+from typing import Literal, TypeAlias, get_args
 
-import torch
-from torch import Tensor
-
-from waffle_fl.algorithms import Algorithm, training_key
-from waffle_fl.batches import Batches
-from waffle_fl.engines.cells import Cell, Outcome, State, fitted, on_device
-from waffle_fl.engines.closing import Closed, Examiner, close, close_together, desk_of, screened_of, to_numbers
-from waffle_fl.engines.dividing import Divided, helping
-from waffle_fl.engines.families import families_of, once_a_family
-from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.states import mapped
-from waffle_fl.engines.steps import Graphs, one_thread, products
-from waffle_fl.engines.training import Training
-from waffle_fl.engines.workers import Hiring, Workers, shared
-from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.algorithms import training_key
+from waffle_fl.engines import look_ahead, loop, run_workers, shared_training
+from waffle_fl.engines.arithmetic import one_thread, products
+from waffle_fl.engines.backend import Work, round_of
+from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, fitted, initial_state, on_device
+from waffle_fl.engines.look_ahead import LookAhead
+from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.run_workers import RunWorkers
+from waffle_fl.engines.stacked import StackedBackend
+from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.guard import Guard
 from waffle_fl.models import FlatModel
-from waffle_fl.wire import Envelope, Inbox, seal
 
-ATTEMPTS = 3  # how often a round is tried when Alice's own update is not usable
+Engine: TypeAlias = Literal["fast", "loop"]
 
 
 def simulate(
@@ -46,260 +36,97 @@ def simulate(
     augment: bool = False,
     guard: Guard = "off",
     workers: int = 0,
+    engine: Engine = "fast",
 ) -> Iterator[list[Outcome]]:
-    """Train the cells' rows together and yield their outcomes, one list a round. Diverged cells drop out."""
+    """Train the runs together and yield their outcomes, one list per round; diverged runs drop out.
+
+    `start` is the round after which the runs' states stand. `workers` processes at most divide the work on a CPU; 0
+    takes one per core. `engine="loop"` computes every round as the paper prints it, one agent after another.
+    """
+    settings = RoundSettings(rounds, batch_size, epochs, augment, guard)
+    if type(start) is not int or not 0 <= start <= rounds:
+        raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
+    if type(workers) is not int or workers < 0:
+        raise WaffleError(f"workers: expected an integer of at least 0, got {workers!r}")
+    if engine not in get_args(Engine):
+        raise WaffleError(f"engine: unknown {engine!r}{suggest(str(engine), get_args(Engine))}")
     cells = [fitted(cell, model) for cell in cells]
-    families = families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]
-    check_stack([cells[first] for first, *_ in families], model, batch_size)
-
-    def each(some: Sequence[Cell], start: int) -> Iterator[list[Outcome]]:
-        with closing(_Simulator(some, model, rounds, batch_size, epochs, augment, guard, workers)) as simulator:
-            for r in range(start + 1, rounds + 1):  # A2.2
-                if not simulator.live:
-                    return
-                with one_thread(), products(model.precision):
-                    outcomes = simulator.round(r)
-                yield outcomes
-
+    check_model(cells, model, batch_size)
+    if engine == "loop":
+        return _loop(on_device(cells, model), model, settings, start)
+    families = shared_training.families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]
+    check_stack([cells[first] for first, *_ in families])
+    cells, rounds_of = on_device(cells, model), partial(_rounds, model, settings, workers)
     if len(families) == len(cells):
-        return each(cells, start)
-    return once_a_family(each, families, on_device(cells, model), model, start, rounds)
+        return rounds_of(cells, start)
+    return shared_training.once_per_family(rounds_of, families, cells, model, start, rounds)
 
 
-def check_stack(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
-    """What must hold before any work."""
+def check_stack(cells: Sequence[Cell]) -> None:
+    """Refuse runs that cannot train in one stack."""
     if len({training_key(cell.algorithm) for cell in cells}) > 1:
         raise WaffleError(
             "cells in one stack must train their rows alike: give them methods of one kind and the same step settings"
         )
-    if model.normalises:
-        for cell in cells:
-            for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
-                if n and (batch_size == 1 or n % batch_size == 1):
-                    raise WaffleError(
-                        f"{name} has {n} samples, so a batch of {batch_size} leaves one alone, and BatchNorm cannot "
-                        "normalise a single sample: choose another batch size"
-                    )
 
 
-def initial_state(cell: Cell, model: FlatModel) -> State:
-    """A2.1: one random model for everyone."""
-    server, agents = fitted(cell, model).algorithm.init(model.init(cell.seed), cell.federation.agents)
-    return State(server, agents)
+def check_model(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
+    """Refuse batches of one sample for a model with BatchNorm."""
+    if not model.normalises:
+        return
+    for cell in cells:
+        for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
+            if n and (batch_size == 1 or n % batch_size == 1):
+                raise WaffleError(
+                    f"{name} has {n} samples, so a batch of {batch_size} leaves one alone, and BatchNorm cannot "
+                    "normalise a single sample: choose another batch size"
+                )
 
 
-class _Simulator:
-    """The states of the live cells, and one round of work on them."""
+def _loop(cells: Sequence[Cell], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
+    """The runs by the readable engine, in step with each other."""
+    runs = [loop.run(cell, model, settings, start, i) for i, cell in enumerate(cells)]
+    for _ in range(start, settings.rounds):
+        with one_thread(), products(model.precision):
+            outcomes = [outcome for run in runs if (outcome := next(run, None))]
+        if not outcomes:
+            return
+        yield outcomes
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        model: FlatModel,
-        rounds: int,
-        batch_size: int,
-        epochs: int,
-        augment: bool,
-        guard: Guard,
-        workers: int,
-    ) -> None:
-        self.cells = on_device(cells, model)
-        federations = [c.federation for c in self.cells]
-        self.model, self.rounds, self.batch_size, self.epochs, self.guard = model, rounds, batch_size, epochs, guard
-        self.augment = augment
-        self.states = [cell.state or initial_state(cell, model) for cell in self.cells]
-        self.live = list(range(len(cells)))
-        self._trainings: dict[tuple[int, ...], Training | Divided] = {}  # of the live cells
-        honest = not any(c.tamper or c.post for c in cells)
-        cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
-        by_cells = honest and model.stacked and len(cells) >= cores  # else by rows
-        self._hiring, self._row_cores = Hiring(cores if by_cells else 1), 1 if by_cells else cores
-        self._workers: Workers | None = None
-        self._closed: list[Closed] = []  # of the live cells, in shared memory where workers write
-        self._graphs = Graphs(model)
-        self._desks = [desk_of(f, batch_size, epochs, model.device) for f in federations]
-        self._examiner = Examiner(model, self._row_cores)
-        self._refused: dict[int, list[tuple[int, str]]] = {}
-        self._ahead: dict[tuple[int, ...], list[Closed]] = {}
-        self._looks_ahead = model.device.type == "cuda" and honest
-        self._clock = time.perf_counter()
 
-    def close(self) -> None:
-        """End all workers: their cells are done, or not all of them live."""
-        for team in (*self._trainings.values(), self._workers):
-            if team:
-                team.close()
-        self._trainings, self._workers = {}, None
-        self._examiner.close()
-
-    def round(self, r: int) -> list[Outcome]:
-        """Train the live cells; a cell whose Alice sent nothing usable tries again, then drops out."""
-        done: dict[int, Outcome] = {}
-        pending = list(self.live)
-        for attempt in range(ATTEMPTS):
-            if not pending:
-                break
-            closed = self._ahead.pop((r, attempt, *pending), None) or self._begun(pending, r, attempt)
-            if self._looks_ahead and not attempt and r < self.rounds:
-                self._begin_ahead(pending, closed, r + 1)
-            measured = to_numbers([c.measured for c in closed])
-            outcomes = [self._outcome(i, c, m, r, attempt) for i, c, m in zip(pending, closed, measured, strict=True)]
-            done |= {outcome.cell: outcome for outcome in outcomes}
-            pending = [outcome.cell for outcome in outcomes if outcome.error]
-            if pending:
-                self._ahead.clear()  # it began from what was refused
-        began, self._clock = self._clock, time.perf_counter()
-        seconds = (self._clock - began) / len(self.live)
-        if pending:
-            self.close()
-            self.live = [i for i in self.live if i not in pending]
-            self._hiring = Hiring(min(self._hiring.cores, len(self.live)))
-        for i in self.live:
-            if self._workers:
-                mapped(Tensor.copy_, self.states[i], done[i].state)
-            else:
-                self.states[i] = done[i].state
-            done[i].measured["seconds"] = round(seconds, 6)
-        return [done[i] for i in sorted(done)]
-
-    def _begun(self, indices: Sequence[int], r: int, attempt: int) -> list[Closed]:
-        """A round, begun: on a GPU the work is only queued; on a CPU workers may each do some of the cells."""
-        if indices != self.live:  # some try again
-            return self._here(indices, r, attempt)
-        if not self._workers and self._hiring.pays(self.rounds - r + 1):
-            self._hire()
-        if self._workers:
-            self._workers(r, attempt)
-            return [
-                closed._replace(server=mapped(torch.clone, closed.server), agents=mapped(torch.clone, closed.agents))
-                for closed in self._closed  # the rest is read before the workers write again
-            ]
-        with self._hiring.watched():
-            self._closed = self._here(indices, r, attempt)
-        return self._closed
-
-    def _here(self, indices: Sequence[int], r: int, attempt: int) -> list[Closed]:
-        return self._close(indices, r, self._train(indices, r, attempt))
-
-    def _hire(self) -> None:
-        """Workers for the live cells, whose states and results lie in shared memory from now on."""
-        for i in self.live:
-            self.states[i] = shared(self.states[i])
-        live, closed, cores = self.live, [shared(c) for c in self._closed], self._hiring.cores
-
-        def work(share: int, r: int, attempt: int) -> None:
-            own = slice(cores - 1 - share, None, cores)
-            for place, result in zip(closed[own], self._here(live[own], r, attempt), strict=True):
-                mapped(Tensor.copy_, place, result)
-
-        self._closed, self._workers = closed, Workers(work, cores)
-
-    def _begin_ahead(self, indices: Sequence[int], closed: Sequence[Closed], r: int) -> None:
-        """Queue the next round before the last one's numbers are there; if they turn out bad it is begun again."""
-        before = list(self.states)
-        for i, c in zip(indices, closed, strict=True):
-            self.states[i] = State(c.server, c.agents)
-        self._ahead = {(r, 0, *indices): self._begun(indices, r, 0)}
-        self.states = before
-
-    def _train(self, indices: Sequence[int], r: int, attempt: int) -> list[tuple[Any, Any]]:
-        """A2.3-12 for all rows of the cells."""
-        given = [
-            (cell.algorithm.broadcast(state.server, cell.federation.agents), state.agents)  # A2.3
-            for cell, state in ((self.cells[i], self.states[i]) for i in indices)
-        ]
-        return self._training_of(tuple(indices)).round(given, r, attempt, self.rounds - r + 1)
-
-    def _training_of(self, indices: tuple[int, ...]) -> Training | Divided:
-        if indices not in self._trainings:
-            cells = [self.cells[i] for i in indices]
-            federations, seeds = [c.federation for c in cells], [c.seed for c in cells]
-            cores = self._row_cores if list(indices) == self.live else 1  # a few that try again are soon done
-            settings = (self.batch_size, self.epochs, self.model.dtype, self.augment, self.rounds)
-
-            def training(algorithm: Algorithm, agents: Sequence[Sequence[int]], judge: Judge | None = None) -> Training:
-                batches, counts = Batches(federations, seeds, *settings, agents), [len(some) for some in agents]
-                return Training(algorithm, self.model, batches, self._graphs, counts, cores, judge)
-
-            algorithm, sizes, helpers = cells[0].algorithm, [f.agents for f in federations], helping(cells)
-            if any(helpers) and hasattr(algorithm, "helper"):
-                parts = (algorithm, algorithm.helper(), self.model, sizes, helpers)
-                self._trainings[indices] = Divided(*parts, training)
-            else:
-                judges = hasattr(algorithm, "candidates")
-                judge = Judge(algorithm, self.model, federations, seeds, self.rounds) if judges else None
-                self._trainings[indices] = training(algorithm, [range(size) for size in sizes], judge)
-        return self._trainings[indices]
-
-    def _close(self, indices: Sequence[int], r: int, trained: Sequence[tuple[Any, Any]]) -> list[Closed]:
-        """A2.13-16 for every cell. Nothing here waits for a GPU, and there cells of one kind are closed together."""
-        settings = (r, self.rounds, self.batch_size, self.guard)
-        work = {i: self._arrived(i, r, agents, up) for i, (agents, up) in zip(indices, trained, strict=True)}
-        closed: dict[int, Closed] = {}
-        for group in self._alike(indices):
-            algorithm = self.cells[group[0]].algorithm
-            if self.model.device.type == "cuda":
-                done = close_together(algorithm, [work[i] for i in group], *settings)
-            else:
-                done = [close(algorithm, *settings, *work[i]) for i in group]
-            closed |= dict(zip(group, done, strict=True))
-        cells = [self.cells[i] for i in indices]
-        algorithms, federations = [cell.algorithm for cell in cells], [cell.federation for cell in cells]
-        nets = [closed[i].own for i in indices]
-        scores = self._examiner.examine(algorithms, federations, nets, r / self.rounds)
-        return [
-            closed[i]._replace(measured={**scored, **closed[i].measured})
-            for i, scored in zip(indices, scores, strict=True)
-        ]
-
-    def _arrived(self, i: int, r: int, agents: Any, up: Any) -> tuple[Any, ...]:
-        """What the server has at hand when it closes the round of one cell."""
-        cell, state, desk = self.cells[i], self.states[i], self._desks[i]
-        present = desk.samples > 0
-        self._refused[i] = []
-        if cell.tamper:
-            up = cell.tamper(mapped(torch.clone, up), r)  # it may keep what workers will write over
-        if cell.post:
-            up, arrived, self._refused[i] = self._posted(cell, up, r, desk.steps.tolist())
-            present = present & arrived
-        return state.server, state.agents, agents, up, present, desk
-
-    def _alike(self, indices: Sequence[int]) -> list[list[int]]:
-        groups: dict[Any, list[int]] = {}
-        for i in indices:
-            groups.setdefault((self.cells[i].algorithm, self.cells[i].federation.agents), []).append(i)
-        return list(groups.values())
-
-    def _outcome(self, i: int, closed: Closed, measured: dict[str, Any], r: int, attempt: int) -> Outcome:
-        """What a closed round brought, in plain numbers; a round that Alice could not train is not applied."""
-        names, alice = self.cells[i].federation.names, self.cells[i].federation.alice
-        heard, codes = measured.pop("heard"), measured.pop("codes")
-        for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
-            if key in measured and not math.isfinite(measured[key]):
-                measured[key] = None
-        screened = screened_of(codes, names, self.cells[i].federation.samples.tolist())
-        if screened:
-            measured["screened"] = screened
-        if self._refused[i]:
-            measured["refused"] = [[names[agent], reason] for agent, reason in self._refused[i]]
-        attackers = self.cells[i].attackers
-        if attackers and "weights" in measured:
-            measured["attackers_weight"] = sum(measured["weights"][agent] for agent in attackers)
-        if heard[alice] and measured["loss"] is not None:
-            return Outcome(i, r, {"round": r, **measured}, State(closed.server, closed.agents), attempt)
-        error = Diverged(
-            f"round {r}: the training of Alice ({names[alice]}) diverged (no finite update in {ATTEMPTS} attempts): "
-            "lower lr, or set clip; the rounds before are kept"
-        )
-        return Outcome(i, r, {"round": r, **measured}, self.states[i], attempt, error)
-
-    def _posted(self, cell: Cell, up: Any, r: int, steps: list[int]) -> tuple[Any, Tensor, list[tuple[int, str]]]:
-        """Send every update through the cell's post, as bytes, and read what arrives."""
-        envelope = Envelope(f"simulation {cell.seed}", r, self.model.fingerprint())
-        template = {name: value[0].cpu() for name, value in up._asdict().items()}
-        inbox = Inbox(template, envelope, steps)
-        for agent in range(cell.federation.agents):
-            for reply in cell.post(agent, r, seal(up, agent, envelope, steps[agent])) if cell.post else ():
-                inbox.deliver(agent, reply)
-        received, present = inbox.updates(type(up))
-        device = self.model.device
-        return type(up)(*(value.to(device) for value in received)), present.to(device), inbox.log
+def _rounds(
+    model: FlatModel, settings: RoundSettings, workers: int, cells: Sequence[Cell], start: int
+) -> Iterator[list[Outcome]]:
+    """The rounds of the runs by the fast engine; a run whose Alice sends nothing finite in any attempt drops out."""
+    cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
+    by_runs = run_workers.applies(cells, model, cores)
+    with closing(StackedBackend(cells, model, settings, 1 if by_runs else cores)) as backend:
+        by_workers = RunWorkers(round_of(backend), cores if by_runs else 1, settings.rounds)
+        ahead = look_ahead.applies(cells, model)
+        compute = LookAhead(by_workers, settings.rounds) if ahead else by_workers
+        with closing(by_workers):
+            states: dict[int, State] = {i: cell.state or initial_state(cell, model) for i, cell in enumerate(cells)}
+            clock = time.perf_counter()
+            for r in range(start + 1, settings.rounds + 1):  # A2.2
+                done: dict[int, Outcome] = {}
+                pending = tuple(states)
+                for attempt in range(ATTEMPTS):
+                    with one_thread(), products(model.precision):
+                        computed = compute(Work(pending, tuple(states[i] for i in pending), r, attempt))
+                        measured = to_numbers([run.measured for run in computed])
+                    for i, run, numbers in zip(pending, computed, measured, strict=True):
+                        after = State(run.server, run.agents)
+                        done[i] = outcome_of(i, cells[i], numbers, after, states[i], r, attempt)
+                    pending = tuple(i for i in pending if done[i].error)
+                    if not pending:
+                        break
+                began, clock = clock, time.perf_counter()
+                for i, outcome in done.items():
+                    states[i] = outcome.state
+                    if not outcome.error:
+                        outcome.measured["seconds"] = round((clock - began) / len(done), 6)
+                for i in pending:
+                    del states[i]
+                yield [done[i] for i in sorted(done)]
+                if not states:
+                    return

@@ -18,9 +18,9 @@ import torch
 from waffle_fl.algorithms import training_key
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell, fitted, on_device
-from waffle_fl.engines.families import carriers
-from waffle_fl.engines.simulate import check_stack, initial_state, simulate
+from waffle_fl.engines.cells import Cell, fitted, initial_state, on_device
+from waffle_fl.engines.shared_training import carriers
+from waffle_fl.engines.simulate import check_model, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
 from waffle_fl.experiment.materials import advice, check_once, check_schedules, federation_of, model_of, origin
@@ -96,7 +96,7 @@ def _open(
     model = model_of(s, federation, place, device)
     check_once(s, model, federation)
     cell = fitted(_cell(config, federation), model)
-    check_stack([cell], model, s.batch_size)
+    check_model([cell], model, s.batch_size)
     check_schedules(config)
     notes = advice(config, federation, getattr(cell.algorithm, "parts", None))
     description = provenance(
@@ -208,6 +208,7 @@ def _train(
         augment=s.augment,
         guard=s.guard,
         workers=place.workers,
+        engine=place.engine,
     )
     began, ended = time.monotonic(), False
     try:

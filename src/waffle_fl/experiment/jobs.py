@@ -12,7 +12,7 @@ from torch import Tensor
 
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.cells import Cell, Outcome, State, own_net
-from waffle_fl.engines.closing import SCORE_ROWS, Answer, answering
+from waffle_fl.engines.evaluation import SCORE_ROWS, Answer, answering
 from waffle_fl.experiment.place import Listener
 from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure

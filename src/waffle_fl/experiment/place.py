@@ -30,6 +30,8 @@ class Place:
     """Processes that train rows side by side; 0 takes one a core. It changes no result."""
     stack: int = STACK
     """Runs that train together at most."""
+    engine: Literal["fast", "loop"] = "fast"
+    """fast, or loop: every round as the paper prints it, one agent after another, to read and to debug."""
     rows: Literal["auto", "stacked", "single"] = "auto"
     """Train agents as one stack or row by row; auto stacks small models, on a CPU only those that do not convolve."""
     compile: Literal["auto", "on", "off"] = "auto"

@@ -14,7 +14,7 @@ from waffle_fl.algorithms import SGD, Net, Round, scaffold
 from waffle_fl.algorithms.contract import Grad, Rows, State, Vector, Weights
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.waffle import Waffle
-from waffle_fl.engines.states import where_rows
+from waffle_fl.engines.tree import where_rows
 from waffle_fl.reproduce import drift
 
 MEASURED_OVER = 60  # rounds: long enough for the largest eigenvalue to rule

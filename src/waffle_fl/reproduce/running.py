@@ -17,11 +17,12 @@ from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import Interrupted, Listener, Place, execute
 from waffle_fl.manifest import no_warning
-from waffle_fl.records import code_digest, read_json
+from waffle_fl.records import read_json
 from waffle_fl.reproduce import drift, momentum, quadratics
 from waffle_fl.reproduce.studies import identity, read_part, read_study, record_of
 from waffle_fl.results import Details, Finished, condense, read_runs
 from waffle_fl.storage import write_atomically
+from waffle_fl.versions import RESULTS_VERSION
 
 COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "drift": drift.lines,
@@ -112,10 +113,10 @@ def _run(
 
 
 def _keep_ended(root: Path, part: str, force: bool, folders: Sequence[Path]) -> None:
-    """Keep the runs that have ended, but for those of other code, of which `execute` has told."""
-    ended, code = [folder for folder in folders if read_json(folder / "result.json")], code_digest()
+    """Add finished runs to the record; skip those of another results version, of which `execute` has warned."""
+    ended = [folder for folder in folders if read_json(folder / "result.json")]
     found = read_runs(ended, trust=True, force=force, warn=no_warning) if ended else []
-    ours = [run for run in found if run.provenance["binding"]["code"] == code]
+    ours = [run for run in found if run.provenance["binding"].get("results_version") == RESULTS_VERSION]
     if ours:
         keep(root, part, ours)
 

@@ -40,7 +40,7 @@ def card(trained: Trained, digests: Mapping[str, str]) -> dict[str, Any]:
             "preprocessing": trained.preprocessing.to_json() if trained.preprocessing else None,
         },
         "output": _output(trained),
-        "code": binding.get("code"),
+        "results_version": binding.get("results_version"),
         "software": {"waffle-fl": made.get("waffle"), "python": made.get("python"), "torch": binding.get("torch")},
         "device": binding.get("device"),
         "files": dict(digests),

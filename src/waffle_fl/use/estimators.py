@@ -207,7 +207,7 @@ def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net
     for (outcome,) in simulate([cell], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs):
         if outcome.error:
             raise outcome.error
-        history.append(outcome.measured)
+        history.append(dict(outcome.measured))
         state = outcome.state
     assert state is not None
     return own_net(cell, state, model), history

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.closing import SCORE_ROWS
+from waffle_fl.engines.evaluation import SCORE_ROWS
 from waffle_fl.errors import WaffleError
 from waffle_fl.manifest import Warn, verify
 from waffle_fl.models import FlatModel, builder

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.algorithms.kept_momentum import VELOCITY
-from waffle_fl.engines.closing import Desk, close, screened_of, to_numbers
+from waffle_fl.engines.aggregation import Registered, aggregate, screened_of
+from waffle_fl.engines.arithmetic import one_thread, products
+from waffle_fl.engines.cells import RoundSettings
 from waffle_fl.engines.flower.messages import SCORES, WORDS, Task, Version
-from waffle_fl.engines.simulate import ATTEMPTS
-from waffle_fl.engines.states import mapped, rows_of
-from waffle_fl.engines.steps import one_thread, products
+from waffle_fl.engines.outcomes import ATTEMPTS, diverged, to_numbers
+from waffle_fl.engines.tree import rows_of, tree_map
 from waffle_fl.errors import Diverged
 from waffle_fl.guard import OK, Guard
 from waffle_fl.models import FlatModel
@@ -86,7 +87,7 @@ class Course:
         server, agents = plan.algorithm.init(self.model.init(0), 1)
         down = plan.algorithm.broadcast(server, 1)
         _, self._up = plan.algorithm.finish(down, agents, plan.algorithm.begin(down, agents))
-        self._desk = Desk(torch.tensor(plan.samples), torch.tensor(plan.steps), torch.tensor(plan.alice))
+        self._registered = Registered(torch.tensor(plan.samples), torch.tensor(plan.steps), torch.tensor(plan.alice))
         self._open()
 
     @property
@@ -174,7 +175,7 @@ class Course:
         marked = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
         agents = marked if (copies := self._copies()) is None else copies
         net = self.plan.algorithm.personal(self.now.server, agents, len(self.plan.names))
-        own = mapped(lambda field: field[self.plan.alice], net)
+        own = tree_map(lambda field: field[self.plan.alice], net)
         return None if own.params.isnan().any() else own
 
     def _open(self) -> None:
@@ -199,10 +200,11 @@ class Course:
         """A2.13-16; False if Alice's own update was not usable."""
         plan, before = self.plan, self.now
         up, present = self.inbox.updates(type(self._up))
-        present = present & (self._desk.samples > 0)
-        settings = (before.round + 1, plan.rounds, plan.batch_size, plan.guard)
+        present = present & (self._registered.samples > 0)
+        settings = RoundSettings(plan.rounds, plan.batch_size, guard=plan.guard)
+        states = (before.server, self._agents, self._agents)
         with one_thread(), products(self.model.precision):
-            done = close(plan.algorithm, *settings, before.server, self._agents, self._agents, up, present, self._desk)
+            done = aggregate(plan.algorithm, before.round + 1, settings, *states, up, present, self._registered)
         (measured,) = to_numbers([done.measured])
         heard, codes = measured.pop("heard"), measured.pop("codes")
         if not heard[plan.alice]:
@@ -223,11 +225,7 @@ class Course:
         if self.attempt < ATTEMPTS:
             self._open()
             return None
-        name = self.plan.names[self.plan.alice]
-        return Diverged(
-            f"round {self.stand.round + 1}: the training of Alice ({name}) diverged (no finite update in {ATTEMPTS} "
-            "attempts): lower lr, or set clip; the rounds before are kept"
-        )
+        return diverged(self.stand.round + 1, self.plan.names[self.plan.alice])
 
     def _copies(self) -> Any:
         """The agents' states as the server knows them, velocities at zero, or None where it does not know them."""

@@ -9,11 +9,13 @@ import torch
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Batches
-from waffle_fl.engines.closing import Examiner, to_numbers
-from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.states import mapped
-from waffle_fl.engines.steps import Graphs, one_thread, products
-from waffle_fl.engines.training import Training
+from waffle_fl.engines.arithmetic import one_thread, products
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cuda_graphs import Graphs
+from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.outcomes import to_numbers
+from waffle_fl.engines.row_training import RowTraining
+from waffle_fl.engines.tree import tree_map
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
@@ -35,9 +37,8 @@ class Row:
         self.federation = federation.to(model.device, model.dtype)
         batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment)
         self.steps = batches.steps[0]
-        judges = hasattr(self.algorithm, "candidates")
-        judge = Judge(self.algorithm, model, [self.federation], [seed]) if judges else None
-        self._training = Training(self.algorithm, model, batches, Graphs(model), [1], 1, judge)
+        losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
+        self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)
         self._net = model.init(seed)
 
     def start(self) -> Any:
@@ -56,7 +57,7 @@ class Row:
 
     def own_model(self, down: Any, agents: Any) -> Net:
         """The model that the agent would use, from what it was sent and what it holds."""
-        sent = SimpleNamespace(**mapped(lambda field: field[0], down)._asdict())
+        sent = SimpleNamespace(**tree_map(lambda field: field[0], down)._asdict())
         net = self.algorithm.personal(sent, agents, 1)
         return Net(net.params[0], net.stats[0])
 
@@ -64,7 +65,8 @@ class Row:
         """Scores on the agent's own held-out data, in the bits of the simulator."""
         with one_thread(), products(self.model.precision):
             self._settle(net)
-            (scores,) = to_numbers(Examiner(self.model).examine([self.algorithm], [self.federation], [net], moment=1.0))
+            found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], moment=1.0)
+            (scores,) = to_numbers(found)
         return scores
 
     def _settle(self, net: Net) -> None:

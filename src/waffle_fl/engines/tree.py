@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 
-def mapped(change: Callable[..., Any], state: Any, *others: Any) -> Any:
+def tree_map(change: Callable[..., Any], state: Any, *others: Any) -> Any:
     """The state with every tensor changed; others of the same build lend theirs as further arguments."""
     if isinstance(state, Tensor):
         return change(state, *others)
     if isinstance(state, dict):
-        return {key: mapped(change, value, *(other[key] for other in others)) for key, value in state.items()}
-    return type(state)(*(mapped(change, *fields) for fields in zip(state, *others, strict=True)))
+        return {key: tree_map(change, value, *(other[key] for other in others)) for key, value in state.items()}
+    return type(state)(*(tree_map(change, *fields) for fields in zip(state, *others, strict=True)))
 
 
 def stack(states: Sequence[Any]) -> Any:
     """The rows of all these states as one."""
-    return mapped(lambda *fields: torch.cat(fields), *states)
+    return tree_map(lambda *fields: torch.cat(fields), *states)
 
 
 def stack_into(place: Any, states: Sequence[Any]) -> None:
     """The same, in memory that is there already."""
-    mapped(lambda out, *fields: torch.cat(fields, out=out), place, *states)
+    tree_map(lambda out, *fields: torch.cat(fields, out=out), place, *states)
 
 
 def rows_of(state: Any, rows: slice) -> Any:
-    return mapped(lambda field: field[rows], state)
+    return tree_map(lambda field: field[rows], state)
 
 
 def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
     """New rows where the mask holds, old ones elsewhere."""
-    return mapped(lambda n, o: o if n is o else torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
+    return tree_map(lambda n, o: o if n is o else torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)

@@ -1,4 +1,4 @@
-"""What several models lose on an agent's own samples before it trains, for algorithms that choose among models."""
+"""Losses of several models on an agent's own samples before it trains, for methods that choose among models."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ SAMPLES = 512  # of an agent, at most, that its models are judged by
 WIDTH = 128  # samples at a time, so that a row's bits depend on no other's number of them
 
 
-class Judge:
-    """The samples of every row by which it judges models: validation data where it has some and the algorithm asks."""
+class CandidateLosses:
+    """The samples on which each row evaluates models: training data, or validation data where the method asks for it.
+
+    For a method without `candidates` it does nothing.
+    """
 
     def __init__(
         self,
@@ -29,13 +32,17 @@ class Judge:
         seeds: Sequence[int],
         rounds: int = 1,
     ) -> None:
-        self.model, self._candidates = model, getattr(algorithm, "candidates")  # noqa: B009
+        self.model, self._candidates = model, getattr(algorithm, "candidates", None)
+        if self._candidates is None:
+            return
         held_out = getattr(algorithm, "judged_on", "training") == "validation"
         judged = [replace(f, train=tuple(_some(part) for part in _judged_by(f, held_out))) for f in federations]
         self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
-    def informed(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
-        """Down, with the mean loss of each candidate in its place, by the labels of round r."""
+    def into(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
+        """Return `down` with the mean loss of each candidate, by the labels of round r, in its field `losses`."""
+        if self._candidates is None or not any(self._batches.lengths[rows]):
+            return down
         nets = self._candidates(down, agents)
         total = torch.zeros(nets.params.shape[:2], dtype=torch.float64, device=self.model.device)
         count = total[:, :1]

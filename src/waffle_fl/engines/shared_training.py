@@ -1,7 +1,9 @@
-"""Runs of which one's training is the others' too: trained once, judged for each of them.
+"""Backend part: runs that can share one training are trained once and evaluated for each.
 
-They differ in Alice alone, under a method that does not look at her; or one is of the helper that the other's agents
-run anyway, as FedAvg's is in APFL.
+What it does   trains the first run of each group; the others take over its states and evaluate their own Alice's model
+When           runs differ in Alice alone, under a method that does not use her in `aggregate`; or a run's method is the
+               helper that another run's agents train anyway, as FedAvg is APFL's
+What it gains  SHARED_GAIN
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from waffle_fl.algorithms import Net
-from waffle_fl.engines.cells import Cell, Outcome, State, own_net
-from waffle_fl.engines.closing import Examiner, to_numbers
-from waffle_fl.engines.steps import one_thread, products
+from waffle_fl.engines.arithmetic import one_thread, products
+from waffle_fl.engines.cells import Cell, Measured, Outcome, State, own_net
+from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.outcomes import to_numbers
 from waffle_fl.models import FlatModel
 
 Each = Callable[[Sequence[Cell], int], Iterator[list[Outcome]]]  # (cells, rounds that are done) -> their rounds
@@ -68,7 +71,7 @@ def _same_state(one: State | None, other: State | None) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def once_a_family(
+def once_per_family(
     each: Each, families: Sequence[Sequence[int]], cells: Sequence[Cell], model: FlatModel, start: int, rounds: int
 ) -> Iterator[list[Outcome]]:
     """Train the first of each family; the others share its rounds as long as their own Alice could train in them."""
@@ -76,7 +79,7 @@ def once_a_family(
     leaders, states = list(followers), [cell.state for cell in cells]
     asked = [_asked([cells[i] for i in family]) for family in families]
     stream = each([replace(cells[first], asked=all_of) for first, all_of in zip(leaders, asked, strict=True)], start)
-    examiner = Examiner(model)
+    evaluator = Evaluator(model)
     strays: dict[int, Iterator[list[Outcome]]] = {}
     for r in range(start + 1, rounds + 1):
         done: list[Outcome] = []
@@ -84,7 +87,7 @@ def once_a_family(
             first = leaders[trained.cell]
             outcome = replace(trained, cell=first)
             with one_thread(), products(model.precision):
-                shared, lost = _shared(outcome, followers[first], cells, model, examiner, r / rounds)
+                shared, lost = _shared(outcome, followers[first], cells, model, evaluator, r / rounds)
             done += [outcome, *shared]
             for i in lost:  # it goes on by itself from where the family stood
                 strays[i] = each([replace(cells[i], state=states[i])], r - 1)
@@ -110,7 +113,7 @@ def _shared(
     followers: Sequence[int],
     cells: Sequence[Cell],
     model: FlatModel,
-    examiner: Examiner,
+    evaluator: Evaluator,
     moment: float,
 ) -> tuple[list[Outcome], list[int]]:
     """What a family's round is to each of the others, and those to whom it is nothing.
@@ -123,10 +126,11 @@ def _shared(
     states = {i: _held(cells[i], cells[outcome.cell], outcome.state) for i in able}
     nets = [own_net(cells[i], states[i], model) for i in able]
     algorithms, federations = [cells[i].algorithm for i in able], [cells[i].federation for i in able]
-    scores = to_numbers(examiner.examine(algorithms, federations, nets, moment)) if able else []
+    scores = to_numbers(evaluator.evaluate(algorithms, federations, nets, moment)) if able else []
     common = {key: value for key, value in outcome.measured.items() if not _examined(key)}
+    lines = {i: {**common, **found, **_weights(cells[i], states[i])} for i, found in zip(able, scores, strict=True)}
     shared = {
-        i: replace(outcome, cell=i, measured={**common, **found, **_weights(cells[i], states[i])}, state=states[i])
+        i: replace(outcome, cell=i, measured=cast(Measured, lines[i]), state=states[i])
         for i, found in zip(able, scores, strict=True)
         if math.isfinite(found["loss"])
     }

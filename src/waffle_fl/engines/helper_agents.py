@@ -1,4 +1,9 @@
-"""Agents whose own models are asked for, and those that only help: these do no more than helping takes."""
+"""Backend part: agents whose own model is not needed train only what the server needs of them.
+
+What it does   trains the agents whose models are needed with the method, all others with its cheaper `helper`
+When           a run is for some agents (`Cell.asked`) and its method has a helper, as FedAvg is APFL's and Ditto's
+What it gains  HELPER_GAIN
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,17 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm
 from waffle_fl.engines.cells import Cell
-from waffle_fl.engines.states import mapped
-from waffle_fl.engines.training import Training
+from waffle_fl.engines.row_training import RowTraining
+from waffle_fl.engines.tree import tree_map
 from waffle_fl.models import FlatModel
 
-Trained = list[tuple[Any, Any]]  # of each federation: what its agents hold then, and what they send
+
+def applies(cells: Sequence[Cell]) -> bool:
+    return any(helping(cells))
 
 
 def helping(cells: Sequence[Cell]) -> list[list[int]]:
-    """Of each cell the agents that only help; none where all models are asked for, or training has no such part."""
+    """The agents of each run that only help; none where all models are needed, or the method has no helper."""
     return [
         [i for i in range(cell.federation.agents) if i not in cell.asked]
         if cell.asked is not None and hasattr(cell.algorithm, "helper")
@@ -27,18 +34,18 @@ def helping(cells: Sequence[Cell]) -> list[list[int]]:
     ]
 
 
-class Divided:
-    """A training in two parts, for those who are asked for and for their helpers; it is used as one is."""
+class TwoTrainings:
+    """A training in two parts, for the agents whose models are needed and for their helpers; used as a RowTraining."""
 
     def __init__(
         self,
         algorithm: Algorithm,
-        helper: Algorithm,
         model: FlatModel,
         sizes: Sequence[int],
         helpers: Sequence[Sequence[int]],
-        training: Callable[[Algorithm, Sequence[Sequence[int]]], Training],
+        training: Callable[[Algorithm, Sequence[Sequence[int]]], RowTraining],
     ) -> None:
+        helper: Algorithm = algorithm.helper()  # type: ignore[attr-defined]
         asked = [sorted({*range(size)}.difference(some)) for size, some in zip(sizes, helpers, strict=True)]
         self._own, self._helping = training(algorithm, asked), training(helper, helpers)
         self._rows = [_on(model.device, some) for some in asked]
@@ -46,8 +53,8 @@ class Divided:
         self._orders = [torch.cat(pair).argsort() for pair in zip(self._rows, self._helpers, strict=True)]
         self._kept = helper.init(model.init(0), 1)[1]  # what a helper keeps: nothing, or its velocity
 
-    def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> Trained:
-        """What `Training.round` does; of the agents that only help, no more than the helper's own state changes."""
+    def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
+        """As `RowTraining.round`; of the agents that only help, only the helper's own state changes."""
         states = zip(given, self._rows, strict=True)
         asked = [(_picked(down, rows), _picked(agents, rows)) for (down, agents), rows in states]
         states = zip(given, self._helpers, strict=True)
@@ -70,11 +77,11 @@ def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
 
 
 def _picked(state: Any, rows: Tensor) -> Any:
-    return mapped(lambda field: field.index_select(0, rows), state)
+    return tree_map(lambda field: field.index_select(0, rows), state)
 
 
 def _replaced(state: Any, rows: Tensor, new: Any) -> Any:
-    return mapped(lambda field, some: field.index_copy(0, rows, some), state, new)
+    return tree_map(lambda field, some: field.index_copy(0, rows, some), state, new)
 
 
 def _common(state: Any, like: Any) -> Any:
@@ -89,4 +96,4 @@ def _updated(state: Any, rows: Tensor, some: Any) -> Any:
 
 
 def _joined(order: Tensor, *parts: Any) -> Any:
-    return mapped(lambda *fields: torch.cat(fields).index_select(0, order), *parts)
+    return tree_map(lambda *fields: torch.cat(fields).index_select(0, order), *parts)

@@ -1,4 +1,10 @@
-"""The rows of some federations, trained a round at a time: all in this process, or shared out among workers."""
+"""Backend part: the agents of many federations as rows of one stack, trained a round at a time.
+
+What it does   trains all rows step by step together; large models, or convolutions on a CPU, one row after another;
+               divides long rounds among worker processes by rows
+When           always; `FlatModel.stacked` says whether rows are stacked, `workers` how many processes there may be
+What it gains  STACKING_GAIN
+"""
 
 from __future__ import annotations
 
@@ -12,20 +18,18 @@ import torch
 
 from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
-from waffle_fl.engines.judging import Judge
-from waffle_fl.engines.states import mapped, rows_of, stack, stack_into, where_rows
-from waffle_fl.engines.steps import Graphs, one_step
+from waffle_fl.engines import cuda_graphs
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cuda_graphs import Graphs, one_step
+from waffle_fl.engines.tree import rows_of, stack, stack_into, tree_map, where_rows
 from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.models import FlatModel
 
 CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 
 
-class Training:
-    """How these rows train, always the same ones, so that workers can own some of them.
-
-    One thread computes a row, so its bits depend neither on its neighbours nor on who trains it.
-    """
+class RowTraining:
+    """The training of a fixed set of rows, so that each worker process can own some of them."""
 
     def __init__(
         self,
@@ -35,10 +39,10 @@ class Training:
         graphs: Graphs,
         sizes: Sequence[int],
         cores: int,
-        judge: Judge | None = None,
+        losses: CandidateLosses,
     ) -> None:
         self.algorithm, self.model, self.batches, self._graphs = algorithm, model, batches, graphs
-        self._judge = judge
+        self._losses = losses
         self._edges = _edges(sizes)
         self._hiring = Hiring(min(cores, len(batches.lengths)))
         self._like: list[Any] = []  # what a round's rows look like: down, agents, agents afterwards, up
@@ -59,19 +63,15 @@ class Training:
             agents, up = self._shared[2:]
         else:
             with self._hiring.watched():
-                agents, up = self._here(given, r, attempt)
+                down, before = (stack(states) for states in zip(*given, strict=True))
+                trained = [self._train(down, before, r, attempt, chunk) for chunk in self._chunks(1, down)]
+                agents, up = (stack(states) for states in zip(*trained, strict=True))
+                self._like = [down, before, agents, up]
         return [(rows_of(agents, rows), rows_of(up, rows)) for rows in self._edges]
 
     def close(self) -> None:
         if self._workers:
             self._workers.close()
-
-    def _here(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int) -> list[Any]:
-        down, agents = (stack(states) for states in zip(*given, strict=True))
-        results = [self._train(down, agents, r, attempt, chunk) for chunk in self._chunks(1, down)]
-        made = [stack(states) for states in zip(*results, strict=True)]
-        self._like = [down, agents, *made]
-        return made
 
     def _hire(self) -> None:
         self._shared = [shared(state) for state in self._like]
@@ -82,15 +82,14 @@ class Training:
         def work(share: int, r: int, attempt: int) -> None:
             for chunk in chunks[share::shares]:
                 for place, state in zip(made, self._train(down, agents, r, attempt, chunk), strict=True):
-                    mapped(lambda out, rows: out.copy_(rows), rows_of(place, chunk), state)
+                    tree_map(lambda out, rows: out.copy_(rows), rows_of(place, chunk), state)
 
         self._workers = Workers(work, shares)
 
     def _train(self, down: Any, agents: Any, r: int, attempt: int, rows: slice) -> tuple[Any, Any]:
         """A2.5-12 for the rows of one chunk."""
         down, agents = rows_of(down, rows), rows_of(agents, rows)
-        if self._judge:
-            down = self._judge.informed(down, agents, rows, r)
+        down = self._losses.into(down, agents, rows, r)
         local = self.algorithm.begin(down, agents)  # A2.5
         if hasattr(self.algorithm, "rehearse") and hasattr(self.algorithm, "rehearsed"):
             local = self._rehearsed(self.algorithm.rehearse, self.algorithm.rehearsed, local, r, attempt, rows)
@@ -113,10 +112,10 @@ class Training:
         """All mini-batches of a round, for the rows of one chunk."""
         plan, steps = self.batches.plan(r, attempt, rows), self.batches.steps[rows]
         sizes, together = self.batches.sizes(rows, padded=self.model.stacked), min(steps)
-        if self.model.device.type == "cuda":
+        if cuda_graphs.applies(self.model):
             return self._graphs.run(self.algorithm, self.batches, local, plan, sizes, steps)
         for t, size in enumerate(sizes):
-            step = torch.tensor([t])
+            step = torch.tensor([t], device=self.model.device)
             local = one_step(self.algorithm, self.model, self.batches, local, plan, step, size, t < together)
         return local
 

@@ -1,88 +1,28 @@
-"""The end of a round: screen what arrived, aggregate, and score Alice's model; for one cell, or for many at once."""
+"""Evaluate the models of many Alices on their own held-out data, those that stack in one pass.
+
+What it does   pads the test sets of many runs to one length and evaluates their models in one stacked forward pass
+When           the model stacks; on a CPU only test sets of equal length, so that bits do not depend on what is stacked
+What it gains  EVALUATION_GAIN
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Algorithm, Net, Round
-from waffle_fl.algorithms.contract import lengths, row_of
-from waffle_fl.engines.states import mapped, where_rows
+from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.federation import Federation
-from waffle_fl.guard import OK, REASONS, Guard, screen
 from waffle_fl.models import FlatModel
 
 SCORE_ROWS = 2000
 CACHED_ROWS = 500  # more do not fit a CPU's cache, and take nearly twice as long a sample
 Answer = Callable[[Tensor], Tensor]  # samples -> what is said of them
 Each = Callable[..., Iterable[Any]]  # map, or what does the same on several cores
-
-
-class Desk(NamedTuple):
-    """What the server knows of a federation before any update arrives; tensors, so that many can be stacked."""
-
-    samples: Tensor  # (N,)
-    steps: Tensor  # (N,), K_i as planned
-    alice: Tensor  # ()
-
-
-class Closed(NamedTuple):
-    """A round after aggregation, its measurements still on the device."""
-
-    server: Any
-    agents: Any
-    own: Net  # Alice's model
-    measured: dict[str, Tensor]
-
-
-def desk_of(federation: Federation, batch_size: int, epochs: int, device: torch.device) -> Desk:
-    samples = federation.samples.to(device)
-    return Desk(samples, epochs * -(-samples // batch_size), torch.tensor(federation.alice, device=device))
-
-
-def close(
-    algorithm: Algorithm,
-    r: int,
-    rounds: int,
-    batch_size: int,
-    guard: Guard,
-    server: Any,
-    before: Any,
-    agents: Any,
-    up: Any,
-    present: Tensor,
-    desk: Desk,
-) -> Closed:
-    """A2.13-16 for one federation; an agent whose update was not taken as it was sent keeps the state it had."""
-    pulls = algorithm.pulls(server, up, desk.steps) if guard != "off" and hasattr(algorithm, "pulls") else None
-    up, heard, codes = screen(up, desk.alice, present, guard, pulls)
-    intact = heard & (codes == OK)
-    suspect = present & ~heard if guard != "off" else None
-    now = Round(r, rounds, desk.alice, heard, intact, desk.samples, desk.steps, batch_size, suspect)
-    server, info = algorithm.aggregate(server, up, now)
-    agents = where_rows(intact, agents, before)
-    net = algorithm.personal(server, agents, len(heard))
-    device = heard.device
-    measured = {k: torch.as_tensor(v, dtype=torch.float64, device=device) for k, v in info._asdict().items()}
-    if hasattr(algorithm, "relations"):
-        measured["weights"] = row_of(algorithm.relations(server), desk.alice)
-    if hasattr(up, "dy"):
-        measured["norms"] = lengths(up.dy)
-    own = Net(row_of(net.params, desk.alice), row_of(net.stats, desk.alice))
-    return Closed(server, agents, own, {**measured, "heard": heard, "codes": codes})
-
-
-def close_together(algorithm: Algorithm, work: Sequence[tuple[Any, ...]], *settings: Any) -> list[Closed]:
-    """`close` for federations of one size under one algorithm, as a single batched computation."""
-    stacked = [mapped(lambda *fields: torch.stack(fields), *states) for states in zip(*work, strict=True)]
-    closed = torch.vmap(partial(close, algorithm, *settings))(*stacked)
-    return [mapped(itemgetter(i), closed) for i in range(len(work))]
 
 
 def answering(algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, moment: float = 1.0) -> Answer:
@@ -129,7 +69,7 @@ def _graded(federation: Federation, accuracy: Tensor, loss: Tensor) -> dict[str,
     return {"accuracy": accuracy, "loss": loss}
 
 
-class Examination:
+class StackedTestSets:
     """The held-out samples of many Alices, padded to one length, so that all their models are scored in one pass."""
 
     def __init__(self, federations: Sequence[Federation], parts: Sequence[Tensor]) -> None:
@@ -155,7 +95,7 @@ class Examination:
         return [_graded(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
 
 
-class Examiner:
+class Evaluator:
     """Scores many Alices' models, those that stack in one pass.
 
     On a CPU bits must not depend on company, so only parts of one length are stacked, and a stack of one, which would
@@ -165,7 +105,7 @@ class Examiner:
 
     def __init__(self, model: FlatModel, cores: int = 1) -> None:
         self.model, self._on_gpu = model, model.device.type == "cuda"
-        self._known: dict[tuple[int, ...], Examination] = {}
+        self._known: dict[tuple[int, ...], StackedTestSets] = {}
         self._cores = cores
         self._pool: ThreadPoolExecutor | None = None
 
@@ -182,7 +122,7 @@ class Examiner:
             self._pool = ThreadPoolExecutor(self._cores, initializer=torch.set_num_threads, initargs=(1,))
         return self._pool.map(work, parts)
 
-    def examine(
+    def evaluate(
         self,
         algorithms: Sequence[Algorithm],
         federations: Sequence[Federation],
@@ -230,7 +170,7 @@ class Examiner:
                 continue
             key = tuple(id(parts[k]) for k in group)
             if key not in self._known:
-                self._known[key] = Examination([federations[k] for k in group], [parts[k] for k in group])
+                self._known[key] = StackedTestSets([federations[k] for k in group], [parts[k] for k in group])
             found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group], moment), strict=True)
         return [found[k] for k in range(len(nets))]
 
@@ -241,22 +181,3 @@ class Examiner:
             return [group]
         most = max(2, SCORE_ROWS // length)
         return [2 * few if len(few) == 1 else few for few in (group[i : i + most] for i in range(0, len(group), most))]
-
-
-def screened_of(codes: Sequence[float], names: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
-    """Why an agent's update was not taken as it was sent; who has no samples sends none."""
-    found = zip(names, codes, samples, strict=True)
-    return {name: REASONS[int(code)] for name, code, count in found if code != OK and count}
-
-
-def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All tensors of all cells as plain numbers, fetched from the device in one go."""
-    tensors = [value for entry in measured for value in entry.values() if isinstance(value, Tensor)]
-    numbers = iter(torch.cat([t.double().flatten() for t in tensors]).tolist())
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
-
-    return [{key: plain(value) for key, value in entry.items()} for entry in measured]

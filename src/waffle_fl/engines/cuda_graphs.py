@@ -1,9 +1,13 @@
-"""One mini-batch for all rows of a chunk; on a GPU captured once as a CUDA graph and replayed, step after step."""
+"""Backend part: the steps of a round captured as CUDA graphs and replayed.
+
+What it does   captures `one_step` once for each shape of work, eight steps to a graph, and replays it step after step
+When           on a GPU, for models whose forward pass can be captured
+What it gains  GRAPHS_GAIN
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -13,7 +17,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Grad, training_key
 from waffle_fl.batches import Batches, Plan
-from waffle_fl.engines.states import where_rows
+from waffle_fl.engines.tree import where_rows
 from waffle_fl.models import FlatModel
 
 WARM_UPS = 2
@@ -35,6 +39,10 @@ def one_step(
     grad = Grad(partial(model.grad, batch=batches.batch(plan, t, size)), t, plan.steps)
     stepped = algorithm.step(local, grad)
     return stepped if together else where_rows(plan.active.index_select(1, t)[:, 0], stepped, local)
+
+
+def applies(model: FlatModel) -> bool:
+    return model.device.type == "cuda"
 
 
 class Graphs:
@@ -128,31 +136,3 @@ class _Graph:
         with torch.cuda.graph(graph):
             self._advance(size, together, steps)
         return graph
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def products(precision: str) -> Iterator[None]:
-    """Matrix products as the precision says, and the same bits every time."""
-    flags = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic)
-    fast = precision in ("tf32", "bf16")
-    _set_products(fast, fast, True)
-    try:
-        yield
-    finally:
-        _set_products(*flags)
-
-
-def _set_products(matmul: bool, cudnn: bool, deterministic: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = matmul
-    torch.backends.cudnn.allow_tf32 = cudnn
-    torch.backends.cudnn.deterministic = deterministic

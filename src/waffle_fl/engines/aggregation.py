@@ -1,0 +1,149 @@
+"""The server's part of a round, A2.13-16: admit the updates that arrived, aggregate them, pick Alice's model.
+
+What it does   `aggregate_together` computes the aggregations of many runs as one batched computation (torch.vmap)
+When           on a GPU, for runs of one algorithm and one number of agents; a CPU aggregates one run after another
+What it gains  AGGREGATION_GAIN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms import Algorithm, Net, Round
+from waffle_fl.algorithms.contract import lengths, row_of
+from waffle_fl.engines.cells import Cell, RoundSettings
+from waffle_fl.engines.tree import tree_map, where_rows
+from waffle_fl.federation import Federation
+from waffle_fl.guard import OK, REASONS, screen
+from waffle_fl.models import FlatModel
+from waffle_fl.wire import Envelope, Inbox, seal
+
+
+class Registered(NamedTuple):
+    """What the server knows of a federation before any update arrives; tensors, so that many can be stacked."""
+
+    samples: Tensor  # (N,)
+    steps: Tensor  # (N,), K_i as planned
+    alice: Tensor  # ()
+
+
+class Arrived(NamedTuple):
+    """The updates of one run as they reached the server."""
+
+    up: Any
+    present: Tensor  # (N,) bool: the agents that sent one
+    refused: list[tuple[int, str]]  # messages that could not be read: agent, reason
+
+
+class Aggregated(NamedTuple):
+    """One run after aggregation, its measurements still on the device."""
+
+    server: Any
+    agents: Any
+    own: Net  # Alice's model
+    measured: dict[str, Any]
+
+
+def registered(federation: Federation, settings: RoundSettings, device: torch.device) -> Registered:
+    """Sample counts, planned steps and Alice's number, on the device."""
+    samples = federation.samples.to(device)
+    steps = settings.epochs * -(-samples // settings.batch_size)
+    return Registered(samples, steps, torch.tensor(federation.alice, device=device))
+
+
+def receive(cell: Cell, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
+    """The updates after an attack and after the wire, where the run has them."""
+    present = known.samples > 0
+    if cell.tamper:
+        up = cell.tamper(tree_map(torch.clone, up), r)  # it may keep tensors that workers write over
+    if not cell.post:
+        return Arrived(up, present, [])
+    steps = known.steps.tolist()
+    envelope = Envelope(f"simulation {cell.seed}", r, model.fingerprint())
+    inbox = Inbox({name: value[0].cpu() for name, value in up._asdict().items()}, envelope, steps)
+    for agent in range(cell.federation.agents):
+        for reply in cell.post(agent, r, seal(up, agent, envelope, steps[agent])):
+            inbox.deliver(agent, reply)
+    received, arrived = inbox.updates(type(up))
+    up = type(up)(*(value.to(model.device) for value in received))
+    return Arrived(up, present & arrived.to(model.device), inbox.log)
+
+
+def admit(
+    algorithm: Algorithm, server: Any, up: Any, present: Tensor, known: Registered, r: int, settings: RoundSettings
+) -> tuple[Any, Round, Tensor]:
+    """The updates without those that were rejected, the facts of the round, and a reason code per agent."""
+    guard = settings.guard
+    pulls = algorithm.pulls(server, up, known.steps) if guard != "off" and hasattr(algorithm, "pulls") else None
+    up, heard, codes = screen(up, known.alice, present, guard, pulls)
+    intact = heard & (codes == OK)
+    suspect = present & ~heard if guard != "off" else None
+    now = Round(
+        r,
+        settings.rounds,
+        known.alice,
+        heard,
+        intact,
+        known.samples,
+        known.steps,
+        settings.batch_size,
+        suspect,
+    )
+    return up, now, codes
+
+
+def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, alice: Tensor) -> dict[str, Tensor]:
+    """What the record tells of an aggregation: the algorithm's own information, Alice's weights, norms of updates."""
+    measured = {k: torch.as_tensor(v, dtype=torch.float64, device=alice.device) for k, v in info._asdict().items()}
+    if hasattr(algorithm, "relations"):
+        measured["weights"] = row_of(algorithm.relations(server), alice)
+    if hasattr(up, "dy"):
+        measured["norms"] = lengths(up.dy)
+    return measured
+
+
+def aggregate(
+    algorithm: Algorithm,
+    r: int,
+    settings: RoundSettings,
+    server: Any,
+    before: Any,
+    agents: Any,
+    up: Any,
+    present: Tensor,
+    known: Registered,
+) -> Aggregated:
+    """A2.13-16 for one run; an agent whose update was not taken as it was sent keeps the state it had before."""
+    up, now, codes = admit(algorithm, server, up, present, known, r, settings)
+    server, info = algorithm.aggregate(server, up, now)
+    agents = where_rows(now.intact, agents, before)
+    net = algorithm.personal(server, agents, len(present))
+    own = Net(row_of(net.params, known.alice), row_of(net.stats, known.alice))
+    measured = diagnostics(algorithm, server, up, info, known.alice)
+    return Aggregated(server, agents, own, {**measured, "heard": now.heard, "codes": codes})
+
+
+def applies(model: FlatModel) -> bool:
+    """Is one batched aggregation faster than one after another?"""
+    return model.device.type == "cuda"
+
+
+def aggregate_together(
+    algorithm: Algorithm, r: int, settings: RoundSettings, runs: Sequence[tuple[Any, ...]]
+) -> list[Aggregated]:
+    """`aggregate` for runs of one size under one algorithm, as a single batched computation."""
+    stacked = [tree_map(lambda *fields: torch.stack(fields), *states) for states in zip(*runs, strict=True)]
+    done = torch.vmap(partial(aggregate, algorithm, r, settings))(*stacked)
+    return [tree_map(itemgetter(i), done) for i in range(len(runs))]
+
+
+def screened_of(codes: Sequence[float], names: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
+    """Why an agent's update was not taken as it was sent; an agent without samples sends none."""
+    found = zip(names, codes, samples, strict=True)
+    return {name: REASONS[int(code)] for name, code, count in found if code != OK and count}

@@ -1,0 +1,93 @@
+"""The reference engine: a round as the paper's Algorithm 2 prints it, one agent after another.
+
+Read this file and one method (`algorithms/waffle.py`) to understand a round; step through it in a debugger with
+`simulate(..., engine="loop")` or `waffle run --engine loop`. `# A2.n` cites line n of Algorithm 2. It stacks nothing
+and shares no work; the default engine is tested to give the same results, many times faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from waffle_fl.algorithms import Algorithm, Grad
+from waffle_fl.batches import Batches
+from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, initial_state, own_net
+from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.tree import rows_of, stack, where_rows
+from waffle_fl.models import FlatModel
+
+
+def run(cell: Cell, model: FlatModel, settings: RoundSettings, start: int = 0, index: int = 0) -> Iterator[Outcome]:
+    """Train one federation and yield the outcome of each round; the run ends when Alice's training diverges."""
+    algorithm, federation, agents_count = cell.algorithm, cell.federation, cell.federation.agents
+    training = AgentTraining(algorithm, model, cell, settings)
+    known, evaluator = registered(federation, settings, model.device), Evaluator(model)
+    state = cell.state or initial_state(cell, model)  # A2.1
+    for r in range(start + 1, settings.rounds + 1):  # A2.2
+        for attempt in range(ATTEMPTS):
+            server, before = state
+            down = algorithm.broadcast(server, agents_count)  # A2.3
+            trained = [
+                training.round(i, rows_of(down, slice(i, i + 1)), rows_of(before, slice(i, i + 1)), r, attempt)
+                for i in range(agents_count)  # A2.4-12
+            ]
+            agents, up = (stack(rows) for rows in zip(*trained, strict=True))
+            arrived = receive(cell, model, up, r, known)
+            up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
+            server, info = algorithm.aggregate(server, up, now)  # A2.13-16
+            agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
+            after = State(server, agents)
+            net = own_net(cell, after, model)
+            (scores,) = evaluator.evaluate([algorithm], [federation], [net], r / settings.rounds)
+            measured = {**scores, **diagnostics(algorithm, server, up, info, known.alice)}
+            (numbers,) = to_numbers([{**measured, "heard": now.heard, "codes": codes, "refused": arrived.refused}])
+            outcome = outcome_of(index, cell, numbers, after, state, r, attempt)
+            if not outcome.error:
+                break
+        yield outcome
+        if outcome.error:
+            return
+        state = outcome.state
+
+
+class AgentTraining:
+    """The training of single agents: mini-batches in the run's order, gradients by autograd on the module itself."""
+
+    def __init__(self, algorithm: Algorithm, model: FlatModel, cell: Cell, s: RoundSettings) -> None:
+        self.algorithm, self.model = algorithm, model
+        federations, seeds = [cell.federation], [cell.seed]
+        self.batches = Batches(federations, seeds, s.batch_size, s.epochs, model.dtype, s.augment, s.rounds)
+        self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
+
+    def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
+        """A2.5-12 for agent i: its state after the round, and its update."""
+        algorithm, row = self.algorithm, slice(i, i + 1)
+        down = self.losses.into(down, agents, row, r)  # for methods that choose among models
+        local = algorithm.begin(down, agents)  # A2.5
+        if hasattr(algorithm, "rehearse") and hasattr(
+            algorithm, "rehearsed"
+        ):  # for methods that adapt where they start
+            epoch = self.batches.steps[i] // self.batches.epochs
+            for grad in self._gradients(row, r, attempt, math.ceil(algorithm.rehearsed * epoch)):
+                local = algorithm.rehearse(local, grad)
+        for grad in self._gradients(row, r, attempt, self.batches.steps[i]):  # A2.6
+            local = algorithm.step(local, grad)  # A2.7-8
+        return algorithm.finish(down, agents, local)  # A2.9-12
+
+    def _gradients(self, row: slice, r: int, attempt: int, steps: int) -> Iterator[Grad]:
+        """The gradient functions of the round's first mini-batches, one after another."""
+        if not steps:  # an agent without samples
+            return
+        plan, sizes = self.batches.plan(r, attempt, row), self.batches.sizes(row, padded=False)
+        for t in range(steps):
+            at = torch.tensor([t], device=self.model.device)
+            batch = self.batches.batch(plan, at, sizes[t])
+            yield Grad(partial(self.model.plain_grad, batch=batch), at, plan.steps)

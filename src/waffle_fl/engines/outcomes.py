@@ -1,0 +1,59 @@
+"""From the measurements of a round to its outcome in plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from waffle_fl.engines.aggregation import screened_of
+from waffle_fl.engines.cells import Cell, Measured, Outcome, State
+from waffle_fl.errors import Diverged
+
+ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
+
+
+def outcome_of(
+    index: int, cell: Cell, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
+) -> Outcome:
+    """The outcome of a round; one that Alice could not train has an error and leaves the state as it was."""
+    names, alice = cell.federation.names, cell.federation.alice
+    heard, codes, refused = measured.pop("heard"), measured.pop("codes"), measured.pop("refused", [])
+    for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
+        if key in measured and not math.isfinite(measured[key]):
+            measured[key] = None
+    screened = screened_of(codes, names, cell.federation.samples.tolist())
+    if screened:
+        measured["screened"] = screened
+    if refused:
+        measured["refused"] = [[names[agent], reason] for agent, reason in refused]
+    if cell.attackers and "weights" in measured:
+        measured["attackers_weight"] = sum(measured["weights"][agent] for agent in cell.attackers)
+    line = cast(Measured, {"round": r, **measured})
+    if heard[alice] and measured["loss"] is not None:
+        return Outcome(index, r, line, after, attempt)
+    return Outcome(index, r, line, before, attempt, diverged(r, names[alice]))
+
+
+def diverged(r: int, alice: str) -> Diverged:
+    """The error of a run whose Alice has sent no finite update."""
+    return Diverged(
+        f"round {r}: the training of Alice ({alice}) diverged (no finite update in {ATTEMPTS} attempts): "
+        "lower lr, or set clip; the rounds before are kept"
+    )
+
+
+def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All tensors of all runs as plain numbers, fetched from the device in one transfer."""
+    tensors = [value for entry in measured for value in entry.values() if isinstance(value, Tensor)]
+    numbers = iter(torch.cat([t.double().flatten() for t in tensors]).tolist())
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
+
+    return [{key: plain(value) for key, value in entry.items()} for entry in measured]

@@ -1,0 +1,80 @@
+"""Backend part: whole runs divided among worker processes (`workers.py`), each of which computes its runs' rounds.
+
+What it does   every process trains, aggregates and evaluates its share of the runs; states lie in shared memory
+When           on a CPU, with at least as many stacked runs as cores, where nothing changes the updates on their way
+What it gains  WORKERS_GAIN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.engines.aggregation import Aggregated
+from waffle_fl.engines.backend import Compute, Work
+from waffle_fl.engines.cells import Cell, State
+from waffle_fl.engines.tree import tree_map
+from waffle_fl.engines.workers import Hiring, Workers, shared
+from waffle_fl.models import FlatModel
+
+
+def applies(cells: Sequence[Cell], model: FlatModel, cores: int) -> bool:
+    honest = not any(cell.tamper or cell.post for cell in cells)
+    return honest and model.stacked and len(cells) >= cores > 1
+
+
+class RunWorkers:
+    """A round's computation, divided among processes once that pays."""
+
+    def __init__(self, compute: Compute, cores: int, rounds: int) -> None:
+        self._compute, self._cores, self._rounds = compute, cores, rounds
+        self._runs: tuple[int, ...] = ()  # those that the workers compute
+        self._hiring = Hiring(1)
+        self._workers: Workers | None = None
+        self._states: list[State] = []  # in shared memory
+        self._results: list[Aggregated] = []
+
+    def __call__(self, work: Work) -> list[Aggregated]:
+        if work.attempt and work.runs != self._runs:  # a few runs are repeated
+            return self._compute(work)
+        if work.runs != self._runs:  # the first round, or a run has diverged
+            self.close()
+            self._runs, self._hiring = work.runs, Hiring(min(self._cores, len(work.runs)))
+        if not self._workers and self._hiring.pays(self._rounds - work.r + 1):
+            self._hire(work)
+        if not self._workers:
+            with self._hiring.watched():
+                self._results = self._compute(work)
+            return self._results
+        for place, state in zip(self._states, work.states, strict=True):
+            tree_map(Tensor.copy_, place, state)
+        self._workers(work.r, work.attempt)
+        return [
+            run._replace(server=_copied(run.server), agents=_copied(run.agents))
+            for run in self._results  # the rest is read before the workers write again
+        ]
+
+    def _hire(self, work: Work) -> None:
+        """Start the workers; states and results lie in shared memory from now on."""
+        states, results = [shared(state) for state in work.states], [shared(run) for run in self._results]
+        cores = self._hiring.cores
+
+        def compute_share(share: int, r: int, attempt: int) -> None:
+            own = slice(cores - 1 - share, None, cores)
+            done = self._compute(Work(work.runs[own], tuple(states[own]), r, attempt))
+            for place, result in zip(results[own], done, strict=True):
+                tree_map(Tensor.copy_, place, result)
+
+        self._states, self._results, self._workers = states, results, Workers(compute_share, cores)
+
+    def close(self) -> None:
+        if self._workers:
+            self._workers.close()
+        self._workers = None
+
+
+def _copied(state: Any) -> Any:
+    return tree_map(torch.clone, state)

@@ -1,0 +1,105 @@
+"""The default backend: the agents of all runs as rows of one stack, on CPU or GPU.
+
+`begin`, `step` and `finish` are row-local, so rows of many federations train together; aggregation is per run. One
+thread computes a row, so its bits depend neither on what else is stacked nor on the machine's cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from waffle_fl.algorithms import Algorithm
+from waffle_fl.batches import Batches
+from waffle_fl.engines import aggregation, helper_agents
+from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_together, receive, registered
+from waffle_fl.engines.backend import Trained, Work
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cells import Cell, RoundSettings
+from waffle_fl.engines.cuda_graphs import Graphs
+from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.helper_agents import TwoTrainings
+from waffle_fl.engines.row_training import RowTraining
+from waffle_fl.models import FlatModel
+
+
+class StackedBackend:
+    """Trains, aggregates and evaluates runs whose data lies on the model's device."""
+
+    def __init__(self, cells: Sequence[Cell], model: FlatModel, settings: RoundSettings, cores: int) -> None:
+        self.cells, self.model, self.settings, self._cores = cells, model, settings, cores
+        self._registered = [registered(cell.federation, settings, model.device) for cell in cells]
+        self._graphs = Graphs(model)
+        self._evaluator = Evaluator(model, cores)
+        self._trainings: dict[tuple[int, ...], RowTraining | TwoTrainings] = {}
+
+    def close(self) -> None:
+        """End all worker processes and threads; they start again when they are needed."""
+        for training in self._trainings.values():
+            training.close()
+        self._trainings = {}
+        self._evaluator.close()
+
+    def train(self, work: Work) -> list[Trained]:
+        """A2.3-12 for all rows of the runs."""
+        given = [
+            (self.cells[i].algorithm.broadcast(server, self.cells[i].federation.agents), agents)  # A2.3
+            for i, (server, agents) in zip(work.runs, work.states, strict=True)
+        ]
+        if work.runs not in self._trainings:
+            if not work.attempt:  # a run has diverged: the trainings of all runs are over
+                self.close()
+            self._trainings[work.runs] = self._training(work)
+        left = self.settings.rounds - work.r + 1
+        return self._trainings[work.runs].round(given, work.r, work.attempt, left)
+
+    def _training(self, work: Work) -> RowTraining | TwoTrainings:
+        s, cells = self.settings, [self.cells[i] for i in work.runs]
+        federations, seeds = [cell.federation for cell in cells], [cell.seed for cell in cells]
+        cores = 1 if work.attempt else self._cores  # a few runs that are repeated are soon done
+
+        def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
+            shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.rounds)
+            batches = Batches(federations, seeds, *shape, agents)
+            losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
+            return RowTraining(algorithm, self.model, batches, self._graphs, list(map(len, agents)), cores, losses)
+
+        sizes = [federation.agents for federation in federations]
+        if helper_agents.applies(cells):
+            return TwoTrainings(cells[0].algorithm, self.model, sizes, helper_agents.helping(cells), training)
+        return training(cells[0].algorithm, [range(size) for size in sizes])
+
+    def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]:
+        """A2.13-16 for every run. Nothing here waits for a GPU, where runs of one kind are aggregated together."""
+        inputs, refused = {}, {}
+        for i, before, (agents, up) in zip(work.runs, work.states, trained, strict=True):
+            arrived = receive(self.cells[i], self.model, up, work.r, self._registered[i])
+            inputs[i] = (before.server, before.agents, agents, arrived.up, arrived.present, self._registered[i])
+            refused[i] = arrived.refused
+        done: dict[int, Aggregated] = {}
+        for algorithm, group in self._alike(work.runs):
+            several = [inputs[i] for i in group]
+            if aggregation.applies(self.model):
+                found = aggregate_together(algorithm, work.r, self.settings, several)
+            else:
+                found = [aggregate(algorithm, work.r, self.settings, *one) for one in several]
+            done |= dict(zip(group, found, strict=True))
+        for i in work.runs:
+            if refused[i]:
+                done[i].measured["refused"] = refused[i]
+        return [done[i] for i in work.runs]
+
+    def _alike(self, runs: Sequence[int]) -> list[tuple[Algorithm, list[int]]]:
+        """Runs of one algorithm and one number of agents."""
+        groups: dict[tuple[Algorithm, int], list[int]] = {}
+        for i in runs:
+            groups.setdefault((self.cells[i].algorithm, self.cells[i].federation.agents), []).append(i)
+        return [(algorithm, group) for (algorithm, _), group in groups.items()]
+
+    def evaluate(self, work: Work, aggregated: Sequence[Aggregated]) -> list[Aggregated]:
+        """Add the scores of each Alice's model to the measurements of her run."""
+        cells, nets = [self.cells[i] for i in work.runs], [run.own for run in aggregated]
+        algorithms, federations = [cell.algorithm for cell in cells], [cell.federation for cell in cells]
+        scores = self._evaluator.evaluate(algorithms, federations, nets, work.r / self.settings.rounds)
+        return [
+            run._replace(measured={**scored, **run.measured}) for run, scored in zip(aggregated, scores, strict=True)
+        ]

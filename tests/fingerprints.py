@@ -1,0 +1,66 @@
+"""The numbers of a few tiny runs, kept in fingerprints.json: they change only together with RESULTS_VERSION.
+
+python tests/fingerprints.py      writes the file anew, after RESULTS_VERSION was raised
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.attacks import tamper_of
+from waffle_fl.config import RunConfig, check_run
+from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.simulate import simulate
+from waffle_fl.experiment import Place, device_of, federation_of, model_of
+from waffle_fl.versions import RESULTS_VERSION
+
+KEPT = Path(__file__).with_name("fingerprints.json")
+TINY = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3, "batch_size": 16, "precision": "float64"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "kept momentum": {"momentum": 0.9, "momentum_between_rounds": "keep", "weight_decay": 0.01},
+    "convolutions": {"model": "cnn", "epochs": 2},
+    "augmented": {"model": "cnn", "augment": True},
+    "guarded": {"guard": "standard", "attack": "sign-flip"},
+    "shifted labels": {"split": "A*", "permutation_seed": 3},
+    "noisy images": {"shift": "noise(0.5)"},
+    "Dirichlet": {"shift": "dirichlet(0.5)"},
+    "validation": {"validation": 0.2, "seed": 7},
+}
+
+
+def configs() -> dict[str, RunConfig]:
+    """The runs, by name: every method at its defaults, and WAFFLE in several settings."""
+    methods = {method: check_run(method, TINY, {}) for method in ALGORITHMS}
+    return methods | {name: check_run("waffle", {**TINY, **more}, {}) for name, more in VARIANTS.items()}
+
+
+def losses(config: RunConfig) -> list[float]:
+    """Loss of Alice's model on her test data after each round."""
+    s = config.settings
+    federation = federation_of(s, "", False)
+    model = model_of(s, federation, Place(), device_of("cpu"))
+    tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
+    cell = Cell(config.algorithm(), federation, s.seed, tamper=tamper)
+    stream = simulate(
+        [cell],
+        model,
+        rounds=s.rounds,
+        batch_size=s.batch_size,
+        epochs=s.epochs,
+        augment=s.augment,
+        guard=s.guard,
+        workers=1,
+    )
+    return [outcomes[0].measured["loss"] for outcomes in stream]
+
+
+def main() -> None:
+    found = {name: losses(config) for name, config in configs().items()}
+    KEPT.write_text(json.dumps({"results_version": RESULTS_VERSION, "losses": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
