@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from conftest import CLASSES, FEATURES, fitted, last_state, make_federation, make_model, refusal
 from reference.collaboration import bipartition, nearest
 from test_families import alike, everyone, outcomes
-from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES
+from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
 from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, parted
 from waffle_fl.algorithms.fedala import FedALA
@@ -30,7 +30,6 @@ from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.offers import best_others, packed, spread
 from waffle_fl.cli import _run as waffle
 from waffle_fl.config import Settings, check_run
-from waffle_fl.decision.words import METHODS as WORDS
 from waffle_fl.engines import candidate_losses
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cells import Cell, State, initial_state, on_device
@@ -448,4 +447,4 @@ def test_a_knn_per_run_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_every_method_has_a_colour_and_words(method: str) -> None:
     """Charts and the decision page know each method by title, colour and a sentence."""
     assert TITLES[method] in COLORS
-    assert WORDS[method]
+    assert about_of(method).in_words

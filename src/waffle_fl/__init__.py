@@ -20,113 +20,72 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from waffle_fl.algorithms.apfl import APFL
-    from waffle_fl.algorithms.apple import APPLE
-    from waffle_fl.algorithms.cfl import CFL
-    from waffle_fl.algorithms.contract import SGD
-    from waffle_fl.algorithms.ditto import Ditto
-    from waffle_fl.algorithms.fedala import FedALA
-    from waffle_fl.algorithms.fedamp import FedAMP
-    from waffle_fl.algorithms.fedavg import FedAvg
-    from waffle_fl.algorithms.fedavg_ft import FedAvgFT
-    from waffle_fl.algorithms.fedbn import FedBN
-    from waffle_fl.algorithms.fedfomo import FedFomo
-    from waffle_fl.algorithms.fedper import FedPer
-    from waffle_fl.algorithms.fedprox import FedProx
-    from waffle_fl.algorithms.fedrep import FedRep
-    from waffle_fl.algorithms.ifca import IFCA
-    from waffle_fl.algorithms.knn_per import KNNPer
-    from waffle_fl.algorithms.local import Local
-    from waffle_fl.algorithms.per_fedavg import PerFedAvg
-    from waffle_fl.algorithms.pfedme import PFedMe
-    from waffle_fl.algorithms.scaffold import Scaffold
-    from waffle_fl.algorithms.waffle import Waffle
-    from waffle_fl.algorithms.waffle_kin import WaffleKin
-    from waffle_fl.algorithms.weight_erosion import WeightErosion
-    from waffle_fl.data import load
-    from waffle_fl.engines.cells import Cell
-    from waffle_fl.engines.simulate import simulate
-    from waffle_fl.errors import WaffleError
-    from waffle_fl.federation import Federation, build
-    from waffle_fl.models.flat import FlatModel
-    from waffle_fl.partition import split
-    from waffle_fl.use.estimators import PersonalizedClassifier, PersonalizedRegressor
+    from waffle_fl.algorithms.apfl import APFL as APFL
+    from waffle_fl.algorithms.apple import APPLE as APPLE
+    from waffle_fl.algorithms.cfl import CFL as CFL
+    from waffle_fl.algorithms.contract import SGD as SGD
+    from waffle_fl.algorithms.ditto import Ditto as Ditto
+    from waffle_fl.algorithms.fedala import FedALA as FedALA
+    from waffle_fl.algorithms.fedamp import FedAMP as FedAMP
+    from waffle_fl.algorithms.fedavg import FedAvg as FedAvg
+    from waffle_fl.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
+    from waffle_fl.algorithms.fedbn import FedBN as FedBN
+    from waffle_fl.algorithms.fedfomo import FedFomo as FedFomo
+    from waffle_fl.algorithms.fedper import FedPer as FedPer
+    from waffle_fl.algorithms.fedprox import FedProx as FedProx
+    from waffle_fl.algorithms.fedrep import FedRep as FedRep
+    from waffle_fl.algorithms.ifca import IFCA as IFCA
+    from waffle_fl.algorithms.knn_per import KNNPer as KNNPer
+    from waffle_fl.algorithms.local import Local as Local
+    from waffle_fl.algorithms.per_fedavg import PerFedAvg as PerFedAvg
+    from waffle_fl.algorithms.pfedme import PFedMe as PFedMe
+    from waffle_fl.algorithms.scaffold import Scaffold as Scaffold
+    from waffle_fl.algorithms.waffle import Waffle as Waffle
+    from waffle_fl.algorithms.waffle_kin import WaffleKin as WaffleKin
+    from waffle_fl.algorithms.weight_erosion import WeightErosion as WeightErosion
+    from waffle_fl.data import load as load
+    from waffle_fl.engines.cells import Cell as Cell
+    from waffle_fl.engines.simulate import simulate as simulate
+    from waffle_fl.errors import WaffleError as WaffleError
+    from waffle_fl.federation import Federation as Federation
+    from waffle_fl.federation import build as build
+    from waffle_fl.models.flat import FlatModel as FlatModel
+    from waffle_fl.partition import split as split
+    from waffle_fl.use.estimators import PersonalizedClassifier as PersonalizedClassifier
+    from waffle_fl.use.estimators import PersonalizedRegressor as PersonalizedRegressor
 
-# Torch takes seconds to import, so each name is fetched when it is first used.
+# Torch takes seconds to import, so each name is fetched when it is first used. The classes of methods are those that
+# the registry of algorithms finds; type checkers know the ones above.
 _HOMES = {
-    "APFL": "algorithms.apfl",
-    "APPLE": "algorithms.apple",
-    "IFCA": "algorithms.ifca",
     "SGD": "algorithms.contract",
-    "CFL": "algorithms.cfl",
     "Cell": "engines.cells",
-    "Ditto": "algorithms.ditto",
-    "FedALA": "algorithms.fedala",
-    "FedAMP": "algorithms.fedamp",
-    "FedAvg": "algorithms.fedavg",
-    "FedAvgFT": "algorithms.fedavg_ft",
-    "FedBN": "algorithms.fedbn",
-    "FedFomo": "algorithms.fedfomo",
-    "FedPer": "algorithms.fedper",
-    "FedProx": "algorithms.fedprox",
-    "FedRep": "algorithms.fedrep",
     "Federation": "federation",
     "FlatModel": "models.flat",
-    "KNNPer": "algorithms.knn_per",
-    "Local": "algorithms.local",
-    "PFedMe": "algorithms.pfedme",
-    "PerFedAvg": "algorithms.per_fedavg",
     "PersonalizedClassifier": "use.estimators",
     "PersonalizedRegressor": "use.estimators",
-    "Scaffold": "algorithms.scaffold",
-    "Waffle": "algorithms.waffle",
-    "WaffleKin": "algorithms.waffle_kin",
     "WaffleError": "errors",
-    "WeightErosion": "algorithms.weight_erosion",
     "build": "federation",
     "load": "data",
     "simulate": "engines.simulate",
     "split": "partition",
 }
 
-__all__ = [
-    "APFL",
-    "APPLE",
-    "CFL",
-    "IFCA",
-    "SGD",
-    "Cell",
-    "Ditto",
-    "FedALA",
-    "FedAMP",
-    "FedAvg",
-    "FedAvgFT",
-    "FedBN",
-    "FedFomo",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "Federation",
-    "FlatModel",
-    "KNNPer",
-    "Local",
-    "PFedMe",
-    "PerFedAvg",
-    "PersonalizedClassifier",
-    "PersonalizedRegressor",
-    "Scaffold",
-    "Waffle",
-    "WaffleError",
-    "WaffleKin",
-    "WeightErosion",
-    "build",
-    "load",
-    "simulate",
-    "split",
-]
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "__all__":
+        return [*_HOMES, *_methods()]
+    found = _methods().get(name) if name[:1].isupper() else None
+    if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_methods()})
+
+
+def _methods() -> dict[str, Any]:
+    registry = import_module(f"{__name__}.algorithms.registry")
+    return {kind.__name__: kind for kind in registry.ALGORITHMS.values()}

@@ -76,7 +76,9 @@ class Run:
                 self._check(inspect(self.folder))
             self._describe(config, provenance)
             return
-        asked = list(differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
+        asked = list(
+            differences(*(json.loads(json.dumps(content)) for content in (completed(known, config["method"]), config)))
+        )
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
         changes = [*asked, *differences(ran_on, _binding(provenance), "provenance")]
         if self.result is not None:

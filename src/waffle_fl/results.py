@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from waffle_fl.algorithms import ALGORITHMS, TITLES
+from waffle_fl.algorithms import ALGORITHMS, title_of
 from waffle_fl.config import RunConfig, Settings, check_trusted
 from waffle_fl.deltas import Tables, after, since
 from waffle_fl.errors import WaffleError
@@ -65,7 +65,7 @@ class Finished:
 
     @property
     def title(self) -> str:
-        return TITLES[self.config.method]
+        return title_of(self.config.method)
 
     @property
     def row(self) -> str:
@@ -244,8 +244,9 @@ def round_at(run: Finished, share: float) -> dict[str, Any] | None:
 
 
 def methods_of(runs: Sequence[Finished]) -> list[str]:
-    present = {run.config.method for run in runs}
-    return [method for method in ALGORITHMS if method in present]
+    """The methods of these runs in the order of tables; those from outside the package come last."""
+    present = dict.fromkeys(run.config.method for run in runs)
+    return [*(m for m in ALGORITHMS if m in present), *(m for m in present if m not in ALGORITHMS)]
 
 
 def rows_of(runs: Sequence[Finished]) -> list[str]:

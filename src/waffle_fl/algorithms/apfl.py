@@ -7,14 +7,15 @@ its own gradient <v - w, grad f(v_bar)>, at the first step of a round or once fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients, inner
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients, inner
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -40,13 +41,25 @@ class Local(NamedTuple):
 class APFL:
     """A model for every agent: a mixture of its own and the global one, in adaptive proportion."""
 
+    about: ClassVar[About] = About(
+        name="apfl",
+        title="APFL",
+        trains_model_for="each agent",
+        in_words="a mix of a model of its own with one model for everybody",
+        cite="Deng et al., arXiv:2003.13461, 2020",
+        order=60,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    mix: float = 0.5
+    mix: float = parameter(0.5, between(0, 1), search={"low": 0.0, "high": 1.0})
     """Share of the personal model at the start."""
-    adaptive: Literal["step", "round", "off"] = "step"
+    adaptive: Literal["step", "round", "off"] = parameter("step", search=["step", "round", "off"])
     """When the share adapts: at the first step of each round, once for the whole round's movement, or never."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def helper(self) -> fedavg.FedAvg:
         return fedavg.FedAvg(self.sgd, self.clip)

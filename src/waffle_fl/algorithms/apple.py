@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone, inner
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, inner
 from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
+from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -67,21 +68,33 @@ class Info(NamedTuple):
 class APPLE:
     """A model for every agent: a mixture of all agents' core models, in proportions that it learns."""
 
+    about: ClassVar[About] = About(
+        name="apple",
+        title="APPLE",
+        trains_model_for="each agent",
+        in_words="a mix of all agents' models, in proportions that the agent learns",
+        cite="Luo & Wu, IJCAI 2022",
+        order=170,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 2.0
+    clip: float = parameter(2.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off, and core models may run away from each other."""
-    eta_p: float = 0.001
+    eta_p: float = parameter(0.001, at_least(0))
     """Step size of the proportions p; 0 keeps them at the agents' shares of all samples."""
-    mu: float = 0.1
+    mu: float = parameter(0.1, at_least(0))
     """Pull of the proportions towards those shares, in the first rounds."""
-    global_share: float = 0.1
+    global_share: float = parameter(0.1, between(0, 1))
     """Share of the rounds over which that pull fades."""
     core_step: Literal["paper", "lr"] = "paper"
     """The core model's gradient: p_ii g as in the paper, or that over p0_i, so that its first steps are those of lr."""
-    models: int = 9
+    models: int = parameter(9, at_least(1))
     """Other agents' models that an agent is sent in a round; they take as many times the memory of its own."""
-    explore: float = 0.3
+    explore: float = parameter(0.3, between(0, 1))
     """Share of them that are drawn at random, where there are more agents; the others are those of largest |p|."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)

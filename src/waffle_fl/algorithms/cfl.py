@@ -8,14 +8,15 @@ the parts is the smallest possible. Parts start from the model that they shared.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone, lengths, server_side
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, lengths
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -62,13 +63,25 @@ def parted(label: Tensor, links: Tensor, together: Tensor, apart: Tensor) -> Ten
 class CFL:
     """A model for every cluster of agents; a cluster is parted when its agents pull in different directions."""
 
+    about: ClassVar[About] = About(
+        name="cfl",
+        title="CFL",
+        trains_model_for="each agent",
+        in_words="one model for everybody, parted in two whenever the agents pull in different directions",
+        cite="Sattler et al., IEEE TNNLS 2020",
+        order=200,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    eps_mean: float = server_side(0.4)
+    eps_mean: float = parameter(0.4, at_least(0), server_side=True)
     """A cluster may be parted once its mean update is shorter than this; 0 is FedAvg."""
-    eps_max: float = server_side(1.6)
+    eps_max: float = parameter(1.6, at_least(0), server_side=True)
     """And while its longest update is longer than this."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)

@@ -11,14 +11,14 @@ split by who holds it, and the names of the types are the privacy story:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from waffle_fl.errors import WaffleError
+from waffle_fl.constraints import above, at_least, below_one, check_fields, parameter, parameters_of
 from waffle_fl.models.flat import Net as Net
 
 Vector: TypeAlias = Tensor  # (P,)
@@ -28,6 +28,8 @@ State: TypeAlias = Any  # a NamedTuple of tensors, private to its algorithm
 
 TINY = 1e-300
 NEARLY_EQUAL = 1e-12
+LR = {"low": 0.01, "high": 0.5, "log": True}  # what a search goes through by default: docs/tune.md
+CLIP = [0.0, 0.5, 1.0, 2.0, 5.0]
 BLOCK = 1 << 20  # numbers at a time that a CPU takes from its caches, not from its memory
 
 
@@ -61,30 +63,33 @@ class Round(NamedTuple):
     suspect: Tensor | None = None  # (N,) bool: those that a guard found out, absent ones not among them; None: no guard
 
 
+@dataclass(frozen=True)
+class About:
+    """What commands, tables and pages say of a method; the first line of its class's docstring is its summary."""
+
+    name: str
+    """On the command line and in files."""
+    title: str
+    """In tables and charts."""
+    trains_model_for: Literal["Alice", "each agent", "all agents"]
+    """Whose model it trains: one for Alice, one for each agent or cluster, one for all."""
+    in_words: str
+    """What the model is, for the decision page: "a model of its own, held near one model for everybody"."""
+    cite: str = ""
+    """Authors, venue and year of the publication."""
+    order: int = 1000
+    """Its place in tables."""
+    search: Mapping[str, Any] = field(default_factory=dict)
+    """What `waffle tune` searches, where the `search` of single parameters cannot say it."""
+
+
 class Algorithm(Protocol):
     """Implementations are final, frozen dataclasses of hyperparameters; every function is pure.
 
     `begin`, `step` and `finish` are row-local: row i reads row i alone. So an engine may loop over rows, stack them,
     stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
     One whose `aggregate` reads who Alice is says so by `for_alice = True`; others train alike for every Alice.
-    One that treats layers differently has `for_model(layers)`, which returns it with its cut of the model filled in.
-
-    What else an algorithm may have; an engine looks for it by name:
-
-    `helper() -> Algorithm`, of the same `Server`, `Down`, `Up` and `aggregate`, which keeps nothing at the agents: all
-        that an agent must do whose own model nobody asks for. A simulation for one Alice trains the others so, and a
-        run of the helper beside it is not trained again.
-    `candidates(down, agents) -> Net` of (N, M, P) rows: before `begin` each agent finds the mean loss of each on own
-        samples and writes it into `down.losses` (N, M), which was sent empty. `judged_on` says by which samples:
-        "training", or "validation" where the agent has some.
-    `rehearse(local, grad) -> local`, between `begin` and the first `step`, on the first mini-batches of the round: a
-        share `rehearsed` of an epoch. It is as row-local as `step`, and changes where training starts.
-    `relations(server) -> (N, N)`: row i, by how much each agent's model is in agent i's. Alice's row is recorded as
-        `weights`, in place of an `Info` that says them.
-    `pulls(server, up, steps)`: the new control variates as rows, for a guard to see.
-    `answer(output, features, known, labels) -> output`: what the agent says of samples, given what its model says of
-        them, what the last layer sees of them, and the same of its own training samples with their labels. It is asked
-        wherever a model is measured; such a method's model is of no use elsewhere.
+    `hooks.py` has the optional functions. `about` describes a method of this package; elsewhere it is optional.
     """
 
     @property
@@ -102,15 +107,13 @@ class Algorithm(Protocol):
 class SGD:
     """Mini-batch SGD with momentum and weight decay; agents reset the velocity in every round, or keep it."""
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    lr: float = parameter(0.1, above(0))
+    momentum: float = parameter(0.0, below_one())
+    weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
 
     def __post_init__(self) -> None:
-        if self.momentum_between_rounds not in ("reset", "keep"):
-            got = self.momentum_between_rounds
-            raise WaffleError(f"momentum_between_rounds: expected 'reset' or 'keep', got {got!r}")
+        check_fields(self)
 
     @property
     def keeps_velocity(self) -> bool:
@@ -141,20 +144,16 @@ class SGD:
         return torch.zeros_like(y) if self.momentum else y[:, :0]
 
 
-def server_side(default: Any) -> Any:
-    """A hyperparameter that only `aggregate` reads: federations that differ in it can still train in one stack."""
-    return dataclasses.field(default=default, metadata={"server_side": True})
-
-
-def of_the_model(default: Any) -> Any:
-    """A field that the algorithm's `for_model` fills in: no hyperparameter, so neither a flag nor part of a config."""
-    return dataclasses.field(default=default, metadata={"of_the_model": True}, repr=False)
-
-
 def hyperparameters(algorithm: type[Algorithm]) -> list[str]:
     """What a user may set of an algorithm besides its optimiser."""
-    fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
-    return [f.name for f in fields if f.name != "sgd" and not f.metadata.get("of_the_model")]
+    return [name for name in parameters_of(algorithm) if name != "sgd"]
+
+
+def check_agents(algorithm: Algorithm, agents: int) -> None:
+    """Raise a WaffleError where the algorithm's hyperparameters do not fit a federation of this many agents."""
+    check = getattr(algorithm, "check_agents", None)
+    if check:
+        check(agents)
 
 
 def training_key(algorithm: Algorithm) -> tuple[Any, ...]:

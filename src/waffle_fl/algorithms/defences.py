@@ -26,7 +26,7 @@ from waffle_fl.algorithms.contract import (
     weighted_sum,
 )
 from waffle_fl.errors import WaffleError
-from waffle_fl.notation import build
+from waffle_fl.notation import build, read_call
 
 Rule: TypeAlias = Callable[[Rows, Tensor], tuple[Vector, Weights]]  # (dy, heard) -> (aggregate, shares)
 
@@ -109,6 +109,18 @@ def parse(text: str) -> Rule | None:
     """The rule that a text such as krum(3) names; None is the mean."""
     kinds: dict[str, Callable[..., Rule | None]] = {"mean": lambda: None, **RULES}
     return build(text, kinds, "an aggregation", "mean, median or krum(3)")
+
+
+def check_agents(text: str, agents: int) -> None:
+    """Raise a WaffleError where a rule expects half of the agents or more to be malicious."""
+    call = read_call(text)
+    if call and call.kind in ("krum", "multi-krum", "trimmed-mean"):
+        expected = float([*call.values, *call.named.values(), "1"][0])
+        if 2 * expected >= agents:
+            raise WaffleError(
+                f"aggregation: {text} expects {expected:g} malicious agents of {agents}, and it takes fewer than half: "
+                f"use at most {call.kind}({(agents - 1) // 2}), or mean"
+            )
 
 
 def weiszfeld(dy: Rows, heard: Tensor, start: Vector, smoothing: Tensor, steps: int) -> tuple[Vector, Weights]:

@@ -6,11 +6,12 @@ Per mini-batch: v -= lr (grad F(v) + lam (v - x));  w -= lr grad F(w). The ancho
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -33,11 +34,23 @@ class Local(NamedTuple):
 class Ditto:
     """A model for every agent, regularised towards the global one."""
 
+    about: ClassVar[About] = About(
+        name="ditto",
+        title="Ditto",
+        trains_model_for="each agent",
+        in_words="a model of its own, held near one model for everybody",
+        cite="Li et al., ICML 2021",
+        order=70,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    lam: float = 1.0
+    lam: float = parameter(1.0, at_least(0), search={"low": 0.01, "high": 3.0, "log": True})
     """Pull towards the global model: 0 is Local, large is FedAvg; lr * lam must stay below 2."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def helper(self) -> fedavg.FedAvg:
         return fedavg.FedAvg(self.sgd, self.clip)

@@ -8,14 +8,15 @@ before the last `head_layers` are taken from the global model as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, of_the_model, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Runs, cut, joined
+from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
 
@@ -39,18 +40,30 @@ class Local(NamedTuple):
 class FedALA:
     """A model for every agent, begun each round at a learned elementwise mixture of its own and the global one."""
 
+    about: ClassVar[About] = About(
+        name="fedala",
+        title="FedALA",
+        trains_model_for="each agent",
+        in_words="a model of its own, which takes from one model for everybody what helps, number by number",
+        cite="Zhang et al., AAAI 2023",
+        order=180,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient in training; 0 turns clipping off."""
-    eta_w: float = 30.0
+    eta_w: float = parameter(30.0, at_least(0))
     """Step size of the elementwise weights W; 0 keeps them at 1, and the global model is FedAvg's."""
-    rehearsed: float = 0.8
+    rehearsed: float = parameter(0.8, between(0, 1))
     """Share of an epoch's mini-batches on which the weights are learned before each training."""
-    head_layers: int = 0
+    head_layers: int = parameter(0, at_least(0))
     """How many of the last layers are mixed; the others are the global model's. 0 is all."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally in the global model or, as printed, by their number of samples."""
-    runs: Runs = of_the_model(())
+    runs: Runs = model_dependent(())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def for_model(self, layers: Layers) -> FedALA:
         head = layers.head(self.head_layers) if self.head_layers else frozenset(layers.names)

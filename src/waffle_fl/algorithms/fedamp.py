@@ -8,12 +8,13 @@ F_i(w) + lam / (2 alpha) |w - u_i|^2 by SGD.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, lengths, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, lengths
+from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -60,15 +61,27 @@ def attention(w: Rows, heard: Tensor, alpha: float, sigma: float) -> Tensor:
 class FedAMP:
     """A model for every agent, drawn towards the models that are near it."""
 
+    about: ClassVar[About] = About(
+        name="fedamp",
+        title="FedAMP",
+        trains_model_for="each agent",
+        in_words="a model of its own, drawn towards the agents' models that are like it",
+        cite="Huang et al., AAAI 2021",
+        order=150,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    lam: float = 1.0
+    lam: float = parameter(1.0, at_least(0))
     """Strength of the attraction: 0 is Local; lr * lam / alpha must stay below 2."""
-    alpha: float = 1.0
+    alpha: float = parameter(1.0, above(0))
     """Step size of the server on the attraction; the agent's pull towards its cloud model is lam / alpha."""
-    sigma: float = server_side(0.3)
+    sigma: float = parameter(0.3, above(0), server_side=True)
     """Squared distance at which the attention has fallen to 1/e."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)

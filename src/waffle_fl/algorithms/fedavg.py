@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
+from waffle_fl.algorithms import defences
 from waffle_fl.algorithms.contract import (
+    CLIP,
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -17,10 +20,10 @@ from waffle_fl.algorithms.contract import (
     everyone,
     moved,
     normalised,
-    server_side,
     uniform,
 )
 from waffle_fl.algorithms.defences import Rule, parse
+from waffle_fl.constraints import at_least, check_fields, parameter, readable
 
 
 class Server(NamedTuple):
@@ -89,14 +92,29 @@ def aggregate(
 class FedAvg:
     """One global model: the mean of all agents' updates."""
 
+    about: ClassVar[About] = About(
+        name="fedavg",
+        title="FedAvg",
+        trains_model_for="all agents",
+        in_words="one model for everybody, the mean of all updates",
+        cite="McMahan et al., AISTATS 2017",
+        order=10,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0), search=CLIP)
     """Largest norm of a gradient; 0 turns clipping off."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True, search=["equal", "samples"])
     """Weigh agents equally (the paper's authors) or by their number of samples (McMahan et al.)."""
-    aggregation: str = server_side("mean")
+    aggregation: str = parameter("mean", readable(parse, "an aggregation"), server_side=True)
     """How updates become one: mean, or a robust rule, which weighs equally: krum(f), multi-krum(f), trimmed-mean(f),
     median, geometric-median or centered-clipping(radius)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check_agents(self, agents: int) -> None:
+        defences.check_agents(self.aggregation, agents)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(net.params, net.stats), Agents()

@@ -7,14 +7,15 @@ fine-tuned model at no cost. In the last rounds nothing is averaged, and agents 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Vector, everyone, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, Vector, everyone
 from waffle_fl.algorithms.fedavg import Info, Local, Up, Weighting
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -39,13 +40,24 @@ class Down(NamedTuple):
 class FedAvgFT:
     """A model for every agent: FedAvg's, fine-tuned on the agent's own data."""
 
+    about: ClassVar[About] = About(
+        name="fedavg-ft",
+        title="FedAvg+FT",
+        trains_model_for="each agent",
+        in_words="one model for everybody, trained on by each agent on its own data",
+        order=90,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    tuning: int = server_side(1)
+    tuning: int = parameter(1, at_least(1), server_side=True)
     """Rounds at the end that are fine-tuning alone; each is as many epochs as a round of training."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally or by their number of samples."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net, torch.zeros((), dtype=torch.bool, device=net.params.device)), Agents(*everyone(net, agents))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import ClassVar, final
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, of_the_model, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Agents, Parts
+from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
 
@@ -17,12 +18,24 @@ from waffle_fl.models.layers import Layers
 class FedBN:
     """A model for every agent: one for all, but for the batch normalisation, which is its own."""
 
+    about: ClassVar[About] = About(
+        name="fedbn",
+        title="FedBN",
+        trains_model_for="each agent",
+        in_words="one network for everybody but for its batch normalisation, which is the agent's own",
+        cite="Li et al., ICLR 2021",
+        order=140,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally, as the authors do, or by their number of samples."""
-    parts: Parts = of_the_model(Parts())
+    parts: Parts = model_dependent(Parts())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def for_model(self, layers: Layers) -> FedBN:
         return replace(self, parts=partial.parts(layers, layers.batch_norms))

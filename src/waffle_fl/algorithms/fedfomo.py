@@ -13,8 +13,9 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
+from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -83,15 +84,26 @@ def weights(gain: Tensor) -> Tensor:
 class FedFomo:
     """A model for every agent, mixed of those that serve its own held-out data."""
 
+    about: ClassVar[About] = About(
+        name="fedfomo",
+        title="FedFomo",
+        trains_model_for="each agent",
+        in_words="a model of its own, mixed with those that do well on its data",
+        cite="Zhang et al., ICLR 2021",
+        order=160,
+    )
     judged_on: ClassVar[Literal["training", "validation"]] = "validation"
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    models: int = 5
+    models: int = parameter(5, at_least(1))
     """Other agents' models that an agent is sent in a round, M; they take M times the memory of its own."""
-    explore: float = 0.3
+    explore: float = parameter(0.3, between(0, 1))
     """Share of them that are drawn at random, the others being those that gained most so far."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)

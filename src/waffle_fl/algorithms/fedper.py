@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import ClassVar, final
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, of_the_model, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
 from waffle_fl.algorithms.partial import Agents, Parts
+from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
 
@@ -17,14 +18,26 @@ from waffle_fl.models.layers import Layers
 class FedPer:
     """A model for every agent: a body for all, trained together with a head of its own."""
 
+    about: ClassVar[About] = About(
+        name="fedper",
+        title="FedPer",
+        trains_model_for="each agent",
+        in_words="one network for everybody but for its last layers, which are the agent's own",
+        cite="Arivazhagan et al., arXiv:1912.00818, 2019",
+        order=120,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    head_layers: int = 1
+    head_layers: int = parameter(1, at_least(0))
     """How many of the last layers are each agent's own: 0 is FedAvg, all of them Local."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally or, as printed, by their number of samples."""
-    parts: Parts = of_the_model(Parts())
+    parts: Parts = model_dependent(Parts())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def for_model(self, layers: Layers) -> FedPer:
         return replace(self, parts=partial.parts(layers, layers.head(self.head_layers)))

@@ -6,11 +6,12 @@ Per mini-batch: y -= lr (grad F(y) + mu (y - x)). x is the global model of the r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Server, Up, Weighting
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Local(NamedTuple):
@@ -25,13 +26,25 @@ class Local(NamedTuple):
 class FedProx:
     """One global model: FedAvg, with each agent held near it while it trains."""
 
+    about: ClassVar[About] = About(
+        name="fedprox",
+        title="FedProx",
+        trains_model_for="all agents",
+        in_words="one model for everybody, no agent allowed to stray far from it in a round",
+        cite="Li et al., MLSys 2020",
+        order=80,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    mu: float = 0.1
+    mu: float = parameter(0.1, at_least(0))
     """Pull towards the global model: 0 is FedAvg; lr * mu must stay below 2."""
-    weighting: Weighting = server_side("equal")
+    weighting: Weighting = parameter("equal", server_side=True)
     """Weigh agents equally or by their number of samples."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg, partial
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, of_the_model
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.algorithms.partial import Agents, Parts, cut, joined
+from waffle_fl.constraints import at_least, check_fields, fraction, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
 
@@ -28,14 +29,26 @@ class Local(NamedTuple):
 class FedRep:
     """A model for every agent: a body for all, and a head of its own, trained in turn."""
 
+    about: ClassVar[About] = About(
+        name="fedrep",
+        title="FedRep",
+        trains_model_for="each agent",
+        in_words="one network for everybody but for its last layers, the agent's own and trained first in each round",
+        cite="Collins et al., ICML 2021",
+        order=130,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient, that of the head or that of the body; 0 turns clipping off."""
-    head_layers: int = 1
+    head_layers: int = parameter(1, at_least(0))
     """How many of the last layers are each agent's own."""
-    head_share: float = 0.5
+    head_share: float = parameter(0.5, fraction())
     """Share of a round's steps in which the head is trained, before the body is; one step at least, unless it is 0."""
-    parts: Parts = of_the_model(Parts())
+    parts: Parts = model_dependent(Parts())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def for_model(self, layers: Layers) -> FedRep:
         return replace(self, parts=partial.parts(layers, layers.head(self.head_layers)))

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, averaged, moved, normalised
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, averaged, moved, normalised
+from waffle_fl.constraints import at_least, check_fields, parameter
 from waffle_fl.randomness import noise
 
 
@@ -73,13 +74,24 @@ def taken(stack: Tensor, cluster: Tensor) -> Rows:
 class IFCA:
     """A model for every cluster of agents; each agent joins the cluster whose model fits it best."""
 
+    about: ClassVar[About] = About(
+        name="ifca",
+        title="IFCA",
+        trains_model_for="each agent",
+        in_words="one model for each of a few groups of agents, who find their group by themselves",
+        cite="Ghosh et al., NeurIPS 2020",
+        order=190,
+    )
     judged_on: ClassVar[Literal["training", "validation"]] = "training"
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    clusters: int = 3
+    clusters: int = parameter(3, at_least(1))
     """Number of models k; 1 is FedAvg."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         nobody = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, cast, final
 
 from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, State
+from waffle_fl.algorithms.hooks import ModelDependent
 from waffle_fl.models.layers import Layers
 
 VELOCITY = "velocity"
@@ -21,7 +22,7 @@ VELOCITY = "velocity"
 def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
     """The algorithm as it trains a model of these layers. Engines call this wherever an algorithm meets its model."""
     inner = algorithm.inner if isinstance(algorithm, KeptMomentum) else algorithm
-    fitted: Algorithm = inner.for_model(layers) if hasattr(inner, "for_model") else inner
+    fitted = inner.for_model(layers) if isinstance(inner, ModelDependent) else inner
     return KeptMomentum(fitted) if fitted.sgd.keeps_velocity else fitted
 
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, everyone, server_side
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, everyone
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
+from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
 PAIRS = 1 << 24  # distances that are held at a time
 IMPROBABLE = 1e-30  # where no neighbour is of a class its logarithm must stay finite
@@ -37,17 +38,28 @@ def neighbours(features: Tensor, known: Tensor, said: Tensor, k: int, scale: flo
 class KNNPer:
     """A global model, corrected for every agent by its nearest training samples."""
 
+    about: ClassVar[About] = About(
+        name="knn-per",
+        title="kNN-Per",
+        trains_model_for="each agent",
+        in_words="one model for everybody, corrected by the agent's own most similar samples",
+        cite="Marfoq et al., ICML 2022",
+        order=210,
+    )
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    k: int = server_side(10)
+    k: int = parameter(10, at_least(1), server_side=True)
     """Number of neighbours."""
-    mix: float = server_side(0.5)
+    mix: float = parameter(0.5, between(0, 1), server_side=True)
     """Share of the neighbours in the answer: 0 is FedAvg."""
-    scale: float = server_side(0.1)
+    scale: float = parameter(0.1, above(0), server_side=True)
     """Width of the neighbourhood: a squared distance of scale times the number of features weighs 1/e."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, Weights, everyone, one_hot
+from waffle_fl.algorithms.contract import CLIP, SGD, About, Grad, Net, Round, Rows, Weights, everyone, one_hot
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -40,11 +41,21 @@ class Info(NamedTuple):
 class Local:
     """Plain SGD on the agent's own data, round after round."""
 
+    about: ClassVar[About] = About(
+        name="local",
+        title="Local",
+        trains_model_for="each agent",
+        in_words="training alone, on its own data",
+        order=0,
+    )
     for_alice: ClassVar[bool] = True
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0), search=CLIP)
     """Largest norm of a gradient; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(), Agents(*everyone(net, agents))

@@ -10,14 +10,15 @@ One update takes mini-batches D, D' and, where the Hessian is not left out, D'':
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -40,15 +41,27 @@ class Local(NamedTuple):
 class PerFedAvg:
     """A model for every agent: one gradient step away from a global one that is trained for that."""
 
+    about: ClassVar[About] = About(
+        name="per-fedavg",
+        title="Per-FedAvg",
+        trains_model_for="each agent",
+        in_words="one model for everybody that is made to be adapted, and one step of each agent from there",
+        cite="Fallah et al., NeurIPS 2020",
+        order=100,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of an update's gradient; 0 turns clipping off."""
-    inner_lr: float = 0.03
+    inner_lr: float = parameter(0.03, at_least(0))
     """Step size of the adaptation."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
     """Leave the Hessian out, or take it from a difference of gradients; an update takes 2 mini-batches, or 3."""
-    delta: float = 0.001
+    delta: float = parameter(0.001, above(0))
     """How far apart these gradients are, in lengths of the gradient after adaptation."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents(*everyone(net, agents))

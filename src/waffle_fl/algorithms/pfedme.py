@@ -6,11 +6,12 @@ Per mini-batch: theta -= lr (grad f(theta) + lam (theta - w)), a few times; then
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -18,10 +19,10 @@ from waffle_fl.algorithms.contract import (
     averaged,
     everyone,
     moved,
-    server_side,
     uniform,
 )
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
 class Agents(NamedTuple):
@@ -41,17 +42,29 @@ class Local(NamedTuple):
 class PFedMe:
     """A model for every agent: the best one near a global model, which moves towards all of them."""
 
+    about: ClassVar[About] = About(
+        name="pfedme",
+        title="pFedMe",
+        trains_model_for="each agent",
+        in_words="a model of its own around one model for everybody, which follows all of them",
+        cite="T. Dinh et al., NeurIPS 2020",
+        order=110,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    lam: float = 1.0
+    lam: float = parameter(1.0, at_least(0))
     """Pull of the personal model towards the global one; lr * lam must stay below 2."""
-    inner_steps: int = 5
+    inner_steps: int = parameter(5, at_least(1))
     """Steps of the personal model on each mini-batch."""
-    eta: float = 0.5
+    eta: float = parameter(0.5, above(0))
     """Step size with which the global model follows, times lam: 1 / lam takes it all the way to the personal one."""
-    beta: float = server_side(1.0)
+    beta: float = parameter(1.0, above(0), server_side=True)
     """How far the server moves towards the mean of the agents' models."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents(*everyone(net, agents))

@@ -7,13 +7,15 @@ The paper's Algorithm 2 without its red ink; `# A2.n` cites line n of it. The ag
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, final
+from typing import ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.contract import (
+    CLIP,
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -23,10 +25,10 @@ from waffle_fl.algorithms.contract import (
     averaged,
     everyone,
     moved,
-    server_side,
     uniform,
     weighted_sum,
 )
+from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
 
 class Shared(Protocol):
@@ -127,13 +129,25 @@ def finish(sgd: SGD, share: float, down: Down, agents: Agents, local: Local) -> 
 class Scaffold:
     """One global model, trained with control variates."""
 
+    about: ClassVar[About] = About(
+        name="scaffold",
+        title="SCAFFOLD",
+        trains_model_for="all agents",
+        in_words="one model for everybody, corrected for the drift of each agent",
+        cite="Karimireddy et al., ICML 2020",
+        order=20,
+    )
+
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 2.0
+    clip: float = parameter(2.0, at_least(0), search=CLIP)
     """Largest norm of a corrected gradient; 0 turns clipping off."""
-    correction: float = 1.0
+    correction: float = parameter(1.0, between(0, 1))
     """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
-    eta_g: float = server_side(1.0)
+    eta_g: float = parameter(1.0, above(0), server_side=True, search={"low": 0.3, "high": 1.5})
     """Global step size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return start(net, agents)

@@ -7,14 +7,15 @@ go by the clock; `adaptive` goes by what is measured in the run (adaptive.py).
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
 from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
+from waffle_fl.constraints import readable
 from waffle_fl.errors import WaffleError
+from waffle_fl.importing import import_named
 from waffle_fl.notation import build
 
 Schedule: TypeAlias = Callable[[int, int], float]
@@ -64,12 +65,17 @@ def parse(text: str) -> Schedule:
     return build(text, KINDS, "a schedule", "sigmoid(3.2) or module:function", also=(ADAPTIVE,))
 
 
+def read_degree(text: str) -> None:
+    """Raise a WaffleError for a text that is neither a schedule nor `adaptive`."""
+    if text != ADAPTIVE:
+        parse(text)
+
+
+DEGREE = readable(read_degree, "a schedule such as sigmoid(3.2), adaptive or module:function")
+
+
 def _imported(text: str) -> Schedule:
-    module, _, name = text.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise WaffleError(f"cannot import the schedule {text!r}: {error}") from None
+    function = import_named(text, "schedule")
     if not callable(function):
         raise WaffleError(f"expected a function of (r, R) at {text!r}, got {type(function).__name__}")
     return function  # type: ignore[no-any-return]

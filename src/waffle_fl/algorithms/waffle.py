@@ -16,9 +16,12 @@ from torch import Tensor
 
 from waffle_fl.algorithms import adaptive, scaffold
 from waffle_fl.algorithms.contract import (
+    CLIP,
+    LR,
     NEARLY_EQUAL,
     SGD,
     TINY,
+    About,
     Grad,
     Net,
     Round,
@@ -33,14 +36,25 @@ from waffle_fl.algorithms.contract import (
     normalised,
     one_hot,
     row_of,
-    server_side,
     weighted_sum,
 )
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
-from waffle_fl.algorithms.schedules import ADAPTIVE, Schedule, evaluate
+from waffle_fl.algorithms.schedules import ADAPTIVE, DEGREE, Schedule, evaluate
+from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
 Degree: TypeAlias = float | Tensor  # of personalisation: by the clock, or measured
 LOCAL_FROM = 95  # percent of the rounds, A1.7
+SEARCH = {
+    "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
+    "psi": "omega",
+    "slope": {"low": 1.0, "high": 12.0},
+    "shift": {"low": -0.3, "high": 0.3, "of": "rounds"},
+    "rate": {"low": 1.0, "high": 12.0},
+    "at": {"low": 0.05, "high": 0.9},
+    "level": {"low": 0.1, "high": 1.0},
+    "clip": CLIP,
+    "lr": LR,
+}
 
 
 class Server(NamedTuple):
@@ -109,26 +123,38 @@ def _at_most_1(degree: Degree) -> Degree:
 class Waffle:
     """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
 
+    about: ClassVar[About] = About(
+        name="waffle",
+        title="WAFFLE",
+        trains_model_for="Alice",
+        in_words="a model for one agent: everybody counts at first, then ever more those who pull the way it does",
+        cite="Beaussart et al., 2021",
+        order=40,
+        search=SEARCH,
+    )
     for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = scaffold.Scaffold
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 2.0
+    clip: float = parameter(2.0, at_least(0))
     """Largest norm of a corrected gradient; 0 turns clipping off."""
-    correction: float = 1.0
+    correction: float = parameter(1.0, between(0, 1))
     """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
-    control: Literal["anchored", "paper"] = server_side("anchored")
+    control: Literal["anchored", "paper"] = parameter("anchored", server_side=True)
     """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
-    denominator: Literal["max", "range"] = server_side("max")
+    denominator: Literal["max", "range"] = parameter("max", server_side=True)
     """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
-    compared: Literal["updates", "gradients", "directions"] = server_side("updates")
+    compared: Literal["updates", "gradients", "directions"] = parameter("updates", server_side=True)
     """What the distances are of: corrected updates as printed, the agents' mean gradients, or their directions."""
-    omega: str | Schedule = server_side("sigmoid(3.2)")
+    omega: str | Schedule = parameter("sigmoid(3.2)", DEGREE, server_side=True)
     """Degree of personalisation that places Alice among the distances."""
-    psi: str | Schedule = server_side("sigmoid(3.2)")
+    psi: str | Schedule = parameter("sigmoid(3.2)", DEGREE, server_side=True)
     """Degree of personalisation that sets the threshold of usefulness."""
-    eta_g: float = server_side(1.0)
+    eta_g: float = parameter(1.0, above(0), server_side=True)
     """Global step size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         server, rows = scaffold.start(net, agents)

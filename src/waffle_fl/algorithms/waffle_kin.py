@@ -18,6 +18,7 @@ from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     SGD,
     TINY,
+    About,
     Grad,
     Net,
     Round,
@@ -28,13 +29,12 @@ from waffle_fl.algorithms.contract import (
     cosines,
     everyone,
     normalised,
-    of_the_model,
     one_hot,
     row_of,
-    server_side,
     weighted_sum,
 )
 from waffle_fl.algorithms.fedavg import Down, Local, Up
+from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers
 
@@ -77,20 +77,30 @@ class Cut(NamedTuple):
 class WaffleKin:
     """A model for Alice: the body with all while they help, the head with those alone who mean the same by it."""
 
+    about: ClassVar[About] = About(
+        name="waffle-kin",
+        title="WAFFLE-kin",
+        trains_model_for="Alice",
+        in_words="a model for one agent: its last layer with those who mean the same, the others while that helps",
+        order=50,
+    )
     for_alice: ClassVar[bool] = True
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 5.0
+    clip: float = parameter(5.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    head_layers: int = server_side(1)
+    head_layers: int = parameter(1, at_least(0), server_side=True)
     """How many of the last layers are shared by kinship; the others are shared until they are of no more help."""
-    yielding: float = server_side(0.3)
+    yielding: float = parameter(0.3, at_least(0), server_side=True)
     """How fast Alice withdraws from a layer in which the others pull away from her; 0 is never."""
-    averaging: float = 0.1
+    averaging: float = parameter(0.1, between(0, 1))
     """Share of the rounds so far over which Alice's model is the mean; 0 takes the latest model alone."""
-    own: float = 0.3
+    own: float = parameter(0.3, between(0, 1))
     """How far the mean goes from the models that Alice was sent to what she trained them into."""
-    cut: Cut = of_the_model(Cut())
+    cut: Cut = model_dependent(Cut())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def for_model(self, layers: Layers) -> WaffleKin:
         head = layers.head(self.head_layers)

@@ -14,6 +14,7 @@ from torch import Tensor
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     SGD,
+    About,
     Grad,
     Net,
     Round,
@@ -27,9 +28,9 @@ from waffle_fl.algorithms.contract import (
     normalised,
     one_hot,
     row_of,
-    server_side,
 )
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
@@ -56,18 +57,29 @@ def relative_distances(dy: Rows, alice: Tensor) -> Weights:
 class WeightErosion:
     """A model for Alice: FedAvg whose weights erode with distance until she trains alone."""
 
+    about: ClassVar[About] = About(
+        name="weight-erosion",
+        title="WE",
+        trains_model_for="Alice",
+        in_words="Weight Erosion, a model for one agent: partners whose updates differ from its own count less",
+        cite="Grimberg et al., 2020",
+        order=30,
+    )
     for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: SGD = field(default_factory=SGD)
-    clip: float = 0.0
+    clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
-    p_d: float = server_side(0.0067)
+    p_d: float = parameter(0.0067, at_least(0), server_side=True, search={"low": 0.001, "high": 0.3, "log": True})
     """Distance penalty: weight lost a round and unit of relative distance; 0 is FedAvg."""
-    p_s: float = server_side(0.0)
+    p_s: float = parameter(0.0, at_least(0), server_side=True)
     """Size penalty: how much faster an agent erodes each time its data has been used up."""
-    counted: Literal["samples", "batches"] = server_side("samples")
+    counted: Literal["samples", "batches"] = parameter("samples", server_side=True)
     """What the size of an agent's data counts for p_s: samples, or mini-batches as in the authors' code."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         alpha = torch.ones(agents, dtype=torch.float64, device=net.params.device)

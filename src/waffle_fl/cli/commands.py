@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms import ALGORITHMS, algorithm_of
+from waffle_fl.algorithms.registry import summary_of
 from waffle_fl.cli import use
 from waffle_fl.cli.data import data_command
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, read_back, sentences
@@ -48,13 +49,14 @@ def run(arguments: Sequence[str]) -> int:
     """Train one method: waffle run METHOD [flags]."""
     method = arguments[0] if arguments else ""
     if method in ("", "-h", "--help"):
-        methods = "\n".join(f"  {name:<15}{(kind.__doc__ or '').splitlines()[0]}" for name, kind in ALGORITHMS.items())
+        methods = "\n".join(f"  {name:<15}{summary_of(kind)}" for name, kind in ALGORITHMS.items())
         Console().print(
-            f"usage: waffle run METHOD [flags]; waffle run METHOD --help lists its flags\n\n{methods}", highlight=False
+            f"usage: waffle run METHOD [flags]; waffle run METHOD --help lists its flags\n\n{methods}\n"
+            "  module:Class   A method of your own.",
+            highlight=False,
         )
         return 0 if method else 2
-    if method not in ALGORITHMS:
-        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    algorithm = algorithm_of(method)
     kind = dataclasses.make_dataclass(
         "Run",
         [
@@ -66,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
             ("output", Watched, field(default_factory=Watched)),
         ],
     )
-    kind.__doc__ = ALGORITHMS[method].__doc__
+    kind.__doc__ = algorithm.__doc__
     args: Any = parse(kind, arguments[1:], f"run {method}")
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.cli.attendance import attended, watch
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.operate import add_site, logs, revoke, rotate, status, stop, watch_page
@@ -219,11 +219,10 @@ def run(arguments: Sequence[str]) -> int:
     method = arguments[0] if arguments else ""
     if method in ("-h", "--help"):
         print("usage: waffle deploy run METHOD --folder FOLDER [flags]\n")
-        print(f"Submit a run to the server of a folder and watch it. METHOD is one of {', '.join(ALGORITHMS)};")
-        print("waffle deploy run waffle --help lists the flags, which are those of waffle run.")
+        print(f"Submit a run to the server of a folder and watch it. METHOD is one of {', '.join(ALGORITHMS)},")
+        print("or module:Class; waffle deploy run waffle --help lists the flags, which are those of waffle run.")
         return 0
-    if method not in ALGORITHMS:
-        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    algorithm_of(method)
     settings = settings_class(guard="standard", min_category=5)
     kind = dataclasses.make_dataclass(
         "DeployRun",

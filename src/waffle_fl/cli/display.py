@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener
 from waffle_fl.report.tables import protocols_of
@@ -63,13 +63,13 @@ class Live(Listener):
         note = f", {finished} already done" if finished else ""
         methods = dict.fromkeys(config.method for config, _ in runs)
         self.console.print(
-            f"{len(runs)} run{'s' if len(runs) > 1 else ''}{note}: {', '.join(TITLES[m] for m in methods)}"
+            f"{len(runs)} run{'s' if len(runs) > 1 else ''}{note}: {', '.join(title_of(m) for m in methods)}"
         )
         for config, folder in runs:
             if (folder / "result.json").exists():
                 continue
             if config.method not in self._tasks:
-                self._tasks[config.method] = self.progress.add_task(TITLES[config.method], total=0, state="")
+                self._tasks[config.method] = self.progress.add_task(title_of(config.method), total=0, state="")
                 self._scores[config.method] = {}
             task = self._tasks[config.method]
             self.progress.update(task, total=(self.progress.tasks[task].total or 0) + config.settings.rounds)
@@ -113,11 +113,11 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
         )
         long = any("(" in split for split in splits)  # shifts are
         table.add_column("method" if turned else "split", style="bold", no_wrap=turned or not long)
-        for title in map(escape, splits) if turned else (TITLES[m] for m in methods):
+        for title in map(escape, splits) if turned else (title_of(m) for m in methods):
             table.add_column(title, justify="right", no_wrap=not (turned and long))
         if turned:
             for m in methods:
-                table.add_row(TITLES[m], *(text(split, m) for split in splits))
+                table.add_row(title_of(m), *(text(split, m) for split in splits))
         else:
             for split in splits:
                 table.add_row(escape(split), *(text(split, m) for m in methods))
@@ -147,7 +147,7 @@ def show_study(
             texts = [_cell(found[protocol].get((split, method)), False, 2) for protocol in shown]
             table.add_row(
                 escape(split),
-                TITLES[method],
+                title_of(method),
                 f"{printed.mean:.2f}" if printed else "–",
                 *texts,
                 "–" if isnan(gap) else f"{gap:+.2f}",
@@ -171,7 +171,7 @@ def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str,
     """How one run ended."""
     s = config.settings
     where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.column}"
-    table = Table(title=escape(f"{TITLES[config.method]} on {where}"), title_justify="left")
+    table = Table(title=escape(f"{title_of(config.method)} on {where}"), title_justify="left")
     measure = measure_of(result.get("best", {}))
     for column in ("protocol", "round", measure.title.lower()):
         table.add_column(column, justify="left" if column == "protocol" else "right")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro import _errors as tyro_errors
 
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms import algorithm_of
 from waffle_fl.config import Settings, option_types
 from waffle_fl.errors import WaffleError, suggest
 
@@ -74,7 +74,7 @@ def _flags(kind: Any) -> list[str]:
 @cache
 def options_class(method: str) -> type:
     """A dataclass of a method's own hyperparameters: those of its algorithm, without the optimiser's."""
-    return _flags_of(ALGORITHMS[method], option_types(method), "the method's own")
+    return _flags_of(algorithm_of(method), option_types(method), "the method's own")
 
 
 @cache

@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from waffle_fl.algorithms import ALGORITHMS, TITLES
+from waffle_fl.algorithms import ALGORITHMS, algorithm_of, title_of
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.watch import Output
 from waffle_fl.config import RunConfig, check_name, check_run
-from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import Place
 from waffle_fl.tuning.report import BEST, CHART, command, record, test_of, values_of, write
 from waffle_fl.tuning.search import DEFAULT, Found, Trial, Watcher, Wish, search
@@ -68,7 +67,7 @@ class Live(Watcher):
 
     def begun(self, wish: Wish, runs: int, ended: int) -> None:
         note = f", {ended} already done" if ended else ""
-        self.console.print(f"{wish.trials} trials of {TITLES[wish.config.method]}{note}", highlight=False)
+        self.console.print(f"{wish.trials} trials of {title_of(wish.config.method)}{note}", highlight=False)
         self._runs, self._rounds = runs, wish.config.settings.rounds * runs
         total = self._rounds * (1 + max(wish.trials, ended))  # the default is the first
         done = self._rounds * (1 + ended) if ended else 0
@@ -94,13 +93,12 @@ def tune(arguments: Sequence[str]) -> int:
     method = arguments[0] if arguments else ""
     if method in ("", "-h", "--help"):
         Console().print(
-            f"usage: waffle tune METHOD [flags], METHOD one of {', '.join(ALGORITHMS)}; "
+            f"usage: waffle tune METHOD [flags], METHOD one of {', '.join(ALGORITHMS)} or module:Class; "
             "waffle tune METHOD --help lists its flags",
             highlight=False,
         )
         return 0 if method else 2
-    if method not in ALGORITHMS:
-        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
+    algorithm_of(method)
     settings = settings_class(validation=0.2)
     kind = dataclasses.make_dataclass(
         "Tune",
@@ -112,7 +110,7 @@ def tune(arguments: Sequence[str]) -> int:
             ("output", Output, field(default_factory=Output)),
         ],
     )
-    kind.__doc__ = f"Search for hyperparameters of {TITLES[method]} on validation data, never on test data."
+    kind.__doc__ = f"Search for hyperparameters of {title_of(method)} on validation data, never on test data."
     args: Any = parse(kind, arguments[1:], f"tune {method}")
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     asked: Budget = args.budget

@@ -6,13 +6,12 @@ import itertools
 import math
 import re
 import tomllib
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.config.checking import floats, line_of, problems_of, shown, tuples, unreadable
+from waffle_fl.algorithms import ALGORITHMS, algorithm_of
+from waffle_fl.config.checking import floats, line_of, problems_of, tuples, unreadable
 from waffle_fl.config.settings import (
     EVERYONE,
     SCHEMA,
@@ -20,9 +19,10 @@ from waffle_fl.config.settings import (
     Settings,
     check_name,
     check_schema,
-    option_types,
+    options_of,
     plain,
 )
+from waffle_fl.constraints import parameters_of, shown
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.shifts import read_shifts
 from waffle_fl.storage import check_regular
@@ -106,7 +106,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     if grid.get("methods") == [EVERYONE]:
         grid["methods"] = list(ALGORITHMS)
     problems = _grid_problems(grid)
-    hints = typing.get_type_hints(Settings)
+    hints = parameters_of(Settings)
     known = [*hints, *GRID, "schema", "variants", "vary", "claims", *ALGORITHMS]
     problems += [
         f"{key}{line_of(text, key)}: a grid takes {key}s = [...]"
@@ -117,18 +117,18 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     problems += problems_of(values, hints, known, text)
     methods, splits = _texts(grid.get("methods")), _texts(grid.get("splits", ["C"]))
     for method, table in tables.items():
-        if method in ALGORITHMS and method not in methods:
-            problems.append(f"[{method}]{line_of(text, method)}: this method is not among the experiment's methods")
-        if method not in ALGORITHMS:
+        if method not in ALGORITHMS and ":" not in method:
             problems.append(f"unknown key {method!r}{line_of(text, method)}{suggest(method, known)}")
-        else:
+        elif method not in methods:
+            problems.append(f"[{method}]{line_of(text, method)}: this method is not among the experiment's methods")
+        if method in ALGORITHMS or (method in methods and not unreadable(algorithm_of, method)):
             problems += _option_problems(method, table, splits, _from_table(text, method))
     if problems:
         raise WaffleError(f"{path}: " + "; ".join(problems))
     return Experiment(
         name=name,
         settings=Settings(**floats(values, hints)),
-        options={method: floats(table, option_types(method)) for method, table in tables.items()},
+        options={method: floats(table, options_of(method)) for method, table in tables.items()},
         **{key: tuple(value) for key, value in grid.items()},
     )
 
@@ -149,7 +149,7 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
         elif len(set(value)) < len(value):
             problems.append(f"{key}: {value!r} names one twice")
         elif key == "methods":
-            problems += [f"unknown method {m!r}{suggest(m, ALGORITHMS)}" for m in value if m not in ALGORITHMS]
+            problems += [problem for method in value for problem in unreadable(algorithm_of, method)]
         elif key == "shifts":
             problems += [problem for text in value for problem in unreadable(read_shifts, text)]
         elif key == "seeds":
@@ -159,7 +159,7 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
 
 def _option_problems(method: str, table: Mapping[str, Any], splits: Iterable[str], text: str) -> list[str]:
     """An option is a value, or a table with one value a split."""
-    kinds, problems = option_types(method), []
+    kinds, problems = options_of(method), []
     for name, value in table.items():
         if isinstance(value, dict):
             strangers = [key for key in value if key not in splits]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.config.checking import SCHEDULES
 from waffle_fl.errors import WaffleError
 
 
 def imports_in(content: Any, model: bool = True) -> dict[str, str]:
-    """The code that an unchecked config names: Omega and Psi, which reading it imports, and (`model`) its model."""
-    places = [*(("options", name) for name in SCHEDULES), *([("settings", "model")] if model else [])]
-    found = {name: _text_at(content, part, name) for part, name in places}
-    return {name: text for name, text in found.items() if ":" in text}
+    """The code that an unchecked config names: its method and its options, which reading it imports, and its model."""
+    method = content.get("method") if isinstance(content, dict) else None
+    found = {"method": method, **_table(content, "options")}
+    found |= {"model": _table(content, "settings").get("model")} if model else {}
+    return {name: text for name, text in found.items() if isinstance(text, str) and ":" in text}
 
 
 def check_trusted(content: Any, path: Path, trust: bool, model: bool = True) -> bool:
@@ -28,7 +28,6 @@ def check_trusted(content: Any, path: Path, trust: bool, model: bool = True) -> 
     return bool(found)
 
 
-def _text_at(content: Any, part: str, name: str) -> str:
-    table = content.get(part) if isinstance(content, dict) else None
-    value = table.get(name) if isinstance(table, dict) else None
-    return value if isinstance(value, str) else ""
+def _table(content: Any, name: str) -> dict[str, Any]:
+    table = content.get(name) if isinstance(content, dict) else None
+    return table if isinstance(table, dict) else {}

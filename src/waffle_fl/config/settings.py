@@ -13,10 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from waffle_fl import attacks
-from waffle_fl.algorithms import ALGORITHMS, SGD, Algorithm, hyperparameters
+from waffle_fl.algorithms import SGD, Algorithm, algorithm_of, hyperparameters
 from waffle_fl.config.checking import floats, problems_of, tuples
+from waffle_fl.constraints import (
+    Parameter,
+    at_least,
+    check_fields,
+    constraint_of,
+    each_above,
+    fraction,
+    parameter,
+    parameters_of,
+    readable,
+)
 from waffle_fl.data import NAMES
-from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.errors import WaffleError
+from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
 EVERYONE = "all"  # each agent is Alice once; each method takes part
@@ -32,70 +44,73 @@ class Settings:
     """The column to predict, in tables of your own."""
     categorical: tuple[str, ...] = ()
     """Columns of numbers that name categories; columns of text always do."""
-    min_category: int = 1
+    min_category: int = parameter(1, at_least(1))
     """Training rows of an agent that must have a category of your tables before the agent shares its name."""
     preprocessing: Literal["federated", "local"] = "federated"
     """Standardise columns of your tables by the mean and deviation of all agents, or each agent by its own."""
-    test_share: float = 0.25
+    test_share: float = parameter(0.25, fraction(positive=True))
     """Share of each agent's rows to test on, where your files do not say which."""
     task: Literal["auto", "classification", "regression"] = "auto"
     """Predict classes or a number; auto goes by the target of your data."""
     split: str = "C"
     """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
-    shift: str = ""
+    shift: str = parameter("", readable(read_shifts, "a shift such as rotate(45)"))
     """How agents differ besides, such as rotate(45), dirichlet(0.1) or noise(0.3) + swap(4): docs/shifts.md."""
     shares: tuple[tuple[float, ...], ...] = ()
     """A share matrix of your own (agent x label) in place of the split's."""
-    sizes: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = parameter((), each_above(0))
     """Relative numbers of samples of the agents, the list repeated as often as needed; empty is equal."""
     direction: Literal["left", "right"] = "left"
     """Which way the split's list is rolled from agent to agent."""
-    agents: int = 10
+    agents: int = parameter(10, at_least(1))
     """Number of agents."""
     alice: str = "0"
     """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
     leave_out: tuple[str, ...] = ()
     """Agents, by name or number, that do not take part: what would the model be without them?"""
-    samples_per_agent: int = 0
+    samples_per_agent: int = parameter(0, at_least(0))
     """Training samples an agent; 0 takes all there are."""
-    validation: float = 0.0
+    validation: float = parameter(0.0, fraction())
     """Fraction held out to select a round: beside samples_per_agent where there are more samples, else out of them."""
     test: Literal["share", "all"] = "share"
     """Alice's test data: her share of it, or every test sample her distribution allows."""
-    split_seed: int = 0
+    split_seed: int = parameter(0, at_least(0))
     """Seed of the split; it does not change with the seed of the run."""
-    permutation_seed: int = 0
+    permutation_seed: int = parameter(0, at_least(0))
     """Seed of the label permutations of A* and B*."""
     shared_permutation: bool = False
     """Give all agents but Alice one and the same permutation."""
     model: str = "auto"
     """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto: what suits the data."""
-    rounds: int = 100
+    rounds: int = parameter(100, at_least(1))
     """Communication rounds R."""
-    epochs: int = 1
+    epochs: int = parameter(1, at_least(1))
     """Passes over its data that an agent makes in a round."""
-    batch_size: int = 32
+    batch_size: int = parameter(32, at_least(1))
     """Samples in a mini-batch."""
-    lr: float = 0.1
+    lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local step size."""
-    momentum: float = 0.0
+    momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
     """Momentum of the local steps."""
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
     """Start each round's momentum at zero, or keep an agent's velocity as part of its state."""
-    weight_decay: float = 0.0
+    weight_decay: float = parameter(0.0, constraint_of(SGD, "weight_decay"))
     """Weight decay of the local steps."""
-    seed: int = 1
+    seed: int = parameter(1, at_least(0))
     """Seed of the initial model and of the order of the samples."""
     augment: bool = False
     """Shift each training image by up to 4 pixels and reflect half of them, anew in every step."""
     guard: Literal["off", "standard"] = "off"
     """Server-side tests of each update besides finiteness."""
-    attack: str = attacks.NONE
+    attack: str = parameter(attacks.NONE, readable(attacks.parse, "an attack such as sign-flip"))
     """What malicious agents do, such as sign-flip, alie(1.5) or backdoor; docs/robustness.md lists all."""
-    attackers: int = 1
+    attackers: int = parameter(1, at_least(1))
     """How many agents are malicious where there is an attack: the last ones, never Alice."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
     """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def is_own(self) -> bool:
@@ -136,7 +151,7 @@ class RunConfig:
     def algorithm(self) -> Algorithm:
         s = self.settings
         sgd = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
-        return ALGORITHMS[self.method](sgd=sgd, **self.options)  # type: ignore[call-arg]
+        return algorithm_of(self.method)(sgd=sgd, **self.options)  # type: ignore[call-arg]
 
     @property
     def label(self) -> str:
@@ -152,7 +167,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         given = dataclasses.asdict(self.algorithm())  # type: ignore[call-overload]
-        options = {key: given[key] for key in hyperparameters(ALGORITHMS[self.method])}
+        options = {key: given[key] for key in hyperparameters(algorithm_of(self.method))}
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -180,10 +195,12 @@ def plain(text: str) -> str:
     return f"{name.strip('-')}-{digest[:8]}"
 
 
-def completed(content: Any) -> Any:
-    """A run's config as an earlier version wrote it, with the settings that came later at their defaults."""
-    method = content.get("method") if isinstance(content, dict) else None
-    if method not in ALGORITHMS:
+def completed(content: Any, method: str) -> Any:
+    """A config of this method as an earlier version wrote it, with the settings that came later at their defaults.
+
+    That of another method is left as it is: to read it could import the code that it names.
+    """
+    if not isinstance(content, dict) or content.get("method") != method:
         return content
     defaults = RunConfig(method=method, settings=Settings()).to_json()
     later = {
@@ -194,11 +211,16 @@ def completed(content: Any) -> Any:
     return {**content, **later}
 
 
+def options_of(method: str) -> dict[str, Parameter]:
+    """The hyperparameters of a method; in a config a schedule is a text."""
+    kind = algorithm_of(method)
+    found = {name: parameters_of(kind)[name] for name in hyperparameters(kind)}
+    return {name: kind._replace(hint=str) if _is_schedule(kind.hint) else kind for name, kind in found.items()}
+
+
 def option_types(method: str) -> dict[str, Any]:
-    """The hyperparameters of a method and their types; a schedule is written as text."""
-    hints = typing.get_type_hints(ALGORITHMS[method])
-    names = hyperparameters(ALGORITHMS[method])
-    return {name: str if _is_schedule(hints[name]) else hints[name] for name in names}
+    """The types of a method's hyperparameters."""
+    return {name: kind.hint for name, kind in options_of(method).items()}
 
 
 def _is_schedule(hint: Any) -> bool:
@@ -207,14 +229,11 @@ def _is_schedule(hint: Any) -> bool:
 
 def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:
     """A run from plain values, or one line with everything that is wrong with them."""
-    if method not in ALGORITHMS:
-        raise WaffleError(f"unknown method {method!r}{suggest(method, ALGORITHMS)}")
-    hints = typing.get_type_hints(Settings)
-    kinds = option_types(method)
-    problems = problems_of(settings, hints) + problems_of(options, kinds)
+    known, own = parameters_of(Settings), options_of(method)
+    problems = problems_of(settings, known) + problems_of(options, own)
     if problems:
         raise WaffleError("; ".join(problems))
-    return RunConfig(method=method, settings=Settings(**floats(settings, hints)), options=floats(options, kinds))
+    return RunConfig(method=method, settings=Settings(**floats(settings, known)), options=floats(options, own))
 
 
 def check_name(name: str) -> str:

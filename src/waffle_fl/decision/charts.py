@@ -7,11 +7,11 @@ from typing import Any
 
 import altair as alt
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.decision.bootstrap import Interval, Metric, in_percent
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
 from waffle_fl.decision.words import METRIC_TITLES, difference, number
-from waffle_fl.report.charts import COLORS
+from waffle_fl.report.charts import colors_of
 
 WIDTH, STEP = 600, 36
 OUTCOMES = {1: ("gains", "#2f7d4f", "triangle-right"), 0: ("no clear difference", "#7a7f8a", "circle"),
@@ -25,15 +25,15 @@ def methods_chart(view: View, metric: Metric) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     for method, standing in view.standings.items():
         found = standing.scores[metric]
-        lines.append({"method": TITLES[method], **_scaled(found, metric), "text": number(found.value, metric)})
+        lines.append({"method": title_of(method), **_scaled(found, metric), "text": number(found.value, metric)})
     order = [line["method"] for line in lines]
-    colors = alt.Scale(domain=order, range=[COLORS[title] for title in order])
+    colors = alt.Scale(domain=order, range=colors_of(order))
     base = alt.Chart(alt.InlineData(values=lines)).encode(
         y=alt.Y("method:N", sort=order, title=None, axis=_names()),
         color=alt.Color("method:N", scale=colors, legend=None),
     )
     x = alt.X("value:Q", title=_axis(metric), scale=alt.Scale(zero=False, padding=14), axis=alt.Axis(tickCount=6))
-    alone = alt.Chart(alt.InlineData(values=[line for line in lines if line["method"] == TITLES[ALONE]]))
+    alone = alt.Chart(alt.InlineData(values=[line for line in lines if line["method"] == title_of(ALONE)]))
     layers = [
         alone.mark_rule(strokeDash=[4, 4], color="#9aa0aa").encode(x="value:Q"),
         base.mark_rule(strokeWidth=3, opacity=0.55).encode(x=alt.X("low:Q", title=_axis(metric)), x2="high:Q"),
@@ -49,7 +49,7 @@ def methods_chart(view: View, metric: Metric) -> dict[str, Any]:
 def gains_chart(decision: Decision, method: str) -> dict[str, Any]:
     """One line an agent, the greatest gain first."""
     found = {view.name: gain for view, gain in gainers(decision.views, method, decision.metric)}
-    title = f"What {TITLES[method]} brings over training alone"
+    title = f"What {title_of(method)} brings over training alone"
     return _gains(found, decision.metric, title, ("gains", "no clear difference", "loses"))
 
 
@@ -120,7 +120,7 @@ def company_chart(view: View, decision: Decision, method: str) -> dict[str, Any]
     )
     shares = mean_over(rounds)
     said = "; ".join(f"{decision.names[i]} {100 * shares[i]:.0f} %" for i in (own, *others))
-    about = f"Whose updates entered {view.name}'s {TITLES[method]} model, mean over all rounds: {said}"
+    about = f"Whose updates entered {view.name}'s {title_of(method)} model, mean over all rounds: {said}"
     return _styled(chart.properties(width=WIDTH, height=240, description=about))
 
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import about_of, title_of
 from waffle_fl.decision import words
 from waffle_fl.decision.bootstrap import FEW, RESAMPLES
 from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
@@ -78,7 +78,7 @@ def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
 
 
 def _lead(decision: Decision) -> str:
-    others = [TITLES[m] for m in decision.methods if m != ALONE]
+    others = [title_of(m) for m in decision.methods if m != ALONE]
     runs = f"mean of {decision.seeds} training runs" if decision.seeds > 1 else "of one training run"
     return (
         f"{decision.data}, {len(decision.names)} agents; an agent is a hospital, or any other site, that keeps its "
@@ -94,14 +94,14 @@ def _federation(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str
         found = gainers(decision.views, method, decision.metric)
         if found:
             charts[f"gains-{method}"] = gains_chart(decision, method)
-        caption = f"What {TITLES[method]} brings each agent over training alone"
+        caption = f"What {title_of(method)} brings each agent over training alone"
         chart = figure(f"gains-{method}", caption) if found else ""
         said = paragraphs(words.everyone(decision, method))
         parts.append(
             f'<div data-of="method" data-is="{method}">{said}{chart}'
             f"<details><summary>The same in numbers</summary>{_gains_table(decision, method)}</details></div>"
         )
-    names = {m: TITLES[m] for m in [decision.method, *(m for m in joint if m != decision.method)]}
+    names = {m: title_of(m) for m in [decision.method, *(m for m in joint if m != decision.method)]}
     return f"<section><h2>The federation</h2>{select('method', 'Joining by means of', names)}{''.join(parts)}</section>"
 
 
@@ -126,12 +126,12 @@ def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str
     ]
     if view.weighing:
         charts[f"company-{i}"] = company_chart(view, decision, view.weighing[0])
-        title = TITLES[view.weighing[0]]
+        title = title_of(view.weighing[0])
         chart = figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
         parts.append(part("Whose updates it took", words.company(view, decision), chart))
     if view.partners:
         charts[f"partners-{i}"] = partners_chart(view, metric)
-        caption = f"{TITLES[method]} with everybody, compared with {TITLES[method]} without this partner"
+        caption = f"{title_of(method)} with everybody, compared with {title_of(method)} without this partner"
         chart = figure(f"partners-{i}", caption)
         parts.append(part("Which partners help it", words.partners(view, decision), chart))
     if decision.distances and view.name in decision.distances.names:
@@ -149,7 +149,7 @@ def _standings_table(decision: Decision, view: View) -> str:
         spread = " to ".join(dict.fromkeys(ends))
         cells = [interval(standing.scores[m], m) for m in metrics]
         cells += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
-        rows.append(f'<tr><th scope="row">{escape(TITLES[method])}</th>{"".join(cells)}</tr>')
+        rows.append(f'<tr><th scope="row">{escape(title_of(method))}</th>{"".join(cells)}</tr>')
     return table(head, rows, f"{view.name}: all figures, with 95 % intervals")
 
 
@@ -162,7 +162,7 @@ def _gains_table(decision: Decision, method: str) -> str:
         rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
     unit = words.METRIC_TITLES[decision.metric]
     return table(
-        ["agent", "alone", TITLES[method], "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
+        ["agent", "alone", title_of(method), "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
     )
 
 
@@ -177,7 +177,7 @@ def _collaboration(decision: Decision) -> str:
         )
         rows = [view.name for view in decision.views if method in view.taken]
         table = heat(name, rows, decision.names, stops[0]["shares"], percent=True)
-        parts.append(f'<div class="keep"><h3>{escape(TITLES[method])}</h3>{control}{table}</div>')
+        parts.append(f'<div class="keep"><h3>{escape(title_of(method))}</h3>{control}{table}</div>')
     if not parts:
         return ""
     said = (
@@ -207,7 +207,7 @@ def _heterogeneity(decision: Decision) -> str:
 
 
 def _reading(decision: Decision) -> str:
-    title = TITLES[decision.method]
+    title = title_of(decision.method)
     said = [
         f"The verdict compares {title} with training alone. {title} was chosen to stand for joining before any result "
         "was seen; picking the best of several methods afterwards would flatter it.",
@@ -219,7 +219,7 @@ def _reading(decision: Decision) -> str:
         "imagined samples more, one won and one lost; those of an AUC or an error are spread the wider, the fewer "
         "samples there are. Balanced accuracy and AUC are drawn class by class.",
     ]
-    methods = {TITLES[m]: words.METHODS[m] for m in decision.methods}
+    methods = {title_of(m): about_of(m).in_words for m in decision.methods}
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import pstdev
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.decision.bootstrap import FEW, Hint, Interval, Metric, in_percent
 from waffle_fl.decision.distances import Distances
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over
@@ -16,30 +16,6 @@ METRIC_TITLES: dict[Metric, str] = {
     "balanced_accuracy": "balanced accuracy",
     "auc": "AUC",
     "rmse": "root mean squared error",
-}
-METHODS = {
-    "local": "training alone, on its own data",
-    "fedavg": "one model for everybody, the mean of all updates",
-    "scaffold": "one model for everybody, corrected for the drift of each agent",
-    "weight-erosion": "Weight Erosion, a model for one agent: partners whose updates differ from its own count less",
-    "waffle": "a model for one agent: everybody counts at first, then ever more those who pull the way it does",
-    "waffle-kin": "a model for one agent: its last layer with those who mean the same, the others while that helps",
-    "apfl": "a mix of a model of its own with one model for everybody",
-    "ditto": "a model of its own, held near one model for everybody",
-    "fedprox": "one model for everybody, no agent allowed to stray far from it in a round",
-    "fedavg-ft": "one model for everybody, trained on by each agent on its own data",
-    "per-fedavg": "one model for everybody that is made to be adapted, and one step of each agent from there",
-    "pfedme": "a model of its own around one model for everybody, which follows all of them",
-    "fedper": "one network for everybody but for its last layers, which are the agent's own",
-    "fedrep": "one network for everybody but for its last layers, the agent's own and trained first in each round",
-    "fedbn": "one network for everybody but for its batch normalisation, which is the agent's own",
-    "fedamp": "a model of its own, drawn towards the agents' models that are like it",
-    "fedfomo": "a model of its own, mixed with those that do well on its data",
-    "apple": "a mix of all agents' models, in proportions that the agent learns",
-    "fedala": "a model of its own, which takes from one model for everybody what helps, number by number",
-    "ifca": "one model for each of a few groups of agents, who find their group by themselves",
-    "cfl": "one model for everybody, parted in two whenever the agents pull in different directions",
-    "knn-per": "one model for everybody, corrected by the agent's own most similar samples",
 }
 MINUS = "−"
 
@@ -71,7 +47,7 @@ def difference(found: Interval, metric: Metric) -> str:
 
 def verdict(view: View, method: str, metric: Metric) -> str:
     """Does this agent gain by joining? One sentence, with the interval."""
-    title = TITLES[method]
+    title = title_of(method)
     if method not in view.standings:
         return f"{title} did not come to its end for {view.name}: nothing can be said."
     found = view.standings[method].gains[metric]
@@ -144,8 +120,8 @@ def company(view: View, decision: Decision) -> str:
         return f"{view.name} trained alone."
     most, least = others[0], others[-1]
     text = (
-        f"Over all rounds, {100 * shares[own]:.0f} % of what entered {view.name}'s {TITLES[method]} model was its own; "
-        f"most of the rest came from {decision.names[most]} ({100 * shares[most]:.0f} %)"
+        f"Over all rounds, {100 * shares[own]:.0f} % of what entered {view.name}'s {title_of(method)} model was its "
+        f"own; most of the rest came from {decision.names[most]} ({100 * shares[most]:.0f} %)"
     )
     return (
         f"{text}, least from {decision.names[least]} ({100 * shares[least]:.0f} %)." if len(others) > 1 else f"{text}."
@@ -156,14 +132,14 @@ def everyone(decision: Decision, method: str) -> list[str]:
     """Who gains and who loses in the federation; the worst off and the spread."""
     metric, found = decision.metric, gainers(decision.views, method, decision.metric)
     if not found:
-        return [f"{TITLES[method]} came to its end for no agent."]
+        return [f"{title_of(method)} came to its end for no agent."]
     counts = {sign: [v.name for v, gain in found if gain.sign == sign] for sign in (1, 0, -1)}
     up, level, down = (counts[sign] for sign in (1, 0, -1))
     rest = f", and for {len(level)} there is no clear difference" if level else ""
     said = f"{_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly{rest}"
     if len(level) == len(found):
         said = f"none of the {len(level)} agents clearly gains or loses"
-    sentences = [f"With {TITLES[method]}, {said}."]
+    sentences = [f"With {title_of(method)}, {said}."]
     if down:
         sentences.append(f"Clearly worse off: {listed(down)}.")
     if len(found) > 1:

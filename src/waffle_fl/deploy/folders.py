@@ -63,7 +63,7 @@ categorical = []   # columns of numbers whose values may be shared as categories
 min_count = 5   # a category, or a class of a target that is not listed above, stays here if fewer rows have it
 max_rows = 100000   # training rows of all sites together, at most: means of more are not believed
 methods = [{methods}]   # runs of other methods are refused
-imports = []   # code of your own (module:name) that a run may import, a network or a schedule; all other is refused
+imports = []   # code of your own (module:name) that a run may import: a network, method or schedule; others are refused
 surveys = 1   # ways to read and split the data that are summarised; the difference of two can tell a single row
 rounds = 1000   # updates that leave this site, in all runs together, and models that are scored; the same again is free
 min_batch = 4   # rows of a mini-batch, at least
@@ -240,7 +240,9 @@ def public_keys(folder: Path, sites: Sequence[str]) -> dict[str, Path]:
 def read_site(folder: Path) -> SiteSettings:
     """site.toml, or one line with every mistake in it."""
     found = _read(folder / SITE_FILE, SiteSettings)
-    strange = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in found.methods if m not in ALGORITHMS]
+    others = [m for m in found.methods if m not in ALGORITHMS]
+    strange = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in others if ":" not in m]
+    strange += [f"methods: {m!r} must be listed in imports too" for m in others if ":" in m and m not in found.imports]
     strange += [
         f"metrics: unknown {m!r}{suggest(m, (*SCORES, *METRICS))}"
         for m in found.metrics

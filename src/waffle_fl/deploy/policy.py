@@ -121,8 +121,8 @@ class Policy:
 
 
 def _importable(config: Mapping[str, Any]) -> Iterator[str]:
-    """Texts of a config that name code (`module:name`): its model, and any option of its method."""
+    """Texts of a config that name code (`module:name`): its method, its model, and any option of its method."""
     settings, options = config.get("settings"), config.get("options")
-    texts = [settings.get("model")] if isinstance(settings, dict) else []
+    texts = [config.get("method"), *([settings.get("model")] if isinstance(settings, dict) else [])]
     texts += options.values() if isinstance(options, dict) else []
     yield from (text for text in texts if isinstance(text, str) and ":" in text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.importing import import_named
 from waffle_fl.models.building import ready
 from waffle_fl.models.dla import DLA
 from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss, squared_error
@@ -34,7 +34,7 @@ def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callabl
     """A function that builds the named network (or `module:factory`, or what suits the data set or its shape)."""
     chosen = DEFAULTS.get(data) or BY_AXES.get(len(shape), "mlp") if name == "auto" else name
     if ":" in chosen:
-        return ready(lambda: _imported(chosen)(shape, classes), shape)
+        return ready(lambda: import_named(chosen, "model")(shape, classes), shape)
     if chosen not in MODELS:
         raise WaffleError(f"unknown model {chosen!r}{suggest(chosen, MODELS)} (or module:factory)")
     axes = NEEDS.get(chosen, len(shape))
@@ -44,14 +44,6 @@ def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callabl
             "use auto, or a model of your own"
         )
     return lambda: MODELS[chosen](shape, classes)
-
-
-def _imported(name: str) -> Build:
-    module, _, factory = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), factory)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
-        raise WaffleError(f"cannot import the model {name!r}: {error}") from None
 
 
 __all__ = [

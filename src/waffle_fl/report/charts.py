@@ -9,7 +9,7 @@ from typing import Any
 
 import altair as alt
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import TITLES, title_of
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
 from waffle_fl.results import WEIGHING, Finished, judged_by, methods_of, rows_of
 
@@ -33,6 +33,13 @@ COLORS = {
 WIDTH, HEIGHT = 285, 200
 
 
+def colors_of(titles: Sequence[str]) -> list[str]:
+    """A colour for each title; methods from outside the package take further ones in turn."""
+    others = [title for title in titles if title not in COLORS]
+    known = {**COLORS, **dict(zip(others, cycle(reversed(FURTHER)), strict=False))}
+    return [known[title] for title in titles]
+
+
 def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
     """name -> (caption, chart), for everything these runs can show."""
     measure = judged_by(runs)
@@ -47,8 +54,8 @@ def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixi
 
 
 def _color(runs: Sequence[Finished]) -> Any:
-    titles = [TITLES[m] for m in methods_of(runs)]
-    scale = alt.Scale(domain=titles, range=[COLORS[t] for t in titles])
+    titles = [title_of(m) for m in methods_of(runs)]
+    scale = alt.Scale(domain=titles, range=colors_of(titles))
     return alt.Color(
         "method:N", scale=scale, title=None, sort=titles, legend=alt.Legend(orient="top", symbolStrokeWidth=3)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.errors import WaffleError
 from waffle_fl.results import Finished, methods_of
 
@@ -47,7 +47,7 @@ def to_markdown(runs: Sequence[Finished], measure: str) -> str:
     for method in scores:
         gains = [_gaining(*pair) for pair in zip(scores[method], scores[ALONE], strict=True)]
         cells = [_cell(means, method), _cell(worst, method), "–" if method == ALONE else f"{mean(gains):.0%}"]
-        lines.append(f"| {TITLES[method]} | {' | '.join(cells)} |")
+        lines.append(f"| {title_of(method)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from math import isnan
 
 from waffle_fl import spreadsheet
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
 
 LATEX = {
@@ -27,7 +27,7 @@ def grid(
 ) -> list[list[str]]:
     """Header and rows of text; `cell` writes one score and knows whether it is the row's best, `name` a row's name."""
     methods, cells = methods_of(runs), scores(runs, protocol)
-    lines = [["", *(TITLES[m] for m in methods)]]
+    lines = [["", *(title_of(m) for m in methods)]]
     for row in rows_of(runs):
         best = best_of(cells, row)
         lines.append([name(row), *(cell(cells.get((row, m)), m in best) for m in methods)])

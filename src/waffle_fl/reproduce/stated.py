@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig, read_toml
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.reproduce.claims import Verdict
@@ -178,7 +178,7 @@ def _named(config: RunConfig) -> str:
     odd = {k: v for k, v in config.to_json()["options"].items() if v != default["options"][k]}
     attack = [f"{s.attack} x {s.attackers}"] if s.attack != default["settings"]["attack"] else []
     guard = [f"guard {s.guard}"] if s.guard != default["settings"]["guard"] else []
-    return " ".join([s.column, TITLES[config.method], *map(str, odd.values()), *attack, *guard])
+    return " ".join([s.column, title_of(config.method), *map(str, odd.values()), *attack, *guard])
 
 
 def _shown(case: Case) -> str:

@@ -75,7 +75,8 @@ def experiment_file(config: RunConfig) -> str:
         if field.name not in ("split", "seed") and (value != getattr(defaults, field.name) or field.name == "data"):
             lines.append(f"{field.name} = {_toml(value)}")
     if config.options:
-        lines += ["", f"[{config.method}]", *(f"{name} = {_toml(value)}" for name, value in config.options.items())]
+        table = _toml(config.method) if ":" in config.method else config.method
+        lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in config.options.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -17,33 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms import algorithm_of, search_space
 from waffle_fl.config import RunConfig, check_run, option_types, read_toml
 from waffle_fl.errors import WaffleError, suggest
 
 SETTINGS = ("lr", "momentum", "weight_decay", "batch_size", "epochs")  # of a run, that a search may change
-
-LR = {"low": 0.01, "high": 0.5, "log": True}
-CLIP = [0.0, 0.5, 1.0, 2.0, 5.0]
-SPACES: dict[str, dict[str, Any]] = {
-    "local": {"lr": LR, "clip": CLIP},
-    "fedavg": {"lr": LR, "clip": CLIP, "weighting": ["equal", "samples"]},
-    "scaffold": {"lr": LR, "clip": CLIP, "eta_g": {"low": 0.3, "high": 1.5}},
-    "weight-erosion": {"lr": LR, "p_d": {"low": 0.001, "high": 0.3, "log": True}},
-    "waffle": {
-        "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
-        "psi": "omega",
-        "slope": {"low": 1.0, "high": 12.0},
-        "shift": {"low": -0.3, "high": 0.3, "of": "rounds"},
-        "rate": {"low": 1.0, "high": 12.0},
-        "at": {"low": 0.05, "high": 0.9},
-        "level": {"low": 0.1, "high": 1.0},
-        "clip": CLIP,
-        "lr": LR,
-    },
-    "apfl": {"lr": LR, "mix": {"low": 0.0, "high": 1.0}, "adaptive": ["step", "round", "off"]},
-    "ditto": {"lr": LR, "lam": {"low": 0.01, "high": 3.0, "log": True}},
-}
 
 
 class Draw(Protocol):
@@ -54,8 +32,8 @@ class Draw(Protocol):
 
 
 def space_of(method: str, file: str = "", over: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The method's space: the file's, or the one above; of it only what is named in `over`, where something is."""
-    space = _read(Path(file), method) if file else SPACES.get(method, {"lr": LR})
+    """The method's space: the file's, or the method's own; of it only what is named in `over`, where something is."""
+    space = _read(Path(file), method) if file else search_space(method)
     _check(space, method)
     strange = next((name for name in over if name not in space), None)
     if strange:
@@ -101,7 +79,7 @@ def check_drawn(space: Mapping[str, Any], config: RunConfig) -> None:
 
 def trained(space: Mapping[str, Any], method: str) -> set[str]:
     """What of a space changes the training itself: runs that differ in it cannot share a stack."""
-    fields = dataclasses.fields(ALGORITHMS[method])  # type: ignore[arg-type]
+    fields = dataclasses.fields(algorithm_of(method))  # type: ignore[arg-type]
     free = {f.name for f in fields if f.metadata.get("server_side")}
     inner = {word for name in free & set(space) for word in _named(space[name])}
     return set(space) - free - inner

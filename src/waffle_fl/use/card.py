@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.config import SCHEMA
 from waffle_fl.results import Finished, named_weights
 from waffle_fl.use.trained import Trained
@@ -75,8 +75,8 @@ def _intended_use(trained: Trained) -> str:
     run = trained.run
     what = f"tell {len(trained.classes)} classes apart" if trained.task == "classification" else "predict a number"
     return (
-        f"To {what} for {alice_of(run)}, on data that comes about as hers did. {TITLES[run.config.method]} trained it "
-        "with the other agents' help, but for her alone."
+        f"To {what} for {alice_of(run)}, on data that comes about as hers did. {title_of(run.config.method)} trained "
+        "it with the other agents' help, but for her alone."
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from waffle_fl.algorithms import TITLES
+from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.evaluation import SCORE_ROWS
 from waffle_fl.errors import WaffleError
@@ -74,8 +74,8 @@ def check_portable(config: RunConfig) -> None:
     """A model can be used elsewhere only if it answers without its agent's training data."""
     if hasattr(config.algorithm(), "answer"):
         raise WaffleError(
-            f"{TITLES[config.method]} answers with Alice's training data at hand, which no model holds: its answers to "
-            "her test data are in predictions.safetensors; for a model to use elsewhere train another method"
+            f"{title_of(config.method)} answers with Alice's training data at hand, which no model holds: its answers "
+            "to her test data are in predictions.safetensors; for a model to use elsewhere train another method"
         )
 
 
