@@ -10,8 +10,8 @@ from pathlib import Path
 SPELLED_OUT = {"learning_rate": "lr", "lambda": "lam"}
 
 
-class WaffleError(Exception):
-    """A mistake the user can mend. The command line prints it without a traceback and exits with 2."""
+class WaffleError(ValueError):
+    """A mistake the user can fix. The command line prints it without a traceback and exits with 2."""
 
 
 class Diverged(WaffleError):

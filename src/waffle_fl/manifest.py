@@ -225,9 +225,9 @@ class Journal:
 
 def read(folder: Path) -> Manifest | None:
     """A folder's manifest and whose signature it bears; None if there is none."""
-    path = folder / NAME
+    path = check_regular(folder / NAME)
     try:
-        content = json.loads(check_regular(path).read_bytes())
+        content = json.loads(path.read_bytes())
         body = {key: content[key] for key in ("schema", "key", "files")}
         if body["schema"] != SCHEMA:
             raise WaffleError(f"{path}: expected schema {SCHEMA}, got {body['schema']!r}; update waffle-fl")
@@ -237,6 +237,8 @@ def read(folder: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise WaffleError(f"{path} is damaged: expected `schema`, `key`, `files` and `hmac`") from None
     if not body["key"]:

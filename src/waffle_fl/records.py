@@ -138,7 +138,7 @@ class Run:
             try:
                 metadata, tensors = read_tensors(path, template)
                 r = int(metadata["round"])
-            except (WaffleError, KeyError, ValueError) as error:
+            except (KeyError, ValueError) as error:
                 damaged.append(f"{error}; going back to the checkpoint before it")
                 continue
             warnings += [*damaged, *self._admit(self._journal.difference(path))]
@@ -270,8 +270,9 @@ def _told(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    check_regular(path)
     try:
-        content = json.loads(check_regular(path).read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

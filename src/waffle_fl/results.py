@@ -232,6 +232,8 @@ def read_condensed(path: Path, trust: bool = False) -> list[Finished]:
             runs.append(Finished(Path(line["run"]), RunConfig.from_json(config), provenance, line["result"], rounds))
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WaffleError(f"{path} is no record of runs ({error})") from None
     return runs

@@ -27,8 +27,9 @@ from waffle_fl.use.trained import check_portable, filled, outputs
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.exceptions import NotFittedError
 except ImportError:  # a bare machine: what `clone` and a grid search need is little
-    from waffle_fl.use.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from waffle_fl.use.base import BaseEstimator, ClassifierMixin, NotFittedError, RegressorMixin
 
 Array: TypeAlias = NDArray[Any]
 Agents: TypeAlias = Federation | Mapping[str, tuple[Any, Any]]
@@ -131,7 +132,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
 
     def _outputs(self, X: Any) -> Tensor:
         if not hasattr(self, "model_"):
-            raise WaffleError(f"this {type(self).__name__} is not fitted yet: call fit first")
+            raise NotFittedError(f"this {type(self).__name__} is not fitted yet: call fit first")
         x = _numbers(X)
         if x.shape[1:] != self.shape_ or not np.issubdtype(x.dtype, np.floating) or not np.isfinite(x).all():
             raise WaffleError(f"expected finite numbers of shape (rows, *{self.shape_}), got {x.dtype} {x.shape}")
