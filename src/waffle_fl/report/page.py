@@ -15,13 +15,13 @@ from waffle_fl import __version__
 from waffle_fl.errors import writable
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, Finished, check_alike, judged_by
+from waffle_fl.results import PROTOCOLS, Finished, apart, judged_by, remarks
 from waffle_fl.storage import write_atomically
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
     """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
-    check_alike(runs)
+    runs = apart(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
@@ -59,7 +59,7 @@ def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title><style>{style}</style></head>
 <body><main><h1>{html.escape(title)}</h1><p class="lead">{html.escape(_lead(runs))}</p>
-{tables}{figures}<section><h2>Where this comes from</h2>{_origin(runs)}</section></main>
+{tables}{_remarks(runs)}{figures}<section><h2>Where this comes from</h2>{_origin(runs)}</section></main>
 <script type="module">{bundle()}</script>
 <script type="module">
 const charts = {specifications};
@@ -88,6 +88,10 @@ def _lead(runs: Sequence[Finished]) -> str:
         f"{len(runs)} runs on {', '.join(data)}: {len(methods)} methods, {len(seeds)} seeds. Alice is the agent each "
         "model is for; every figure is measured on her own test data."
     )
+
+
+def _remarks(runs: Sequence[Finished]) -> str:
+    return "".join(f'<p class="caption">{html.escape(line)}</p>' for line in remarks(runs))
 
 
 def _verified(found: bool | None) -> str:
