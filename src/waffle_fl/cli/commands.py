@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import use
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.data import data_command
 from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, read_back, sentences
 from waffle_fl.cli.deploy import deploy
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     method = arguments[0] if arguments else ""
     if method in ("", "-h", "--help"):
         methods = "\n".join(f"  {name:<15}{(kind.__doc__ or '').splitlines()[0]}" for name, kind in ALGORITHMS.items())
-        Console().print(
+        console_for().print(
             f"usage: waffle run METHOD [flags]; waffle run METHOD --help lists its flags\n\n{methods}", highlight=False
         )
         return 0 if method else 2
@@ -117,7 +117,7 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, comp
         more = {"page": str(folder / PAGE), "says": says} if compared else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
         return 0
-    console, rounds = Console(), read_rounds(folder / "rounds.jsonl")
+    console, rounds = console_for(), read_rounds(folder / "rounds.jsonl")
     show_result(config, result, rounds[-1] if rounds else {}, console)
     for line in [*says, *([f"page: {(folder / PAGE).resolve()}"] if compared else []), f"run folder: {folder}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -140,7 +140,7 @@ def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watc
     if output.json:
         print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
     else:
-        console = Console()
+        console = console_for()
         show_everyone([(c.settings.alice, r) for (c, _), r in zip(runs, results, strict=True)], console)
         console.print(f"run folders: {folder}", highlight=False, markup=False, soft_wrap=True)
         if s.is_own:
@@ -196,7 +196,7 @@ def _check(file: Path, output: Watched) -> int:
     if output.json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
     else:
-        show_verdicts(wrong, judged, Console())
+        show_verdicts(wrong, judged, console_for())
     return 1 if wrong or not all(verdict.holds for verdict in judged) else 0
 
 
@@ -210,7 +210,7 @@ def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, titl
         entries = [{"run": str(f), "config": c.to_json(), **r} for (c, f), r in zip(runs, results, strict=True)]
         print(json.dumps({"report": str(page), "runs": entries}))
     else:
-        console = Console()
+        console = console_for()
         show_tables(finished, console)
         console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -274,7 +274,7 @@ def report(arguments: Sequence[str]) -> int:
     if args.output.json:
         print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
-    console = Console()
+    console = console_for()
     if alike:
         show_tables(finished, console)
     for line in [*says, *(f"page: {page.resolve()}" for page in pages)]:
@@ -316,7 +316,7 @@ def reproduce(arguments: Sequence[str]) -> int:
     if args.output.json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
     else:
-        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, Console())
+        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
     return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
 
 

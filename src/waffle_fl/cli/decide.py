@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import parse, settings_class
 from waffle_fl.cli.watch import Output, Watched, live
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
@@ -135,7 +135,7 @@ def _tell(decision: Decision, page: Path, output: Output) -> None:
         }
         print(json.dumps({"page": str(page), "says": sentences(decision), "gains": gains}))
         return
-    console = Console()
+    console = console_for()
     for sentence in sentences(decision):
         console.print(sentence, highlight=False, markup=False)
     console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)

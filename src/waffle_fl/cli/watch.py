@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import tyro
-from rich.console import Console
 
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import Live
 from waffle_fl.experiment import Listener
 from waffle_fl.loggers import Log, Logger, Several, logger
@@ -63,6 +63,6 @@ def live(output: Watched) -> Iterator[Listener]:
     """The listeners of a training, told to end with it."""
     heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
     if not output.quiet:
-        heard.append(Live(Console(stderr=True)))
+        heard.append(Live(console_for(stderr=True)))
     with ExitStack() as stack:
         yield Several([stack.enter_context(listener) for listener in heard])

@@ -168,7 +168,7 @@ def labels(runs: Sequence[Finished]) -> Any:
     """One panel a split: agents against labels, the size of a dot the number of samples."""
     found: dict[str, dict[str, list[list[int]]]] = {}  # by split, then by row
     for run in runs:
-        counts = run.provenance.get("label_counts") or ()
+        counts: list[list[int]] = run.provenance.get("label_counts") or []
         if any(counts) and run.config.method != "local" and counts not in found.get(row_of(run.config), {}).values():
             found.setdefault(row_of(run.config), {}).setdefault(run.row, counts)
     shown = {row if len(rows) > 1 else split: counts for split, rows in found.items() for row, counts in rows.items()}
