@@ -76,6 +76,11 @@ class Live(Listener):
             task = self._tasks[config.method]
             self.progress.update(task, total=(self.progress.tasks[task].total or 0) + config.settings.rounds)
 
+    def resumed(self, config: RunConfig, start: int) -> None:
+        """Rounds that a run's checkpoint holds are done."""
+        task = self._tasks[config.method]
+        self.progress.reset(task, completed=int(self.progress.tasks[task].completed) + start)  # their time is not known
+
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         known, measure = self._scores[config.method], measure_of(measured)
         if measured.get(measure.key) is not None:

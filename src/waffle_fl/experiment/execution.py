@@ -60,6 +60,9 @@ def execute(
         for line in summary(findings):
             listener.warned(line)
         listener.planned(runs, len(results))
+        for job in jobs:
+            if job.start:
+                listener.resumed(job.config, job.start)
         waiting = [job for job in jobs if until is None or job.start < until]
         for group in _groups(waiting, place.stack):
             for job, result in _train(group, place, device, listener, stopped, until):
