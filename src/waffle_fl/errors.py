@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 SPELLED_OUT = {"learning_rate": "lr", "lambda": "lam"}
@@ -16,6 +17,13 @@ class WaffleError(ValueError):
 
 class Diverged(WaffleError):
     """Alice's own training left the finite numbers; the last good checkpoint is kept."""
+
+
+@dataclass
+class Interrupted(Exception):
+    """The user asked to stop, or the time is up; every run is checkpointed."""
+
+    signal: int
 
 
 @contextlib.contextmanager

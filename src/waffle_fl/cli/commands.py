@@ -1,11 +1,10 @@
-"""The commands: parse, do, show."""
+"""The commands that train and report: parse, do, show. `menu.py` lists all commands."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -14,17 +13,12 @@ from typing import Annotated, Any
 import tyro
 
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli import use
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.data import data_command
-from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, read_back, sentences
-from waffle_fl.cli.deploy import deploy
+from waffle_fl.cli.decide import PAGE, companions, note_distances, page_of, read_back, sentences
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.tune import tune
 from waffle_fl.cli.watch import Folder, Notes, Output, Watched, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
-from waffle_fl.data.files import data_dir
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import EVERYONE, Place, execute, plan
@@ -318,34 +312,3 @@ def reproduce(arguments: Sequence[str]) -> int:
     else:
         show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
     return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "run": run,
-    "decide": decide_command,
-    "bench": bench,
-    "tune": tune,
-    "predict": use.predict,
-    "export": use.export,
-    "report": report,
-    "reproduce": reproduce,
-    "data": data_command,
-    "demo": demo,
-    "resume": resume,
-    "deploy": deploy,
-}
-
-
-def usage() -> str:
-    lines = "\n".join(f"  {name:<9} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items())
-    return f"usage: waffle COMMAND ...\n\n{lines}\n\nwaffle COMMAND --help explains one; data sets lie in {data_dir()}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
-    return COMMANDS[name](rest)
