@@ -46,6 +46,7 @@ COMMANDS = {
     "demo": Command("commands", "demo", "Seven methods on five splits of the embedded digits: waffle demo."),
     "resume": Command("commands", "resume", "Go on with an interrupted run: waffle resume RUN."),
     "deploy": Command("deploy", "deploy", "The same methods on real machines, through Flower: waffle deploy init."),
+    "completion": Command("completion", "completion", "Print a completion script: waffle completion bash|zsh|fish."),
 }
 
 
