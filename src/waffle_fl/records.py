@@ -80,7 +80,7 @@ class Run:
                 self._check(inspect(self.folder))
             self._describe(config, provenance)
             return
-        asked = list(differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
+        asked = _changed(known, config)
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
         changes = [*asked, *differences(ran_on, _binding(provenance), "provenance")]
         if self.result is not None:
@@ -213,6 +213,16 @@ class Run:
             if result["status"] == "finished":
                 self._drop(list(self.folder.glob(CHECKPOINTS)))
             self._journal.settle()
+
+
+def other_settings(folder: Path, config: RunConfig) -> list[str]:
+    """In what the config of the run that a folder holds differs; nothing where it holds no run, or this one."""
+    known = read_json(folder / "config.json")
+    return [] if known is None else _changed(known, config.to_json())
+
+
+def _changed(known: Any, config: Mapping[str, Any]) -> list[str]:
+    return list(differences(*(json.loads(json.dumps(content)) for content in (completed(known), config))))
 
 
 def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from waffle_fl.cli.console import console_for
 from waffle_fl.cli.decide import PAGE, companions, note_distances, page_of, read_back, sentences
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.watch import Folder, Notes, Output, Watched, live
+from waffle_fl.cli.watch import Folder, Notes, Output, Watched, default_folder, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, suggest, writable
@@ -35,7 +35,10 @@ from waffle_fl.results import Details, condense, config_of, read_runs
 ALONE_HELP = (
     "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
 )
-OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
+OUT_HELP = (
+    "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED, numbered where that holds other settings. "
+    "A folder that holds this run resumes it."
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,9 +68,13 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
-    if config.settings.alice == EVERYONE:
+    everyone = config.settings.alice == EVERYONE
+    compared = not everyone and config.settings.is_own and config.method != "local" and not args.alone
+    if not args.out:
+        runs = _for_everyone(config, folder, args.place) if everyone else _compared(config, folder, compared)
+        folder = default_folder(folder, runs, args.place, args.output)
+    if everyone:
         return _finish_everyone(config, folder, args.place, args.output)
-    compared = config.settings.is_own and config.method != "local" and not args.alone
     return _finish(config, folder, args.place, args.output, compared)
 
 
@@ -93,9 +100,27 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(config, args.run, args.place, args.output, compared)
 
 
+def _compared(config: RunConfig, folder: Path, compared: bool) -> list[tuple[RunConfig, Path]]:
+    """The run, and those that it is compared with."""
+    return companions(config, folder) if compared else [(config, folder)]
+
+
+def _for_everyone(config: RunConfig, folder: Path, place: Place) -> list[tuple[RunConfig, Path]]:
+    """One run per agent, each agent the Alice of its own."""
+    s = config.settings
+    grid = Experiment(
+        methods=(config.method,),
+        splits=(s.split,),
+        seeds=(s.seed,),
+        settings=s,
+        options={config.method: config.options},
+    )
+    return plan(grid, folder, place)
+
+
 def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
     """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
-    runs = companions(config, folder) if compared else [(config, folder)]
+    runs = _compared(config, folder, compared)
     with live(output) as listener:
         result, *others = execute(runs, place, listener)
     if result["status"] == "diverged":
@@ -119,16 +144,8 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, comp
 
 
 def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
-    """One run an agent, each agent the Alice of its own, all trained together."""
-    s = config.settings
-    grid = Experiment(
-        methods=(config.method,),
-        splits=(s.split,),
-        seeds=(s.seed,),
-        settings=s,
-        options={config.method: config.options},
-    )
-    runs = plan(grid, folder, place)
+    """Bring the runs of all agents to their end, trained together, and show them."""
+    s, runs = config.settings, _for_everyone(config, folder, place)
     with live(output) as listener:
         results = execute(runs, place, listener)
     if output.json:
@@ -174,12 +191,16 @@ def bench(arguments: Sequence[str]) -> int:
         return _check(args.file.resolve(), args.output)
     out = Path(args.out or Path("runs") / args.file.stem)
     check_name(out.name)
-    for experiment in experiments:
-        folder = out.joinpath(*experiment.name.split("/")[1:])
+    folders = [Path(*experiment.name.split("/")[1:]) for experiment in experiments]
+    if not args.out:
+        grids = zip(experiments, folders, strict=True)
+        runs = [run for experiment, folder in grids for run in plan(experiment, out / folder, args.place)]
+        out = default_folder(out, runs, args.place, args.output)
+    for experiment, folder in zip(experiments, folders, strict=True):
         if args.plan:
-            print("\n".join(str(run) for _, run in plan(experiment, folder, args.place)))
+            print("\n".join(str(run) for _, run in plan(experiment, out / folder, args.place)))
         else:
-            _grid(experiment, folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
+            _grid(experiment, out / folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
     return 0
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from waffle_fl.cli.menu import COMMANDS, Command
 from waffle_fl.errors import WaffleError, suggest
 
 Tree: TypeAlias = dict[tuple[str, ...], list[str]]  # the words given so far -> those that may follow
@@ -30,12 +31,11 @@ def tree() -> Tree:
     """Every command, the methods or commands below it, and the flags that its help lists."""
     from waffle_fl.algorithms import ALGORITHMS
     from waffle_fl.cli import deploy
-    from waffle_fl.cli.menu import COMMANDS
 
-    below = {("run",): list(ALGORITHMS), ("tune",): list(ALGORITHMS), ("deploy",): list(deploy.COMMANDS)}
+    below: Tree = {("run",): list(ALGORITHMS), ("tune",): list(ALGORITHMS), ("deploy",): list(deploy.COMMANDS)}
     below |= {("deploy", "run"): list(ALGORITHMS), ("completion",): list(SCRIPTS)}
     found: Tree = {(): [*COMMANDS, "--help", "--version"]}
-    paths = [(name,) for name in COMMANDS]
+    paths: list[tuple[str, ...]] = [(name,) for name in COMMANDS]
     while paths:
         path = paths.pop()
         found[path] = below.get(path) or _flags(COMMANDS[path[0]], path[1:])
@@ -43,7 +43,7 @@ def tree() -> Tree:
     return found
 
 
-def _flags(command: Callable[[Sequence[str]], int], rest: Sequence[str]) -> list[str]:
+def _flags(command: Command, rest: Sequence[str]) -> list[str]:
     """The flags in the help of a command; none where what it needs is not installed."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit, WaffleError):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
 
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import Live
-from waffle_fl.experiment import Listener
+from waffle_fl.config import RunConfig
+from waffle_fl.experiment import Listener, Place, free_folder
 from waffle_fl.loggers import Log, Logger, Several, logger
 
 
@@ -56,6 +58,16 @@ class Notes:
     def show(self) -> None:
         for line in self._lines:
             print(f"note: {line}", file=sys.stderr)
+
+
+def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], place: Place, output: Output) -> Path:
+    """The folder that no --out named: the wanted one or, where it holds runs with other settings, a numbered one."""
+    if place.force:
+        return wanted
+    folder, reason = free_folder(wanted, runs)
+    if reason and not output.quiet:
+        print(f"note: {wanted} holds a run with other settings ({reason}): writing to {folder}", file=sys.stderr)
+    return folder
 
 
 @contextmanager
