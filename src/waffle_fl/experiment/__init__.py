@@ -7,7 +7,7 @@ jobs       one run on its way: log, checkpoint, close
 
 from waffle_fl.config import EVERYONE
 from waffle_fl.experiment.execution import execute
-from waffle_fl.experiment.materials import advice, check_output, federation_of, model_of
+from waffle_fl.experiment.materials import advice, check_output, federation_of, model_name, model_of
 from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
 from waffle_fl.experiment.planning import everyone_of, free_folder, handle, plan
 
@@ -24,6 +24,7 @@ __all__ = [
     "federation_of",
     "free_folder",
     "handle",
+    "model_name",
     "model_of",
     "plan",
 ]

@@ -23,7 +23,15 @@ from waffle_fl.engines.families import carriers
 from waffle_fl.engines.simulate import check_stack, initial_state, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
-from waffle_fl.experiment.materials import advice, check_once, check_schedules, federation_of, model_of, origin
+from waffle_fl.experiment.materials import (
+    advice,
+    check_once,
+    check_schedules,
+    federation_of,
+    model_name,
+    model_of,
+    origin,
+)
 from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
 from waffle_fl.federation import Federation
 from waffle_fl.manifest import Finding, summary
@@ -115,6 +123,7 @@ def _open(
         **({"shifted": dict(whole.shifted)} if whole.shifted else {}),
         **origin(s, place),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
+        model=model_name(s, whole.shape),
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
         notes=notes,
