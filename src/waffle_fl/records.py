@@ -98,9 +98,9 @@ class Run:
             self._describe(config, {**provenance, "forced": [*history.get("forced", []), changes]})
 
     def _check(self, finding: Finding | None) -> list[str]:
-        """Refuse a folder that was changed, unless forced; then, and where no manifest is, list what it holds now.
+        """Refuse a folder that was changed or has no manifest, unless forced; then list what it holds now.
 
-        Return what was changed. A finished run stays as it is, so that a change in it is told every time."""
+        Return what was wrong. A finished run stays as it is, so that a change in it is told every time."""
         refuse([finding] if finding else [], self._force)
         self.findings += [finding] if finding else []
         changed = finding is not None and finding.kind == "changed"
@@ -108,7 +108,7 @@ class Run:
             seal(self.folder)
         if not (changed and self.result is not None):
             self._journal = Journal.opened(self.folder)
-        return [finding.text] if finding and changed else []
+        return [finding.text] if finding and finding.text else []
 
     def _describe(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         self._write({"provenance.json": json_bytes(provenance), "config.json": json_bytes(config)})
