@@ -13,7 +13,18 @@ import waffle_fl
 
 ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
-    {"deltas", "errors", "memory", "metrics", "notation", "randomness", "spreadsheet", "storage", "versions"},
+    {
+        "data_folder",
+        "deltas",
+        "errors",
+        "memory",
+        "metrics",
+        "notation",
+        "randomness",
+        "spreadsheet",
+        "storage",
+        "versions",
+    },
     {"augment", "data", "manifest", "models", "round_log", "shifts", "tensorfile", "user_key"},
     {"own", "partition"},
     {"federation", "wire"},
