@@ -21,7 +21,8 @@ import torch
 
 from waffle_fl import __version__, cli, experiment
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.commands import COMMANDS, Output
+from waffle_fl.cli.menu import COMMANDS
+from waffle_fl.cli.watch import Output
 from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, load_experiments, option_types
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Place, plan

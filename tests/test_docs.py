@@ -13,9 +13,9 @@ import pytest
 
 import waffle_fl
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.commands import COMMANDS
 from waffle_fl.cli.decide import Comparison
 from waffle_fl.cli.flags import _flags, options_class
+from waffle_fl.cli.menu import COMMANDS
 from waffle_fl.cli.tune import Budget
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments

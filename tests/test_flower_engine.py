@@ -520,7 +520,7 @@ def test_a_run_of_which_little_is_told_is_watched(
     """A score that is not told is shown as n/a, an ended run is no surprise, and no text is taken for markup."""
     monkeypatch.setattr(attendance, "LOOK", 0.01)
     text = io.StringIO()
-    monkeypatch.setattr(attendance, "Console", lambda: Console(file=text, width=200))
+    monkeypatch.setattr(attendance, "console_for", lambda: Console(file=text, width=200))
     for site in SITES:
         change(folder / "sites" / site / "site.toml", metrics=metrics)
 

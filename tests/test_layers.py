@@ -15,6 +15,7 @@ ROOT = Path(waffle_fl.__file__).parent
 LAYERS = [
     {
         "constraints",
+        "data_folder",
         "deltas",
         "errors",
         "importing",

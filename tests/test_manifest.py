@@ -431,33 +431,55 @@ def test_resuming_a_run_from_another_machine_signs_it(tmp_path: Path, monkeypatc
     assert inspect(folder) is None
 
 
-@pytest.mark.parametrize("command", ["predict", "export", "report"])
-def test_a_folder_without_a_manifest_is_used_with_a_note(run: Path, patients: Path, command: str) -> None:
-    """A run of an older version is told of in one line."""
+@pytest.mark.parametrize("command", ["predict", "export", "report", "resume"])
+def test_a_folder_without_a_manifest_is_refused(run: Path, patients: Path, command: str) -> None:
+    """Removing the manifest does not get a changed folder past the check; the one line says what --force does."""
+    reversed_classes(run)
     for path in (run, run / "local", run / "fedavg"):
         (path / "manifest.json").unlink()
-    shown = waffle(*commands(run, patients)[command])
-    assert shown.code == 0
-    notes = [line for line in shown.err.splitlines() if line.startswith("note: ")]
-    assert ["older version without a manifest" in line for line in notes] == [True]
+    line = refusal(waffle(*commands(run, patients)[command]))
+    assert f"{run} has no manifest.json" in line
+    assert "`waffle resume RUN --force` once writes it" in line
     assert not (run / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("command", ["predict", "export", "report"])
+def test_a_folder_without_a_manifest_is_used_with_force(run: Path, patients: Path, command: str) -> None:
+    """With --force a run of an older version is used, and one line says that nothing vouches for it."""
+    for path in (run, run / "local", run / "fedavg"):
+        (path / "manifest.json").unlink()
+    shown = waffle(*commands(run, patients)[command], "--force")
+    assert shown.code == 0
+    notes = [line for line in shown.err.splitlines() if line.startswith("note: ")]
+    assert ["has no manifest.json" in line for line in notes] == [True]
+    assert not (run / "manifest.json").exists()
+
+
+def test_a_folder_without_results_needs_no_manifest(tmp_path: Path) -> None:
+    """A config alone decides nothing yet: it is a warning."""
+    (tmp_path / "config.json").write_text("{}")
+    told: list[str] = []
+    verify(tmp_path, warn=told.append)
+    assert ["older version without a manifest" in line for line in told] == [True]
+
+
 def test_resuming_a_folder_without_a_manifest_writes_one(tmp_path: Path) -> None:
-    """A run of an older version is sealed when it is resumed, half-done or finished, and ends in the same bits."""
+    """A run of an older version is sealed when it is forced once, half-done or finished, and ends in the same bits."""
     folder = paused(tmp_path / "run")
     with (folder / "rounds.jsonl").open("ab") as log:
         log.write(b'{"half')
     (folder / "manifest.json").unlink()
-    shown = waffle("resume", folder)
+    assert "has no manifest.json" in refusal(waffle("resume", folder, "--quiet"))
+    shown = waffle("resume", folder, "--force")
     assert shown.code == 0
-    assert "older version without a manifest" in shown.words
+    assert "has no manifest.json" in shown.words
+    assert "has no manifest.json" in str(json.loads((folder / "provenance.json").read_text())["forced"])
     execute([(chosen(), tmp_path / "whole")], Place())
     assert bits(folder) == bits(tmp_path / "whole")
     assert inspect(folder, ("model.safetensors",)) is None
     (folder / "manifest.json").unlink()
-    assert "older version" in waffle("resume", folder).words
-    assert "older version" not in waffle("resume", folder).words
+    assert "has no manifest.json" in waffle("resume", folder, "--force").words
+    assert "manifest" not in waffle("resume", folder).words
 
 
 # --- the key
@@ -548,16 +570,16 @@ def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_many_folders_are_one_note(tmp_path: Path) -> None:
-    """A report on many runs of an older version says so once."""
+    """A forced report on many runs of an older version says so once."""
     folders = [tmp_path / f"run-{seed}" for seed in (1, 2, 3)]
     execute([(chosen(seed=seed), folder) for seed, folder in enumerate(folders, 1)], Place())
     for folder in folders:
         (folder / "manifest.json").unlink()
-    shown = waffle("report", tmp_path, "--out", tmp_path / "page")
+    shown = waffle("report", tmp_path, "--out", tmp_path / "page", "--force")
     assert shown.code == 0
-    assert [f"{folders[0]} and 2 more were made by an older version" in line for line in shown.err.splitlines()] == [
-        True
-    ]
+    (line,) = shown.err.splitlines()
+    assert f"{folders[0]} has no manifest.json" in line
+    assert "2 more runs have none either" in line
 
 
 def test_a_new_run_lists_its_config_before_it_has_one(tmp_path: Path) -> None:

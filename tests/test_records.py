@@ -792,7 +792,7 @@ def test_a_run_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
     del content["settings"]["leave_out"], content["settings"]["augment"], content["options"]["eta_g"]
     path.write_text(json.dumps(content))
     (folder / "manifest.json").unlink()  # it had none either
-    assert finish(folder, config("waffle")) == first
+    assert finish(folder, config("waffle"), force=True) == first
 
 
 def test_resuming_a_finished_run_exits_with_0(

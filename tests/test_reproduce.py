@@ -20,7 +20,7 @@ import torch
 from conftest import refusal
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.scaffold import Scaffold
-from waffle_fl.cli import commands
+from waffle_fl.cli import commands, menu
 from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Place
 from waffle_fl.manifest import seal
@@ -538,7 +538,7 @@ def test_check_says_what_is_missing(clone: Path, capsys: pytest.CaptureFixture[s
     """--check exits with 1 and a line for each record that is not whole and each claim that does not hold."""
     shutil.copytree(ROOT / "experiments", clone / "experiments", dirs_exist_ok=True)
     studies.STUDIES["cifar10"] = ("cifar10", "cifar10-printed")
-    assert commands.main(["reproduce", "cifar10", "--check"]) == 1
+    assert menu.main(["reproduce", "cifar10", "--check"]) == 1
     out = capsys.readouterr().out
     assert "results/cifar10.jsonl: 30 cells are not complete: cifar10/A/waffle" in out
     assert "DOES NOT HOLD: all 30 cells of the paper's table are there" in out
@@ -556,9 +556,9 @@ def test_check_passes_where_everything_holds(
     studies.STUDIES["mnist"] = ("mnist",)
     monkeypatch.setattr(claims, "PERSONAL", ("weight-erosion", "waffle", "apfl"))
     monkeypatch.setattr(claims, "EXCEPTIONS", {})  # with 6,000 samples an agent none is needed
-    assert commands.main(["reproduce", "mnist", "--check"]) == 0
+    assert menu.main(["reproduce", "mnist", "--check"]) == 0
     assert "\nholds: WAFFLE at least 98.2 on A* and 99.5 on B* (A* 99." in capsys.readouterr().out
-    assert commands.main(["reproduce", "mnist", "--check", "--json"]) == 0
+    assert menu.main(["reproduce", "mnist", "--check", "--json"]) == 0
     assert all(claim["holds"] for claim in json.loads(capsys.readouterr().out)["claims"])
 
 
@@ -566,14 +566,14 @@ def test_the_committed_records_reproduce_the_paper_on_mnist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert commands.main(["reproduce", "mnist", "--check"]) == 0
+    assert menu.main(["reproduce", "mnist", "--check"]) == 0
     assert "DOES NOT HOLD" not in capsys.readouterr().out
 
 
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without experiments/ and results/ the command says what it needs; an unknown study names the known ones."""
     monkeypatch.chdir(tmp_path)
-    assert "works in a clone of the repository" in refusal(commands.main, ["reproduce", "mnist"])
+    assert "works in a clone of the repository" in refusal(menu.main, ["reproduce", "mnist"])
     monkeypatch.chdir(ROOT / "docs")
     assert find_root(Path.cwd()) == ROOT
-    assert "mnist" in refusal(commands.main, ["reproduce", "mnits", "--check"])
+    assert "mnist" in refusal(menu.main, ["reproduce", "mnits", "--check"])

@@ -20,7 +20,7 @@ from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.batches import Batches, Plan
-from waffle_fl.cli.commands import main
+from waffle_fl.cli.menu import main
 from waffle_fl.config import Experiment, RunConfig, Settings, check_run, completed, load_experiments
 from waffle_fl.engines.cells import Cell
 from waffle_fl.engines.simulate import simulate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conftest import refusal
-from waffle_fl.cli.commands import main
+from waffle_fl.cli.menu import main
 from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.reproduce import beyond, robustness
 from waffle_fl.reproduce.page import STATING, with_tables

@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 SPELLED_OUT = {"learning_rate": "lr", "lambda": "lam"}
 
 
-class WaffleError(Exception):
-    """A mistake the user can mend. The command line prints it without a traceback and exits with 2."""
+class WaffleError(ValueError):
+    """A mistake the user can fix. The command line prints it without a traceback and exits with 2."""
 
 
 class Diverged(WaffleError):
     """Alice's own training left the finite numbers; the last good checkpoint is kept."""
+
+
+@dataclass
+class Interrupted(Exception):
+    """The user asked to stop, or the time is up; every run is checkpointed."""
+
+    signal: int
 
 
 @contextlib.contextmanager

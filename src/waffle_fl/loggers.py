@@ -178,6 +178,10 @@ class Several(Listener):
         for listener in self._listeners:
             listener.planned(runs, finished)
 
+    def resumed(self, config: RunConfig, start: int) -> None:
+        for listener in self._listeners:
+            listener.resumed(config, start)
+
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         for listener in self._listeners:
             listener.advanced(config, measured)

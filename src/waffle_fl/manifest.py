@@ -31,6 +31,7 @@ BLOCK = 1 << 20
 Kind: TypeAlias = Literal["changed", "foreign", "unsigned", "missing"]
 Warn: TypeAlias = Callable[[str], None]
 FORCE = "or go on with --force (in Python force=True)"
+ONCE = "; a run of an older version never had one: `waffle resume RUN --force` once writes it"
 
 
 class Digest(NamedTuple):
@@ -61,7 +62,7 @@ Files: TypeAlias = dict[str, tuple[Digest, ...]]  # by name, each content that i
 
 
 class Finding(NamedTuple):
-    """What is to be said of a run folder; `changed` is an error."""
+    """What is to be said of a run folder; one with a text is an error."""
 
     kind: Kind
     folder: Path
@@ -110,9 +111,9 @@ def no_warning(line: str) -> None:
 
 def refuse(findings: Iterable[Finding], force: bool) -> None:
     """Raise the first finding that is an error, unless forced."""
-    changed = next((finding for finding in findings if finding.kind == "changed"), None)
-    if changed and not force:
-        raise WaffleError(f"{changed.text}: restore it, {FORCE}")
+    wrong = next((finding for finding in findings if finding.text), None)
+    if wrong and not force:
+        raise WaffleError(f"{wrong.text}: restore it, {FORCE}{ONCE if wrong.kind == 'missing' else ''}")
 
 
 def summary(findings: Sequence[Finding]) -> list[str]:
@@ -123,8 +124,9 @@ def summary(findings: Sequence[Finding]) -> list[str]:
 
 def _line(alike: Sequence[Finding]) -> str:
     first, more = alike[0], len(alike) - 1
-    if first.kind == "changed":
-        others = f", and {more} more runs are not what they were" if more else ""
+    if first.text:
+        alike_too = "have none either" if first.kind == "missing" else "are not what they were"
+        others = f", and {more} more runs {alike_too}" if more else ""
         return f"{first.text}{others}; used nevertheless, as --force says"
     who = f"{first.folder} and {more} more were" if more else f"{first.folder} was"
     whose = "their" if more else "its"
@@ -132,8 +134,7 @@ def _line(alike: Sequence[Finding]) -> str:
     return {
         "foreign": f"{who} made with another key (on another machine or by another user): {unchanged}",
         "unsigned": f"{who} made where no key could be kept: {unchanged}",
-        "missing": f"{who} made by an older version without a manifest, or it was removed: nothing tells whether "
-        f"{whose} files are unchanged",
+        "missing": f"{who} made by an older version without a manifest, or it was removed",
     }[first.kind]
 
 
@@ -144,7 +145,7 @@ def inspect(folder: Path, large: Sequence[str] = ()) -> Finding | None:
     except WaffleError as error:
         return Finding("changed", folder, str(error))
     if manifest is None:
-        return Finding("missing", folder)
+        return Finding("missing", folder, _unlisted(folder))
     if manifest.signed == "wrongly":
         return Finding("changed", folder, f"{folder / NAME} was changed after it was signed with your key")
     ended = (folder / RESULT).exists()
@@ -155,6 +156,13 @@ def inspect(folder: Path, large: Sequence[str] = ()) -> Finding | None:
     if manifest.signed == "here":
         return None
     return Finding("foreign" if manifest.signed == "elsewhere" else "unsigned", folder)
+
+
+def _unlisted(folder: Path) -> str:
+    """What is wrong with a folder without a manifest: nothing where it holds no results yet."""
+    results = [*(folder / name for name in (RESULT, LOG, *LARGE)), *folder.glob(CHECKPOINTS)]
+    found = next((path.name for path in results if path.exists()), "")
+    return f"{folder} has no {NAME}, so nothing tells whether its {found} is what the run wrote" if found else ""
 
 
 def difference(path: Path, listed: Sequence[Digest] | None, ended: bool) -> str:
@@ -225,9 +233,9 @@ class Journal:
 
 def read(folder: Path) -> Manifest | None:
     """A folder's manifest and whose signature it bears; None if there is none."""
-    path = folder / NAME
+    path = check_regular(folder / NAME)
     try:
-        content = json.loads(check_regular(path).read_bytes())
+        content = json.loads(path.read_bytes())
         body = {key: content[key] for key in ("schema", "key", "files")}
         if body["schema"] != SCHEMA:
             raise WaffleError(f"{path}: expected schema {SCHEMA}, got {body['schema']!r}; update waffle-fl")
@@ -237,6 +245,8 @@ def read(folder: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise WaffleError(f"{path} is damaged: expected `schema`, `key`, `files` and `hmac`") from None
     if not body["key"]:

@@ -46,5 +46,7 @@ def build(text: str, kinds: Mapping[str, Callable[..., T]], what: str, example: 
         if not all(map(isfinite, (*values, *named.values()))):
             raise ValueError
         return kinds[call.kind](*values, **named)
+    except WaffleError:
+        raise
     except (TypeError, ValueError):
         raise WaffleError(f"expected numbers in {text!r}, finite and as many as in {example}") from None

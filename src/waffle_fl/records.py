@@ -76,9 +76,7 @@ class Run:
                 self._check(inspect(self.folder))
             self._describe(config, provenance)
             return
-        asked = list(
-            differences(*(json.loads(json.dumps(content)) for content in (completed(known, config["method"]), config)))
-        )
+        asked = _changed(known, config)
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
         changes = [*asked, *differences(ran_on, _binding(provenance), "provenance")]
         if self.result is not None:
@@ -96,9 +94,9 @@ class Run:
             self._describe(config, {**provenance, "forced": [*history.get("forced", []), changes]})
 
     def _check(self, finding: Finding | None) -> list[str]:
-        """Refuse a folder that was changed, unless forced; then, and where no manifest is, list what it holds now.
+        """Refuse a folder that was changed or has no manifest, unless forced; then list what it holds now.
 
-        Return what was changed. A finished run stays as it is, so that a change in it is told every time."""
+        Return what was wrong. A finished run stays as it is, so that a change in it is told every time."""
         refuse([finding] if finding else [], self._force)
         self.findings += [finding] if finding else []
         changed = finding is not None and finding.kind == "changed"
@@ -106,7 +104,7 @@ class Run:
             seal(self.folder)
         if not (changed and self.result is not None):
             self._journal = Journal.opened(self.folder)
-        return [finding.text] if finding and changed else []
+        return [finding.text] if finding and finding.text else []
 
     def _describe(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         self._write({"provenance.json": json_bytes(provenance), "config.json": json_bytes(config)})
@@ -136,7 +134,7 @@ class Run:
             try:
                 metadata, tensors = read_tensors(path, template)
                 r = int(metadata["round"])
-            except (WaffleError, KeyError, ValueError) as error:
+            except (KeyError, ValueError) as error:
                 damaged.append(f"{error}; going back to the checkpoint before it")
                 continue
             warnings += [*damaged, *self._admit(self._journal.difference(path))]
@@ -213,6 +211,18 @@ class Run:
             self._journal.settle()
 
 
+def other_settings(folder: Path, config: RunConfig) -> list[str]:
+    """In what the config of the run that a folder holds differs; nothing where it holds no run, or this one."""
+    known = read_json(folder / "config.json")
+    return [] if known is None else _changed(known, config.to_json())
+
+
+def _changed(known: Any, config: Mapping[str, Any]) -> list[str]:
+    """What differs between a folder's config and the requested one."""
+    before = completed(known, config["method"])
+    return list(differences(*(json.loads(json.dumps(content)) for content in (before, config))))
+
+
 def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
     """What a run ran on. The `binding` part must not change between a run and its resumption."""
     return {
@@ -256,8 +266,9 @@ def _told(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    check_regular(path)
     try:
-        content = json.loads(check_regular(path).read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

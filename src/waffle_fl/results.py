@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from math import isnan, nan
 from pathlib import Path
 from statistics import mean, stdev
@@ -30,6 +31,7 @@ Details: TypeAlias = Literal["all", "accuracy", "late", "none"]  # what a conden
 LATE = (0.94, 1.0)  # shares of the rounds: the last before WAFFLE's Alice trains alone, and the end
 
 WEIGHING = ("waffle", "weight-erosion")
+OF_A_ROW = ("split", "shift", "seed", "shares", "alice")  # settings that a row names, and the seed
 
 
 class Measure(NamedTuple):
@@ -62,6 +64,7 @@ class Finished:
     provenance: dict[str, Any]
     result: dict[str, Any]
     rounds: list[dict[str, Any]]
+    variant: str = ""  # what tells its row from others of the same split, see `apart`
 
     @property
     def title(self) -> str:
@@ -69,7 +72,7 @@ class Finished:
 
     @property
     def row(self) -> str:
-        return row_of(self.config)
+        return row_of(self.config) + (f", {self.variant}" if self.variant else "")
 
 
 def row_of(config: RunConfig) -> str:
@@ -232,6 +235,8 @@ def read_condensed(path: Path, trust: bool = False) -> list[Finished]:
             runs.append(Finished(Path(line["run"]), RunConfig.from_json(config), provenance, line["result"], rounds))
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WaffleError(f"{path} is no record of runs ({error})") from None
     return runs
@@ -250,9 +255,9 @@ def methods_of(runs: Sequence[Finished]) -> list[str]:
 
 
 def rows_of(runs: Sequence[Finished]) -> list[str]:
-    """Splits in the paper's order: A, B, C, then the starred ones, then shifts as they come."""
-    seen = list(dict.fromkeys(run.row for run in runs))
-    return sorted(seen, key=lambda row: (1, False, "") if "(" in row else (0, row.endswith("*"), row))
+    """Splits in the paper's order: A, B, C, then the starred ones, then shifts as they come; each with its variants."""
+    seen = {run.row: row_of(run.config) for run in runs}
+    return sorted(seen, key=lambda row: (1, False, "") if "(" in seen[row] else (0, seen[row].endswith("*"), seen[row]))
 
 
 def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str], Score]:
@@ -276,13 +281,86 @@ def judged_by(runs: Sequence[Finished]) -> Measure:
     return next((measure_of(run.result["best"]) for run in runs if "best" in run.result), ACCURACY)
 
 
-def check_alike(
-    runs: Sequence[Finished], besides: tuple[str, ...] = ("split", "shift", "seed", "shares", "alice")
-) -> list[Finished]:
-    """Runs that one table can hold: of one data set and, but for the method and `besides`, of one config each.
+def apart(runs: Sequence[Finished]) -> list[Finished]:
+    """The runs with rows of their own where those of one split differ in a setting or in an option of their method.
 
-    Each Alice has rows of her own.
-    """
+    A row names what differs and is not the default, so that methods without such an option keep their place."""
+    settings = _varying(runs, lambda run: (row_of(run.config),), "settings")
+    options = _varying(runs, lambda run: (row_of(run.config), run.config.method), "options")
+    named = []
+    for run in runs:
+        row, method = row_of(run.config), run.config.method
+        given, defaults = run.config.to_json(), _defaults(method)
+        varying = {("settings", name) for name in settings[(row,)]} | {
+            ("options", name) for name in options[row, method]
+        }
+        told = {
+            name: given[part][name]
+            for part in ("settings", "options")
+            for name in given[part]
+            if (part, name) in varying and given[part][name] != defaults[part].get(name)
+        }
+        named.append(replace(run, variant=", ".join(f"{name} {_plain(value)}" for name, value in told.items())))
+    return named
+
+
+def remarks(runs: Sequence[Finished]) -> list[str]:
+    """What a reader of the table must know of settings: the defaults that rows do not name, and what differs by row."""
+    within = _varying(runs, lambda run: (row_of(run.config),), "settings")
+    options = _varying(runs, lambda run: (row_of(run.config), run.config.method), "options")
+    named = dict.fromkeys(name for names in (*within.values(), *options.values()) for name in names)
+    silent: dict[str, dict[str, None]] = {}
+    for run in runs:
+        given, defaults = run.config.to_json(), _defaults(run.config.method)
+        for part, names in (
+            ("settings", within[row_of(run.config),]),
+            ("options", options[row_of(run.config), run.config.method]),
+        ):
+            for name in names:
+                if given[part][name] == defaults[part][name]:
+                    silent.setdefault(name, {})[_plain(given[part][name]) or "none"] = None
+    (overall,) = _varying(runs, lambda run: ("",), "settings").values()
+    lines = []
+    if named:
+        listed = ", ".join(f"{name} {' or '.join(values)}" for name, values in silent.items())
+        default = f" What a row does not name is at its default: {listed}." if silent else ""
+        lines.append(f"Rows name the settings in which runs of one split differ.{default}")
+    for name in (name for name in overall if name not in named):
+        rows: dict[str, list[str]] = {}
+        for row, run in {row_of(run.config): run for run in runs}.items():
+            rows.setdefault(_plain(getattr(run.config.settings, name)), []).append(row)
+        lines.append(f"{name} is " + "; ".join(f"{value} in {', '.join(names)}" for value, names in rows.items()) + ".")
+    return lines
+
+
+@cache
+def _defaults(method: str) -> dict[str, Any]:
+    return RunConfig(method=method, settings=Settings()).to_json()
+
+
+def _varying(
+    runs: Sequence[Finished], key: Callable[[Finished], tuple[str, ...]], part: str
+) -> dict[tuple[str, ...], list[str]]:
+    """For each group of runs the names, in order, of settings (but those of a row) or options with several values."""
+    first: dict[tuple[str, ...], dict[str, Any]] = {}
+    found: dict[tuple[str, ...], dict[str, None]] = {}
+    for run in runs:
+        content = run.config.to_json()[part]
+        known = first.setdefault(key(run), content)
+        odd = (name for name in content if name not in OF_A_ROW and content[name] != known.get(name))
+        found.setdefault(key(run), {}).update(dict.fromkeys(odd))
+    return {group: [name for name in first[group] if name in names] for group, names in found.items()}
+
+
+def _plain(value: Any) -> str:
+    """A setting's value in a row's name; lists without brackets, which tell shifts from splits."""
+    if isinstance(value, list | tuple):
+        return "/".join(_plain(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def check_alike(runs: Sequence[Finished], besides: tuple[str, ...]) -> list[Finished]:
+    """Runs of one data set and, but for the method and `besides`, of one config each; others are refused."""
     known: dict[Any, tuple[dict[str, Any], Finished]] = {}
     for run in runs:
         config = run.config.to_json()

@@ -16,18 +16,16 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """Torch takes a while to import, and Ctrl-C may come even then: so nothing is imported before."""
+    """Imports take a while, and Ctrl-C may come even then: so nothing is imported before."""
     from waffle_fl import __version__
-    from waffle_fl.errors import WaffleError
+    from waffle_fl.cli import menu
+    from waffle_fl.errors import Interrupted, WaffleError
 
     if arguments == ["--version"]:
         print(f"waffle-fl {__version__}")
         return 0
-    from waffle_fl.cli import commands
-    from waffle_fl.experiment import Interrupted
-
     try:
-        return commands.main(arguments)
+        return menu.main(arguments)
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import show_everyone, show_result
 from waffle_fl.cli.watch import Watched, live
 from waffle_fl.config import RunConfig
@@ -50,7 +49,7 @@ def watch(folder: Path, job: Any, output: Watched) -> int:
     if output.json:
         print(json.dumps([{"run": str(f), **(read_json(f / "result.json") or {})} for _, f in runs]))
         return 0
-    console = Console()
+    console = console_for()
     if len(runs) > 1:
         show_everyone([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
     for config, run_folder in runs if len(runs) == 1 else []:

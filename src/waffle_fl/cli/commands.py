@@ -1,33 +1,27 @@
-"""The commands: parse, do, show."""
+"""The commands that train and report: parse, do, show. `menu.py` lists all commands."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.algorithms.registry import summary_of
-from waffle_fl.cli import use
-from waffle_fl.cli.data import data_command
-from waffle_fl.cli.decide import PAGE, companions, decide_command, note_distances, page_of, read_back, sentences
-from waffle_fl.cli.deploy import deploy
+from waffle_fl.cli.console import console_for
+from waffle_fl.cli.decide import PAGE, companions, note_distances, page_of, read_back, sentences
 from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.tune import tune
-from waffle_fl.cli.watch import Folder, Notes, Output, Watched, live
+from waffle_fl.cli.watch import Folder, Notes, Output, Watched, default_folder, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
-from waffle_fl.data.files import data_dir
 from waffle_fl.decision.study import decidable
-from waffle_fl.errors import WaffleError, suggest, writable
+from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import EVERYONE, Place, execute, plan
 from waffle_fl.manifest import no_warning
 from waffle_fl.records import read_json, read_rounds
@@ -42,7 +36,10 @@ from waffle_fl.results import Details, condense, config_of, read_runs
 ALONE_HELP = (
     "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
 )
-OUT_HELP = "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED. A folder that holds this run resumes it."
+OUT_HELP = (
+    "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED, numbered where that holds other settings. "
+    "A folder that holds this run resumes it."
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     method = arguments[0] if arguments else ""
     if method in ("", "-h", "--help"):
         methods = "\n".join(f"  {name:<15}{summary_of(kind)}" for name, kind in ALGORITHMS.items())
-        Console().print(
+        console_for().print(
             f"usage: waffle run METHOD [flags]; waffle run METHOD --help lists its flags\n\n{methods}\n"
             "  module:Class   A method of your own.",
             highlight=False,
@@ -73,9 +70,13 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
-    if config.settings.alice == EVERYONE:
+    everyone = config.settings.alice == EVERYONE
+    compared = not everyone and config.settings.is_own and config.method != "local" and not args.alone
+    if not args.out:
+        runs = _for_everyone(config, folder, args.place) if everyone else _compared(config, folder, compared)
+        folder = default_folder(folder, runs, args.place, args.output)
+    if everyone:
         return _finish_everyone(config, folder, args.place, args.output)
-    compared = config.settings.is_own and config.method != "local" and not args.alone
     return _finish(config, folder, args.place, args.output, compared)
 
 
@@ -101,9 +102,27 @@ def resume(arguments: Sequence[str]) -> int:
     return _finish(config, args.run, args.place, args.output, compared)
 
 
+def _compared(config: RunConfig, folder: Path, compared: bool) -> list[tuple[RunConfig, Path]]:
+    """The run, and those that it is compared with."""
+    return companions(config, folder) if compared else [(config, folder)]
+
+
+def _for_everyone(config: RunConfig, folder: Path, place: Place) -> list[tuple[RunConfig, Path]]:
+    """One run per agent, each agent the Alice of its own."""
+    s = config.settings
+    grid = Experiment(
+        methods=(config.method,),
+        splits=(s.split,),
+        seeds=(s.seed,),
+        settings=s,
+        options={config.method: config.options},
+    )
+    return plan(grid, folder, place)
+
+
 def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
     """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
-    runs = companions(config, folder) if compared else [(config, folder)]
+    runs = _compared(config, folder, compared)
     with live(output) as listener:
         result, *others = execute(runs, place, listener)
     if result["status"] == "diverged":
@@ -119,7 +138,7 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, comp
         more = {"page": str(folder / PAGE), "says": says} if compared else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
         return 0
-    console, rounds = Console(), read_rounds(folder / "rounds.jsonl")
+    console, rounds = console_for(), read_rounds(folder / "rounds.jsonl")
     show_result(config, result, rounds[-1] if rounds else {}, console)
     for line in [*says, *([f"page: {(folder / PAGE).resolve()}"] if compared else []), f"run folder: {folder}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -127,22 +146,14 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, comp
 
 
 def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
-    """One run an agent, each agent the Alice of its own, all trained together."""
-    s = config.settings
-    grid = Experiment(
-        methods=(config.method,),
-        splits=(s.split,),
-        seeds=(s.seed,),
-        settings=s,
-        options={config.method: config.options},
-    )
-    runs = plan(grid, folder, place)
+    """Bring the runs of all agents to their end, trained together, and show them."""
+    s, runs = config.settings, _for_everyone(config, folder, place)
     with live(output) as listener:
         results = execute(runs, place, listener)
     if output.json:
         print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
     else:
-        console = Console()
+        console = console_for()
         show_everyone([(c.settings.alice, r) for (c, _), r in zip(runs, results, strict=True)], console)
         console.print(f"run folders: {folder}", highlight=False, markup=False, soft_wrap=True)
         if s.is_own:
@@ -182,12 +193,16 @@ def bench(arguments: Sequence[str]) -> int:
         return _check(args.file.resolve(), args.output)
     out = Path(args.out or Path("runs") / args.file.stem)
     check_name(out.name)
-    for experiment in experiments:
-        folder = out.joinpath(*experiment.name.split("/")[1:])
+    folders = [Path(*experiment.name.split("/")[1:]) for experiment in experiments]
+    if not args.out:
+        grids = zip(experiments, folders, strict=True)
+        runs = [run for experiment, folder in grids for run in plan(experiment, out / folder, args.place)]
+        out = default_folder(out, runs, args.place, args.output)
+    for experiment, folder in zip(experiments, folders, strict=True):
         if args.plan:
-            print("\n".join(str(run) for _, run in plan(experiment, folder, args.place)))
+            print("\n".join(str(run) for _, run in plan(experiment, out / folder, args.place)))
         else:
-            _grid(experiment, folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
+            _grid(experiment, out / folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
     return 0
 
 
@@ -198,7 +213,7 @@ def _check(file: Path, output: Watched) -> int:
     if output.json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
     else:
-        show_verdicts(wrong, judged, Console())
+        show_verdicts(wrong, judged, console_for())
     return 1 if wrong or not all(verdict.holds for verdict in judged) else 0
 
 
@@ -212,7 +227,7 @@ def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, titl
         entries = [{"run": str(f), "config": c.to_json(), **r} for (c, f), r in zip(runs, results, strict=True)]
         print(json.dumps({"report": str(page), "runs": entries}))
     else:
-        console = Console()
+        console = console_for()
         show_tables(finished, console)
         console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -276,7 +291,7 @@ def report(arguments: Sequence[str]) -> int:
     if args.output.json:
         print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
-    console = Console()
+    console = console_for()
     if alike:
         show_tables(finished, console)
     for line in [*says, *(f"page: {page.resolve()}" for page in pages)]:
@@ -318,36 +333,5 @@ def reproduce(arguments: Sequence[str]) -> int:
     if args.output.json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
     else:
-        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, Console())
+        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
     return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "run": run,
-    "decide": decide_command,
-    "bench": bench,
-    "tune": tune,
-    "predict": use.predict,
-    "export": use.export,
-    "report": report,
-    "reproduce": reproduce,
-    "data": data_command,
-    "demo": demo,
-    "resume": resume,
-    "deploy": deploy,
-}
-
-
-def usage() -> str:
-    lines = "\n".join(f"  {name:<9} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items())
-    return f"usage: waffle COMMAND ...\n\n{lines}\n\nwaffle COMMAND --help explains one; data sets lie in {data_dir()}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
-    return COMMANDS[name](rest)

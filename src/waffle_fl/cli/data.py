@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from waffle_fl import data
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import parse
 from waffle_fl.cli.watch import Output
 from waffle_fl.config import Settings, check_run
@@ -93,7 +93,7 @@ def _fetch(name: str, folder: str, quiet: bool) -> None:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+    with Progress(*columns, console=console_for(stderr=True), disable=quiet) as progress:
         tasks: dict[str, Any] = {}
 
         def advance(file: str, done: int, total: int) -> None:
@@ -126,7 +126,7 @@ def _draw(s: Settings, federation: Federation, out: Path) -> None:
 
 
 def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
-    console = Console()
+    console = console_for()
     verified = "official checksums verified" if facts["verified"] else "NOT verified"
     shape = "x".join(map(str, facts["sample"]))
     console.print(f"[bold]{facts['name']}[/bold]: {facts['origin']}; {verified}", highlight=False)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import parse, settings_class
-from waffle_fl.cli.watch import Output, Watched, live
+from waffle_fl.cli.watch import Output, Watched, default_folder, live
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import words
 from waffle_fl.decision.bootstrap import Metric
@@ -22,6 +22,7 @@ from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Place, device_of, everyone_of, execute, model_of
+from waffle_fl.experiment.planning import moved
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import Finished, read_runs
@@ -72,6 +73,9 @@ def decide_command(arguments: Sequence[str]) -> int:
     check_name(out.name)
     metric: Metric | None = None if asked.metric == "auto" else asked.metric
     runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place, metric=metric)
+    if not asked.out:
+        wanted, out = out, default_folder(out, runs, args.place, args.output)
+        runs = moved(runs, wanted, out)
     with live(args.output) as listener:
         execute(runs, args.place, listener)
     note_distances(s, args.place, out)
@@ -135,7 +139,7 @@ def _tell(decision: Decision, page: Path, output: Output) -> None:
         }
         print(json.dumps({"page": str(page), "says": sentences(decision), "gains": gains}))
         return
-    console = Console()
+    console = console_for()
     for sentence in sentences(decision):
         console.print(sentence, highlight=False, markup=False)
     console.print(f"page: {page.resolve()}", highlight=False, markup=False, soft_wrap=True)

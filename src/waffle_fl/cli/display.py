@@ -25,10 +25,12 @@ from waffle_fl.results import (
     PROTOCOLS,
     Finished,
     Score,
+    apart,
     best_of,
     judged_by,
     measure_of,
     methods_of,
+    remarks,
     rows_of,
     scores,
 )
@@ -74,6 +76,11 @@ class Live(Listener):
             task = self._tasks[config.method]
             self.progress.update(task, total=(self.progress.tasks[task].total or 0) + config.settings.rounds)
 
+    def resumed(self, config: RunConfig, start: int) -> None:
+        """Rounds that a run's checkpoint holds are done."""
+        task = self._tasks[config.method]
+        self.progress.reset(task, completed=int(self.progress.tasks[task].completed) + start)  # their time is not known
+
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         known, measure = self._scores[config.method], measure_of(measured)
         if measured.get(measure.key) is not None:
@@ -94,7 +101,8 @@ class Live(Listener):
 
 
 def show_tables(runs: Sequence[Finished], console: Console) -> None:
-    """One table a protocol, the best of each split in bold; many methods stand below each other."""
+    """One table per protocol, the best of each split in bold; many methods stand below each other."""
+    runs = apart(runs)
     for protocol in protocols_of(runs):
         cells, methods, splits = scores(runs, protocol), methods_of(runs), rows_of(runs)
         best = {split: best_of(cells, split) for split in splits}
@@ -122,6 +130,8 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
             for split in splits:
                 table.add_row(escape(split), *(text(split, m) for m in methods))
         console.print(table)
+    for line in remarks(runs):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _cell(score: Score | None, best: bool, decimals: int) -> str:

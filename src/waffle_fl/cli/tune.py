@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of, title_of
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.watch import Output
 from waffle_fl.config import RunConfig, check_name, check_run
@@ -92,7 +93,7 @@ def tune(arguments: Sequence[str]) -> int:
     """Search for hyperparameters on validation data: waffle tune METHOD [flags]."""
     method = arguments[0] if arguments else ""
     if method in ("", "-h", "--help"):
-        Console().print(
+        console_for().print(
             f"usage: waffle tune METHOD [flags], METHOD one of {', '.join(ALGORITHMS)} or module:Class; "
             "waffle tune METHOD --help lists its flags",
             highlight=False,
@@ -118,7 +119,7 @@ def tune(arguments: Sequence[str]) -> int:
     out = Path(asked.out or Path("runs") / f"tune-{config.label}")
     check_name(out.name)
     with ExitStack() as stack:
-        watcher = Watcher() if args.output.quiet else stack.enter_context(Live(Console(stderr=True)))
+        watcher = Watcher() if args.output.quiet else stack.enter_context(Live(console_for(stderr=True)))
         found = search(wish, out, args.place, watcher)
     write(found, wish.space, out)
     if args.output.json:
@@ -126,7 +127,7 @@ def tune(arguments: Sequence[str]) -> int:
         best = "default" if found.best.number == DEFAULT else found.best.number
         print(json.dumps({"best": best, "file": str(out / BEST), "trials": entries}))
     else:
-        _show(found, wish, out, Console())
+        _show(found, wish, out, console_for())
     return 0
 
 

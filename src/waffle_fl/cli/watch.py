@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
-from rich.console import Console
 
+from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import Live
-from waffle_fl.experiment import Listener
+from waffle_fl.config import RunConfig
+from waffle_fl.experiment import Listener, Place, free_folder
 from waffle_fl.loggers import Log, Logger, Several, logger
 
 
@@ -58,11 +60,21 @@ class Notes:
             print(f"note: {line}", file=sys.stderr)
 
 
+def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], place: Place, output: Output) -> Path:
+    """The folder that no --out named: the wanted one or, where it holds runs with other settings, a numbered one."""
+    if place.force:
+        return wanted
+    folder, reason = free_folder(wanted, runs)
+    if reason and not output.quiet:
+        print(f"note: {wanted} holds a run with other settings ({reason}): writing to {folder}", file=sys.stderr)
+    return folder
+
+
 @contextmanager
 def live(output: Watched) -> Iterator[Listener]:
     """The listeners of a training, told to end with it."""
     heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
     if not output.quiet:
-        heard.append(Live(Console(stderr=True)))
+        heard.append(Live(console_for(stderr=True)))
     with ExitStack() as stack:
         yield Several([stack.enter_context(listener) for listener in heard])

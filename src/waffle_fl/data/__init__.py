@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,18 @@ from waffle_fl.data.sources import CIFAR_BINARY, CIFAR_INEXACT, CIFAR_PYTHON, SO
 from waffle_fl.data.synthetic import gaussian_classes
 from waffle_fl.errors import WaffleError, suggest
 
+PIXEL = 255  # the largest value of a byte
+
+
+class Normalisation(NamedTuple):
+    """What is done to the published values of a sample: (value / divisor - mean) / std, for each channel."""
+
+    divisor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+DIGITS = Normalisation(16, (0.3053,), (0.3761,))
 NAMES = ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic")
 
 
@@ -72,11 +84,20 @@ def fetch(name: str, folder: str = "", progress: Progress = lambda name, done, t
         raise WaffleError(f"{error}" + (f"; likewise {', '.join(others)}" if others else "")) from None
 
 
+def normalisation_of(name: str) -> Normalisation | None:
+    """How the samples of a published data set were normalised; None where they are used as they are."""
+    if name == "digits":
+        return DIGITS
+    source = SOURCES.get(name)
+    return Normalisation(PIXEL, source.mean, source.std) if source else None
+
+
 def _digits() -> Dataset:
     from sklearn.datasets import load_digits
 
     bunch: Any = load_digits()
-    x = ((bunch.images / 16 - 0.3053) / 0.3761).astype(np.float32)[:, None]
+    divisor, (mean,), (std,) = DIGITS
+    x = ((bunch.images / divisor - mean) / std).astype(np.float32)[:, None]
     y = bunch.target.astype(np.int64)
     test = np.arange(len(y)) % 4 == 3
     origin = "UCI optical digits, 1,797 images of 8x8 pixels, embedded in scikit-learn"
@@ -208,7 +229,7 @@ def _images(
     mean, std = (np.asarray(v, np.float32).reshape(1, -1, 1, 1) for v in (source.mean, source.std))
 
     def normalised(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        return ((images.astype(np.float32) / 255 - mean) / std).astype(np.float32)
+        return ((images.astype(np.float32) / PIXEL - mean) / std).astype(np.float32)
 
     return Dataset(
         name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -11,20 +10,11 @@ from http.client import HTTPException
 from pathlib import Path
 
 from waffle_fl.data.sources import File
+from waffle_fl.data_folder import data_dir as data_dir
 from waffle_fl.errors import WaffleError
 from waffle_fl.storage import check_regular, remove, sync_folder
 
 Progress = Callable[[str, int, int], None]  # (file, bytes so far, bytes in all)
-
-
-def data_dir(given: str = "") -> Path:
-    """`--data-dir`, else $WAFFLE_DATA, else the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    chosen = Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl")
-    try:
-        return chosen.expanduser()
-    except RuntimeError as error:
-        raise WaffleError(f"no data folder {chosen}: {error}") from None
 
 
 def checksum(path: Path, algorithm: str) -> str:

@@ -80,8 +80,9 @@ def fingerprint(public: bytes) -> str:
 
 def wire_form(public: Path) -> bytes:
     """A site's public key as Flower reports the key that a node has proven to hold."""
+    check_regular(public)
     try:
-        if check_regular(public).stat().st_size > LARGEST_KEY:
+        if public.stat().st_size > LARGEST_KEY:
             raise ValueError
         key = load_ssh_public_key(public.read_bytes())
     except OSError as error:

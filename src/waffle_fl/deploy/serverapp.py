@@ -35,6 +35,7 @@ from waffle_fl.engines.flower.course import (
 from waffle_fl.engines.flower.messages import METRICS, SCORES, Parcel
 from waffle_fl.engines.flower.post import Letter, Post
 from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.experiment import model_name
 from waffle_fl.federation import index_of
 from waffle_fl.guard import ABSENT, CLIPPED, OK, REASONS
 from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entropy, squared_error
@@ -254,6 +255,7 @@ class Conductor:
             classes=list(facts.classes),
             sample=list(facts.shape),
             statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
+            model=model_name(config.settings, facts.shape),
             parameters=model.size,
             engine={
                 "rows": "flower",

@@ -37,7 +37,7 @@ from waffle_fl.engines.evaluation import answering
 from waffle_fl.engines.flower.messages import Parcel, Task, Version, number_of
 from waffle_fl.engines.flower.rows import Row
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place, model_of
+from waffle_fl.experiment import Place, model_name, model_of
 from waffle_fl.experiment.jobs import predictions
 from waffle_fl.metrics import measure
 from waffle_fl.records import provenance, read_json, write_json
@@ -304,6 +304,7 @@ class Visit:
             task=f.task,
             classes=list(f.class_names),
             sample=list(f.shape),
+            model=model_name(s, f.shape),
             parameters=row.model.size,
             test_samples=len(f.test[0]),
             statistics="",

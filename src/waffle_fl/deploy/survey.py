@@ -195,5 +195,5 @@ def _list(told: Mapping[str, Any]) -> str:
 def _readable(name: str) -> Any:
     try:
         yield
-    except (KeyError, TypeError, ValueError, RecursionError, WaffleError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise WaffleError(f"{name} told of its data in a way that cannot be read: {one_line(error)}") from None

@@ -123,7 +123,7 @@ class Reader:
         if known is None or known[0] != version:
             try:
                 runs = [_run(alice, lines) for alice, lines in histories([dict(job)])[job["name"]].items()]
-            except (WaffleError, OSError, LookupError, TypeError, ValueError, AttributeError):
+            except (OSError, LookupError, TypeError, ValueError, AttributeError):
                 runs = []  # a run folder that cannot be read hides its own charts only
             known = self._known[job["name"]] = version, runs
         return known[1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypedDict, get_args
+from dataclasses import MISSING, dataclass, replace
+from typing import Any, NamedTuple, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
-from waffle_fl.errors import Diverged, WaffleError, suggest
+from waffle_fl.constraints import at_least, check_fields, parameter
+from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
 from waffle_fl.models import FlatModel
@@ -27,19 +28,14 @@ class State(NamedTuple):
 class RoundSettings:
     """How the rounds of a simulation are computed, the same for all of its runs."""
 
-    rounds: int
-    batch_size: int = 32
-    epochs: int = 1
+    rounds: int = parameter(MISSING, at_least(1))
+    batch_size: int = parameter(32, at_least(1))
+    epochs: int = parameter(1, at_least(1))
     augment: bool = False
     guard: Guard = "off"
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "batch_size", "epochs"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise WaffleError(f"{name}: expected an integer of at least 1, got {value!r}")
-        if self.guard not in get_args(Guard):
-            raise WaffleError(f"guard: unknown {self.guard!r}{suggest(str(self.guard), get_args(Guard))}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from waffle_fl.algorithms import training_key
+from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.engines import look_ahead, loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
@@ -55,6 +56,8 @@ def simulate(
     model = prepared(model, cells[0].federation)
     cells = [fitted(cell, model) for cell in cells]
     check_model(cells, model, batch_size)
+    for cell in cells:
+        check_agents(cell.algorithm, cell.federation.agents)
     if engine == "loop":
         return _loop(on_device(cells, model), model, settings, start)
     families = shared_training.families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]

@@ -7,9 +7,9 @@ jobs       one run on its way: log, checkpoint, close
 
 from waffle_fl.config import EVERYONE
 from waffle_fl.experiment.execution import execute
-from waffle_fl.experiment.materials import advice, check_output, federation_of, model_of
+from waffle_fl.experiment.materials import advice, check_output, federation_of, model_name, model_of
 from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
-from waffle_fl.experiment.planning import everyone_of, handle, plan
+from waffle_fl.experiment.planning import everyone_of, free_folder, handle, plan
 
 __all__ = [
     "EVERYONE",
@@ -22,7 +22,9 @@ __all__ = [
     "everyone_of",
     "execute",
     "federation_of",
+    "free_folder",
     "handle",
+    "model_name",
     "model_of",
     "plan",
 ]

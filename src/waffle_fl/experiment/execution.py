@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from waffle_fl.algorithms import training_key
+from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.cells import Cell, fitted, initial_state, on_device
@@ -23,7 +24,15 @@ from waffle_fl.engines.shared_training import carriers
 from waffle_fl.engines.simulate import check_model, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
-from waffle_fl.experiment.materials import advice, check_once, check_schedules, federation_of, model_of, origin
+from waffle_fl.experiment.materials import (
+    advice,
+    check_once,
+    check_schedules,
+    federation_of,
+    model_name,
+    model_of,
+    origin,
+)
 from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
 from waffle_fl.federation import Federation
 from waffle_fl.manifest import Finding, summary
@@ -60,6 +69,9 @@ def execute(
         for line in summary(findings):
             listener.warned(line)
         listener.planned(runs, len(results))
+        for job in jobs:
+            if job.start:
+                listener.resumed(job.config, job.start)
         waiting = [job for job in jobs if until is None or job.start < until]
         for group in _groups(waiting, place.stack):
             for job, result in _train(group, place, device, listener, stopped, until):
@@ -97,6 +109,7 @@ def _open(
     check_once(s, model, federation)
     cell = fitted(_cell(config, federation), model)
     check_model([cell], model, s.batch_size)
+    check_agents(cell.algorithm, federation.agents)
     check_schedules(config)
     notes = advice(config, federation, getattr(cell.algorithm, "parts", None))
     description = provenance(
@@ -112,6 +125,7 @@ def _open(
         **({"shifted": dict(whole.shifted)} if whole.shifted else {}),
         **origin(s, place),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
+        model=model_name(s, whole.shape),
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
         notes=notes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.place import Place
 from waffle_fl.federation import Federation, build, index_of, pool_of
 from waffle_fl.folders import own_federation
-from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
+from waffle_fl.models import BY_AXES, DEFAULTS, FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.partition import split
 
 COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
@@ -147,6 +148,11 @@ def model_of(s: Settings, federation: Federation, place: Place, device: torch.de
         stacked=None if place.rows == "auto" else place.rows == "stacked",
         compiled=pays if place.compile == "auto" else place.compile == "on",
     )
+
+
+def model_name(s: Settings, shape: Sequence[int]) -> str:
+    """The network that is built for samples of this shape: what `auto` stands for, or the name that was given."""
+    return (DEFAULTS.get(s.data) or BY_AXES.get(len(shape), "mlp")) if s.model == "auto" else s.model
 
 
 def check_once(s: Settings, model: FlatModel, federation: Federation) -> None:

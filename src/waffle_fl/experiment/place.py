@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from waffle_fl.config import RunConfig
+from waffle_fl.errors import Interrupted as Interrupted
 from waffle_fl.errors import WaffleError
 
 STACK = 64  # runs that train together at most
@@ -48,16 +49,10 @@ class Listener:
     """What a front end may want to hear of; the default hears nothing."""
 
     def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None: ...
+    def resumed(self, config: RunConfig, start: int) -> None: ...
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None: ...
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None: ...
     def warned(self, message: str) -> None: ...
-
-
-@dataclass
-class Interrupted(Exception):
-    """The user asked to stop, or the time is up; every run is checkpointed."""
-
-    signal: int
 
 
 def device_of(name: str) -> torch.device:

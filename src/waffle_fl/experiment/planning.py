@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, count, product
 from pathlib import Path
 
 from waffle_fl.config import EVERYONE, Experiment, RunConfig, Settings
 from waffle_fl.experiment.materials import federation_of
 from waffle_fl.experiment.place import Place
 from waffle_fl.federation import Federation
+from waffle_fl.records import other_settings
 from waffle_fl.shifts import Drift, Swap, read_shifts
 
 
@@ -27,6 +29,24 @@ def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[
             config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
             runs.append((config, out / config.label))
     return runs
+
+
+def free_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]]) -> tuple[Path, str]:
+    """(The wanted folder, or the first of wanted-2, wanted-3 ... where no run has other settings; what differs.)"""
+    reason = ""
+    for number in count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        changes = chain.from_iterable(other_settings(place, config) for config, place in moved(runs, wanted, folder))
+        change = next(changes, "")
+        if not change:
+            return folder, reason
+        reason = reason or change
+    raise AssertionError("there is always another number")
+
+
+def moved(runs: Sequence[tuple[RunConfig, Path]], old: Path, new: Path) -> list[tuple[RunConfig, Path]]:
+    """The runs with their folders in another one."""
+    return [(config, new / folder.relative_to(old)) for config, folder in runs]
 
 
 def _of_column(s: Settings, kind: str, shift: str, seed: int) -> Settings:

@@ -11,7 +11,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES, title_of
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.results import WEIGHING, Finished, judged_by, methods_of, rows_of
+from waffle_fl.results import WEIGHING, Finished, judged_by, methods_of, row_of, rows_of
 
 CHOSEN = {
     "Local": "#8c8c8c",
@@ -31,6 +31,7 @@ COLORS = {
     **CHOSEN,
 }
 WIDTH, HEIGHT = 285, 200
+MOST_ROWS = 40  # of a table that charts show
 
 
 def colors_of(titles: Sequence[str]) -> list[str]:
@@ -41,7 +42,12 @@ def colors_of(titles: Sequence[str]) -> list[str]:
 
 
 def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
-    """name -> (caption, chart), for everything these runs can show."""
+    """name -> (caption, chart), for everything these runs can show, of the first rows of their table."""
+    rows = rows_of(runs)
+    if len(rows) > MOST_ROWS:
+        first = charts_of([run for run in runs if run.row in rows[:MOST_ROWS]])
+        note = f"; the first {MOST_ROWS} of {len(rows)} rows"
+        return {name: (caption + note, chart) for name, (caption, chart) in first.items()}
     measure = judged_by(runs)
     makers: dict[str, tuple[str, Callable[[Sequence[Finished]], Any]]] = {
         measure.key: (f"{measure.title} of Alice's model on her own test data, mean over seeds", accuracy),
@@ -80,11 +86,11 @@ def accuracy(runs: Sequence[Finished]) -> Any:
             groups.setdefault((run.row, run.title), []).append(run)
     values = []
     for (row, title), group in groups.items():
-        for r in range(min(len(run.rounds) for run in group)):
-            told = [run.rounds[r][measure.key] for run in group if run.rounds[r].get(measure.key) is not None]
+        for lines in zip(*(run.rounds for run in group), strict=False):
+            told = [line[measure.key] for line in lines if line.get(measure.key) is not None]
             if told:
                 value = float(f"{measure.scale * mean(told):.5g}")
-                values.append({"split": row, "method": title, "round": r + 1, measure.key: value})
+                values.append({"split": row, "method": title, "round": lines[0]["round"], measure.key: value})
     if not values:
         return None
     hover = alt.selection_point(fields=["method"], bind="legend")
@@ -167,12 +173,13 @@ def weights(runs: Sequence[Finished]) -> Any:
 
 def labels(runs: Sequence[Finished]) -> Any:
     """One panel a split: agents against labels, the size of a dot the number of samples."""
-    first: dict[str, Finished] = {}
+    found: dict[str, dict[str, list[list[int]]]] = {}  # by split, then by row
     for run in runs:
-        if any(run.provenance.get("label_counts") or ()) and run.config.method != "local":
-            first.setdefault(run.row, run)
-    counts = {row: run.provenance["label_counts"] for row, run in first.items()}
-    return label_chart(counts) if counts else None
+        counts: list[list[int]] = run.provenance.get("label_counts") or []
+        if any(counts) and run.config.method != "local" and counts not in found.get(row_of(run.config), {}).values():
+            found.setdefault(row_of(run.config), {}).setdefault(run.row, counts)
+    shown = {row if len(rows) > 1 else split: counts for split, rows in found.items() for row, counts in rows.items()}
+    return label_chart(shown) if shown else None
 
 
 def label_chart(counts: dict[str, list[list[int]]]) -> Any:

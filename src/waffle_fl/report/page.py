@@ -13,15 +13,16 @@ import vl_convert
 
 from waffle_fl import __version__
 from waffle_fl.errors import writable
+from waffle_fl.experiment.materials import model_name
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, Finished, check_alike, judged_by
+from waffle_fl.results import PROTOCOLS, Finished, apart, judged_by, remarks
 from waffle_fl.storage import write_atomically
 
 
 def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
     """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
-    check_alike(runs)
+    runs = apart(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
@@ -59,7 +60,7 @@ def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title><style>{style}</style></head>
 <body><main><h1>{html.escape(title)}</h1><p class="lead">{html.escape(_lead(runs))}</p>
-{tables}{figures}<section><h2>Where this comes from</h2>{_origin(runs)}</section></main>
+{tables}{_remarks(runs)}{figures}<section><h2>Where this comes from</h2>{_origin(runs)}</section></main>
 <script type="module">{bundle()}</script>
 <script type="module">
 const charts = {specifications};
@@ -90,21 +91,47 @@ def _lead(runs: Sequence[Finished]) -> str:
     )
 
 
+def _remarks(runs: Sequence[Finished]) -> str:
+    return "".join(f'<p class="caption">{html.escape(line)}</p>' for line in remarks(runs))
+
+
 def _verified(found: bool | None) -> str:
     return "brought by the user" if found is None else "checksums verified" if found else "not verified"
 
 
-def facts_of(run: Finished) -> dict[str, str]:
-    """What a run ran on, for the foot of a page."""
+def facts_of(*runs: Finished) -> dict[str, str]:
+    """What the runs ran on, for the foot of a page; where they differ, each text."""
+    found = [_facts(run) for run in runs]
+    return {name: "; ".join(dict.fromkeys(facts[name] for facts in found)) for name in found[0]}
+
+
+def _facts(run: Finished) -> dict[str, str]:
     s, binding, parameters = run.config.settings, _binding(run), run.provenance.get("parameters", 0)
     return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
         "data": f"{s.data_name}, {_verified(run.provenance.get('data_verified'))}",
         "training": f"{s.rounds} rounds, {s.epochs} epoch(s) a round, batch {s.batch_size}, lr {s.lr}, "
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
-        "model": f"{s.model}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
+        "model": f"{_model(run)}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
     }
+
+
+def _model(run: Finished) -> str:
+    """The network that was trained; records of earlier versions name `auto`, which the shape of a sample resolves."""
+    named, shape = run.provenance.get("model"), run.provenance.get("sample")
+    return (
+        named if isinstance(named, str) else model_name(run.config.settings, shape if isinstance(shape, list) else ())
+    )
+
+
+def _test_samples(runs: Sequence[Finished]) -> str:
+    """How many test samples Alice has; where rows differ, in which."""
+    rows: dict[str, dict[str, None]] = {}
+    for run in runs:
+        count = run.provenance.get("test_samples")
+        rows.setdefault(f"{count:,}" if isinstance(count, int) else "not known", {})[run.row] = None
+    return "; ".join(f"{count} in {', '.join(names)}" if len(rows) > 1 else count for count, names in rows.items())
 
 
 def _ended(run: Finished) -> str:
@@ -119,7 +146,7 @@ def _binding(run: Finished) -> dict[str, Any]:
 
 
 def _origin(runs: Sequence[Finished]) -> str:
-    facts = {**facts_of(runs[0]), "Alice's test samples": str(runs[0].provenance.get("test_samples"))}
+    facts = {**facts_of(*runs), "Alice's test samples": _test_samples(runs)}
     listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
     rows = "".join(f"<tr><th>{html.escape(run.folder.name)}</th>{_ended(run)}</tr>" for run in runs)
     head = "<thead><tr><th>run</th><th>status</th><th>rounds</th><th>split hash</th></tr></thead>"

@@ -131,6 +131,9 @@ class _Keeper(Listener):
     def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None:
         self._listener.planned(runs, finished)
 
+    def resumed(self, config: RunConfig, start: int) -> None:
+        self._listener.resumed(config, start)
+
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         self._listener.advanced(config, measured)
         self._now_and_then()

@@ -5,6 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any, Self
 
+from waffle_fl.errors import WaffleError
+
+
+class NotFittedError(WaffleError, AttributeError):
+    """An estimator was used before fit; a ValueError and an AttributeError, as scikit-learn's is."""
+
 
 class BaseEstimator:
     """Parameters are the arguments of __init__, under the same names."""
@@ -15,7 +21,7 @@ class BaseEstimator:
     def set_params(self, **params: Any) -> Self:
         for name, value in params.items():
             if name not in self.get_params():
-                raise ValueError(f"{type(self).__name__} has no parameter {name!r}")
+                raise WaffleError(f"{type(self).__name__} has no parameter {name!r}")
             setattr(self, name, value)
         return self
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from waffle_fl.algorithms import title_of
 from waffle_fl.config import SCHEMA
+from waffle_fl.data import normalisation_of
 from waffle_fl.results import Finished, named_weights
 from waffle_fl.use.trained import Trained
 
@@ -37,7 +38,7 @@ def card(trained: Trained, digests: Mapping[str, str]) -> dict[str, Any]:
         "input": {
             "shape": ["rows", *trained.shape],
             "dtype": str(trained.dtype).removeprefix("torch."),
-            "preprocessing": trained.preprocessing.to_json() if trained.preprocessing else None,
+            "preprocessing": _preprocessing(trained),
         },
         "output": _output(trained),
         "results_version": binding.get("results_version"),
@@ -60,6 +61,22 @@ def contributors(run: Finished) -> dict[str, dict[str, float]]:
     return {
         name: {"mean_weight": mean(line[name] for line in rounds), "last_weight": rounds[-1][name]}
         for name in (rounds[-1] if rounds else ())
+    }
+
+
+def _preprocessing(trained: Trained) -> dict[str, Any] | None:
+    """How an input is made of a table's row or of a published sample; None where it is used as it is."""
+    if trained.preprocessing:
+        return trained.preprocessing.to_json()
+    found = normalisation_of(trained.run.config.settings.data)
+    if found is None:
+        return None
+    return {
+        "formula": "(value / divisor - mean) / std, for each channel",
+        "divisor": found.divisor,
+        "mean": list(found.mean),
+        "std": list(found.std),
+        "layout": "channels, height, width",
     }
 
 

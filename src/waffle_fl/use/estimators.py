@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from waffle_fl.algorithms import Net
@@ -23,16 +22,34 @@ from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.models import FlatModel, builder, cross_entropy, ready, squared_error
 from waffle_fl.models.flat import Precision
 from waffle_fl.own import Preprocessing
+from waffle_fl.use.inputs import (
+    Array,
+    check_column,
+    check_labels,
+    check_pairs,
+    check_reals,
+    check_samples,
+    column_names,
+)
 from waffle_fl.use.trained import check_portable, filled, outputs
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.exceptions import NotFittedError
 except ImportError:  # a bare machine: what `clone` and a grid search need is little
-    from waffle_fl.use.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from waffle_fl.use.base import BaseEstimator, ClassifierMixin, NotFittedError, RegressorMixin
 
-Array: TypeAlias = NDArray[Any]
 Agents: TypeAlias = Federation | Mapping[str, tuple[Any, Any]]
 SCORES = ("accuracy", "rmse", "loss")
+FITTED = ("classes_", "n_features_in_", "feature_names_in_")  # absent after some fits
+
+
+class _Data(NamedTuple):
+    """What fit was given, checked."""
+
+    agents: Federation
+    classes: Array | None = None  # of a classifier
+    columns: tuple[str, ...] = ()  # where X are tables with named columns
 
 
 class _Personalized(BaseEstimator):  # type: ignore[misc]
@@ -69,56 +86,65 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         self.lr, self.momentum, self.weight_decay, self.precision = lr, momentum, weight_decay, precision
 
     def fit(self, federation: Agents) -> Self:
-        """Train the model of one agent."""
+        """Train the model of one agent. A fit that fails leaves the estimator as it was."""
         config = self._config()
         check_portable(config)
-        given = isinstance(federation, Federation)
-        agents = self._checked(federation) if isinstance(federation, Federation) else self._gathered(federation)
-        if config.method == "local":  # nobody else's training could matter
-            agents = agents.only(agents.alice)
+        data = self._prepared(federation)
+        agents = data.agents.only(data.agents.alice) if config.method == "local" else data.agents
+        build = self._builder(agents)
         model = FlatModel(
-            self._builder(agents),
+            build,
             loss=squared_error if agents.task == "regression" else cross_entropy,
             precision=self.precision,
             device=device_of(self.device),
         )
-        check_output(_called(self.model), model, agents)
+        check_output(_described(self.model), model, agents)
         net, history = _train(config, agents, model)
-        prefix = "" if given else "training_"
+        module = filled(build, model.dtype, model.state_dict(net))
+        prefix = "" if isinstance(federation, Federation) else "training_"
+        for name in FITTED:
+            self.__dict__.pop(name, None)
         self.history_ = [{prefix * (k in SCORES) + k: v for k, v in line.items()} for line in history]
         self.weights_ = {name: mean(line["weights"][i] for line in history) for i, name in enumerate(agents.names)}
-        self.model_ = filled(self._builder(agents), model.dtype, model.state_dict(net))
-        self.shape_, self.unit_ = agents.shape, agents.unit
+        self.model_, self.shape_, self.unit_ = module, agents.shape, agents.unit
         self.offset_ = agents.preprocessing.target_mean if agents.preprocessing else 0.0
+        if len(agents.shape) == 1:
+            self.n_features_in_ = agents.shape[0]
+        if data.columns:
+            self.feature_names_in_ = np.array(data.columns, dtype=object)
+        if data.classes is not None:
+            self.classes_ = data.classes
         return self
 
     def _config(self) -> RunConfig:
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise WaffleError(f"options: expected a mapping from name to value, got {_described(self.options)}")
         names = ("rounds", "epochs", "batch_size", "lr", "momentum", "weight_decay", "precision", "seed")
         return check_run(self.method, {name: getattr(self, name) for name in names}, dict(self.options or {}))
 
-    def _checked(self, federation: Federation) -> Federation:
-        raise NotImplementedError
-
-    def _gathered(self, agents: Mapping[str, tuple[Any, Any]]) -> Federation:
+    def _prepared(self, given: Agents) -> _Data:
         raise NotImplementedError
 
     def _of(self, federation: Federation, task: str) -> Federation:
         """The federation with the Alice that was asked for."""
         if federation.task != task:
             raise WaffleError(f"{type(self).__name__} is for {task}, this federation is for {federation.task}")
-        alice = federation.alice if self.alice is None else index_of(self.alice, federation.names)
-        return check_alice(replace(federation, alice=alice))
+        return check_alice(replace(federation, alice=self._index(federation.alice, federation.names)))
 
-    def _from_arrays(
-        self, agents: Mapping[str, tuple[Any, Any]], targets: Mapping[str, Array], task: Any
-    ) -> Federation:
+    def _index(self, default: int, names: Sequence[str]) -> int:
+        if self.alice is None:
+            return default
+        if not isinstance(self.alice, str | int):
+            raise WaffleError(f"alice: expected the name or the number of an agent, got {_described(self.alice)}")
+        return index_of(self.alice, names)
+
+    def _from_arrays(self, x: Mapping[str, Array], y: Mapping[str, Array], task: Any) -> Federation:
         """All rows of all agents are trained on; Alice is scored on her own too, for no others are at hand."""
-        names = list(agents)
-        alice = index_of(0 if self.alice is None else self.alice, names)
-        arrays = {}
-        for i, name in enumerate(names):
-            x, y = _numbers(agents[name][0]), targets[name]
-            arrays[name] = (x, y, x, y) if i == alice else (x, y, x[:0], y[:0])
+        alice = self._index(0, list(x))
+        arrays = {
+            name: (rows, y[name], rows, y[name]) if i == alice else (rows, y[name], rows[:0], y[name][:0])
+            for i, (name, rows) in enumerate(x.items())
+        }
         return Federation.from_arrays(arrays, alice=alice, allow_duplicates=True, task=task)
 
     def _builder(self, agents: Federation) -> Callable[[], nn.Module]:
@@ -127,34 +153,50 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
             return builder(model, "", agents.shape, agents.outputs)
         if isinstance(model, nn.Module):
             return ready(lambda: copy.deepcopy(model), agents.shape)
+        if not callable(model):
+            raise WaffleError(f"model: expected a name, a torch module or a factory, got {_described(model)}")
         return ready(lambda: model(agents.shape, agents.outputs), agents.shape)
 
     def _outputs(self, X: Any) -> Tensor:
         if not hasattr(self, "model_"):
-            raise WaffleError(f"this {type(self).__name__} is not fitted yet: call fit first")
-        x = _numbers(X)
-        if x.shape[1:] != self.shape_ or not np.issubdtype(x.dtype, np.floating) or not np.isfinite(x).all():
-            raise WaffleError(f"expected finite numbers of shape (rows, *{self.shape_}), got {x.dtype} {x.shape}")
+            raise NotFittedError(f"this {type(self).__name__} is not fitted yet: call fit first")
+        x = check_samples(X)
+        self._check_columns(X)
+        if x.ndim == 2 and len(self.shape_) == 1 and x.shape[1:] != self.shape_:
+            who, expected = type(self).__name__, self.shape_[0]
+            raise WaffleError(f"X has {x.shape[1]} features, but {who} is expecting {expected} features as input")
+        if x.shape[1:] != self.shape_:
+            raise WaffleError(f"expected X of shape (rows, {', '.join(map(str, self.shape_))}), got {x.shape}")
         dtype = next(self.model_.parameters()).dtype
         return outputs(self.model_, torch.from_numpy(x).to(dtype)).double()
+
+    def _check_columns(self, X: Any) -> None:
+        """Tables to predict must have the columns of those that were fitted; arrays have no names to compare."""
+        found, fitted = column_names(X), tuple(getattr(self, "feature_names_in_", ()))
+        if found and fitted and found != fitted:
+            raise WaffleError(
+                f"The feature names should match those that were passed during fit: {_differ(found, fitted)}"
+            )
 
 
 class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[misc]
     __doc__ = f"A classifier for one agent of a federation. {_Personalized.__doc__}"
 
-    def _checked(self, federation: Federation) -> Federation:
-        numbered = federation.class_names == tuple(str(k) for k in range(len(federation.class_names)))
-        self.classes_ = np.arange(len(federation.class_names)) if numbered else np.array(federation.class_names)
-        return self._of(federation, "classification")
-
-    def _gathered(self, agents: Mapping[str, tuple[Any, Any]]) -> Federation:
-        labels = {name: _column(y, _numbers(x), f"{name}: ") for name, (x, y) in _pairs(agents).items()}
+    def _prepared(self, given: Agents) -> _Data:
+        if isinstance(given, Federation):
+            names = given.class_names
+            numbered = names == tuple(str(k) for k in range(len(names)))
+            classes = np.arange(len(names)) if numbered else np.array(names)
+            return _Data(self._of(given, "classification"), classes)
+        pairs = check_pairs(given)
+        x = _samples_of(pairs)
+        labels = {name: check_labels(y, len(x[name]), f"{name}: ") for name, (_, y) in pairs.items()}
         try:
-            self.classes_ = np.unique(np.concatenate(list(labels.values())))
+            classes = np.unique(np.concatenate(list(labels.values())))
         except TypeError:
             raise WaffleError("expected labels of one kind, all texts or all numbers, got both") from None
-        numbered = {name: np.searchsorted(self.classes_, y) for name, y in labels.items()}
-        return self._from_arrays(agents, numbered, "classification")
+        numbers = {name: np.searchsorted(classes, y) for name, y in labels.items()}
+        return _Data(self._from_arrays(x, numbers, "classification"), classes, _columns_of(pairs))
 
     def predict_proba(self, X: Any) -> Array:
         """(rows, classes): the probability of each of `classes_`."""
@@ -168,7 +210,7 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
     def score(self, X: Any, y: Any) -> float:
         """The share of rows whose class is predicted."""
         found = self.predict(X)
-        truth = _column(y, found)
+        truth = check_column(y, len(found))
         if not np.isin(truth, self.classes_).any():
             raise WaffleError(f"expected labels from {self.classes_.tolist()}, got none of them")
         return float((found == truth).mean())
@@ -177,17 +219,19 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
 class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc]
     __doc__ = f"A regression for one agent of a federation. {_Personalized.__doc__}"
 
-    def _checked(self, federation: Federation) -> Federation:
-        return self._of(federation, "regression")
-
-    def _gathered(self, agents: Mapping[str, tuple[Any, Any]]) -> Federation:
-        """Targets are standardised over all agents, so that one step size suits every unit."""
-        targets = {name: _reals(y, _numbers(x), f"{name}: ") for name, (x, y) in _pairs(agents).items()}
+    def _prepared(self, given: Agents) -> _Data:
+        """Targets in arrays are standardised over all agents, so that one step size suits every unit."""
+        if isinstance(given, Federation):
+            return _Data(self._of(given, "regression"))
+        pairs = check_pairs(given)
+        x = _samples_of(pairs)
+        targets = {name: check_reals(y, len(x[name]), f"{name}: ") for name, (_, y) in pairs.items()}
         everyone = np.concatenate(list(targets.values()))
         middle, deviation = float(everyone.mean()), float(everyone.std()) or 1.0
         scaled = {name: (y - middle) / deviation for name, y in targets.items()}
         goal = Preprocessing((), "y", "regression", target_mean=middle, target_deviation=deviation)
-        return replace(self._from_arrays(agents, scaled, "regression"), preparations=(goal,) * len(agents))
+        agents = replace(self._from_arrays(x, scaled, "regression"), preparations=(goal,) * len(pairs))
+        return _Data(agents, columns=_columns_of(pairs))
 
     def predict(self, X: Any) -> Array:
         """A number for each row, in the target's own unit."""
@@ -196,9 +240,40 @@ class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc
     def score(self, X: Any, y: Any) -> float:
         """R²: 1 is perfect, 0 no better than the mean."""
         found = self.predict(X)
-        truth = _reals(y, found)
+        truth = check_reals(y, len(found))
         rest, spread = ((truth - found) ** 2).sum(), ((truth - truth.mean()) ** 2).sum()
         return float(1 - rest / spread) if spread else float(rest == 0)
+
+
+def _samples_of(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, Array]:
+    return {name: check_samples(X, f"{name}: ") for name, (X, _) in pairs.items()}
+
+
+def _columns_of(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+    """The columns that all agents' tables share; none where one of them has no names."""
+    found = {name: column_names(X) for name, (X, _) in pairs.items()}
+    first, columns = next(iter(found.items()))
+    if None in found.values() or columns is None:
+        return ()
+    for name, own in found.items():
+        if own is not None and own != columns:
+            raise WaffleError(f"{name} and {first} differ in their columns: {_differ(own, columns)}")
+    return columns
+
+
+def _differ(found: Sequence[str], expected: Sequence[str]) -> str:
+    """In what lists of columns differ: names, or their order alone."""
+    more = [name for name in found if name not in expected]
+    less = [name for name in expected if name not in found]
+    if not more and not less:
+        return "the order is another"
+    return ", ".join([f"unexpected {name!r}" for name in more] + [f"missing {name!r}" for name in less])
+
+
+def _described(value: Any) -> str:
+    """What a value is, in one line."""
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+    return value if isinstance(value, str) else kind
 
 
 def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net, list[dict[str, Any]]]:
@@ -211,53 +286,3 @@ def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net
         state = outcome.state
     assert state is not None
     return own_net(cell, state, model), history
-
-
-def _pairs(agents: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:
-    odd = [name for name, pair in agents.items() if not isinstance(pair, tuple | list) or len(pair) != 2]
-    if odd or not agents:
-        raise WaffleError(f"expected (X, y) for each agent, or a Federation; {odd[0] if odd else 'no agent'} has none")
-    return agents
-
-
-def _called(model: Any) -> str:
-    """A name for the model in messages."""
-    return model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
-
-
-def _numbers(X: Any) -> Array:
-    """Numbers of any kind as float32; what else there is, is told by those who check it."""
-    x = np.asarray(X)
-    with np.errstate(over="ignore"):
-        return x.astype(np.float32) if x.dtype.kind in "fiub" else x
-
-
-def _column(y: Any, beside: Array, whose: str = "") -> Array:
-    """One value for each row of what it stands beside, none missing; a table of one column counts as that column."""
-    column = np.asarray(y)
-    if column.shape == (*beside.shape[:1], 1):
-        column = column[:, 0]
-    if column.shape != beside.shape[:1]:
-        raise WaffleError(f"{whose}expected y of shape {beside.shape[:1]}, a value for each row, got {column.shape}")
-    given = np.asarray(y, dtype=object).reshape(-1)  # among texts numpy would make a text of NaN
-    missing = next((i for i, value in enumerate(given) if _is_missing(value)), None)
-    if missing is not None:
-        raise WaffleError(f"{whose}y has no value in row {missing + 1} ({given[missing]}): drop such rows")
-    return column
-
-
-def _is_missing(value: Any) -> bool:
-    """Is it None, a NaN or not-a-time, which differ from themselves, or pandas' NA, which cannot be asked that?"""
-    return value is None or type(value).__name__ == "NAType" or value != value
-
-
-def _reals(y: Any, beside: Array, whose: str = "") -> Array:
-    """A column of finite numbers."""
-    column = _column(y, beside, whose)
-    try:
-        numbers = column.astype(np.float64)
-    except (TypeError, ValueError):
-        raise WaffleError(f"{whose}expected numbers in y, got {column.dtype}") from None
-    if not np.isfinite(numbers).all():
-        raise WaffleError(f"{whose}expected finite numbers in y, got infinity")
-    return numbers

@@ -95,6 +95,8 @@ def unpacked(records: Any, max_bytes: int) -> Parcel:
         if len(text) > MAX_WORDS or sum(map(len, payloads.values())) > max_bytes:
             raise WaffleError("more bytes than any message of ours")
         words = json.loads(text)
+    except WaffleError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise WaffleError("not a message of ours") from None
     if not isinstance(words, dict):

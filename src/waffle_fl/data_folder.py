@@ -1,0 +1,18 @@
+"""Where published data sets lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from waffle_fl.errors import WaffleError
+
+
+def data_dir(given: str = "") -> Path:
+    """`--data-dir`, else $WAFFLE_DATA, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    chosen = Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl")
+    try:
+        return chosen.expanduser()
+    except RuntimeError as error:
+        raise WaffleError(f"no data folder {chosen}: {error}") from None

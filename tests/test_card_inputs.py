@@ -1,0 +1,70 @@
+"""The card of an exported model says how its inputs are made of the published samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.data import NAMES, load, normalisation_of
+from waffle_fl.data.idx import read_idx
+from waffle_fl.data.sources import SOURCES
+from waffle_fl.experiment import Place, execute
+from waffle_fl.use.exporting import export
+from waffle_fl.use.trained import open_run
+
+
+def card_of(data: str, folder: Path, **settings: Any) -> dict[str, Any]:
+    """The card of a short run."""
+    config = RunConfig(method="local", settings=Settings(data=data, rounds=1, **settings))
+    execute([(config, folder / "run")], Place(device="cpu"))
+    export(open_run(folder / "run"), folder / "out", "none")
+    content: dict[str, Any] = json.loads((folder / "out" / "card.json").read_text())
+    return content
+
+
+def prepared(card: dict[str, Any], images: Any) -> Any:
+    """Published images, (rows, channels, height, width), as the card says."""
+    how = card["input"]["preprocessing"]
+    mean, std = (np.asarray(how[name]).reshape(1, -1, 1, 1) for name in ("mean", "std"))
+    return ((images / how["divisor"] - mean) / std).astype(np.float32)
+
+
+def test_digits_are_prepared_as_the_card_says(tmp_path: Path) -> None:
+    """The formula of the card makes the inputs of scikit-learn's images."""
+    card = card_of("digits", tmp_path)
+    images = load_digits().images[:, None]
+    test = np.arange(len(images)) % 4 == 3
+    torch.testing.assert_close(torch.from_numpy(prepared(card, images[test])), torch.from_numpy(load("digits").x_test))
+
+
+@pytest.mark.data
+def test_mnist_is_prepared_as_the_card_says(tmp_path: Path, published: Path) -> None:
+    """The formula of MNIST's card makes the inputs of the published pixels."""
+    card = card_of("mnist", tmp_path, samples_per_agent=20)
+    assert card["input"]["preprocessing"]["mean"] == [0.1307]
+    raw = read_idx(published / "mnist" / SOURCES["mnist"].files[2].name, (10000, 28, 28))[:100, None]
+    expected = torch.from_numpy(load("mnist").x_test[:100])
+    torch.testing.assert_close(torch.from_numpy(prepared(card, raw)), expected)
+
+
+def test_values_used_as_they_are_need_no_preparation(tmp_path: Path) -> None:
+    """Synthetic samples are not normalised, and the card has no preprocessing."""
+    assert card_of("synthetic", tmp_path)["input"]["preprocessing"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_published_data_set_of_images_has_its_normalisation(name: str) -> None:
+    """Each has one number per channel."""
+    found = normalisation_of(name)
+    if name == "synthetic":
+        assert found is None
+    else:
+        assert found is not None
+        assert len(found.mean) == len(found.std) == (3 if name == "cifar10" else 1)

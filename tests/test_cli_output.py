@@ -1,0 +1,72 @@
+"""Tables are whole without a terminal, and progress begins where a run was resumed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from test_cli import waffle
+from waffle_fl.algorithms import TITLES
+from waffle_fl.cli.console import console_for
+from waffle_fl.cli.display import Live
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.experiment import Place, execute
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def test_a_table_that_is_piped_is_whole(tmp_path: Path) -> None:
+    """A row of a piped table is one line with every method's number; nothing is cut or wrapped."""
+    shown = waffle("report", RESULTS / "digits-all.jsonl", "--out", tmp_path)
+    assert shown.code == 0
+    assert "…" not in shown.out
+    lines = shown.out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:1] == ["split"])
+    assert all(title in lines[head] for title in ("WAFFLE", "FedAvg", "Ditto", "APFL"))
+    row = lines[head + 2].split()
+    assert row[0] == "A"
+    assert len(row) - 1 == len([title for title in TITLES.values() if title in lines[head]])
+
+
+def test_columns_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$COLUMNS sets the width of what is piped."""
+    monkeypatch.setenv("COLUMNS", "70")
+    assert console_for().width == 70
+
+
+def test_progress_begins_at_the_round_that_is_resumed(tmp_path: Path) -> None:
+    """A run that goes on from round 3 of 5 shows 3/5 before its next round, and 5/5 in the end."""
+    config = RunConfig(method="local", settings=Settings(data="synthetic", rounds=5))
+    runs = [(config, tmp_path / "run")]
+    execute(runs, Place(device="cpu"), until=3)
+    seen = []
+
+    class Recorded(Live):
+        def advanced(self, *arguments: object) -> None:
+            seen.append(self.progress.tasks[0].completed)
+            super().advanced(*arguments)  # type: ignore[arg-type]
+
+    with Recorded(Console(file=io.StringIO())) as listener:
+        execute(runs, Place(device="cpu"), listener)
+    assert seen == [3, 4]
+    assert (listener.progress.tasks[0].completed, listener.progress.tasks[0].total) == (5, 5)
+
+
+def test_progress_of_several_runs_adds_up(tmp_path: Path) -> None:
+    """Runs of one method share a bar: it begins with the rounds that all of them have."""
+    runs = [
+        (RunConfig(method="local", settings=Settings(data="synthetic", rounds=4, seed=seed)), tmp_path / f"run-{seed}")
+        for seed in (1, 2, 3)
+    ]
+    execute(runs[:2], Place(device="cpu"), until=2)
+    with Live(Console(file=io.StringIO())) as listener:
+        execute(runs, Place(device="cpu"), listener)
+    assert (listener.progress.tasks[0].completed, listener.progress.tasks[0].total) == (12, 12)

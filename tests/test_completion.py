@@ -1,0 +1,76 @@
+"""The completion script works in a real bash, and names every command, method and flag."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from test_cli import refusal, waffle
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.cli.menu import COMMANDS
+
+BASH = shutil.which("bash")
+ASK = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _waffle; printf "%s\\n" "${COMPREPLY[@]}"'
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash."""
+    path = tmp_path_factory.mktemp("completion") / "waffle"
+    path.write_text(waffle("completion", "bash").out)
+    return path
+
+
+@pytest.mark.skipif(BASH is None, reason="no bash on this machine")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["re"], {"report", "reproduce", "resume"}),
+        (["run", "waf"], {"waffle", "waffle-kin"}),
+        (["tune", "scaff"], {"scaffold"}),
+        (["run", "waffle", "--ome"], {"--omega"}),
+        (["run", "fedprox", "--ome"], set()),
+        (["run", "waffle", "--rounds", "3", "--see"], {"--seed"}),
+        (["predict", "folder", "--tr"], {"--trust"}),
+        (["predict", ""], set()),
+        (["report", "--det"], {"--details"}),
+        (["deploy", "add"], {"add-site"}),
+        (["completion", "z"], {"zsh"}),
+        (["--ver"], {"--version"}),
+        (["unknown", "x"], set()),
+    ],
+)
+def test_bash_completes(script: Path, line: list[str], expected: set[str]) -> None:
+    """The words that may stand next are offered, flags only after a dash; where there is none bash offers files."""
+    command = [str(BASH), "--norc", "-c", ASK, "bash", str(script), "waffle", *line]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == expected
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(BASH is None, reason="no bash on this machine")
+def test_bash_registers_the_command(script: Path) -> None:
+    """Sourcing the script registers the function, with files where it offers nothing."""
+    done = subprocess.run(
+        [str(BASH), "--norc", "-c", 'source "$1"; complete -p waffle', "bash", str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "complete -o default -F _waffle waffle"
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_know_every_command_and_method(shell: str) -> None:
+    """The scripts for zsh and fish name all commands and methods."""
+    words = set(waffle("completion", shell).out.replace("'", " ").split())
+    assert {*COMMANDS, *ALGORITHMS, "--rounds"} <= words
+
+
+def test_another_shell_is_refused() -> None:
+    """A shell that is not supported is one line."""
+    assert "choose one of bash, zsh, fish" in refusal(waffle("completion", "powershell"))
+    assert waffle("completion").code == 2

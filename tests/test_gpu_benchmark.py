@@ -1,0 +1,52 @@
+"""The benchmark of a GPU runs without data, and says in one line that it needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import gpu
+
+from waffle_fl.data import load
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAFFLE_DATA", str(tmp_path))
+
+
+def test_noise_stands_in_for_mnist() -> None:
+    """Without the published files, files of noise with their shapes are read as MNIST is, and called unverified."""
+    with gpu.place_of("cpu") as place:
+        noise = load("mnist", place.data_dir, place.allow_unverified)
+    assert (noise.x_train.shape, noise.x_test.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
+    assert not noise.verified
+    assert set(noise.y_test.tolist()) == set(range(10))
+
+
+def test_the_table_runs_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has a cell for every method and split, and says that its data was noise."""
+    monkeypatch.setattr(gpu, "METHODS", ("local", "fedavg"))
+    small = replace(gpu.MNIST, rounds=1, samples_per_agent=8, agents=2, model="linear", precision="float32")
+    result = gpu.table(settings=small, seeds=(1,), device="cpu")
+    assert result["data"] == "noise"
+    assert len(result["best_accuracy"]) == 2 * len(gpu.SPLITS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_there_is_one_line() -> None:
+    """On a machine without CUDA the command ends with 2 and one line."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    line = [sys.executable, "-m", "benchmarks.gpu", "table"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "benchmarks.gpu needs a CUDA device, and this machine shows none: see benchmarks.cpu"
+    ]
