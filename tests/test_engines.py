@@ -18,6 +18,7 @@ from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.engines import aggregation, helper_agents, look_ahead, loop, run_workers, workers
 from waffle_fl.engines.cells import Outcome, own_net
 from waffle_fl.federation import Federation
+from waffle_fl.models import mlp
 
 STEP = SGD(0.1, 0.9, 0.01, "keep")
 CONV = FlatModel(
@@ -176,3 +177,36 @@ def test_few_frames_lie_between_a_round_and_its_gradient(monkeypatch: pytest.Mon
     """At most 12 frames in the readable engine, 16 in the fast one."""
     assert depth_at_first_gradient(monkeypatch, engine="loop") <= 12
     assert depth_at_first_gradient(monkeypatch, workers=1) <= 16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_a_gpu_agrees_with_the_loop(method: str) -> None:
+    """On a GPU in float64, with CUDA graphs, batched aggregation and look-ahead, models agree to 1e-9."""
+    algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
+    cells = [Cell(algorithm, make_federation(alice=1, seed=seed), 1, asked=frozenset([1])) for seed in (0, 5)]
+    build = lambda: mlp((FEATURES,), CLASSES, hidden=6)  # noqa: E731
+    on_gpu = FlatModel(build, precision="float64", device="cuda")
+    on_cpu = FlatModel(build, precision="float64")
+    found, expected = rounds(cells, on_gpu)[-1], rounds(cells, on_cpu, engine="loop")[-1]
+    for one, other in zip(found, expected, strict=True):
+        nets = [own_net(cells[o.cell], o.state, model) for o, model in ((one, on_gpu), (other, on_cpu))]
+        torch.testing.assert_close(nets[0].params.cpu(), nets[1].params, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_draws_in_the_forward_pass_train_on_a_gpu() -> None:
+    """A module that draws random numbers is not captured as a graph, and trains."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x + 0.1 * torch.rand_like(x))
+
+    model = FlatModel(Noisy, device="cuda")
+    outcomes = rounds([Cell(Waffle(SGD(0.1)), make_federation(), 1)], model)
+    assert not model.capturable
+    assert len(outcomes) == 4
