@@ -7,7 +7,8 @@ Each variant of a workload is a simulation of its own; after its warm-up the var
 the median seconds of a round count. A gain is the time without the part over the time with all parts. On a CPU: LeNet-5
 with 10 agents of 600 images (noise without --data-dir), a grid of 25 federations of 10 agents with the embedded digits,
 and APFL's models for each of 10 agents and for one of them. On a GPU, with noise: 25 federations of 10 agents of 6,000
-images in the shape of the paper's MNIST table, and DLA on 10 agents of 1,280 images.
+images in the shape of the paper's MNIST table, the digits grid, five federations in which one agent has ten times as
+many images as the others, and DLA on 10 agents of 1,280 images.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 from waffle_fl import APFL, SGD, Cell, FedAvg, Federation, FlatModel, Waffle, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
-from waffle_fl.engines import aggregation, cuda_graphs, helper_agents, look_ahead, shared_training
+from waffle_fl.engines import aggregation, cuda_graphs, helper_agents, shared_training
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
 from waffle_fl.models import DLA, LeNet5, mlp, passes, replay, stacked, vessel
@@ -68,9 +69,7 @@ THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, pa
 SHARED = Part("shared training", ((shared_training, "families_of", lambda cells: [[i] for i in range(len(cells))]),))
 HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
 GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
-UNROLLED = Part("eight steps per graph", ((cuda_graphs, "UNROLLED", 1),))
 LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
-LOOK_AHEAD = Part("look-ahead", ((look_ahead, "applies", NEVER),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
 KERNELS = Part("own kernels", ((stacked, "has_kernels", NEVER),))
 COMPILED = Part("compiled passes", model={"compiled": False})
@@ -107,6 +106,11 @@ def grid(dataset: Dataset) -> list[Federation]:
     """Five splits of one data set, which share its memory."""
     federations = [build(dataset, split(dataset.y_train, dataset.y_test, kind)) for kind in ("A", "B", "C", "A*", "B*")]
     return [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
+
+
+def unequal(federation: Federation) -> Federation:
+    """One agent with all of its samples, the others with a tenth."""
+    return replace(federation, train=tuple(t if i == 0 else t[: len(t) // 10] for i, t in enumerate(federation.train)))
 
 
 def cpu_workloads(data: str) -> dict[str, Workload]:
@@ -147,7 +151,7 @@ def gpu_workloads() -> dict[str, Workload]:
     dla = build(images, split(images.y_train, images.y_test, "A"))
     fast = {"device": "cuda", "precision": "tf32"}
     half = {"device": "cuda", "precision": "bf16"}
-    step, parts = SGD(0.01, 0.9, 5e-4), (FOLDED, GRAPHS, UNROLLED, LATE_ROWS, LOOK_AHEAD, TOGETHER, KERNELS, EVALUATION)
+    step, parts = SGD(0.01, 0.9, 5e-4), (FOLDED, GRAPHS, LATE_ROWS, TOGETHER, KERNELS, EVALUATION)
     return {
         "MNIST table": Workload(
             [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in table],
@@ -155,6 +159,20 @@ def gpu_workloads() -> dict[str, Workload]:
             parts,
             settled=2,
             counted=3,
+        ),
+        "digits grid": Workload(
+            [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in grid(load("digits"))],
+            lambda **o: FlatModel(lambda: mlp((1, 8, 8), 10), **{**fast, **o}),
+            parts,
+            settled=5,
+            counted=15,
+        ),
+        "unequal agents": Workload(
+            [Cell(Waffle(SGD(0.1)), unequal(table[0]), seed) for seed in range(1, 6)],
+            lambda **o: FlatModel(LeNet5, **{**fast, **o}),
+            (LATE_ROWS,),
+            settled=3,
+            counted=9,
         ),
         "DLA": Workload(
             [Cell(Waffle(step), dla, 1)],

@@ -155,9 +155,9 @@ def test_wrong_data_is_refused_in_one_line(kind: Any, given: Any, word: str) -> 
 @pytest.mark.parametrize(
     ("parameters", "word"),
     [
-        ({"method": Waffle()}, "pass 'waffle'"),
-        ({"method": Waffle}, "got the class Waffle"),
-        ({"method": None}, "got an object of type NoneType"),
+        ({"method": Waffle()}, "expected a name or module:Class such as 'waffle', got Waffle("),
+        ({"method": Waffle}, "such as 'waffle', got <class"),
+        ({"method": None}, "such as 'waffle', got None"),
         ({"options": [1]}, "options: expected a mapping"),
         ({"model": 3}, "model: expected a name, a torch module or a factory"),
         ({"alice": 0.5}, "alice: expected the name or the number"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from test_cli import waffle
 from waffle_fl.algorithms import TITLES
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.display import Live
+from waffle_fl.cli.display import ProgressDisplay
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.experiment import Place, execute
 
@@ -49,7 +49,7 @@ def test_progress_begins_at_the_round_that_is_resumed(tmp_path: Path) -> None:
     execute(runs, Place(device="cpu"), until=3)
     seen = []
 
-    class Recorded(Live):
+    class Recorded(ProgressDisplay):
         def advanced(self, *arguments: object) -> None:
             seen.append(self.progress.tasks[0].completed)
             super().advanced(*arguments)  # type: ignore[arg-type]
@@ -67,6 +67,6 @@ def test_progress_of_several_runs_adds_up(tmp_path: Path) -> None:
         for seed in (1, 2, 3)
     ]
     execute(runs[:2], Place(device="cpu"), until=2)
-    with Live(Console(file=io.StringIO())) as listener:
+    with ProgressDisplay(Console(file=io.StringIO())) as listener:
         execute(runs, Place(device="cpu"), listener)
     assert (listener.progress.tasks[0].completed, listener.progress.tasks[0].total) == (12, 12)

@@ -109,7 +109,7 @@ def test_many_federations_at_once(text: str) -> None:
 @every
 def test_in_fedavg(text: str) -> None:
     """FedAvg trains with each rule, and stacks beside plain FedAvg."""
-    plain = Cell(FedAvg(SGD(0.1)), make_federation(), 3)
+    plain = Cell(FedAvg(SGD(0.1)), make_federation((23, 9, 64, 14, 20)), 3)
     robust = replace(plain, algorithm=FedAvg(SGD(0.1), aggregation=text))
     outcomes = list(simulate([plain, robust], make_model(), rounds=6, batch_size=8))
     assert outcomes[-1][1].measured["accuracy"] > 0.5

@@ -13,7 +13,7 @@ import pytest
 
 import waffle_fl
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli.decide import Comparison
+from waffle_fl.cli.decide import DecisionFlags
 from waffle_fl.cli.flags import _flags, options_class
 from waffle_fl.cli.menu import COMMANDS
 from waffle_fl.cli.tune import Budget
@@ -90,7 +90,7 @@ def test_commands_in_the_docs_exist(line: str) -> None:
         known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Place)}
         assert flags <= known | set(_flags(Watched))
     if words[1] == "decide":
-        assert flags <= {*_flags(Settings), *_flags(Comparison), *_flags(Place), *_flags(Watched)}
+        assert flags <= {*_flags(Settings), *_flags(DecisionFlags), *_flags(Place), *_flags(Watched)}
 
 
 @pytest.mark.parametrize("match", marked(TABLE))

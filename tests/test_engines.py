@@ -15,7 +15,7 @@ from torch import nn
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from waffle_fl import SGD, Cell, FlatModel, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
-from waffle_fl.engines import aggregation, helper_agents, look_ahead, loop, run_workers, workers
+from waffle_fl.engines import aggregation, helper_agents, loop, run_workers, workers
 from waffle_fl.engines.cells import Outcome, own_net
 from waffle_fl.federation import Federation
 from waffle_fl.models import mlp
@@ -112,14 +112,12 @@ def test_divergence_ends_a_run_in_both_engines() -> None:
     assert_alike(cells, make_model())
 
 
-@pytest.fixture(params=["look ahead", "run workers", "row workers", "aggregate together", "no helper agents"])
+@pytest.fixture(params=["run workers", "row workers", "aggregate together", "no helper agents"])
 def switched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """One part of the fast engine, forced on or off on this machine."""
     monkeypatch.setattr(workers, "ROUND", 0.0)
     monkeypatch.setattr(workers, "START", 0.0)
     monkeypatch.setattr(workers, "WARM_UP", 0.0)
-    if request.param == "look ahead":
-        monkeypatch.setattr(look_ahead, "applies", lambda cells, model: True)
     if request.param == "row workers":
         monkeypatch.setattr(run_workers, "applies", lambda cells, model, cores: False)
     if request.param == "aggregate together":
@@ -131,7 +129,7 @@ def switched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any]) -> None:
-    """Workers, look-ahead, batched aggregation and helper agents change nothing but the speed."""
+    """Workers, batched aggregation and helper agents change nothing but the speed."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
     federations = [make_federation(alice=1), make_federation(alice=1, seed=5)]
     cells = [Cell(algorithm, federation, 1, asked=frozenset([1])) for federation in federations]
@@ -149,7 +147,7 @@ def test_the_loop_is_one_page() -> None:
     """The readable engine has at most 100 lines and none of the fast engine's parts."""
     source = inspect.getsource(loop)
     assert len(source.splitlines()) <= 100
-    for part in ("workers", "cuda", "Graph", "row_training", "helper", "shared_training", "look_ahead"):
+    for part in ("workers", "cuda", "Graph", "row_training", "helper", "shared_training"):
         assert part not in source
 
 
@@ -182,7 +180,7 @@ def test_few_frames_lie_between_a_round_and_its_gradient(monkeypatch: pytest.Mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_a_gpu_agrees_with_the_loop(method: str) -> None:
-    """On a GPU in float64, with CUDA graphs, batched aggregation and look-ahead, models agree to 1e-9."""
+    """On a GPU in float64, with CUDA graphs and batched aggregation, models agree to 1e-9."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
     cells = [Cell(algorithm, make_federation(alice=1, seed=seed), 1, asked=frozenset([1])) for seed in (0, 5)]
     build = lambda: mlp((FEATURES,), CLASSES, hidden=6)  # noqa: E731

@@ -19,7 +19,7 @@ from conftest import FakeClock
 from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import _run, attendance
-from waffle_fl.cli.display import Live
+from waffle_fl.cli.display import ProgressDisplay
 from waffle_fl.cli.watch import Watched
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy.checking import check_deployable
@@ -532,11 +532,11 @@ def test_a_run_of_which_little_is_told_is_watched(
     main(folder, Grid(folder, evil), job.name)
     for result in (tmp_path / "run").rglob("result.json"):
         result.rename(result.with_suffix(".kept"))
-    with Live(Console(file=text, width=200)) as heard:
+    with ProgressDisplay(Console(file=text, width=200)) as heard:
         attendance._follow(None, "1", job, 0, heard)
     for result in (tmp_path / "run").rglob("result.kept"):
         result.rename(result.with_suffix(".json"))
-    with Live(Console(file=text, width=200)) as heard:
+    with ProgressDisplay(Console(file=text, width=200)) as heard:
         attendance._follow(None, "1", job, 0, heard)
     with job.conducting():
         assert attendance.watch(folder, job, Watched(quiet=True)) == 0

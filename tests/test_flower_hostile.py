@@ -30,7 +30,7 @@ from waffle_fl.deploy.rehearsal import rehearse
 from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import Site, software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
-from waffle_fl.engines.flower.course import Course, Plan, first_stand
+from waffle_fl.engines.flower.course import Course, RunPlan, first_stand
 from waffle_fl.engines.flower.messages import Parcel, Task, packed
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import FlatModel, builder, cross_entropy
@@ -91,7 +91,7 @@ class Server:
         algorithm = for_model(self.config.algorithm(), model.layers)
         samples = (facts.samples["north"],)
         steps = (s.epochs * -(-samples[0] // s.batch_size),)
-        plan = Plan(
+        plan = RunPlan(
             self.run, "course", algorithm, ("north",), 0, samples, steps, s.rounds, s.batch_size, "off", "north"
         )
         return Course(plan, model, first_stand(algorithm, model, s.seed, 1))

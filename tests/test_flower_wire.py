@@ -29,7 +29,7 @@ from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.loopback import deployed
 from waffle_fl.engines.flower import post
-from waffle_fl.engines.flower.course import Course, Plan, first_stand
+from waffle_fl.engines.flower.course import Course, RunPlan, first_stand
 from waffle_fl.engines.flower.messages import SCORES, Parcel
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import FlatModel, builder
@@ -292,7 +292,7 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     """Any JSON in place of what sites say of a round is heard, and what is recorded of it can be read and summed up."""
     model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
     algorithm = config(2).algorithm()
-    plan = Plan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
+    plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
     course, lines = Course(plan, model, first_stand(algorithm, model, 1, 2)), []
     honest = seal(course._up, 0, course.inbox.envelope, 1)
     for agent in (A, B):
@@ -309,12 +309,12 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:
     """W6: what announces more bytes than a message may have is refused by its announcement."""
-    scale = post.Scale(left=100)
+    scale = post.TransferLimit(left=100)
     scale(SimpleNamespace(headers={"content-length": "60"}))
     with pytest.raises(WaffleError, match="more bytes than any message of ours"):
         scale(SimpleNamespace(headers={"content-length": "60"}))
     with pytest.raises(WaffleError, match="more bytes than any message of ours"):
-        post.Scale(piece=50)(SimpleNamespace(headers={"content-length": "60"}))
+        post.TransferLimit(piece=50)(SimpleNamespace(headers={"content-length": "60"}))
 
 
 REAL = (

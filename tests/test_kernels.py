@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from waffle_fl.models import kernels
 from waffle_fl.models import FlatModel, LeNet5, stacked
 from waffle_fl.models.flat import Batch
-from waffle_fl.models.stacked import Convolution
+from waffle_fl.models.stacked import StackedConvolution
 
 torch.manual_seed(0)
 ROWS, IMAGES = 3, 4
@@ -29,7 +29,7 @@ for channels, out, size, kernel, padding in [(2, 5, (9, 8), (5, 3), (0, 0)), (2,
     slope = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, (x, weight, bias), slope)
     for found in (kernels.Conv2d.apply(x, weight, bias, padding, "ieee"),
-                  Convolution(ROWS, "ieee", x, weight, bias, 1, padding).made()):
+                  StackedConvolution(ROWS, "ieee", x, weight, bias, 1, padding).made()):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for a, b in zip(torch.autograd.grad(found, (x, weight, bias), slope), truth, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -49,7 +49,7 @@ for channels, size, kernel, padding, window, rectified in pooled:
     each = [F.conv2d(x[i * IMAGES:(i + 1) * IMAGES], weight[i], bias[i], padding=padding) for i in range(ROWS)]
     full = torch.relu(torch.cat(each)) if rectified else torch.cat(each)
     expected = F.max_pool2d(full, window)
-    found = Convolution(ROWS, "ieee", x, weight, bias, 1, padding).pooled(window, rectified)
+    found = StackedConvolution(ROWS, "ieee", x, weight, bias, 1, padding).pooled(window, rectified)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     slope = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(y, (x, weight, bias), slope) for y in (found, expected)), strict=True):

@@ -19,7 +19,7 @@ from conftest import BATCH, last_state, make_federation, make_model, refusal
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.fedavg import FedAvg
-from waffle_fl.batches import Batches, Plan
+from waffle_fl.batches import Batches, BatchPlan
 from waffle_fl.cli.menu import main
 from waffle_fl.config import Experiment, RunConfig, Settings, check_run, completed, load_experiments
 from waffle_fl.engines.cells import Cell
@@ -454,7 +454,7 @@ def test_every_round_s_batches_bear_the_labels_of_the_round() -> None:
     rounds, federations = 5, [drifting, plain]
     batches = Batches(federations, [1, 2], 32, 2, torch.float32, rounds=rounds)
     alone = Batches([plain], [2], 32, 2, torch.float32, rounds=rounds)
-    changed, buffers = [], Plan(*(field.clone() for field in batches.plan(1, 0, slice(0, 8))))
+    changed, buffers = [], BatchPlan(*(field.clone() for field in batches.plan(1, 0, slice(0, 8))))
     for r in range(1, rounds + 1):
         planned = batches.plan(r, 0, slice(0, 8))
         for buffer, field in zip(buffers, planned, strict=True):

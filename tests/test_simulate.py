@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from conftest import BATCH, last_state, make_federation, make_model
 from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle, WaffleError, simulate
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
-from waffle_fl.engines import look_ahead
 from waffle_fl.engines.cuda_graphs import WORTH_A_CUT, last_for_all
 from waffle_fl.engines.evaluation import StackedTestSets, score
 from waffle_fl.models import Quadratic, output_is_loss
@@ -179,23 +177,3 @@ def test_the_rows_that_go_on_alone_are_worth_it(steps: list[int]) -> None:
 def test_most_rows_of_one_length_are_not_held_up_by_a_few() -> None:
     assert last_for_all([189] * 40 + [198] * 10) == 189
     assert last_for_all([189] * 40 + [190] * 10) == 190
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_what_began_ahead_of_a_failed_round_is_begun_again(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU begins a round before the last one's numbers are known; where those are bad it starts from the new ones."""
-    spoiled = []
-
-    def tamper(up: Any, r: int) -> Any:
-        if r == 2 and not spoiled:
-            spoiled.append(r)
-            up.dy[0] = torch.nan
-        return up
-
-    cell = Cell(Scaffold(SGD(0.1)), make_federation(), 3, tamper=tamper)
-    expected = [outcome.state.server.x for outcome in last_state(cell, make_model(), rounds=5)]
-    spoiled.clear()
-    monkeypatch.setattr(look_ahead, "applies", lambda cells, model: ahead)
-    models = [outcome.state.server.x for outcome in last_state(cell, make_model(), rounds=5)]
-    assert spoiled
-    assert all(torch.equal(*pair) for pair in zip(models, expected, strict=True))

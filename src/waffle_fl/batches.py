@@ -14,7 +14,7 @@ from waffle_fl.models.flat import Batch
 from waffle_fl.randomness import derive, shuffle
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The mini-batches of one round: for each row and step the samples, and which of them are padding."""
 
     samples: Tensor  # (rows, steps, batch), into the pool
@@ -72,7 +72,7 @@ class Batches:
         whole, rest = divmod(length, self.batch_size)
         return ([self.batch_size] * whole + ([rest] if rest else [])) * self.epochs
 
-    def plan(self, r: int, attempt: int, rows: slice) -> Plan:
+    def plan(self, r: int, attempt: int, rows: slice) -> BatchPlan:
         """The order of the samples in round r, for these rows."""
         lengths, steps = self.lengths[rows], self.steps[rows]
         longest, most = max(lengths), max(steps)
@@ -94,13 +94,13 @@ class Batches:
         if self._turns is not None:
             turned = (self._turns[rows].gather(1, place) < r / self._rounds).view(within.shape)
         keys = self._keys("dropout", rows, r, attempt)
-        return Plan(samples, weight, active, count, self._relabel[rows], keys, turned)
+        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, turned)
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
         keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]
         return torch.tensor(keys, device=self.device)
 
-    def batch(self, plan: Plan, t: Tensor, size: int) -> Batch:
+    def batch(self, plan: BatchPlan, t: Tensor, size: int) -> Batch:
         """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
         samples = plan.samples.index_select(1, t)[:, 0, :size]
         labels = self.y[samples]

@@ -14,7 +14,7 @@ from typing import Any
 
 from waffle_fl.algorithms.contract import LR, SGD, About, Algorithm
 from waffle_fl.algorithms.hooks import HOOKS
-from waffle_fl.constraints import parameters_of
+from waffle_fl.constraints import parameters_of, shown
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.importing import import_named
 
@@ -84,8 +84,9 @@ def algorithm_of(name: Any) -> type[Algorithm]:
     """Return the class of a method: one of this package by its name, any other as `module:Class`."""
     if not isinstance(name, str):
         kind: Any = name if isinstance(name, type) else type(name)
-        text = kind.about.name if kind in ALGORITHMS.values() else f"{kind.__module__}:{kind.__qualname__}"
-        raise WaffleError(f"method: expected a name or module:Class, got {name!r:.80}: pass {text!r}")
+        own = f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "aggregate") else "waffle"
+        text = kind.about.name if kind in ALGORITHMS.values() else own
+        raise WaffleError(f"method: expected a name or module:Class such as {text!r}, got {shown(name):.80}")
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if ":" in name:

@@ -31,7 +31,7 @@ PAGE, UNLIKE = "decision.html", "distances.json"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DecisionFlags:
     """what to compare"""
 
     methods: tuple[str, ...] = DEFAULT
@@ -53,7 +53,7 @@ def decide_command(arguments: Sequence[str]) -> int:
         "Decide",
         [
             ("data", Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="A data set by name, or a folder.")]),
-            ("comparison", Comparison, field(default_factory=Comparison)),
+            ("comparison", DecisionFlags, field(default_factory=DecisionFlags)),
             ("settings", settings, field(default_factory=settings)),
             ("place", Place, field(default_factory=Place)),
             ("output", Watched, field(default_factory=Watched)),

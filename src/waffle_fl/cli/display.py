@@ -36,7 +36,7 @@ from waffle_fl.results import (
 )
 
 
-class Live(Listener):
+class ProgressDisplay(Listener):
     """A bar a method, with the accuracy it stands at and the time it still needs."""
 
     def __init__(self, console: Console) -> None:
@@ -54,7 +54,7 @@ class Live(Listener):
         self._said: set[str] = set()
         self._scores: dict[str, dict[str, float]] = {}
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> ProgressDisplay:
         self.progress.start()
         return self
 

@@ -47,7 +47,7 @@ class Budget:
     """Folder of the search; by default runs/tune-DATA-SPLIT-METHOD-SEED. A folder that holds it resumes it."""
 
 
-class Live(Watcher):
+class TuningDisplay(Watcher):
     """One bar of trials, and what the best of them has reached."""
 
     def __init__(self, console: Console) -> None:
@@ -59,7 +59,7 @@ class Live(Watcher):
         )  # fmt: skip
         self._said: set[str] = set()
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> TuningDisplay:
         self.progress.start()
         return self
 
@@ -119,7 +119,7 @@ def tune(arguments: Sequence[str]) -> int:
     out = Path(asked.out or Path("runs") / f"tune-{config.label}")
     check_name(out.name)
     with ExitStack() as stack:
-        watcher = Watcher() if args.output.quiet else stack.enter_context(Live(console_for(stderr=True)))
+        watcher = Watcher() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
         found = search(wish, out, args.place, watcher)
     write(found, wish.space, out)
     if args.output.json:

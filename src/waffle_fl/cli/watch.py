@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.display import Live
+from waffle_fl.cli.display import ProgressDisplay
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener, Place, free_folder
 from waffle_fl.loggers import Log, Logger, Several, logger
@@ -73,8 +73,8 @@ def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], place: 
 @contextmanager
 def live(output: Watched) -> Iterator[Listener]:
     """The listeners of a training, told to end with it."""
-    heard: list[Logger | Live] = [logger(name) for name in dict.fromkeys(output.log)]
+    heard: list[Logger | ProgressDisplay] = [logger(name) for name in dict.fromkeys(output.log)]
     if not output.quiet:
-        heard.append(Live(console_for(stderr=True)))
+        heard.append(ProgressDisplay(console_for(stderr=True)))
     with ExitStack() as stack:
         yield Several([stack.enter_context(listener) for listener in heard])

@@ -26,7 +26,7 @@ def gaussian_classes(
     return x[:train], y[:train], x[train:], y[train:]
 
 
-class Quadratics(NamedTuple):
+class SyntheticQuadratics(NamedTuple):
     """Agent i minimises the mean over its samples b of 1/2 sum_j h_j (theta_j - b_j)^2."""
 
     curvature: Tensor  # (D,), h
@@ -40,10 +40,10 @@ class Quadratics(NamedTuple):
 
 def quadratics(
     seed: int, agents: int = 5, dimensions: int = 4, samples: int = 32, distance: float = 1.0, noise: float = 0.1
-) -> Quadratics:
+) -> SyntheticQuadratics:
     """Agents whose optima lie `distance` apart, seen through `noise`."""
     rng = generator(seed, "quadratics")
     curvature = torch.from_numpy(np.linspace(0.5, 1.5, dimensions))
     centres = distance * rng.standard_normal((agents, 1, dimensions))
     drawn = centres + noise * rng.standard_normal((agents, samples, dimensions))
-    return Quadratics(curvature, [torch.from_numpy(b) for b in drawn])
+    return SyntheticQuadratics(curvature, [torch.from_numpy(b) for b in drawn])

@@ -93,8 +93,8 @@ class Job:
             return not _taken(stream, fcntl.LOCK_SH)
 
     @property
-    def journal(self) -> Journal:
-        return Journal(self.path.with_suffix(".log"))
+    def journal(self) -> JobLog:
+        return JobLog(self.path.with_suffix(".log"))
 
     @property
     def survey(self) -> Survey | None:
@@ -179,7 +179,7 @@ def _moments() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Journal:
+class JobLog:
     """What the ServerApp says, line by line, to whoever watches the job."""
 
     path: Path

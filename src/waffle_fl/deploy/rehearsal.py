@@ -14,7 +14,7 @@ from waffle_fl.config import RunConfig
 from waffle_fl.deploy.site import Site, software
 from waffle_fl.deploy.store import Ledger, Store
 from waffle_fl.deploy.survey import Answers, Stage, survey
-from waffle_fl.engines.flower.course import Course, Plan, first_stand
+from waffle_fl.engines.flower.course import Course, RunPlan, first_stand
 from waffle_fl.engines.flower.messages import Parcel
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
@@ -47,7 +47,7 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
         samples = (facts.samples[name],)
         steps = (s.epochs * -(-samples[0] // s.batch_size),)
         algorithm = for_model(config.algorithm(), model.layers)
-        plan = Plan(
+        plan = RunPlan(
             *("rehearsal", config.label, algorithm, (name,), 0, samples, steps, 1, s.batch_size, s.guard, s.alice)
         )
         course = Course(plan, model, first_stand(algorithm, model, s.seed, 1))

@@ -22,7 +22,7 @@ from waffle_fl.deploy.site import software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
 from waffle_fl.engines.flower.course import (
     Course,
-    Plan,
+    RunPlan,
     Settled,
     first_stand,
     largest_message,
@@ -215,7 +215,7 @@ class Conductor:
             precision=s.precision,
         )
         algorithm = for_model(config.algorithm(), model.layers)
-        plan = Plan(
+        plan = RunPlan(
             run=self.job.run,
             course=config.label,
             algorithm=algorithm,

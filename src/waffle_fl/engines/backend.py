@@ -6,7 +6,7 @@ modules of their own, each of which says what it does, when it applies and what 
 row_training      agents as rows of one stack     helper_agents    agents whose own model is not needed
 cuda_graphs       a round's steps, replayed       shared_training  runs that can share one training
 aggregation       many runs in one computation    workers          processes, by runs or by rows
-evaluation        many models in one pass         look_ahead       the next round, queued early
+evaluation        many models in one pass
 
 Each has a function `applies`, so that `benchmarks/ablation.py` can switch it off. All agree with `loop.py`.
 """

@@ -1,6 +1,7 @@
 """Backend part: the steps of a round captured as CUDA graphs and replayed.
 
-What it does   captures `one_step` once for each shape of work, eight steps to a graph, and replays it step after step
+What it does   captures `one_step` once for each shape of work, and replays it step after step; rows that have more
+               steps than the others go on alone
 When           on a GPU, for models whose forward pass can be captured
 What it gains  GRAPHS_GAIN
 """
@@ -9,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Grad, training_key
-from waffle_fl.batches import Batches, Plan
+from waffle_fl.batches import Batches, BatchPlan
 from waffle_fl.engines.tree import where_rows
 from waffle_fl.models import FlatModel
 
 WARM_UPS = 2
 WORTH_A_CUT = 0.98  # rows that go on alone need graphs of their own: for less of the work it does not pay
-UNROLLED = 8  # steps in one graph: the state is copied back once for all of them
 
 
 def one_step(
@@ -30,7 +29,7 @@ def one_step(
     model: FlatModel,
     batches: Batches,
     local: Any,
-    plan: Plan,
+    plan: BatchPlan,
     t: Tensor,
     size: int,
     together: bool,
@@ -53,7 +52,13 @@ class Graphs:
         self._known: dict[Any, _Graph] = {}
 
     def run(
-        self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], steps: Sequence[int]
+        self,
+        algorithm: Algorithm,
+        batches: Batches,
+        local: Any,
+        plan: BatchPlan,
+        sizes: Sequence[int],
+        steps: Sequence[int],
     ) -> Any:
         """All steps of a round, without a word from the host in between; the last ones only for rows that have them."""
         alone = partial(self._run, algorithm, batches)
@@ -63,13 +68,20 @@ class Graphs:
             return local
         late = [row for row, count in enumerate(steps) if count > cut]
         rows = torch.tensor(late, device=self.model.device)
-        picked = Plan(*(field.index_select(0, rows) for field in plan))
+        picked = BatchPlan(*(field.index_select(0, rows) for field in plan))
         later = type(local)(*(field.index_select(0, rows) for field in local))
         later = alone(later, picked, sizes[cut:], cut, min(steps[row] for row in late))
         return type(local)(*(old.index_copy(0, rows, new) for old, new in zip(local, later, strict=True)))
 
     def _run(
-        self, algorithm: Algorithm, batches: Batches, local: Any, plan: Plan, sizes: Sequence[int], start: int, end: int
+        self,
+        algorithm: Algorithm,
+        batches: Batches,
+        local: Any,
+        plan: BatchPlan,
+        sizes: Sequence[int],
+        start: int,
+        end: int,
     ) -> Any:
         """The steps from `start` on; up to `end` all of these rows go together."""
         key = (training_key(algorithm), id(batches), *(tuple(field.shape) for field in (*local, *plan)))
@@ -89,50 +101,45 @@ def last_for_all(steps: Sequence[int]) -> int:
 class _Graph:
     """Static buffers for state and plan, and the graphs that work on them."""
 
-    def __init__(self, algorithm: Algorithm, model: FlatModel, batches: Batches, local: Any, plan: Plan) -> None:
+    def __init__(self, algorithm: Algorithm, model: FlatModel, batches: Batches, local: Any, plan: BatchPlan) -> None:
         self.local = type(local)(*(field.clone() for field in local))
-        self.plan = Plan(*(field.clone() for field in plan))
+        self.plan = BatchPlan(*(field.clone() for field in plan))
         self.t = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._step = partial(one_step, algorithm, model, batches)
-        self._graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
-    def run(self, local: Any, plan: Plan, sizes: Sequence[int], start: int, end: int) -> Any:
-        work = []
-        for kind, steps in groupby((size, t < end) for t, size in enumerate(sizes, start)):
-            blocks, rest = divmod(len(list(steps)), UNROLLED)
-            work += [(*kind, UNROLLED)] * blocks + [(*kind, 1)] * rest
-        for block in dict.fromkeys(work):
-            if block not in self._graphs:
+    def run(self, local: Any, plan: BatchPlan, sizes: Sequence[int], start: int, end: int) -> Any:
+        work = [(size, t < end) for t, size in enumerate(sizes, start)]
+        for kind in dict.fromkeys(work):
+            if kind not in self._graphs:
                 self._load(local, plan, 0)
-                self._graphs[block] = self._captured(*block)
+                self._graphs[kind] = self._captured(*kind)
         self._load(local, plan, start)
-        for block in work:
-            self._graphs[block].replay()
+        for kind in work:
+            self._graphs[kind].replay()
         return type(local)(*(field.clone() for field in self.local))
 
-    def _load(self, local: Any, plan: Plan, t: int) -> None:
+    def _load(self, local: Any, plan: BatchPlan, t: int) -> None:
         for static, field in zip((*self.local, *self.plan), (*local, *plan), strict=True):
             static.copy_(field)
         self.t.fill_(t)
 
-    def _advance(self, size: int, together: bool, steps: int) -> None:
-        local = self.local
-        for k in range(steps):
-            local = self._step(local, self.plan, self.t + k, size, together)
+    def _advance(self, size: int, together: bool) -> None:
+        local = self._step(self.local, self.plan, self.t, size, together)
         for static, field in zip(self.local, local, strict=True):
             if field is not static:
                 static.copy_(field)
-        self.t.add_(steps)
+        self.t.add_(1)
 
-    def _captured(self, size: int, together: bool, steps: int) -> torch.cuda.CUDAGraph:
+    def _captured(self, size: int, together: bool) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 self.t.zero_()
-                self._advance(size, together, 1)
+                self._advance(size, together)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._advance(size, together, steps)
+            self._advance(size, together)
         return graph

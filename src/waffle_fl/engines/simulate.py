@@ -11,11 +11,10 @@ from typing import Literal, TypeAlias, get_args
 
 from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
-from waffle_fl.engines import look_ahead, loop, run_workers, shared_training
+from waffle_fl.engines import loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
 from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, fitted, initial_state, on_device, prepared
-from waffle_fl.engines.look_ahead import LookAhead
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.run_workers import RunWorkers
 from waffle_fl.engines.stacked import StackedBackend
@@ -106,33 +105,32 @@ def _rounds(
     """The rounds of the runs by the fast engine; a run whose Alice sends nothing finite in any attempt drops out."""
     cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
     by_runs = run_workers.applies(cells, model, cores)
-    with closing(StackedBackend(cells, model, settings, 1 if by_runs else cores)) as backend:
-        by_workers = RunWorkers(round_of(backend), cores if by_runs else 1, settings.rounds)
-        ahead = look_ahead.applies(cells, model)
-        compute = LookAhead(by_workers, settings.rounds) if ahead else by_workers
-        with closing(by_workers):
-            states: dict[int, State] = {i: cell.state or initial_state(cell, model) for i, cell in enumerate(cells)}
-            clock = time.perf_counter()
-            for r in range(start + 1, settings.rounds + 1):  # A2.2
-                done: dict[int, Outcome] = {}
-                pending = tuple(states)
-                for attempt in range(ATTEMPTS):
-                    with one_thread(), products(model.precision):
-                        computed = compute(Work(pending, tuple(states[i] for i in pending), r, attempt))
-                        measured = to_numbers([run.measured for run in computed])
-                    for i, run, numbers in zip(pending, computed, measured, strict=True):
-                        after = State(run.server, run.agents)
-                        done[i] = outcome_of(i, cells[i], numbers, after, states[i], r, attempt)
-                    pending = tuple(i for i in pending if done[i].error)
-                    if not pending:
-                        break
-                began, clock = clock, time.perf_counter()
-                for i, outcome in done.items():
-                    states[i] = outcome.state
-                    if not outcome.error:
-                        outcome.measured["seconds"] = round((clock - began) / len(done), 6)
-                for i in pending:
-                    del states[i]
-                yield [done[i] for i in sorted(done)]
-                if not states:
-                    return
+    with (
+        closing(StackedBackend(cells, model, settings, 1 if by_runs else cores)) as backend,
+        closing(RunWorkers(round_of(backend), cores if by_runs else 1, settings.rounds)) as compute,
+    ):
+        states: dict[int, State] = {i: cell.state or initial_state(cell, model) for i, cell in enumerate(cells)}
+        clock = time.perf_counter()
+        for r in range(start + 1, settings.rounds + 1):  # A2.2
+            done: dict[int, Outcome] = {}
+            pending = tuple(states)
+            for attempt in range(ATTEMPTS):
+                with one_thread(), products(model.precision):
+                    computed = compute(Work(pending, tuple(states[i] for i in pending), r, attempt))
+                    measured = to_numbers([run.measured for run in computed])
+                for i, run, numbers in zip(pending, computed, measured, strict=True):
+                    after = State(run.server, run.agents)
+                    done[i] = outcome_of(i, cells[i], numbers, after, states[i], r, attempt)
+                pending = tuple(i for i in pending if done[i].error)
+                if not pending:
+                    break
+            began, clock = clock, time.perf_counter()
+            for i, outcome in done.items():
+                states[i] = outcome.state
+                if not outcome.error:
+                    outcome.measured["seconds"] = round((clock - began) / len(done), 6)
+            for i in pending:
+                del states[i]
+            yield [done[i] for i in sorted(done)]
+            if not states:
+                return

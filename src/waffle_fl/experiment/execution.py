@@ -23,7 +23,7 @@ from waffle_fl.engines.cells import Cell, fitted, initial_state, on_device
 from waffle_fl.engines.shared_training import carriers
 from waffle_fl.engines.simulate import check_model, simulate
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment.jobs import Job, close, log, save, save_some, state_of, tensors_of
+from waffle_fl.experiment.jobs import ActiveRun, close, log, save, save_some, state_of, tensors_of
 from waffle_fl.experiment.materials import (
     advice,
     check_once,
@@ -62,7 +62,7 @@ def execute(
         jobs = []
         for config, folder in runs:
             job = _open(stack, config, folder, place, device, listener, findings)
-            if isinstance(job, Job):
+            if isinstance(job, ActiveRun):
                 jobs.append(job)
             else:
                 results[folder] = job
@@ -97,7 +97,7 @@ def _open(
     device: torch.device,
     listener: Listener,
     findings: list[Finding],
-) -> Job | dict[str, Any]:
+) -> ActiveRun | dict[str, Any]:
     """Lock a run's folder and find out where it stands; a run that has ended gives its result, and what it is worth."""
     s = config.settings
     whole = federation_of(s, place.data_dir, place.allow_unverified)
@@ -150,7 +150,7 @@ def _open(
         listener.warned(warning)
     state = state_of(tensors, initial_state(cell, model)) if tensors else None
     next_save = time.monotonic() + place.checkpoint_seconds
-    return Job(config, run, replace(cell, state=state), start, model.compiled, next_save)
+    return ActiveRun(config, run, replace(cell, state=state), start, model.compiled, next_save)
 
 
 def _cell(config: RunConfig, federation: Federation) -> Cell:
@@ -163,10 +163,10 @@ def _cell(config: RunConfig, federation: Federation) -> Cell:
     return replace(cell, tamper=tamper, attackers=attackers_of(federation, s.attackers))
 
 
-def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
+def _groups(jobs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
     """Runs that train their rows alike, and stand at the same round, go into one stack, with those that they carry."""
     carried = _carried(jobs)
-    groups: dict[Any, list[list[Job]]] = {}
+    groups: dict[Any, list[list[ActiveRun]]] = {}
     for i, job in enumerate(jobs):
         if i in carried:
             continue
@@ -189,7 +189,7 @@ def _groups(jobs: Sequence[Job], stack: int) -> list[list[Job]]:
     return [list(chain.from_iterable(piece)) for piece in pieces]
 
 
-def _carried(jobs: Sequence[Job]) -> dict[int, int]:
+def _carried(jobs: Sequence[ActiveRun]) -> dict[int, int]:
     """Runs that need no training beside another one of the same settings that stands at the same round, and which."""
     alike: dict[Any, list[int]] = {}
     for i, job in enumerate(jobs):
@@ -200,13 +200,13 @@ def _carried(jobs: Sequence[Job]) -> dict[int, int]:
 
 
 def _train(
-    jobs: Sequence[Job],
+    jobs: Sequence[ActiveRun],
     place: Place,
     device: torch.device,
     listener: Listener,
     stopped: Callable[[], int],
     until: int | None,
-) -> Iterator[tuple[Job, dict[str, Any]]]:
+) -> Iterator[tuple[ActiveRun, dict[str, Any]]]:
     """Train one stack to its end, or to its pause, logging every round and saving every few seconds."""
     s = jobs[0].config.settings
     last = s.rounds if until is None else min(until, s.rounds)

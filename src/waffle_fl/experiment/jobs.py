@@ -25,7 +25,7 @@ SAVING_SHARE = 0.25  # of a round's time, at most, goes into saving when many ru
 
 
 @dataclass
-class Job:
+class ActiveRun:
     """A run on its way: its folder, its cell, and how far it has come."""
 
     config: RunConfig
@@ -37,18 +37,18 @@ class Job:
     latest: tuple[int, State] | None = None
 
 
-def log(job: Job, outcome: Outcome, listener: Listener) -> None:
+def log(job: ActiveRun, outcome: Outcome, listener: Listener) -> None:
     job.run.append(outcome.measured)
     job.latest = outcome.round, outcome.state
     listener.advanced(job.config, outcome.measured)
 
 
-def save(job: Job) -> None:
+def save(job: ActiveRun) -> None:
     if job.latest:
         job.run.checkpoint(job.latest[0], tensors_of(job.latest[1]))
 
 
-def save_some(jobs: Sequence[Job], every: float, round_seconds: float) -> None:
+def save_some(jobs: Sequence[ActiveRun], every: float, round_seconds: float) -> None:
     """Save the runs whose turn has come; of many, a few each round, so that a GPU goes on working meanwhile."""
     began = time.monotonic()
     for job in sorted((j for j in jobs if j.run.result is None and j.next_save <= began), key=lambda j: j.next_save):
@@ -60,7 +60,7 @@ def save_some(jobs: Sequence[Job], every: float, round_seconds: float) -> None:
             return
 
 
-def close(job: Job, cell: Cell, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
+def close(job: ActiveRun, cell: Cell, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
     """The end of a run, its cell's data where the model is."""
     result = summary(read_rounds(job.run.folder / "rounds.jsonl"), status, message)
     state = job.latest[1] if job.latest else cell.state

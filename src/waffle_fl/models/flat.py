@@ -80,9 +80,7 @@ class FlatModel:
 
     def _lay_out(self, module: nn.Module) -> None:
         passes = self.passes = Passes(copied(module).to(self.device, self.dtype), self._loss, self.precision)
-        self.size, self.stats_size = passes.params.size, passes.stats.size
         self.layers = Layers.of(passes.template, passes.params, passes.stats)
-        self.normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in passes.template.modules())
         self._check()
         self.stacked = self._stacks_well() if self._wish is None else self._wish
         if self.stacked and (self.stats_size or self.normalises):
@@ -101,6 +99,21 @@ class FlatModel:
                 f"expected a model of known size, got lazy layers ({', '.join(self._unsized)}): call "
                 "model.prepared(x, y) with two samples first, or give these layers their sizes"
             )
+
+    @property
+    def size(self) -> int:
+        """Number of trained parameters."""
+        return self.passes.params.size
+
+    @property
+    def stats_size(self) -> int:
+        """Number of running statistics and frozen parameters."""
+        return self.passes.stats.size
+
+    @property
+    def normalises(self) -> bool:
+        """Does it normalise by the statistics of its batches?"""
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.passes.template.modules())
 
     def _check(self) -> None:
         if not self.size:

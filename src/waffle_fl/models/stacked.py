@@ -25,11 +25,11 @@ class _Pending(NamedTuple):
     """What is not made yet, because pooling may do it in the same pass: a convolution, a ReLU, or both."""
 
     stand_in: Tensor  # has the shape and no numbers; whoever reads it is given what it stands for
-    source: Tensor | Convolution
+    source: Tensor | StackedConvolution
     rectified: bool
 
     def made(self) -> Tensor:
-        source = self.source.made() if isinstance(self.source, Convolution) else self.source
+        source = self.source.made() if isinstance(self.source, StackedConvolution) else self.source
         return torch.relu(source) if self.rectified else source
 
 
@@ -54,11 +54,11 @@ class Stacking(TorchFunctionMode):
         if func is F.linear and args[1].ndim == 3:
             return linear(self.rows, *args, **kwargs)
         if func is F.conv2d and args[1].ndim == 5:
-            convolution = Convolution(self.rows, self.precision, *args, **kwargs)
+            convolution = StackedConvolution(self.rows, self.precision, *args, **kwargs)
             fuses = convolution.has_kernel and convolution.weight[0, 0].numel() <= SMALL_PATCH
             return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.made()
         if func is F.conv1d and args[1].ndim == 4:
-            return Convolution(self.rows, self.precision, *args, **kwargs).of_signals()
+            return StackedConvolution(self.rows, self.precision, *args, **kwargs).of_signals()
         if func is F.dropout:
             self.dropouts += 1
             return dropout(self.keys + self.dropouts, *args, **kwargs)
@@ -82,7 +82,7 @@ class Stacking(TorchFunctionMode):
     def _can_wait(self, value: Tensor) -> bool:
         return id(value) in self._pending or (has_kernels(value) and value.ndim == 4)
 
-    def _stand_in(self, shape: Sequence[int], source: Tensor | Convolution, rectified: bool) -> Tensor:
+    def _stand_in(self, shape: Sequence[int], source: Tensor | StackedConvolution, rectified: bool) -> Tensor:
         stand_in = torch.empty(shape, device="meta")
         self._pending[id(stand_in)] = _Pending(stand_in, source, rectified)
         return stand_in
@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias
 
 
-class Convolution(NamedTuple):
+class StackedConvolution(NamedTuple):
     """A convolution a row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
 
     rows: int
@@ -189,7 +189,7 @@ class Convolution(NamedTuple):
         )
 
 
-def _patch_product(of: Convolution) -> Tensor:
+def _patch_product(of: StackedConvolution) -> Tensor:
     """Convolution as one batched matrix product over explicit patches: any device, any precision."""
     images, out, height, width = of.shape
     patches = F.unfold(of.x, of.weight.shape[3:], of.dilation, of.padding, of.stride)  # (R*B, K, L)
@@ -201,7 +201,7 @@ def _patch_product(of: Convolution) -> Tensor:
 
 
 def max_pool2d(
-    of: Tensor | Convolution,
+    of: Tensor | StackedConvolution,
     rectified: bool,
     kernel_size: Any,
     stride: Any = None,
@@ -213,7 +213,7 @@ def max_pool2d(
     window, steps = _pair(kernel_size), _pair(stride or kernel_size)
     plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode
     plain = plain and steps == window and window[0] == window[1]
-    if isinstance(of, Convolution):
+    if isinstance(of, StackedConvolution):
         if plain:
             return of.pooled(window[0], rectified)
         of = of.made()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from waffle_fl.own.arrays import gather, stacked
 from waffle_fl.own.folder import read_folder
-from waffle_fl.own.parts import Gathered, Parts, Reading
+from waffle_fl.own.parts import AgentData, Gathered, Reading
 from waffle_fl.own.preprocessing import Column, Preprocessing, Task, Wish
 
 __all__ = [
+    "AgentData",
     "Column",
     "Gathered",
-    "Parts",
     "Preprocessing",
     "Reading",
     "Task",

@@ -22,7 +22,7 @@ from waffle_fl.own.checks import (
     native,
     whole,
 )
-from waffle_fl.own.parts import Gathered, Parts, Reading, divide
+from waffle_fl.own.parts import AgentData, Gathered, Reading, divide
 from waffle_fl.own.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, Wish
 from waffle_fl.storage import check_regular
 
@@ -53,7 +53,7 @@ def gather(
         y = np.concatenate(arrays[1::2]).astype(np.int64 if task == "classification" else np.float32)
         keys[name] = keys_of(x, y)
         given = len(arrays[0]) if len(arrays) == 4 else None
-        made[name] = Parts(x, y, *divide(keys[name], y if task == "classification" else None, given, how))
+        made[name] = AgentData(x, y, *divide(keys[name], y if task == "classification" else None, given, how))
     if not allow_duplicates:
         rows = {name: (keys[name], np.concatenate([p.train, p.validation]), p.test) for name, p in made.items()}
         check_duplicates(rows, any(len(arrays) == 4 for arrays in agents.values()))

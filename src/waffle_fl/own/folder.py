@@ -11,7 +11,7 @@ from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.own import images, tables
 from waffle_fl.own.arrays import gather, read_npz
 from waffle_fl.own.checks import check_duplicates
-from waffle_fl.own.parts import Array, Divided, Gathered, Parts, Reading, check_classes, divide
+from waffle_fl.own.parts import AgentData, Array, Divided, Gathered, Reading, check_classes, divide
 from waffle_fl.own.preprocessing import Preprocessing, aim_of, fit
 from waffle_fl.own.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, read_table
 
@@ -117,10 +117,10 @@ def divided(own: Sequence[Table], aim: Preprocessing, how: Reading) -> Divided:
     return divide(_lots(own), labels, len(own[0]) if len(own) == 2 else None, how)
 
 
-def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: Divided) -> Parts:
+def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: Divided) -> AgentData:
     """An agent's tables as numbers."""
     x = np.concatenate([fitted.transform(table, "ignore") for table in own])
-    return Parts(x, _targets(fitted, own), *rows)
+    return AgentData(x, _targets(fitted, own), *rows)
 
 
 def _keys(own: Sequence[Table]) -> list[bytes]:

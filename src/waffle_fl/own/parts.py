@@ -39,7 +39,7 @@ class Reading:
                 raise WaffleError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
 
 
-class Parts(NamedTuple):
+class AgentData(NamedTuple):
     """One agent's samples, and which of them it trains on, selects a round with, and is tested on."""
 
     x: Array
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 class Gathered(NamedTuple):
     """A whole federation, before it is one."""
 
-    agents: dict[str, Parts]
+    agents: dict[str, AgentData]
     task: Task
     class_names: tuple[str, ...]
     preparations: tuple[Preprocessing, ...] = ()

@@ -23,7 +23,7 @@ ARRAYS = (".npz", ".npy")
 
 
 @dataclass(frozen=True)
-class Answers:
+class Predictions:
     """One prediction a row: the name of a class and the probability of each, or a number."""
 
     values: Sequence[str] | Sequence[float]
@@ -46,7 +46,7 @@ class Answers:
         ]
 
 
-def predict(trained: Trained, path: Path) -> Answers:
+def predict(trained: Trained, path: Path) -> Predictions:
     """What a run's model says of the rows of a file."""
     x, y = _table(trained, path) if trained.preprocessing else _arrays(trained, path)
     output = trained.outputs(torch.from_numpy(x))
@@ -59,14 +59,14 @@ def predict(trained: Trained, path: Path) -> Answers:
     return answers(trained, output, None if y is None else torch.from_numpy(y))
 
 
-def answers(trained: Trained, output: Tensor, target: Tensor | None = None) -> Answers:
+def answers(trained: Trained, output: Tensor, target: Tensor | None = None) -> Predictions:
     """Outputs of the model in words and numbers of the user's world."""
     metrics = None if target is None else measure(output, target)
     if trained.task == "regression":
         values = output.view(-1).tolist()
-        return Answers(values, (), [[] for _ in values], metrics)
+        return Predictions(values, (), [[] for _ in values], metrics)
     chosen = [trained.classes[k] for k in output.argmax(dim=1).tolist()]
-    return Answers(chosen, trained.classes, output.double().softmax(dim=1).tolist(), metrics)
+    return Predictions(chosen, trained.classes, output.double().softmax(dim=1).tolist(), metrics)
 
 
 def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:

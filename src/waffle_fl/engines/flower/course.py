@@ -48,7 +48,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What does not change in a run."""
 
     run: str  # the run's own name on the wire, the same after a resumption
@@ -69,7 +69,7 @@ class Plan:
 class Course:
     """One run on its way. `tasks` says what to ask now, `hear` takes an answer in, `turn` closes what can be closed."""
 
-    plan: Plan
+    plan: RunPlan
     model: FlatModel
     stand: Stand
     attempt: int = 0

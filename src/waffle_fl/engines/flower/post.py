@@ -22,7 +22,7 @@ Watch: TypeAlias = Callable[[Collection[str] | None, Collection[str]], None]  # 
 
 
 @dataclass
-class Scale:
+class TransferLimit:
     """Stops a transfer before it is read, if more bytes are announced than are left: a site cannot fill our memory."""
 
     left: float = math.inf
@@ -48,7 +48,7 @@ class Post:
     def __post_init__(self) -> None:
         from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
 
-        self._scale, self._end = Scale(piece=CHUNK + WORDS), math.inf
+        self._scale, self._end = TransferLimit(piece=CHUNK + WORDS), math.inf
         self._seen: dict[str, float] = {}  # when each site was online last
         if client := getattr(self.grid, "_runtime_client", None):
             client._client.event_hooks = {"response": [self._scale]}  # Flower itself fetches a reply of any size
