@@ -6,7 +6,7 @@
 Each variant of a workload is a simulation of its own; after its warm-up the variants take turns, round by round, and
 the median seconds of a round count. A gain is the time without the part over the time with all parts. On a CPU: LeNet-5
 with 10 agents of 600 images (noise without --data-dir), a grid of 25 federations of 10 agents with the embedded digits,
-and APFL's models for each of 10 agents and for one of them. On a GPU, with noise: 25 federations of 10 agents of 6,000
+and APFL's models for each of 10 agents and for one. On a GPU, with noise: 25 federations of 10 agents of 6,000
 images in the shape of the paper's MNIST table, the digits grid, five federations in which one agent has ten times as
 many images as the others, and DLA on 10 agents of 1,280 images.
 """
@@ -23,7 +23,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -32,7 +32,7 @@ import torch
 from waffle_fl import APFL, SGD, Cell, FedAvg, Federation, FlatModel, Waffle, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
-from waffle_fl.engines import aggregation, cuda_graphs, helper_agents, shared_training
+from waffle_fl.engines import aggregation, cuda_graphs, evaluation, helper_agents, shared_training
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
 from waffle_fl.models import DLA, LeNet5, mlp, passes, replay, stacked, vessel
@@ -64,7 +64,7 @@ FOLDED = Part("folded pass", ((passes.Passes, "folded", None),))  # the trial th
 TRACED = Part("traced gradients", ((replay, "TRACED_AFTER", math.inf),))
 CPU_CONVOLUTION = Part("CPU convolution", ((vessel.Vessel, "_gains_by_rewriting", NEVER),))
 WORKERS = Part("worker processes", options={"workers": 1})
-EVALUATION = Part("stacked evaluation", ((Evaluator, "_cut", lambda self, group, length: [[k] for k in group]),))
+EVALUATION = Part("stacked evaluation", ((evaluation, "applies", NEVER),))
 THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, parts: map(work, parts)),))
 SHARED = Part("shared training", ((shared_training, "families_of", lambda cells: [[i] for i in range(len(cells))]),))
 HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
@@ -95,11 +95,11 @@ def noise(samples: int, shape: tuple[int, ...] = (1, 28, 28)) -> Dataset:
     return Dataset("noise", x, y, x_test, y_test, tuple("0123456789"), "noise", verified=False)
 
 
-def lenet_federation(data: str) -> Federation:
+def lenet_federation(data: str, test: Literal["share", "all"] = "share") -> Federation:
     if data:
-        return federation_of(Settings(data="mnist", split="A", samples_per_agent=600), data)
-    dataset = noise(6000)
-    return build(dataset, split(dataset.y_train, dataset.y_test, "A"))
+        return federation_of(Settings(data="mnist", split="A", samples_per_agent=600, test=test), data)
+    dataset = noise(60_000)
+    return build(dataset, split(dataset.y_train, dataset.y_test, "A", samples_per_agent=600, test=test))
 
 
 def grid(dataset: Dataset) -> list[Federation]:
@@ -114,22 +114,23 @@ def unequal(federation: Federation) -> Federation:
 
 
 def cpu_workloads(data: str) -> dict[str, Workload]:
-    digits = grid(load("digits"))
+    digits, lenet = grid(load("digits")), lenet_federation(data)
     grid_cells = [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
     each = [replace(digits[0], alice=i) for i in range(10)]
     apfl = [Cell(APFL(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for f in each]
     small = FlatModel
     return {
         "LeNet-5": Workload(
-            [Cell(FedAvg(SGD(0.1)), lenet_federation(data), 1)],
+            [Cell(FedAvg(SGD(0.1)), lenet, 1)],
             lambda **o: small(LeNet5, **o),
-            (TRACED, CPU_CONVOLUTION, WORKERS, THREADS),
-            settled=6,
+            (TRACED, CPU_CONVOLUTION, WORKERS),
+            settled=8,
+            counted=25,
         ),
         "digits grid": Workload(
             grid_cells,
             lambda **o: small(lambda: mlp((1, 8, 8), 10), **o),
-            (STACKED_ROWS, FOLDED, TRACED, WORKERS, EVALUATION),
+            (STACKED_ROWS, FOLDED, TRACED, WORKERS),
             settled=40,
             counted=25,
         ),
@@ -140,8 +141,17 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
             settled=20,
             counted=25,
         ),
-        "one agent's model": Workload(
-            [apfl[0]], lambda **o: small(lambda: mlp((1, 8, 8), 10), **o), (HELPERS,), settled=30, counted=25
+        "LeNet-5, APFL": Workload(
+            [Cell(APFL(SGD(0.1)), lenet, 1, asked=frozenset([0]))],
+            lambda **o: small(LeNet5, **o),
+            (HELPERS,),
+            settled=4,
+        ),
+        "LeNet-5, 10,000 test images": Workload(
+            [Cell(FedAvg(SGD(0.1)), lenet_federation(data, "all"), 1)],
+            lambda **o: small(LeNet5, **o),
+            (THREADS,),
+            settled=6,
         ),
     }
 

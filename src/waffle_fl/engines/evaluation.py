@@ -1,7 +1,8 @@
-"""Evaluate the models of many Alices on their own held-out data, those that stack in one pass.
+"""Backend part: the models of many Alices, evaluated on their own held-out data.
 
-What it does   pads the test sets of many runs to one length and evaluates their models in one stacked forward pass
-When           the model stacks; on a CPU only test sets of equal length, so that bits do not depend on what is stacked
+What it does   on a GPU pads the test sets of many runs to one length and evaluates their models in one stacked pass;
+               on a CPU divides a large test set among threads
+When           the model stacks, or there are several cores; bits on a CPU do not depend on the number of threads
 What it gains  EVALUATION_GAIN
 """
 
@@ -95,18 +96,17 @@ class StackedTestSets:
         return [_graded(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
 
 
-class Evaluator:
-    """Scores many Alices' models, those that stack in one pass.
+def applies(model: FlatModel) -> bool:
+    """Are many models evaluated in one pass?"""
+    return model.stacked and model.device.type == "cuda"
 
-    On a CPU bits must not depend on company, so only parts of one length are stacked, and a stack of one, which would
-    add up in another order, is made a pair. What is not stacked is shared out among threads, a core each: the passes
-    are long enough that Python does not get in their way.
-    """
+
+class Evaluator:
+    """Evaluates Alices' models: on a GPU those that stack in one pass, on a CPU one after another."""
 
     def __init__(self, model: FlatModel, cores: int = 1) -> None:
-        self.model, self._on_gpu = model, model.device.type == "cuda"
+        self.model, self._cores = model, cores
         self._known: dict[tuple[int, ...], StackedTestSets] = {}
-        self._cores = cores
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
@@ -158,13 +158,13 @@ class Evaluator:
     ) -> list[dict[str, Tensor]]:
         """Accuracy and loss of each net on its part of the samples."""
         groups: dict[Any, list[int]] = {}
-        for k, (algorithm, federation, part) in enumerate(zip(algorithms, federations, parts, strict=True)):
-            alone = k if hasattr(algorithm, "answer") else None
-            groups.setdefault((alone, id(federation.x), None if self._on_gpu else len(part)), []).append(k)
+        for k, (algorithm, federation) in enumerate(zip(algorithms, federations, strict=True)):
+            together = applies(self.model) and not hasattr(algorithm, "answer")
+            groups.setdefault(id(federation.x) if together else (k,), []).append(k)
         found: dict[int, dict[str, Tensor]] = {}
-        for group in (few for alike in groups.values() for few in self._cut(alike, len(parts[alike[0]]))):
-            k = group[0]
-            if len(group) == 1 or hasattr(algorithms[k], "answer"):
+        for group in groups.values():
+            if len(group) == 1:
+                (k,) = group
                 answer = answering(algorithms[k], self.model, nets[k], federations[k], moment)
                 found[k] = score(self.model, answer, federations[k], parts[k], moment, self._each)
                 continue
@@ -173,11 +173,3 @@ class Evaluator:
                 self._known[key] = StackedTestSets([federations[k] for k in group], [parts[k] for k in group])
             found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group], moment), strict=True)
         return [found[k] for k in range(len(nets))]
-
-    def _cut(self, group: list[int], length: int) -> list[list[int]]:
-        if not self.model.stacked or (length > SCORE_ROWS and not self._on_gpu):
-            return [[k] for k in group]
-        if self._on_gpu:
-            return [group]
-        most = max(2, SCORE_ROWS // length)
-        return [2 * few if len(few) == 1 else few for few in (group[i : i + most] for i in range(0, len(group), most))]
