@@ -177,6 +177,20 @@ def test_the_page_on_speed_is_its_records() -> None:
     assert (ROOT / "docs" / "speed.md").read_text() == page()
 
 
+@pytest.mark.parametrize("module", sorted(p for p in SOURCE.rglob("*.py") if "What it gains" in p.read_text()), ids=str)
+def test_gains_that_modules_state_are_measured(module: Path) -> None:
+    """A gain in a module's docstring is one of the record of the ablation."""
+    record = [json.loads(line) for line in (ROOT / "results" / "ablation.jsonl").read_text().splitlines()]
+    known = {(line["workload"], round(gain, 1)) for line in record for gain in line["gains"].values()}
+    text = re.search(r"What it gains  (.*?)\n(?:\"\"\"|\n)", module.read_text(), re.DOTALL)
+    assert text
+    stated = re.findall(r"([\d.]+) x on (?:the |a )?([\w -]+(?:, APFL|, 10,000 test images)?)", text[1])
+    assert stated
+    for gain, workload in stated:
+        found = [value for name, value in known if name.removeprefix("a ") == workload.strip()]
+        assert any(abs(value - float(gain)) <= 0.05 + 0.01 * value for value in found), (gain, workload, found)
+
+
 def test_the_page_on_speed_does_without_peers() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.cpu import _apart

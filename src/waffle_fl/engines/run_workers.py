@@ -2,7 +2,7 @@
 
 What it does   every process trains, aggregates and evaluates its share of the runs; states lie in shared memory
 When           on a CPU, with at least as many stacked runs as cores, where nothing changes the updates on their way
-What it gains  WORKERS_GAIN
+What it gains  1.6 x on the digits grid, with two cores
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What it does   trains the first run of each group; the others take over its states and evaluate their own Alice's model
 When           runs differ in Alice alone, under a method that does not use her in `aggregate`; or a run's method is the
                helper that another run's agents train anyway, as FedAvg is APFL's
-What it gains  SHARED_GAIN
+What it gains  2.0 x on a model for each agent
 """
 
 from __future__ import annotations

