@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.apple import APPLE as APPLE
     from waffle_fl.algorithms.cfl import CFL as CFL
     from waffle_fl.algorithms.contract import SGD as SGD
+    from waffle_fl.algorithms.contract import Algorithm as Algorithm
+    from waffle_fl.algorithms.contract import Grad as Grad
+    from waffle_fl.algorithms.contract import Net as Net
+    from waffle_fl.algorithms.contract import Round as Round
     from waffle_fl.algorithms.ditto import Ditto as Ditto
     from waffle_fl.algorithms.fedala import FedALA as FedALA
     from waffle_fl.algorithms.fedamp import FedAMP as FedAMP
@@ -43,24 +47,31 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.waffle import Waffle as Waffle
     from waffle_fl.algorithms.waffle_kin import WaffleKin as WaffleKin
     from waffle_fl.algorithms.weight_erosion import WeightErosion as WeightErosion
+    from waffle_fl.data import Dataset as Dataset
     from waffle_fl.data import load as load
     from waffle_fl.engines.cells import Cell as Cell
+    from waffle_fl.engines.cells import Measured as Measured
+    from waffle_fl.engines.cells import Outcome as Outcome
     from waffle_fl.engines.simulate import simulate as simulate
     from waffle_fl.errors import WaffleError as WaffleError
     from waffle_fl.federation import Federation as Federation
     from waffle_fl.federation import build as build
     from waffle_fl.models.flat import FlatModel as FlatModel
+    from waffle_fl.partition import Partition as Partition
     from waffle_fl.partition import split as split
+    from waffle_fl.results import table_of_rounds as table_of_rounds
     from waffle_fl.use.estimators import PersonalizedClassifier as PersonalizedClassifier
     from waffle_fl.use.estimators import PersonalizedRegressor as PersonalizedRegressor
 
 # Torch takes seconds to import, so each name is fetched when it is first used. The classes of methods are those that
 # the registry of algorithms finds; type checkers know the ones above.
 _HOMES = {
-    "SGD": "algorithms.contract",
-    "Cell": "engines.cells",
+    **dict.fromkeys(("SGD", "Algorithm", "Grad", "Net", "Round"), "algorithms.contract"),
+    **dict.fromkeys(("Cell", "Measured", "Outcome"), "engines.cells"),
+    "Dataset": "data",
     "Federation": "federation",
     "FlatModel": "models.flat",
+    "Partition": "partition",
     "PersonalizedClassifier": "use.estimators",
     "PersonalizedRegressor": "use.estimators",
     "WaffleError": "errors",
@@ -68,6 +79,7 @@ _HOMES = {
     "load": "data",
     "simulate": "engines.simulate",
     "split": "partition",
+    "table_of_rounds": "results",
 }
 
 
@@ -75,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name == "__all__":
-        return [*_HOMES, *_methods()]
+        return sorted({*_HOMES, *_methods()})
     found = _methods().get(name) if name[:1].isupper() else None
     if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -83,7 +95,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_methods()})
+    return sorted({"__version__", *_HOMES, *_methods()})
 
 
 def _methods() -> dict[str, Any]:

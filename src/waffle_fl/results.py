@@ -103,6 +103,25 @@ class Score:
         return self.measure.text(self.mean, decimals) + spread + (" (diverged)" if self.diverged else "")
 
 
+def table_of_rounds(*paths: str | Path, trust: bool = False) -> list[dict[str, Any]]:
+    """One dictionary per run and round, for `pandas.DataFrame(table_of_rounds("runs"))`.
+
+    Paths are run folders, folders of runs and records (.jsonl). Each row has the run's method, data, split, shift,
+    Alice and seed, and the round's measurements as `Measured` documents them.
+    """
+    return [
+        {
+            "method": run.config.method,
+            "data": run.config.settings.data_name,
+            "split": run.config.settings.split,
+            **{name: getattr(run.config.settings, name) for name in ("shift", "alice", "seed")},
+            **line,
+        }
+        for run in read_runs([Path(path) for path in paths], trust=trust)
+        for line in run.rounds
+    ]
+
+
 def read_runs(
     paths: Iterable[Path], *, trust: bool = False, force: bool = False, warn: Warn | None = None
 ) -> list[Finished]:
