@@ -131,7 +131,7 @@ def test_the_map_names_what_exists() -> None:
     text = (ROOT / "docs" / "paper.md").read_text()
     code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py"))
     tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))
-    for name in re.findall(r"`(?:scaffold|waffle|schedules|contract|Waffle|_Simulator|FlatModel|SGD)\.(\w+)`", text):
+    for name in re.findall(r"`(?:scaffold|waffle|schedules|contract|Waffle|AgentTraining|FlatModel|SGD)\.(\w+)`", text):
         if name != "py":
             assert f"def {name}(" in code, name
     for name in re.findall(r"`(test_\w+)`", text):
