@@ -123,3 +123,14 @@ def published() -> Path:
     if not folder:
         pytest.skip("WAFFLE_DATA names no folder of published data sets")
     return Path(folder)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder of the test's own, and no setting from outside."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "WAFFLE_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    return folder

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from records_support import bits
 from test_families import alike
-from test_records import bits
 from waffle_fl import APFL, SGD, Cell, Ditto, FedAvg, Federation, FlatModel, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.config import RunConfig, check_run

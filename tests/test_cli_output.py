@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from test_cli import waffle
+from cli_support import waffle
 from waffle_fl.algorithms import TITLES
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import ProgressDisplay

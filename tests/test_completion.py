@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from test_cli import refusal, waffle
+from cli_support import refusal, waffle
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.menu import COMMANDS
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import waffle_fl
-from test_cli import waffle
+from cli_support import waffle
 from waffle_fl.spreadsheet import cell, to_csv
 
 EVIL = ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)"]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from browser import launched
+from cli_support import waffle
 from conftest import make_federation, make_model, refusal
-from test_cli import waffle
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.bootstrap import Hint, Interval
 from waffle_fl.decision.distances import Distances, distances, feature_distance, gradient_distance

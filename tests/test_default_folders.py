@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from test_cli import refusal, toml, waffle
+from cli_support import refusal, toml, waffle
 
 RUN = ["run", "local", "--data", "synthetic", "--rounds"]
 FOLDER = Path("runs/synthetic-C-local-1")

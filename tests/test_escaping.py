@@ -14,7 +14,7 @@ import pytest
 
 import waffle_fl
 from browser import launched
-from test_cli import waffle
+from cli_support import waffle
 from test_decision import folder_of_tables
 from waffle_fl.manifest import seal
 from waffle_fl.report.page import script_json

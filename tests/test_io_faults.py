@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_cli import refusal, waffle
+from cli_support import refusal, waffle
 from test_process import ENVIRONMENT, one_line
 from test_process import waffle as process
 from waffle_fl import experiment

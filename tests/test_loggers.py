@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from test_cli import refusal, waffle
+from cli_support import refusal, waffle
 from waffle_fl import experiment
 from waffle_fl.experiment import Listener
 from waffle_fl.loggers import Several

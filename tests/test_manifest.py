@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from test_cli import refusal, waffle
+from cli_support import refusal, waffle
 from test_use import rows, write
 from waffle_fl import manifest, records, tensorfile
 from waffle_fl.algorithms import schedules

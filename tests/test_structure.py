@@ -56,3 +56,9 @@ def test_no_class_name_stands_for_two_things() -> None:
         if not node.name.startswith("_") and not (path.parts[0] == "algorithms" and node.name in CONTRACT):
             places.setdefault(node.name, []).append(str(path))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_test_files_are_short() -> None:
+    """A test file covers one subject in at most 700 lines."""
+    lengths = {path.name: len(path.read_text().splitlines()) for path in Path(__file__).parent.glob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 700} == {}

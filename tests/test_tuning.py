@@ -13,8 +13,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from cli_support import Shown, waffle
 from conftest import refusal
-from test_cli import Shown, waffle
 from test_process import start
 from waffle_fl.algorithms import ALGORITHMS, training_key
 from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, option_types

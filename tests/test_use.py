@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from test_cli import refusal, strict, waffle
+from cli_support import refusal, strict, waffle
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import federation_of
 from waffle_fl.results import read_run
