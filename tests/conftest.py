@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores: more threads only wait
+
 import numpy as np
 import pytest
 import torch
