@@ -9,7 +9,7 @@ LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --unive
   --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
   --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower test test-flower lint bench setup lock sbom release clean
+.PHONY: demo demo-flower test test-flower test-thorough lint bench setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -18,7 +18,10 @@ demo-flower: $(READY)
 	$(BIN)/waffle deploy demo
 
 test: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3
+
+test-thorough: $(READY)
+	$(BIN)/pytest -n 2 -m thorough
 
 test-flower: $(READY)
 	$(BIN)/pytest -m flower tests/test_flower_*.py

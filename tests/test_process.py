@@ -237,11 +237,12 @@ def kill_and_resume(tmp_path: Path, method: str, count: int, lanes: int = 2) -> 
     return sorted(reports, key=lambda report: report["number"])
 
 
-def test_fifty_runs_killed_at_random_moments_resume_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    """Of 50 WAFFLE runs killed by SIGKILL and resumed by the same command, 50 end as the unbroken run does."""
-    reports = kill_and_resume(tmp_path, "waffle", 50)
-    assert len(reports) == 50
-    assert sum(report["partial"] for report in reports) >= 25
+@pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.thorough)])
+def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, whole: Path, tmp_path: Path) -> None:
+    """WAFFLE runs killed by SIGKILL and resumed by the same command all end as the unbroken run does."""
+    reports = kill_and_resume(tmp_path, "waffle", kills)
+    assert len(reports) == kills
+    assert sum(report["partial"] for report in reports) >= kills / 2
     assert [report for report in reports if report["code"] != 0] == []
     expected = bits(whole)
     assert [r for r in reports if bits(tmp_path / f"run-{r['number']}")[1:] != expected[1:]] == []

@@ -18,6 +18,7 @@ from tyro import _errors as tyro_errors
 
 from waffle_fl.algorithms import algorithm_of
 from waffle_fl.config import Settings, option_types
+from waffle_fl.constraints import parameters_of
 from waffle_fl.errors import WaffleError, suggest
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ def settings_class(besides: tuple[str, ...] = (), **defaults: Any) -> type:
 
 
 def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str, Any] | None = None) -> type:
-    help_of = field_help(kind)
+    help_of = {name: _with_limits(text, kind, name) for name, text in field_help(kind).items()}
     defaults = {f.name: f.default for f in dataclasses.fields(kind)} | dict(changed or {})
     fields = [
         (name, Annotated[hint, tyro.conf.arg(help=help_of.get(name, ""))], dataclasses.field(default=defaults[name]))
@@ -95,6 +96,12 @@ def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str
     made = dataclasses.make_dataclass(f"{kind.__name__}Flags", fields, frozen=True)
     made.__doc__ = title
     return made
+
+
+def _with_limits(text: str, kind: Any, name: str) -> str:
+    """A field's help, and what its constraint allows."""
+    constraint = parameters_of(kind)[name].constraint if name in parameters_of(kind) else None
+    return f"{text} Expected: {constraint.words}." if constraint else text
 
 
 def field_help(kind: type) -> dict[str, str]:
