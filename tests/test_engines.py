@@ -34,7 +34,7 @@ NORMALISED = FlatModel(
 
 
 def rounds(cells: Sequence[Cell], model: FlatModel, **options: Any) -> list[list[Outcome]]:
-    settings: dict[str, Any] = {"rounds": 4, "batch_size": BATCH, "epochs": 2, **options}
+    settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, **options}
     return list(simulate(cells, model, **settings))
 
 
@@ -207,4 +207,4 @@ def test_draws_in_the_forward_pass_train_on_a_gpu() -> None:
     model = FlatModel(Noisy, device="cuda")
     outcomes = rounds([Cell(Waffle(SGD(0.1)), make_federation(), 1)], model)
     assert not model.capturable
-    assert len(outcomes) == 4
+    assert len(outcomes) == 3
