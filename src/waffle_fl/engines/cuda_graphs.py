@@ -60,34 +60,25 @@ class Graphs:
         sizes: Sequence[int],
         steps: Sequence[int],
     ) -> Any:
-        """All steps of a round, without a word from the host in between; the last ones only for rows that have them."""
-        alone = partial(self._run, algorithm, batches)
+        """All steps of a round; the last ones only for the rows that have them."""
         cut = last_for_all(steps)
-        local = alone(local, plan, sizes[:cut], 0, min(steps))
+        local = self._graph(algorithm, batches, local, plan).run(local, plan, sizes[:cut], 0, min(steps))
         if cut == len(sizes):
             return local
         late = [row for row, count in enumerate(steps) if count > cut]
         rows = torch.tensor(late, device=self.model.device)
         picked = BatchPlan(*(field.index_select(0, rows) for field in plan))
         later = type(local)(*(field.index_select(0, rows) for field in local))
-        later = alone(later, picked, sizes[cut:], cut, min(steps[row] for row in late))
+        graph, end = self._graph(algorithm, batches, later, picked), min(steps[row] for row in late)
+        later = graph.run(later, picked, sizes[cut:], cut, end)
         return type(local)(*(old.index_copy(0, rows, new) for old, new in zip(local, later, strict=True)))
 
-    def _run(
-        self,
-        algorithm: Algorithm,
-        batches: Batches,
-        local: Any,
-        plan: BatchPlan,
-        sizes: Sequence[int],
-        start: int,
-        end: int,
-    ) -> Any:
-        """The steps from `start` on; up to `end` all of these rows go together."""
+    def _graph(self, algorithm: Algorithm, batches: Batches, local: Any, plan: BatchPlan) -> _Graph:
+        """The graph for work of this shape."""
         key = (training_key(algorithm), id(batches), *(tuple(field.shape) for field in (*local, *plan)))
         if key not in self._known:
             self._known[key] = _Graph(algorithm, self.model, batches, local, plan)
-        return self._known[key].run(local, plan, sizes, start, end)
+        return self._known[key]
 
 
 def last_for_all(steps: Sequence[int]) -> int:
@@ -109,6 +100,7 @@ class _Graph:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def run(self, local: Any, plan: BatchPlan, sizes: Sequence[int], start: int, end: int) -> Any:
+        """The steps from `start` on; up to `end` all of these rows make them."""
         work = [(size, t < end) for t, size in enumerate(sizes, start)]
         for kind in dict.fromkeys(work):
             if kind not in self._graphs:
