@@ -1,0 +1,66 @@
+"""A method from outside the package in a deployment: only at sites that list it, and then in the simulator's bits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flower_harness import SITES, Deployment, bits, conduct, federation, simulated, small
+from test_outside_method import NAME, snippet
+from waffle_fl.config import RunConfig
+from waffle_fl.deploy.folders import change
+from waffle_fl.deploy.loopback import deployed
+from waffle_fl.errors import WaffleError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A federation, and mine.py on the search path of this process."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mine.py").write_text(snippet())
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return federation(tmp_path / "federation", SITES)
+
+
+def config() -> RunConfig:
+    return replace(small(2), method=NAME, options={"mu": 0.02})
+
+
+def allow(folder: Path) -> None:
+    for name in SITES:
+        change(folder / "sites" / name / "site.toml", methods=[NAME], imports=[NAME])
+
+
+def test_sites_that_do_not_list_it_refuse(folder: Path, tmp_path: Path) -> None:
+    """The run ends before its first round, with the reason of the site."""
+    with pytest.raises(WaffleError, match=r"this site takes part in .*, not in mine:ConstantPull"):
+        conduct(folder, config(), tmp_path / "run")
+
+
+def test_sites_that_list_it_train_it(folder: Path, tmp_path: Path) -> None:
+    """Model and record are those of the simulator, bit for bit."""
+    allow(folder)
+    conduct(folder, config(), tmp_path / "run")
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
+
+
+@pytest.mark.flower
+def test_real_processes_train_it(folder: Path, tmp_path: Path) -> None:
+    """The same over Flower, TLS and authentication, with the module on each site's PYTHONPATH."""
+    allow(folder)
+    deployment = Deployment(folder)
+    deployment.environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "code"), *sys.path])
+    s = config().settings
+    flags = {"data": s.data, "agents": s.agents, "samples-per-agent": s.samples_per_agent, "rounds": s.rounds}
+    flags |= {"batch-size": s.batch_size, "precision": s.precision, "model": s.model, "mu": 0.02}
+    with deployed(deployment):
+        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        assert deployment.finish_run("run", NAME, *words, "--out", tmp_path / "run") == 0
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
