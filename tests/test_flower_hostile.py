@@ -560,7 +560,7 @@ def test_categories_that_were_told_cannot_be_left_out(first: Scene) -> None:
     ]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    assert "lacks categories that this site has told" in reply.words["courses"]["course"]["error"]
+    assert "lacks categories that this site reported" in reply.words["courses"]["course"]["error"]
 
 
 @pytest.mark.parametrize("where", ["omega", "psi", "model", "aggregation"])

@@ -72,9 +72,9 @@ def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], place: 
 
 @contextmanager
 def live(output: Watched) -> Iterator[Listener]:
-    """The listeners of a training, told to end with it."""
-    heard: list[Logger | ProgressDisplay] = [logger(name) for name in dict.fromkeys(output.log)]
+    """The listeners of a training; they are closed when it ends."""
+    listeners: list[Logger | ProgressDisplay] = [logger(name) for name in dict.fromkeys(output.log)]
     if not output.quiet:
-        heard.append(ProgressDisplay(console_for(stderr=True)))
+        listeners.append(ProgressDisplay(console_for(stderr=True)))
     with ExitStack() as stack:
-        yield Several([stack.enter_context(listener) for listener in heard])
+        yield Several([stack.enter_context(listener) for listener in listeners])

@@ -43,7 +43,7 @@ NOT_ADMITTED = json.dumps(  # as Flower writes its errors, so that a SuperNode p
 
 @dataclass(frozen=True)
 class Gate:
-    """Pass a request on, or refuse it by its status; only a site that is not admitted is told why."""
+    """Forwards a request, or rejects it with a status code; only a rejected key gets an explanation in the body."""
 
     app: App
     public_port: int

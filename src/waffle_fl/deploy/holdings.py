@@ -194,7 +194,7 @@ def _check_prepared(common: Preprocessing, rules: Rules, own: Sequence[Table], t
             rules.check_categorical(column.name, train)
             lacking = set(tell_categories(train, column.name, how.min_category)).difference(column.categories)
             if lacking:
-                raise Refused(f"the server's preparation of {column.name!r} lacks categories that this site has told")
+                raise Refused(f"the server's preparation of {column.name!r} lacks categories that this site reported")
         elif common.scope == "federated":
             _check_moments(column, train, rules.max_rows)
 
@@ -266,7 +266,7 @@ def _goal(rules: Rules, own: Sequence[Table], how: Reading) -> Goal:
 
 
 def _check_aim(aim: Preprocessing, goal: Goal) -> None:
-    """Refuse another target, task or set of classes than can have come from what this site has told."""
+    """Reject a target, task or set of classes that cannot follow from what this site reported."""
     if aim.target != goal.target:
         raise Refused("the server asks for another target than this run's")
     if aim.task == "regression":
@@ -275,7 +275,7 @@ def _check_aim(aim: Preprocessing, goal: Goal) -> None:
     elif not goal.as_classes:
         raise Refused(f"column {goal.target!r} holds numbers here, which are no classes")
     elif len(aim.classes) > MOST_CATEGORIES or not set(goal.values) <= set(aim.classes):
-        raise Refused("the server's classes are not those that the sites have told")
+        raise Refused("the server's classes are not those that the sites reported")
 
 
 def _tell_target(rules: Rules, own: Sequence[Table], how: Reading, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Job:
 
     @property
     def survey(self) -> Survey | None:
-        """What the sites have told for this run; None where it is new, or its settings were others then."""
+        """What the sites reported for this run; None where it is new, or its settings were different then."""
         content = read_json(self.path.with_suffix(".survey"))
         same = content is not None and content.get("asked") == self._asked and begun(self.out)
         return Survey.from_json(content["told"]) if content and same else None
