@@ -29,13 +29,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from waffle_fl import APFL, SGD, Cell, FedAvg, Federation, FlatModel, Waffle, build, load, simulate, split
+from waffle_fl import APFL, SGD, FedAvg, Federation, FlatModel, RunSpec, Waffle, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
 from waffle_fl.engines import aggregation, cuda_graphs, evaluation, helper_agents, shared_training
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
-from waffle_fl.models import DLA, LeNet5, mlp, passes, replay, stacked, vessel
+from waffle_fl.models import DLA, LeNet5, folded, mlp, passes, row_module, traced
 
 ROUNDS = 100_000  # never reached: workers are worth their start
 NEVER: Callable[..., bool] = lambda *arguments: False  # noqa: E731
@@ -61,8 +61,8 @@ class Part:
 NOTHING = Part("nothing")
 STACKED_ROWS = Part("stacked rows", model={"stacked": False})
 FOLDED = Part("folded pass", ((passes.Passes, "folded", None),))  # the trial then takes vmap
-TRACED = Part("traced gradients", ((replay, "TRACED_AFTER", math.inf),))
-CPU_CONVOLUTION = Part("CPU convolution", ((vessel.Vessel, "_gains_by_rewriting", NEVER),))
+TRACED = Part("traced gradients", ((traced, "TRACED_AFTER", math.inf),))
+CPU_CONVOLUTION = Part("CPU convolution", ((row_module.RowModule, "_gains_by_rewriting", NEVER),))
 WORKERS = Part("worker processes", options={"workers": 1})
 EVALUATION = Part("stacked evaluation", ((evaluation, "applies", NEVER),))
 THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, parts: map(work, parts)),))
@@ -71,7 +71,7 @@ HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
 GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
 LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
-KERNELS = Part("own kernels", ((stacked, "has_kernels", NEVER),))
+KERNELS = Part("own kernels", ((folded, "has_kernels", NEVER),))
 COMPILED = Part("compiled passes", model={"compiled": False})
 ABREAST = Part("rows abreast", ((passes, "ABREAST", 1),))
 
@@ -80,7 +80,7 @@ ABREAST = Part("rows abreast", ((passes, "ABREAST", 1),))
 class Workload:
     """Some runs, the model that they train, and the parts that could matter to them."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[RunSpec]
     build: Callable[..., FlatModel]
     parts: tuple[Part, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -115,13 +115,13 @@ def unequal(federation: Federation) -> Federation:
 
 def cpu_workloads(data: str) -> dict[str, Workload]:
     digits, lenet = grid(load("digits")), lenet_federation(data)
-    grid_cells = [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
+    grid_cells = [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
     each = [replace(digits[0], alice=i) for i in range(10)]
-    apfl = [Cell(APFL(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for f in each]
+    apfl = [RunSpec(APFL(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for f in each]
     small = FlatModel
     return {
         "LeNet-5": Workload(
-            [Cell(FedAvg(SGD(0.1)), lenet, 1)],
+            [RunSpec(FedAvg(SGD(0.1)), lenet, 1)],
             lambda **o: small(LeNet5, **o),
             (TRACED, CPU_CONVOLUTION, WORKERS),
             settled=8,
@@ -142,13 +142,13 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
             counted=25,
         ),
         "LeNet-5, APFL": Workload(
-            [Cell(APFL(SGD(0.1)), lenet, 1, asked=frozenset([0]))],
+            [RunSpec(APFL(SGD(0.1)), lenet, 1, asked=frozenset([0]))],
             lambda **o: small(LeNet5, **o),
             (HELPERS,),
             settled=4,
         ),
         "LeNet-5, 10,000 test images": Workload(
-            [Cell(FedAvg(SGD(0.1)), lenet_federation(data, "all"), 1)],
+            [RunSpec(FedAvg(SGD(0.1)), lenet_federation(data, "all"), 1)],
             lambda **o: small(LeNet5, **o),
             (THREADS,),
             settled=6,
@@ -164,28 +164,28 @@ def gpu_workloads() -> dict[str, Workload]:
     step, parts = SGD(0.01, 0.9, 5e-4), (FOLDED, GRAPHS, LATE_ROWS, TOGETHER, KERNELS, EVALUATION)
     return {
         "MNIST table": Workload(
-            [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in table],
+            [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in table],
             lambda **o: FlatModel(LeNet5, **{**fast, **o}),
             parts,
             settled=2,
             counted=3,
         ),
         "digits grid": Workload(
-            [Cell(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in grid(load("digits"))],
+            [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in grid(load("digits"))],
             lambda **o: FlatModel(lambda: mlp((1, 8, 8), 10), **{**fast, **o}),
             parts,
             settled=5,
             counted=15,
         ),
         "unequal agents": Workload(
-            [Cell(Waffle(SGD(0.1)), unequal(table[0]), seed) for seed in range(1, 6)],
+            [RunSpec(Waffle(SGD(0.1)), unequal(table[0]), seed) for seed in range(1, 6)],
             lambda **o: FlatModel(LeNet5, **{**fast, **o}),
             (LATE_ROWS,),
             settled=3,
             counted=9,
         ),
         "DLA": Workload(
-            [Cell(Waffle(step), dla, 1)],
+            [RunSpec(Waffle(step), dla, 1)],
             lambda **o: FlatModel(DLA, **{**half, "compiled": True, **o}),
             (COMPILED, ABREAST, GRAPHS),
             {"batch_size": 128},

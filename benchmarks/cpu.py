@@ -35,10 +35,10 @@ from torch import Tensor
 
 from benchmarks.peers import Peer, installed, peers
 from benchmarks.plain import PlainLoop
-from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, build, load, simulate, split
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
-from waffle_fl.engines.cells import Outcome
+from waffle_fl.engines.run_spec import Outcome
 from waffle_fl.experiment import federation_of
 from waffle_fl.models import LeNet5, mlp
 
@@ -123,7 +123,7 @@ def lenet5() -> dict[str, Any]:
     halves = [ProcessPoolExecutor(1, context, _prepare, (tuple(half),)) for half in (range(5), range(5, 10))]
     start = model.init(1).params
     whole = torch.stack([pool.submit(_half_round, start).result() for pool in halves]).mean(dim=0)
-    ours, outcome, start_up = _settled("lenet5", [Cell(FedAvg(SGD(0.1)), federation, 1)], model)
+    ours, outcome, start_up = _settled("lenet5", [RunSpec(FedAvg(SGD(0.1)), federation, 1)], model)
 
     def one_thread(r: int) -> float:
         batches = plain.prepared(r)
@@ -149,7 +149,7 @@ def digits() -> dict[str, Any]:
     """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round. The others make 25 rounds a turn."""
     torch.set_num_threads(1)
     federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
-    cells = [Cell(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
+    cells = [RunSpec(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
     plain, untrained = (
         PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1) for _ in range(2)
     )
@@ -203,7 +203,7 @@ def _cost(count: int) -> dict[str, float]:
         class_names=tuple("0123456789"),
     )
     rounds = max(5, 200 // count)
-    stream = simulate([Cell(FedAvg(SGD(0.1)), federation, 1)], FlatModel(LeNet5), rounds=rounds + 3, batch_size=32)
+    stream = simulate([RunSpec(FedAvg(SGD(0.1)), federation, 1)], FlatModel(LeNet5), rounds=rounds + 3, batch_size=32)
     for _ in range(3):
         next(stream)
     took = median(seconds(lambda: next(stream)) for _ in range(rounds))
@@ -212,7 +212,7 @@ def _cost(count: int) -> dict[str, float]:
     return {"ms_an_agent_and_round": round(1000 * took / count, 4), "peak_mib": round(peak / 1024)}
 
 
-def _settled(part: str, cells: list[Cell], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
+def _settled(part: str, cells: list[RunSpec], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
     """Our rounds from where they go at their pace, the first outcome, and the seconds until then."""
     began = time.perf_counter()
     ours = simulate(cells, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, batch_size=32)

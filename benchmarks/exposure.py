@@ -18,10 +18,10 @@ from waffle_fl import FedAvg, Federation, FlatModel
 from waffle_fl.algorithms import SGD, Net
 from waffle_fl.config import check_run
 from waffle_fl.deploy.exposure import exposed_shares, usual_shares
-from waffle_fl.engines.cells import Cell, own_net
+from waffle_fl.engines.run_spec import RunSpec, own_net
 from waffle_fl.engines.simulate import simulate
-from waffle_fl.experiment import Place
-from waffle_fl.experiment.materials import federation_of, model_of
+from waffle_fl.experiment import Runtime
+from waffle_fl.experiment.factories import federation_of, model_of
 from waffle_fl.models import Batch, mlp
 from waffle_fl.randomness import generator
 
@@ -85,8 +85,8 @@ def honest(settings: dict[str, Any]) -> dict[str, Any]:
     """FedAvg on the digits: the largest share in the rounds that are looked at."""
     s = check_run("fedavg", {"data": "digits", "model": "mlp", **settings}, {}).settings
     federation = federation_of(s)
-    model = model_of(s, federation, Place(), torch.device("cpu"))
-    cell = Cell(FedAvg(SGD(s.lr)), federation, s.seed)
+    model = model_of(s, federation, Runtime(), torch.device("cpu"))
+    cell = RunSpec(FedAvg(SGD(s.lr)), federation, s.seed)
     alone = federation.only(federation.alice)
     shares = [
         exposed_shares(model, own_net(cell, outcome.state, model), alone)[0]

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.plain import PlainLoop
-from waffle_fl import SGD, Cell, FlatModel, Scaffold, simulate
+from waffle_fl import SGD, FlatModel, RunSpec, Scaffold, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.batches import Batches
 from waffle_fl.config import Experiment, RunConfig, Settings
@@ -38,7 +38,7 @@ from waffle_fl.data.idx import UNSIGNED_BYTE
 from waffle_fl.data.sources import SOURCES
 from waffle_fl.engines.arithmetic import products
 from waffle_fl.engines.cuda_graphs import one_step
-from waffle_fl.experiment import Listener, Place, execute, federation_of, plan
+from waffle_fl.experiment import Listener, Runtime, execute, federation_of, plan
 from waffle_fl.federation import Federation, build
 from waffle_fl.models import DLA, LeNet5
 from waffle_fl.partition import split
@@ -50,16 +50,16 @@ MNIST = Settings(data="mnist", batch_size=32, lr=0.1, precision="tf32", rounds=R
 
 
 @contextlib.contextmanager
-def place_of(device: str = "cuda") -> Iterator[Place]:
+def place_of(device: str = "cuda") -> Iterator[Runtime]:
     """Where to run: with MNIST as published or, where that is absent, with files of the same shapes full of noise."""
     source = SOURCES["mnist"]
     if all((data_dir() / source.folder / file.name).exists() for file in source.files):
-        yield Place(device=device)
+        yield Runtime(device=device)
         return
     print(f"{data_dir()} does not hold MNIST: noise of the same shapes is used", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         write_noise(Path(folder) / source.folder)
-        yield Place(device=device, data_dir=folder, allow_unverified=True)
+        yield Runtime(device=device, data_dir=folder, allow_unverified=True)
 
 
 def write_noise(folder: Path) -> None:
@@ -168,7 +168,7 @@ def loop() -> dict[str, Any]:
     federations = [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
     model = FlatModel(LeNet5, precision="tf32", device="cuda")
     ours, plain = [], []
-    cells = [Cell(Scaffold(SGD(0.1), clip=0.0), f, seed) for seed in SEEDS for f in federations]
+    cells = [RunSpec(Scaffold(SGD(0.1), clip=0.0), f, seed) for seed in SEEDS for f in federations]
     stream = simulate(cells, model, rounds=8, batch_size=32)
     next(stream)
     with products("tf32"):
@@ -198,7 +198,7 @@ def agreement(federation: Federation) -> float:
     """How far the plain loop and ours lie apart after two rounds in float32, with agents of 140 to 320 samples."""
     federation = replace(federation, train=tuple(rows[: 320 - 20 * i] for i, rows in enumerate(federation.train)))
     model = FlatModel(LeNet5, device="cuda")
-    cell = Cell(Scaffold(SGD(0.1), clip=0.0), federation, 1)
+    cell = RunSpec(Scaffold(SGD(0.1), clip=0.0), federation, 1)
     ours = list(simulate([cell], model, rounds=2, batch_size=32))[-1][0].state.server.x
     with products("float32"):
         peer = PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1)
@@ -218,7 +218,7 @@ def dla() -> dict[str, Any]:
     algorithm = ALGORITHMS["waffle"](sgd=SGD(0.01, 0.9, 5e-4))
     steps = sum(-(-n // 128) for n in federation.samples.tolist())
     times = []
-    for outcomes in simulate([Cell(algorithm, federation, 1)], model, rounds=5, batch_size=128):
+    for outcomes in simulate([RunSpec(algorithm, federation, 1)], model, rounds=5, batch_size=128):
         times.append(outcomes[0].measured["seconds"])
     return {
         "batch_size": 128,
@@ -240,7 +240,7 @@ def agents() -> dict[str, Any]:
         federation = build(noise, split(y, y[:1000], "A", agents=count, samples_per_agent=60, test="all"))
         model = FlatModel(LeNet5, precision="tf32", device="cuda")
         torch.cuda.reset_peak_memory_stats()
-        cell = Cell(ALGORITHMS["fedavg"](sgd=SGD(0.1)), federation, 1)
+        cell = RunSpec(ALGORITHMS["fedavg"](sgd=SGD(0.1)), federation, 1)
         times = [o[0].measured["seconds"] for o in simulate([cell], model, rounds=6, batch_size=32)]
         result[str(count)] = {
             "ms_an_agent_and_round": round(1000 * median(times[2:]) / count, 5),
@@ -255,11 +255,15 @@ def repeat() -> dict[str, Any]:
     federations = [replace(f, train=tuple(t[:300] for t in f.train)) for f in federations]
     model = FlatModel(LeNet5, precision="tf32", device="cuda")
 
-    def last(cells: list[Cell]) -> torch.Tensor:
+    def last(cells: list[RunSpec]) -> torch.Tensor:
         return list(simulate(cells, model, rounds=4, batch_size=32))[-1][0].state.server.x
 
     algorithm = ALGORITHMS["waffle"](sgd=SGD(0.1))
-    cells = [Cell(algorithm, federations[0], 1), Cell(algorithm, federations[1], 2), Cell(algorithm, federations[0], 3)]
+    cells = [
+        RunSpec(algorithm, federations[0], 1),
+        RunSpec(algorithm, federations[1], 2),
+        RunSpec(algorithm, federations[0], 3),
+    ]
     alone, again, stacked = last(cells[:1]), last(cells[:1]), last(cells)
     return {
         "repeats_bit_for_bit": torch.equal(alone, again),

@@ -20,7 +20,7 @@ import torch
 from hypothesis import settings
 
 from waffle_fl.algorithms import Grad, for_model
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
@@ -67,7 +67,7 @@ def grad_of(model: FlatModel, batch: Batch) -> Grad:
     return Grad(partial(model.grad, batch=batch), torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
 
 
-def last_state(cell: Cell, model: FlatModel, rounds: int = 6, **options: object):
+def last_state(cell: RunSpec, model: FlatModel, rounds: int = 6, **options: object):
     """The outcomes of a short run of one cell."""
     return [outcomes[0] for outcomes in simulate([cell], model, rounds=rounds, batch_size=BATCH, **options)]
 

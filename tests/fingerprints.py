@@ -12,9 +12,9 @@ from typing import Any
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.attacks import tamper_of
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
-from waffle_fl.experiment import Place, device_of, federation_of, model_of
+from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
 from waffle_fl.versions import RESULTS_VERSION
 
 KEPT = Path(__file__).with_name("fingerprints.json")
@@ -41,9 +41,9 @@ def losses(config: RunConfig) -> list[float]:
     """Loss of Alice's model on her test data after each round."""
     s = config.settings
     federation = federation_of(s, "", False)
-    model = model_of(s, federation, Place(), device_of("cpu"))
+    model = model_of(s, federation, Runtime(), device_of("cpu"))
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
-    cell = Cell(config.algorithm(), federation, s.seed, tamper=tamper)
+    cell = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
     stream = simulate(
         [cell],
         model,

@@ -15,14 +15,14 @@ from typing import Any
 from flwr.supercore.task_identity import TaskIdentity
 
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy import folders
+from waffle_fl.deploy import settings_files
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
-from waffle_fl.deploy.loopback import PATIENCE, Loopback, prepare
-from waffle_fl.deploy.serverapp import Conductor
+from waffle_fl.deploy.local_cluster import PATIENCE, LocalCluster, prepare
+from waffle_fl.deploy.server_app import JobRunner
 from waffle_fl.deploy.site import Site
-from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
-from waffle_fl.experiment import Place, execute
+from waffle_fl.engines.flower.messages import Message, packed, unpacked
+from waffle_fl.experiment import Runtime, execute
 from waffle_fl.records import read_json
 
 SITES = ("a", "b", "c")
@@ -67,11 +67,11 @@ def with_model(folder: Path, hidden: int) -> str:
 class Grid:
     """Flower's grid as far as we use it, the sites in this process; `post` may do anything to a reply."""
 
-    def __init__(self, folder: Path, post: Callable[[str, Parcel, Parcel], Parcel | None] | None = None) -> None:
+    def __init__(self, folder: Path, post: Callable[[str, Message, Message], Message | None] | None = None) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
             1  # what a ServerApp's process knows of itself
         )
-        names = folders.read_server(folder).sites
+        names = settings_files.read_server(folder).sites
         self.sites = {name: folder / "sites" / name for name in names}
         self.nodes = [
             SimpleNamespace(node_id=i + 1, public_key=wire_form(folder / "keys" / f"{name}.pub"), last_activated_at="")
@@ -79,7 +79,7 @@ class Grid:
         ]
         self.post = post or (lambda name, request, reply: reply)
         self.replies: dict[str, Any] = {}
-        self.requests: list[tuple[str, Parcel]] = []
+        self.requests: list[tuple[str, Message]] = []
         self.gone: set[str] = set()
 
     def get_nodes(self) -> list[Any]:
@@ -109,7 +109,7 @@ class Grid:
 def conduct(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job:
     """Run a job to its end with the sites in this process."""
     job = Job.create(folder, config, out, force=False)
-    Conductor(folder, job, grid or Grid(folder)).conduct()
+    JobRunner(folder, job, grid or Grid(folder)).conduct()
     return job
 
 
@@ -122,11 +122,11 @@ def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
 
 def simulated(config: RunConfig, out: Path) -> Path:
     """The same config in the simulator."""
-    execute([(config, out)], Place(device="cpu"))
+    execute([(config, out)], Runtime(device="cpu"))
     return out
 
 
-class Deployment(Loopback):
+class Deployment(LocalCluster):
     """Real processes: a `loopback.Loopback` that also runs jobs, and finds what Flower itself has started."""
 
     def start_run(self, *arguments: str | Path) -> subprocess.Popen[bytes]:

@@ -31,7 +31,7 @@ def hook() -> None:
     def lying(name: str, package: str | None = None) -> Any:
         known = name in sys.modules
         module: Any = honest_import(name, package)
-        if name == "waffle_fl.deploy.clientapp" and not known:
+        if name == "waffle_fl.deploy.client_app" and not known:
             pretend(module, Path(sys.argv[1]))
         return module
 
@@ -52,7 +52,7 @@ def pretend(module: Any, site: Path) -> None:
         lie = lies.lie_of(site, asked[0])
         if lie == TWICE:
             (site / "replayed.json").write_text(json.dumps(pushed(site, message(content, reply_to=reply_to))))
-            content = module.packed(lies.Parcel({"error": "the second reply"}))
+            content = module.packed(lies.Message({"error": "the second reply"}))
         if lie == UNREADABLE:
             unreadable(content)
         return message(content, reply_to=reply_to)
@@ -95,7 +95,7 @@ def fleet(site: Path, recorder: Recorder) -> Any:
     key: Any = load_ssh_private_key((site / "node.key").read_bytes(), None)
     signed = NodeAuthHttpInterceptor(key, key.public_key())
     chain: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperNode"), signed, recorder]
-    folders: Any = import_module("waffle_fl.deploy.folders")
+    folders: Any = import_module("waffle_fl.deploy.settings_files")
     return FleetHttpClient.from_server_address(
         folders.read_site(site).server, False, (site / "ca.crt").read_bytes(), chain
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.engines.flower.messages import Message
 from waffle_fl.tensorfile import MAX_HEADER, pack, parse_header
 
 BOMB = 64 << 20  # bytes of a payload that is far too long
@@ -93,7 +93,7 @@ REPLAY, NO_ANSWER, BOAST, HONEST = "W8 replay", "no answer", "W10 W11 boast", ""
 REASONS = {**{lie: reason for lie, (_, reason) in LIES.items()}, REPLAY: "round is", NO_ANSWER: "no answer to what"}
 
 
-def told(site: Path, request: Parcel, reply: Parcel) -> Parcel:
+def told(site: Path, request: Message, reply: Message) -> Message:
     """The reply as the site's `lies.json` (round -> lie) wants it; the second attempt at a round is honest."""
     (task,) = request.words.get("tasks", [{}])
     if not task.get("round") or not reply.payloads or task["attempt"]:
@@ -108,8 +108,8 @@ def told(site: Path, request: Parcel, reply: Parcel) -> Parcel:
     if lie == NO_ANSWER:
         return replace(reply, words={"courses": "none"})
     if lie == REPLAY:
-        return Parcel(reply.words, {course: first.read_bytes()})
-    return Parcel(reply.words, {course: LIES[lie][0](payload)}) if lie in LIES else reply
+        return Message(reply.words, {course: first.read_bytes()})
+    return Message(reply.words, {course: LIES[lie][0](payload)}) if lie in LIES else reply
 
 
 def lie_of(site: Path, r: int) -> str:
@@ -118,7 +118,7 @@ def lie_of(site: Path, r: int) -> str:
     return schedule.get(str(r), HONEST)
 
 
-def boasted(reply: Parcel) -> Parcel:
+def boasted(reply: Message) -> Message:
     """W10, W11: an honest update with a `dc`, and wrong words about its agent, its samples and its steps."""
     boasts: dict[str, Any] = {
         "num-examples": 10**9,
@@ -131,4 +131,4 @@ def boasted(reply: Parcel) -> Parcel:
     ((course, payload),) = reply.payloads.items()
     longer = pack(load(payload) | {"dc": 1e9 * load(payload)["dy"]}, {**labels(payload), "num-examples": "1000000000"})
     courses = {course: {**reply.words["courses"][course], **boasts}, "another": boasts}
-    return Parcel({**reply.words, **boasts, "courses": courses}, {course: longer, "another": payload[:100]})
+    return Message({**reply.words, **boasts, "courses": courses}, {course: longer, "another": payload[:100]})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from waffle_fl import cli
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.experiment import Listener, Place, execute
+from waffle_fl.experiment import Listener, Runtime, execute
 from waffle_fl.records import Run, read_rounds
 
 TEMPLATE = {
@@ -83,7 +83,7 @@ class Watcher(Listener):
 
 
 def finish(folder: Path, chosen: RunConfig, listener: Listener | None = None, **place: Any) -> dict[str, Any]:
-    (result,) = execute([(chosen, folder)], Place(**place), listener)
+    (result,) = execute([(chosen, folder)], Runtime(**place), listener)
     return result
 
 

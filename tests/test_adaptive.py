@@ -15,11 +15,11 @@ from hypothesis import assume, given, settings
 
 from conftest import BATCH, CLASSES, FEATURES, last_state, make_federation, make_model
 from waffle_fl.algorithms import SGD, Round
-from waffle_fl.algorithms.adaptive import Witness, observe, start
+from waffle_fl.algorithms.adaptive_degree import GradientStatistics, observe, start
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.config import check_run
 from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
-from waffle_fl.engines.cells import Cell, RoundSettings
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
@@ -34,7 +34,7 @@ def now(agents: int, intact: list[bool] | None = None) -> Round:
     return Round(1, 100, torch.tensor(0), there, there, ones, ones, 32)
 
 
-def seen(*rounds: list[list[float]]) -> Witness:
+def seen(*rounds: list[list[float]]) -> GradientStatistics:
     """The witness after these rounds' gradients, Alice's first."""
     witness = start(CPU)
     for gradients in rounds:
@@ -112,7 +112,7 @@ def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) ->
 
 
 def weights_of(federation: Federation, rounds: int = 40, **options: Any) -> list[list[float]]:
-    cell = Cell(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
+    cell = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
     return [outcome.measured["weights"] for outcome in last_state(cell, make_model(), rounds=rounds)]
 
 
@@ -148,13 +148,13 @@ def test_adaptive_weights_are_weights() -> None:
 
 def test_the_default_does_not_look() -> None:
     """By the clock the witness stays as it was, so that the paper's method pays nothing for it."""
-    server = last_state(Cell(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
+    server = last_state(RunSpec(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
     assert [server.squares.item(), server.cubes.item(), server.strife.item(), server.degree.item()] == [0, 0, 0, 1]
 
 
 def test_it_goes_on_from_a_saved_state() -> None:
     """A run that stops after three rounds and goes on ends in the bits of one that did not."""
-    model, cell = make_model(torch.float32), Cell(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
+    model, cell = make_model(torch.float32), RunSpec(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
     unbroken = [outcomes[0] for outcomes in simulate([cell], model, rounds=6, batch_size=BATCH)]
     resumed = replace(cell, state=unbroken[2].state)
     last = [outcomes[0] for outcomes in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
@@ -168,7 +168,7 @@ def test_cells_close_alike_together() -> None:
     settings = RoundSettings(10, BATCH)
     for seed, alice in ((3, 0), (4, 2)):
         federation = make_federation(alice=alice, seed=seed)
-        state = last_state(Cell(algorithm, federation, seed), model, rounds=3)[-1].state
+        state = last_state(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
         down = algorithm.broadcast(state.server, federation.agents)
         agents, up = algorithm.finish(down, state.agents, algorithm.begin(down, state.agents))
         up = up._replace(dy=torch.sin(torch.arange(up.dy.numel(), dtype=torch.float64)).view_as(up.dy))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation
-from waffle_fl import SGD, Cell, FedAvg, simulate
+from waffle_fl import SGD, FedAvg, RunSpec, simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.models import Batch, FlatModel, Net, ready
@@ -274,7 +274,7 @@ def test_any_module_trains(name: str) -> None:
     ends = []
     for prepared in (True, False):
         model = model_for(name, PLAIN[name], federation, prepared)
-        cells = [Cell(FedAvg(SGD(0.1)), federation, 1)]
+        cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
         *_, outcomes = simulate(cells, model, rounds=2, batch_size=BATCH, epochs=2, workers=1)
         ends.append(outcomes[0].state.server.x)
         assert ends[-1].isfinite().all()
@@ -287,7 +287,7 @@ def test_training_is_that_of_a_plain_loop(name: str) -> None:
     """Two rounds of one agent on all its samples end where torch.optim.SGD ends after as many steps."""
     federation = federation_for(name).only(0)
     model = model_for(name, PLAIN[name], federation)
-    cells = [Cell(FedAvg(SGD(0.1)), federation, 1)]
+    cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
     *_, outcomes = simulate(cells, model, rounds=2, batch_size=32, epochs=2, workers=1)
     x, y = federation.x[federation.train[0]], federation.y[federation.train[0]]
     x = x.long() if name in OF_WORDS else x.double()
@@ -341,7 +341,7 @@ def test_runs_that_draw_repeat(name: str) -> None:
 
     def end(prepared: bool, workers: int) -> Tensor:
         model = model_for(name, DRAWING[name], federation, prepared)
-        cells = [Cell(FedAvg(SGD(0.1)), federation, 1)]
+        cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
         *_, outcomes = simulate(cells, model, rounds=2, batch_size=BATCH, workers=workers)
         return outcomes[0].state.server.x  # type: ignore[no-any-return]
 

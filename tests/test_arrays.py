@@ -14,7 +14,7 @@ from data_support import answer
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import advice
 from waffle_fl.federation import Federation, build, index_of
@@ -41,7 +41,7 @@ def trained(made: Federation, rounds: int = 3, batch_size: int = 64) -> list[dic
     """What WAFFLE measures in a few rounds on the federation."""
     shape, classes = made.shape, len(made.class_names)
     model = FlatModel(lambda: mlp(shape, classes, hidden=4))
-    cell = Cell(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
+    cell = RunSpec(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
     stream = simulate([cell], model, rounds=rounds, batch_size=batch_size, workers=1)
     return [outcomes[0].measured for outcomes in stream]
 

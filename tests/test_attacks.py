@@ -20,9 +20,9 @@ from waffle_fl.attacks.poison import stamped
 from waffle_fl.attacks.updates import Scene
 from waffle_fl.config import check_run
 from waffle_fl.engines.arithmetic import one_thread
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
-from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment import Runtime, execute
 from waffle_fl.guard import COPIED, OK, OPPOSED, PULLING, REASONS, screen
 from waffle_fl.records import read_json, read_rounds
 
@@ -126,7 +126,7 @@ def test_attacks_on_labels_outlast_a_drift() -> None:
         assert bad.backdoor is not None
         assert (bad.labels(0, bad.backdoor, moment) == 1).all()
         assert (bad.labels(3, bad.train[3][: round(0.5 * len(own))], moment) == 1).all()
-    assert len(last_state(Cell(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
+    assert len(last_state(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
 
 
 def test_a_stamp_is_a_patch() -> None:
@@ -143,7 +143,7 @@ def test_every_attack_runs_and_resumes(attack: str, tmp_path: Path) -> None:
     """Each attack runs by its name, the record names the attackers and their weight, and runs repeat bit for bit."""
     config = check_run("waffle", {**SMALL, "attack": attack, "attackers": 2}, {})
     folders = [tmp_path / name for name in ("first", "second")]
-    execute([(config, folder) for folder in folders], Place(workers=1, stack=1))
+    execute([(config, folder) for folder in folders], Runtime(workers=1, stack=1))
     rounds = [read_rounds(folder / "rounds.jsonl") for folder in folders]
     timeless = [[{k: v for k, v in line.items() if k != "seconds"} for line in lines] for lines in rounds]
     assert timeless[0] == timeless[1]
@@ -166,7 +166,7 @@ def test_the_noise_of_a_round_is_its_own() -> None:
 def test_local_is_nobody_s_victim(tmp_path: Path) -> None:
     """Who trains alone is not attacked: Local reaches the same with and without."""
     runs = [check_run("local", {**SMALL, **more}, {}) for more in ({}, {"attack": "sign-flip", "attackers": 2})]
-    results = execute([(run, tmp_path / str(i)) for i, run in enumerate(runs)], Place(workers=1))
+    results = execute([(run, tmp_path / str(i)) for i, run in enumerate(runs)], Runtime(workers=1))
     assert results[0]["last"] == results[1]["last"]
 
 
@@ -197,7 +197,7 @@ def test_an_attack_on_labels_needs_classes() -> None:
 def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[str, Any]]:
     federation = make_federation((40,) * 6)
     bad = poisoned(federation, attack, 2)
-    cell = Cell(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
+    cell = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
     return [outcome.measured for outcome in last_state(cell, make_model(), rounds=8, guard=guard)]
 
 
@@ -209,10 +209,10 @@ def test_the_guard_finds_crude_attacks(attack: str, method: Any) -> None:
     assert sum(line["attackers_weight"] for line in rounds) / len(rounds) < 0.1
 
 
-def codes_of(dy: torch.Tensor, pulls: torch.Tensor | None = None) -> list[int]:
+def codes_of(dy: torch.Tensor, new_control_variates: torch.Tensor | None = None) -> list[int]:
     up = Up(dy, torch.zeros(len(dy), 0))
     everyone = torch.ones(len(dy), dtype=torch.bool)
-    return screen(up, torch.tensor(0), everyone, "standard", pulls)[2].tolist()
+    return screen(up, torch.tensor(0), everyone, "standard", new_control_variates)[2].tolist()
 
 
 def test_copies_and_chance() -> None:
@@ -235,9 +235,9 @@ def test_one_lie_counts_once() -> None:
 def test_a_control_variate_that_pulls() -> None:
     """An update like all others is refused if the control variate that follows is twice as long as the median."""
     dy = torch.ones(5, 400) + 0.5 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
-    pulls = torch.ones(5, 400)
-    pulls[3] *= 2
-    assert codes_of(dy, pulls) == [OK, OK, OK, PULLING, OK]
+    new_control_variates = torch.ones(5, 400)
+    new_control_variates[3] *= 2
+    assert codes_of(dy, new_control_variates) == [OK, OK, OK, PULLING, OK]
     assert REASONS[PULLING] == "too strong a pull"
 
 
@@ -247,8 +247,8 @@ def test_corrected_updates_are_not_cut_below_the_median() -> None:
     dy[0] /= 4
     up, everyone = Up(dy, torch.zeros(5, 0)), torch.ones(5, dtype=torch.bool)
     norms = dy.norm(dim=1)
-    for pulls, limit in ((None, 2 * norms[0]), (torch.ones(5, 400), norms.median())):
-        cut = screen(up, torch.tensor(0), everyone, "standard", pulls)[0].dy.norm(dim=1)
+    for new_control_variates, limit in ((None, 2 * norms[0]), (torch.ones(5, 400), norms.median())):
+        cut = screen(up, torch.tensor(0), everyone, "standard", new_control_variates)[0].dy.norm(dim=1)
         torch.testing.assert_close(cut[1:], norms[1:].clamp(max=limit))
 
 
@@ -259,7 +259,7 @@ def test_who_was_refused_leaves_no_control_variate() -> None:
     def flip(up: Any, r: int) -> Any:
         return up._replace(dy=torch.where(torch.arange(4)[:, None] == 3, -up.dy, up.dy)) if r > 2 else up
 
-    *_, last = simulate([Cell(Scaffold(SGD(0.1)), federation, 3, tamper=flip)], make_model(), rounds=4,
+    *_, last = simulate([RunSpec(Scaffold(SGD(0.1)), federation, 3, tamper=flip)], make_model(), rounds=4,
                         batch_size=BATCH, guard="standard")  # fmt: skip
     server, refused = last[0].state.server, last[0].measured["screened"]
     heard = [i for i, name in enumerate(federation.names) if refused.get(name, "clipped") == "clipped"]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conftest import last_state, refusal
-from waffle_fl import SGD, Cell, FedAvg, FlatModel, build, load, split
+from waffle_fl import SGD, FedAvg, FlatModel, RunSpec, build, load, split
 from waffle_fl.augment import PADDING, crop_and_flip, darkest
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment import Runtime, execute
 from waffle_fl.models import mlp
 
 
@@ -56,7 +56,7 @@ def test_training_sees_them_and_repeats() -> None:
     digits = load("digits")
     federation = build(digits, split(digits.y_train, digits.y_test, "C", agents=3))
     model = FlatModel(lambda: mlp((1, 8, 8), 10))
-    cell = Cell(FedAvg(SGD(0.1)), federation, 1)
+    cell = RunSpec(FedAvg(SGD(0.1)), federation, 1)
     plain, first, again = (last_state(cell, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
     assert torch.equal(first, again)
     assert not torch.equal(first, plain)
@@ -64,4 +64,4 @@ def test_training_sees_them_and_repeats() -> None:
 
 def test_only_images_are_augmented(tmp_path: Path) -> None:
     config = RunConfig(method="fedavg", settings=Settings(data="synthetic", model="mlp", augment=True))
-    assert "augment is for images" in refusal(execute, [(config, tmp_path / "run")], Place())
+    assert "augment is for images" in refusal(execute, [(config, tmp_path / "run")], Runtime())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from reference.paper import calc_weights as slow
 from waffle_fl.algorithms import SGD, Round
-from waffle_fl.algorithms.contract import chords
+from waffle_fl.algorithms.contract import angular_distance
 from waffle_fl.algorithms.schedules import evaluate, parse, sigmoid
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
 from waffle_fl.errors import WaffleError
@@ -71,13 +71,13 @@ def test_only_max_starts_with_everyone() -> None:
 def test_directions_by_hand() -> None:
     """As unit vectors: 0 for the same way at any length, √2 at right angles and for no direction at all, 2 opposed."""
     dy = torch.tensor([[2.0, 0.0], [7.0, 0.0], [0.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
-    assert chords(dy, dy[0]).tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
-    d = calc_weights(dy, past(5), now(5), 0.5, 0.5, apart=chords)[2]
+    assert angular_distance(dy, dy[0]).tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
+    d = calc_weights(dy, past(5), now(5), 0.5, 0.5, apart=angular_distance)[2]
     assert d.tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
     way = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     same = torch.tensor([[1.0], [3.0], [0.1], [7e-3]], dtype=torch.float64) * way
-    assert chords(same, same[0]).tolist() == [0, 0, 0, 0]
-    assert chords(torch.tensor([[1.0], [math.nan]], dtype=torch.float64), torch.ones(1))[1].isnan()
+    assert angular_distance(same, same[0]).tolist() == [0, 0, 0, 0]
+    assert angular_distance(torch.tensor([[1.0], [math.nan]], dtype=torch.float64), torch.ones(1))[1].isnan()
 
 
 def test_smoothing_by_hand() -> None:

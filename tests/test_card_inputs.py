@@ -15,15 +15,15 @@ from waffle_fl.config import RunConfig, Settings
 from waffle_fl.data import NAMES, load, normalisation_of
 from waffle_fl.data.idx import read_idx
 from waffle_fl.data.sources import SOURCES
-from waffle_fl.experiment import Place, execute
-from waffle_fl.use.exporting import export
-from waffle_fl.use.trained import open_run
+from waffle_fl.experiment import Runtime, execute
+from waffle_fl.inference.exporting import export
+from waffle_fl.inference.trained_run import open_run
 
 
 def card_of(data: str, folder: Path, **settings: Any) -> dict[str, Any]:
     """The card of a short run."""
     config = RunConfig(method="local", settings=Settings(data=data, rounds=1, **settings))
-    execute([(config, folder / "run")], Place(device="cpu"))
+    execute([(config, folder / "run")], Runtime(device="cpu"))
     export(open_run(folder / "run"), folder / "out", "none")
     content: dict[str, Any] = json.loads((folder / "out" / "card.json").read_text())
     return content

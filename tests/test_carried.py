@@ -15,32 +15,32 @@ from torch import nn
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from records_support import bits
 from test_families import alike
-from waffle_fl import APFL, SGD, Cell, Ditto, FedAvg, Federation, FlatModel, simulate
+from waffle_fl import APFL, SGD, Ditto, FedAvg, Federation, FlatModel, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.engines import simulate as engine
-from waffle_fl.engines.cells import Outcome, State, initial_state
+from waffle_fl.engines.run_spec import Outcome, State, initial_state
 from waffle_fl.engines.shared_training import carriers, families_of
 from waffle_fl.engines.stacked import StackedBackend
 from waffle_fl.errors import Diverged, WaffleError
-from waffle_fl.experiment import Interrupted, Place, execute
-from waffle_fl.experiment.materials import federation_of, model_of
+from waffle_fl.experiment import Interrupted, Runtime, execute
+from waffle_fl.experiment.factories import federation_of, model_of
 
 STEP = SGD(0.1, momentum=0.5)
 LEADERS = [APFL(STEP), Ditto(STEP)]
 both = pytest.mark.parametrize("leader", LEADERS, ids=["apfl", "ditto"])
 
 
-def cell(algorithm: Algorithm, federation: Federation, seed: int = 1) -> Cell:
+def cell(algorithm: Algorithm, federation: Federation, seed: int = 1) -> RunSpec:
     """As an experiment has it: only Alice's own model is asked for."""
-    return Cell(algorithm, federation, seed, asked=frozenset([federation.alice]))
+    return RunSpec(algorithm, federation, seed, asked=frozenset([federation.alice]))
 
 
-def rounds(cells: Sequence[Cell], model: FlatModel | None = None, **options: Any) -> list[list[Outcome]]:
+def rounds(cells: Sequence[RunSpec], model: FlatModel | None = None, **options: Any) -> list[list[Outcome]]:
     return list(simulate(cells, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))
 
 
-def same_as_alone(cells: Sequence[Cell], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
+def same_as_alone(cells: Sequence[RunSpec], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
     """Each cell has the rounds, errors, numbers and bits that it has by itself."""
     for i, one in enumerate(cells):
         mine = [outcome for done in together for outcome in done if outcome.cell == i]
@@ -53,12 +53,12 @@ def same_as_alone(cells: Sequence[Cell], together: list[list[Outcome]], model: F
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[RunSpec]]:
     """The cells of every backend that is made: those that are trained."""
-    made: list[list[Cell]] = []
+    made: list[list[RunSpec]] = []
     build = StackedBackend.__init__
 
-    def noted(backend: StackedBackend, cells: Sequence[Cell], *args: Any) -> None:
+    def noted(backend: StackedBackend, cells: Sequence[RunSpec], *args: Any) -> None:
         made.append(list(cells))
         build(backend, cells, *args)
 
@@ -66,7 +66,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
     return made
 
 
-def methods(made: list[list[Cell]]) -> list[list[str]]:
+def methods(made: list[list[RunSpec]]) -> list[list[str]]:
     return [[type(one.algorithm).__name__ for one in cells] for cells in made]
 
 
@@ -75,11 +75,11 @@ def methods(made: list[list[Cell]]) -> list[list[str]]:
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 @both
 def test_fedavg_has_the_record_that_it_has_alone(
-    leader: Algorithm, network: str, precision: str, validation: float, trained: list[list[Cell]]
+    leader: Algorithm, network: str, precision: str, validation: float, trained: list[list[RunSpec]]
 ) -> None:
     settings = config("fedavg", model=network, precision=precision, validation=validation).settings
     federation = federation_of(settings)
-    model = model_of(settings, federation, Place(), torch.device("cpu"))
+    model = model_of(settings, federation, Runtime(), torch.device("cpu"))
     cells = [cell(FedAvg(STEP), federation), cell(leader, federation)]
     together = rounds(cells, model)
     assert methods(trained) == [[type(leader).__name__]]
@@ -138,7 +138,7 @@ def test_of_two_that_could_carry_it_the_first_does() -> None:
 
 @both
 def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
-    leader: Algorithm, trained: list[list[Cell]]
+    leader: Algorithm, trained: list[list[RunSpec]]
 ) -> None:
     federation = make_federation()
     cells = [cell(FedAvg(STEP), replace(federation, alice=i)) for i in range(4)]
@@ -154,7 +154,7 @@ def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
 
 
 @both
-def test_who_goes_on_from_equal_servers_is_carried_again(leader: Algorithm, trained: list[list[Cell]]) -> None:
+def test_who_goes_on_from_equal_servers_is_carried_again(leader: Algorithm, trained: list[list[RunSpec]]) -> None:
     federation = make_federation()
     cells = [cell(FedAvg(STEP), federation), cell(leader, federation)]
     whole = rounds(cells)
@@ -168,7 +168,7 @@ def test_who_goes_on_from_equal_servers_is_carried_again(leader: Algorithm, trai
     assert carriers([elsewhere, resumed[1]]) == carriers([cells[0], resumed[1]]) == {}
 
 
-def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[Cell]]) -> None:
+def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[RunSpec]]) -> None:
     """Ditto's own model diverges after a few rounds by too strong a pull; FedAvg goes on from where it stood."""
     federation = make_federation()
     cells = [cell(FedAvg(STEP), federation), cell(Ditto(STEP, lam=1e30), federation)]
@@ -185,7 +185,7 @@ def test_a_leader_that_tries_again_is_left(leader: Algorithm, since: int, monkey
     """What comes of other mini-batches is not what FedAvg has, which was content with the first ones."""
     judged = engine.outcome_of
 
-    def strict(i: int, own: Cell, *results: Any) -> Outcome:
+    def strict(i: int, own: RunSpec, *results: Any) -> Outcome:
         outcome, (r, attempt) = judged(i, own, *results), results[-2:]
         refused = r == since and not attempt and hasattr(own.algorithm, "helper")
         return replace(outcome, error=Diverged("once"), state=results[2]) if refused else outcome
@@ -229,7 +229,7 @@ def grid(folder: Path, names: Sequence[str] = ("fedavg", "apfl", "ditto")) -> li
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Every run of the grid by itself."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, [execute([run], Place(workers=1))[0] for run in grid(folder)]
+    return folder, [execute([run], Runtime(workers=1))[0] for run in grid(folder)]
 
 
 def same_runs(folder: Path, results: list[dict[str, Any]], alone: tuple[Path, list[dict[str, Any]]]) -> bool:
@@ -239,33 +239,33 @@ def same_runs(folder: Path, results: list[dict[str, Any]], alone: tuple[Path, li
 
 @pytest.mark.parametrize("stack", [1, 2, 64])
 def test_runs_end_as_they_do_alone(
-    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], stack: int, trained: list[list[Cell]]
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], stack: int, trained: list[list[RunSpec]]
 ) -> None:
-    assert same_runs(tmp_path, execute(grid(tmp_path), Place(workers=1, stack=stack)), alone)
+    assert same_runs(tmp_path, execute(grid(tmp_path), Runtime(workers=1, stack=stack)), alone)
     assert max(map(len, trained)) == min(stack, 2)
     assert sorted(name for made in methods(trained) for name in made) == [*2 * ["APFL"], *2 * ["Ditto"], "FedAvg"]
 
 
 def paused(runs: list[tuple[RunConfig, Path]]) -> None:
-    execute(runs, Place(workers=1), until=2)
+    execute(runs, Runtime(workers=1), until=2)
 
 
 def out_of_time(runs: list[tuple[RunConfig, Path]]) -> None:
     """One stack after another is stopped after its first round."""
     for _ in range(2):
         with pytest.raises(Interrupted):
-            execute(runs, Place(workers=1, minutes=1e-9))
+            execute(runs, Runtime(workers=1, minutes=1e-9))
 
 
 def unequally_far(runs: list[tuple[RunConfig, Path]]) -> None:
     for until, run in enumerate(runs):
-        execute([run], Place(workers=1), until=1 + until % 2)
+        execute([run], Runtime(workers=1), until=1 + until % 2)
 
 
 def some_finished(runs: list[tuple[RunConfig, Path]]) -> None:
     """Of one seed FedAvg has ended already, of the other those that would carry it."""
-    execute(runs, Place(workers=1), until=1)
-    execute([runs[0], runs[4], runs[5]], Place(workers=1))
+    execute(runs, Runtime(workers=1), until=1)
+    execute([runs[0], runs[4], runs[5]], Runtime(workers=1))
 
 
 @pytest.mark.parametrize("halted", [paused, out_of_time, unequally_far, some_finished])
@@ -273,12 +273,12 @@ def test_interrupted_runs_end_as_they_do_alone(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], halted: Any
 ) -> None:
     halted(grid(tmp_path))
-    assert same_runs(tmp_path, execute(grid(tmp_path), Place(workers=1)), alone)
+    assert same_runs(tmp_path, execute(grid(tmp_path), Runtime(workers=1)), alone)
 
 
-def test_paused_runs_are_carried_again(tmp_path: Path, trained: list[list[Cell]]) -> None:
+def test_paused_runs_are_carried_again(tmp_path: Path, trained: list[list[RunSpec]]) -> None:
     paused(grid(tmp_path))
-    execute(grid(tmp_path), Place(workers=1))
+    execute(grid(tmp_path), Runtime(workers=1))
     assert methods(trained) == 2 * [["APFL", "APFL"], ["Ditto", "Ditto"], ["FedAvg"]]
 
 
@@ -286,14 +286,14 @@ def test_runs_at_different_rounds_are_apart_though_their_servers_agree(tmp_path:
     """Steps that are too short to be seen leave every server as it was."""
     runs = [(config(method, lr=1e-30), tmp_path / method) for method in ("fedavg", "apfl")]
     for until, run in enumerate(runs, 1):
-        execute([run], Place(workers=1), until=until)
-    assert [result["rounds"] for result in execute(runs, Place(workers=1))] == [4, 4]
+        execute([run], Runtime(workers=1), until=until)
+    assert [result["rounds"] for result in execute(runs, Runtime(workers=1))] == [4, 4]
     assert [[line["round"] for line in bits(folder)[1]] for _, folder in runs] == 2 * [[1, 2, 3, 4]]
 
 
-def test_under_a_guard_every_run_is_trained(tmp_path: Path, trained: list[list[Cell]]) -> None:
+def test_under_a_guard_every_run_is_trained(tmp_path: Path, trained: list[list[RunSpec]]) -> None:
     runs = [(config(method, guard="standard"), tmp_path / method) for method in ("fedavg", "apfl")]
-    execute(runs, Place(workers=1))
+    execute(runs, Runtime(workers=1))
     assert methods(trained) == [["FedAvg"], ["APFL"]]
 
 
@@ -308,12 +308,12 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own"
 
 
-def test_runs_on_own_data_for_every_agent_are_trained_once(tables: str, trained: list[list[Cell]]) -> None:
+def test_runs_on_own_data_for_every_agent_are_trained_once(tables: str, trained: list[list[RunSpec]]) -> None:
     for method in ("fedavg", "apfl"):
         trained.clear()
         runs = [
             (check_run(method, {"data": tables, "target": "label", "rounds": 2, "alice": name}, {}), Path(method, name))
             for name in ("east", "west")
         ]
-        execute(runs, Place(workers=1))
+        execute(runs, Runtime(workers=1))
         assert [len(made) for made in trained] == [1]

@@ -18,9 +18,9 @@ from cli_support import SMALL, Shown, process, refusal, strict, toml, waffle
 from waffle_fl import __version__, cli, experiment
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.menu import COMMANDS
-from waffle_fl.cli.watch import Output
+from waffle_fl.cli.progress import Output
 from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, option_types
-from waffle_fl.experiment import Place, plan
+from waffle_fl.experiment import Runtime, plan
 from waffle_fl.records import read_rounds
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -138,19 +138,19 @@ def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")
     settings = [flag for flag in flags_of(Settings) if flag != "--shares"]
-    expected = [*settings, *options, *flags_of(Place), *flags_of(Output), "--out", "--alone"]
+    expected = [*settings, *options, *flags_of(Runtime), *flags_of(Output), "--out", "--alone"]
     assert [flag for flag in expected if not re.search(rf"{flag}\b", shown.out)] == []
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("decide", ["--methods", "--seeds", "--without", "--metric", "--out", "--alice", *flags_of(Place)]),
-        ("bench", ["--out", "--plan", *flags_of(Place), *flags_of(Output)]),
+        ("decide", ["--methods", "--seeds", "--without", "--metric", "--out", "--alice", *flags_of(Runtime)]),
+        ("bench", ["--out", "--plan", *flags_of(Runtime), *flags_of(Output)]),
         ("report", ["--out", "--title", *flags_of(Output)]),
         ("data", ["--split", "--agents", "--direction", "--out", "--data-dir", "--allow-unverified"]),
-        ("demo", ["--out", *flags_of(Place), *flags_of(Output)]),
-        ("resume", [*flags_of(Place), *flags_of(Output)]),
+        ("demo", ["--out", *flags_of(Runtime), *flags_of(Output)]),
+        ("resume", [*flags_of(Runtime), *flags_of(Output)]),
     ],
 )
 def test_the_help_of_a_command_lists_its_flags(command: str, flags: list[str]) -> None:

@@ -13,7 +13,7 @@ from waffle_fl.algorithms import TITLES
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import ProgressDisplay
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment import Runtime, execute
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -46,7 +46,7 @@ def test_progress_begins_at_the_round_that_is_resumed(tmp_path: Path) -> None:
     """A run that goes on from round 3 of 5 shows 3/5 before its next round, and 5/5 in the end."""
     config = RunConfig(method="local", settings=Settings(data="synthetic", rounds=5))
     runs = [(config, tmp_path / "run")]
-    execute(runs, Place(device="cpu"), until=3)
+    execute(runs, Runtime(device="cpu"), until=3)
     seen = []
 
     class Recorded(ProgressDisplay):
@@ -55,7 +55,7 @@ def test_progress_begins_at_the_round_that_is_resumed(tmp_path: Path) -> None:
             super().advanced(*arguments)  # type: ignore[arg-type]
 
     with Recorded(Console(file=io.StringIO())) as listener:
-        execute(runs, Place(device="cpu"), listener)
+        execute(runs, Runtime(device="cpu"), listener)
     assert seen == [3, 4]
     assert (listener.progress.tasks[0].completed, listener.progress.tasks[0].total) == (5, 5)
 
@@ -66,7 +66,7 @@ def test_progress_of_several_runs_adds_up(tmp_path: Path) -> None:
         (RunConfig(method="local", settings=Settings(data="synthetic", rounds=4, seed=seed)), tmp_path / f"run-{seed}")
         for seed in (1, 2, 3)
     ]
-    execute(runs[:2], Place(device="cpu"), until=2)
+    execute(runs[:2], Runtime(device="cpu"), until=2)
     with ProgressDisplay(Console(file=io.StringIO())) as listener:
-        execute(runs, Place(device="cpu"), listener)
+        execute(runs, Runtime(device="cpu"), listener)
     assert (listener.progress.tasks[0].completed, listener.progress.tasks[0].total) == (12, 12)

@@ -27,28 +27,28 @@ from waffle_fl.algorithms.fedfomo import FedFomo
 from waffle_fl.algorithms.ifca import IFCA, starts
 from waffle_fl.algorithms.knn_per import KNNPer
 from waffle_fl.algorithms.local import Local
-from waffle_fl.algorithms.offers import best_others, packed, spread
+from waffle_fl.algorithms.model_offers import best_others, packed, spread
 from waffle_fl.cli import _run as waffle
 from waffle_fl.config import Settings, check_run
 from waffle_fl.engines import candidate_losses
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.cells import Cell, State, initial_state, on_device
 from waffle_fl.engines.evaluation import answering
+from waffle_fl.engines.run_spec import RunSpec, State, initial_state, on_device
 from waffle_fl.engines.shared_training import families_of
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.engines.tree import rows_of
-from waffle_fl.experiment import Place, advice, federation_of, model_of
+from waffle_fl.experiment import Runtime, advice, federation_of, model_of
 from waffle_fl.federation import Federation
+from waffle_fl.inference.estimators import PersonalizedClassifier
 from waffle_fl.models import FlatModel, Net, cnn, linear
 from waffle_fl.report.charts import COLORS
 from waffle_fl.tensorfile import read_named
-from waffle_fl.use.estimators import PersonalizedClassifier
 
 LR = SGD(0.2)
 
 
 def run(algorithm: Any, federation: Federation | None = None, rounds: int = 6, state: State | None = None) -> list[Any]:
-    return last_state(Cell(fitted(algorithm), federation or make_federation(), 3, state=state), make_model(), rounds)
+    return last_state(RunSpec(fitted(algorithm), federation or make_federation(), 3, state=state), make_model(), rounds)
 
 
 def models(algorithm: Any, outcome: Any, agents: int = 4) -> torch.Tensor:
@@ -209,7 +209,7 @@ def test_apple_with_all_proportion_on_itself_is_local() -> None:
     """p fixed at the agent's own core model: nothing of the others, and the steps of plain SGD."""
     federation, model = make_federation(), make_model()
     apple = APPLE(LR, eta_p=0.0, core_step="paper")
-    server, agents = initial_state(Cell(apple, federation, 3), model)
+    server, agents = initial_state(RunSpec(apple, federation, 3), model)
     samples = federation.samples.double()
     shift = torch.eye(4, dtype=torch.float64) - samples / samples.sum()
     last = run(apple, state=State(server._replace(samples=samples, heard=samples > 0, shift=shift), agents))[-1]
@@ -224,7 +224,7 @@ def test_an_apple_agent_that_was_missed_keeps_its_proportions() -> None:
         return type(up)(*(field.index_fill(0, torch.tensor([3]), torch.nan) if r == 4 else field for field in up))
 
     apple = APPLE(LR, eta_p=0.02)
-    cell = Cell(apple, make_federation(), 3, tamper=lost)
+    cell = RunSpec(apple, make_federation(), 3, tamper=lost)
     before, missed, after, _ = (o.state.server for o in last_state(cell, make_model(), rounds=6)[2:])
     assert torch.equal(missed.taken[3], before.taken[3])
     down = apple.broadcast(missed, 4)
@@ -270,7 +270,7 @@ def test_candidates_are_judged_on_own_samples(stacked: bool, held_out: bool) -> 
     validation = tuple(f.clone() for f in (federation.test if held_out else federation.validation))
     federation = replace(federation, validation=validation)
     fomo = FedFomo(LR)
-    server, agents = last_state(Cell(fomo, federation, 3), model, rounds=3)[-1].state
+    server, agents = last_state(RunSpec(fomo, federation, 3), model, rounds=3)[-1].state
     rows = slice(1, 3)
     down, agents = rows_of(fomo.broadcast(server, 4), rows), rows_of(agents, rows)
     down = CandidateLosses(fomo, model, [federation], [3]).into(down, agents, rows, 4)
@@ -288,7 +288,7 @@ def test_candidates_are_judged_by_the_labels_of_the_round() -> None:
     plain, model = make_federation().to("cpu", torch.float64), make_model()
     later, turn = plain.relabel.roll(1, dims=1), torch.full((len(plain.x),), 0.5, dtype=torch.float64)
     federation, fomo = replace(plain, later=later, turn=turn), FedFomo(LR)
-    server, agents = last_state(Cell(fomo, federation, 3), model, rounds=4)[-1].state
+    server, agents = last_state(RunSpec(fomo, federation, 3), model, rounds=4)[-1].state
     down = fomo.broadcast(server, 4)
     judge, nets = CandidateLosses(fomo, model, [federation], [3], rounds=4), fomo.candidates(down, agents)
     for r in (2, 3):
@@ -303,7 +303,7 @@ def test_a_site_judges_alone() -> None:
     """Where only one agent's data and row are at hand, its losses have the bits that they have among all."""
     federation, model = make_federation(), make_model(torch.float32)
     ifca = IFCA(LR)
-    (cell,) = on_device([Cell(ifca, federation, 3)], model)
+    (cell,) = on_device([RunSpec(ifca, federation, 3)], model)
     server, agents = last_state(cell, model, rounds=2)[-1].state
     down = ifca.broadcast(server, 4)
     among = CandidateLosses(ifca, model, [cell.federation], [3]).into(down, agents, slice(None), 3).losses
@@ -327,7 +327,7 @@ def test_knn_per_answers_as_its_twin(mix: float, k: int, scale: float) -> None:
     """Each test sample's probabilities are those of the plain loops, from features found by hand."""
     federation, model = make_federation().to("cpu", torch.float64), make_model()
     knn = KNNPer(LR, mix=mix, k=k, scale=scale)
-    state = last_state(Cell(knn, federation, 3), model)[-1].state
+    state = last_state(RunSpec(knn, federation, 3), model)[-1].state
     net = Net(state.server.x, state.server.stats)
     tensors = model.state_dict(net)
 
@@ -398,7 +398,7 @@ def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
 
 def test_knn_per_and_fedavg_share_a_stack() -> None:
     """They train alike, so their runs train together, each scored in its own way."""
-    cells = [Cell(algorithm, make_federation(), 3) for algorithm in (FedAvg(LR), KNNPer(LR, mix=0.9, k=1))]
+    cells = [RunSpec(algorithm, make_federation(), 3) for algorithm in (FedAvg(LR), KNNPer(LR, mix=0.9, k=1))]
     first, second = outcomes(cells)[-1]
     assert torch.equal(first.state.server.x, second.state.server.x)
     assert first.measured["loss"] != second.measured["loss"]
@@ -409,8 +409,8 @@ def test_defaults_learn(method: str) -> None:
     """As it is set, each method learns the digits of split C in 20 rounds."""
     config = check_run(method, {"validation": 0.2}, {})
     federation = federation_of(config.settings)
-    model = model_of(config.settings, federation, Place(), torch.device("cpu"))
-    cells = [Cell(config.algorithm(), replace(federation, alice=i), 1) for i in range(3)]
+    model = model_of(config.settings, federation, Runtime(), torch.device("cpu"))
+    cells = [RunSpec(config.algorithm(), replace(federation, alice=i), 1) for i in range(3)]
     *_, last = simulate(cells, model, rounds=20, workers=1)
     assert sum(outcome.measured["accuracy"] for outcome in last) / 3 > 0.85
 

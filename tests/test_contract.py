@@ -13,9 +13,9 @@ from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.cells import Cell, RoundSettings, initial_state
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec, initial_state
 from waffle_fl.engines.simulate import simulate
-from waffle_fl.experiment.jobs import state_of, tensors_of
+from waffle_fl.experiment.active_run import state_of, tensors_of
 from waffle_fl.tensorfile import pack, unpack
 
 every = pytest.mark.parametrize("method", list(ALGORITHMS))
@@ -51,7 +51,7 @@ class Stage:
     def __init__(self, method: str) -> None:
         self.algorithm, self.model = make(method), make_model()
         self.federation = make_federation().to("cpu", torch.float64)
-        outcome = last_state(Cell(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
+        outcome = last_state(RunSpec(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
         self.server, self.agents = outcome.state
         batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
         self.batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
@@ -133,7 +133,7 @@ def test_federation_of_one(method: str) -> None:
     local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)
     nets = []
     for a in (algorithm, local):
-        state = last_state(Cell(a, federation, 3), model)[-1].state
+        state = last_state(RunSpec(a, federation, 3), model)[-1].state
         nets.append(a.personal(state.server, state.agents, 1).params[0])
     torch.testing.assert_close(nets[0], nets[1], rtol=1e-12, atol=1e-12)
 
@@ -141,7 +141,7 @@ def test_federation_of_one(method: str) -> None:
 @every
 def test_same_seed_same_bits(method: str) -> None:
     """Two runs of one seed are equal to the last bit; another seed differs."""
-    cells = [Cell(make(method), make_federation(), seed) for seed in (3, 3, 4)]
+    cells = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
     a, b, c = (tensors_of(last_state(cell, make_model(torch.float32))[-1].state) for cell in cells)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
@@ -154,7 +154,7 @@ def test_neighbours_change_no_bit(method: str, stacked: bool) -> None:
     model = make_model(torch.float32, stacked=stacked)
     federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
     federations.append(make_federation().only(2))
-    cells = [Cell(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
+    cells = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
     together = list(simulate(cells, model, rounds=5, batch_size=BATCH))[-1]
     for i, cell in enumerate(cells):
         alone = last_state(cell, model, rounds=5, workers=1)[-1]
@@ -165,12 +165,12 @@ def test_neighbours_change_no_bit(method: str, stacked: bool) -> None:
 @every
 def test_state_survives_save_and_load(method: str) -> None:
     """Going on from a saved state gives the bits of the unbroken run."""
-    model, cell = make_model(torch.float32), Cell(make(method), make_federation(), 3)
+    model, cell = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
     unbroken = [o[0] for o in simulate([cell], model, rounds=6, batch_size=BATCH)]
     saved = tensors_of(unbroken[2].state)
     _, loaded = unpack(pack(saved, {}), saved)
     state = state_of(loaded, initial_state(cell, model))
-    resumed = Cell(cell.algorithm, cell.federation, 3, state=state)
+    resumed = RunSpec(cell.algorithm, cell.federation, 3, state=state)
     last = [o[0] for o in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
     a, b = tensors_of(unbroken[-1].state), tensors_of(last.state)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -185,7 +185,7 @@ def test_runs_aggregate_alike_together_and_alone(method: str, guard: Any) -> Non
     settings = RoundSettings(10, BATCH, guard=guard)
     for seed, alice in ((3, 0), (4, 2), (5, 1)):
         federation = make_federation(alice=alice, seed=seed)
-        state = last_state(Cell(algorithm, federation, seed), model, rounds=3)[-1].state
+        state = last_state(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
         down = algorithm.broadcast(state.server, AGENTS)
         batches = Batches([federation.to("cpu", torch.float64)], [seed], BATCH, 1, torch.float64)
         batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
@@ -222,7 +222,7 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
                 field[3] = torch.nan
         return type(up)(*fields)
 
-    cell = Cell(make(method), make_federation(alice=1), 3, tamper=broken)
+    cell = RunSpec(make(method), make_federation(alice=1), 3, tamper=broken)
     outcomes = last_state(cell, make_model(), rounds=6)
     assert all(outcome.error is None for outcome in outcomes)
     assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
@@ -247,7 +247,7 @@ def test_an_agent_without_samples_is_left_out(method: str, stacked: bool) -> Non
         ids=(0, 2),
     )
     algorithm, model = make(method), make_model(stacked=stacked)
-    ends = [last_state(Cell(algorithm, f, 3), model)[-1] for f in (ghostly, without)]
+    ends = [last_state(RunSpec(algorithm, f, 3), model)[-1] for f in (ghostly, without)]
     assert ends[0].measured["weights"][1] == 0
     assert "screened" not in ends[0].measured
     nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (ghostly, without), strict=True)]

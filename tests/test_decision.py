@@ -23,9 +23,9 @@ from waffle_fl.decision.distances import Distances, distances, feature_distance,
 from waffle_fl.decision.markup import together
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
-from waffle_fl.decision.words import caution, difference, everyone, partners, signed, verdict
+from waffle_fl.decision.verdict_text import caution, difference, everyone, partners, signed, verdict
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place, execute, federation_of
+from waffle_fl.experiment import Runtime, execute, federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.models import squared_error
 from waffle_fl.results import read_runs
@@ -37,8 +37,8 @@ SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", mode
 def study(tmp_path_factory: pytest.TempPathFactory) -> Decision:
     """A small real decision: three agents, three methods, two seeds, partners left out for the second agent."""
     out = tmp_path_factory.mktemp("study")
-    runs = runs_for(SMALL, ("fedavg", "weight-erosion", "waffle"), (1, 2), ("1",), out, Place(workers=1))
-    execute(runs, Place(workers=1))
+    runs = runs_for(SMALL, ("fedavg", "weight-erosion", "waffle"), (1, 2), ("1",), out, Runtime(workers=1))
+    execute(runs, Runtime(workers=1))
     federation = federation_of(replace(SMALL, alice="0"))
     unlike = distances(federation, make_linear(federation))
     return decide(read_runs([out]), unlike)
@@ -47,7 +47,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Decision:
 def make_linear(federation: Federation) -> Any:
     from waffle_fl.experiment import model_of
 
-    return model_of(SMALL, federation, Place(), torch.device("cpu"))
+    return model_of(SMALL, federation, Runtime(), torch.device("cpu"))
 
 
 def view(found: Interval, tests: int = 200, **more: Any) -> View:

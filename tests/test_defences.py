@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conftest import last_state, make_federation, make_model, refusal
 from waffle_fl.algorithms import SGD
-from waffle_fl.algorithms.defences import RULES, clipped_mean, parse, weiszfeld
 from waffle_fl.algorithms.fedavg import FedAvg
-from waffle_fl.engines.cells import Cell
+from waffle_fl.algorithms.robust_aggregation import RULES, clipped_mean, parse, weiszfeld
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 
 WRITTEN = ("krum(2)", "multi-krum(2)", "trimmed-mean(2)", "median", "geometric-median", "centered-clipping(0.8)")
@@ -109,7 +109,7 @@ def test_many_federations_at_once(text: str) -> None:
 @every
 def test_in_fedavg(text: str) -> None:
     """FedAvg trains with each rule, and stacks beside plain FedAvg."""
-    plain = Cell(FedAvg(SGD(0.1)), make_federation((23, 9, 64, 14, 20)), 3)
+    plain = RunSpec(FedAvg(SGD(0.1)), make_federation((23, 9, 64, 14, 20)), 3)
     robust = replace(plain, algorithm=FedAvg(SGD(0.1), aggregation=text))
     outcomes = list(simulate([plain, robust], make_model(), rounds=6, batch_size=8))
     assert outcomes[-1][1].measured["accuracy"] > 0.5
@@ -118,7 +118,7 @@ def test_in_fedavg(text: str) -> None:
 
 def test_the_mean_is_the_default() -> None:
     """aggregation = "mean" is FedAvg to the last bit."""
-    a, b = (last_state(Cell(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
+    a, b = (last_state(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
     assert torch.equal(a.state.server.x, b.state.server.x)
 
 

@@ -24,11 +24,11 @@ from waffle_fl.algorithms.scaffold import Agents
 from waffle_fl.cli import _run
 from waffle_fl.config import check_run
 from waffle_fl.deploy import demo, membership, processes
-from waffle_fl.deploy.folders import change, read_server, read_site
 from waffle_fl.deploy.jobs import Job
-from waffle_fl.deploy.serverapp import Conductor
-from waffle_fl.deploy.store import OLDER, Ledger, Store
-from waffle_fl.engines.flower.messages import Parcel, Task, Version, packed, unpacked
+from waffle_fl.deploy.server_app import JobRunner
+from waffle_fl.deploy.settings_files import change, read_server, read_site
+from waffle_fl.deploy.site_store import OLDER, Ledger, Store
+from waffle_fl.engines.flower.messages import Message, Request, Version, packed, unpacked
 from waffle_fl.errors import WaffleError
 
 
@@ -130,7 +130,7 @@ def test_a_site_without_its_key(content: bytes | None, folder: Path, tmp_path: P
         (folder / "keys" / "north.pub").write_bytes(content)
         (folder / "keys" / "south.pub").write_bytes(content)
     job = Job.create(folder, check_run("waffle", {"data": "hospitals"}, {}), tmp_path / "run", force=False)
-    assert "north.pub" in refusal(Conductor, folder, job, None)
+    assert "north.pub" in refusal(JobRunner, folder, job, None)
 
 
 def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +272,7 @@ RELAXED = settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(TEXT, JSON, max_size=3), st.dictionaries(st.text("abc", min_size=1), st.binary(), max_size=3))
 def test_a_parcel_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
     """Words and payloads survive Flower's records."""
-    parcel = unpacked(packed(Parcel(words, payloads)), 1 << 20)
+    parcel = unpacked(packed(Message(words, payloads)), 1 << 20)
     assert parcel.payloads == payloads
     assert parcel.words == json.loads(json.dumps(words))
 
@@ -282,7 +282,7 @@ def test_a_parcel_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[s
 def test_a_task_that_cannot_be_read_is_refused(content: Any) -> None:
     """Any JSON in the place of a task is a task or our own error."""
     try:
-        Task.from_json(content)
+        Request.from_json(content)
     except WaffleError:
         return
     raise AssertionError("a task needs more than that")

@@ -23,10 +23,10 @@ pytest.importorskip("flwr")
 from browser import launched
 from conftest import refusal
 from flower_harness import conduct, federation, small
-from waffle_fl.deploy import folders, membership, watching
+from waffle_fl.deploy import live_page, membership, settings_files
+from waffle_fl.deploy.control_client import ControlClient, Node
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
-from waffle_fl.deploy.link import Link, Node
 from waffle_fl.records import read_json, write_json
 
 SITES = ("north", "south", "west")
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("watched")
     folder = federation(root / "fed", SITES)
     for name in SITES:
-        folders.change(folder / "sites" / name / "site.toml", max_exposed=1.0)
+        settings_files.change(folder / "sites" / name / "site.toml", max_exposed=1.0)
     for name, rounds, alice in (("first", 3, "0"), ("every", 2, "all")):
         conduct(folder, small(rounds, alice=alice), root / name).show(status="finished", waiting=[])
     return root
@@ -58,8 +58,8 @@ def root(trained: Path, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[watching.Server]:
-    with watching.listening(folder, 0) as server:
+def served(folder: Path) -> Iterator[live_page.Server]:
+    with live_page.listening(folder, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
@@ -70,7 +70,7 @@ def served(folder: Path) -> Iterator[watching.Server]:
 
 
 def get(
-    server: watching.Server, path: str, method: str = "GET", **headers: str
+    server: live_page.Server, path: str, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     try:
@@ -96,7 +96,7 @@ def parsed(text: str) -> dict[tuple[str, ...], float]:
     return found
 
 
-def metrics(server: watching.Server) -> dict[tuple[str, ...], float]:
+def metrics(server: live_page.Server) -> dict[tuple[str, ...], float]:
     answer, text = get(server, "/metrics")
     assert answer.status == 200
     return parsed(text)
@@ -118,7 +118,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
         for i, name in enumerate(SITES)
         if (folder / "keys" / f"{name}.pub").exists()
     ]
-    monkeypatch.setattr(Link, "nodes", lambda self: nodes)
+    monkeypatch.setattr(ControlClient, "nodes", lambda self: nodes)
 
 
 def test_the_state_is_that_of_the_run_folders(trained: Path) -> None:
@@ -214,14 +214,14 @@ def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest
 def test_a_long_history_is_thinned_out() -> None:
     """At most POINTS rounds, evenly spaced, including the last one; screening is counted over all rounds."""
     lines = [{"round": r, "accuracy": r / 1001, "weights": {"a": 1.0}, "screened": {"a": "x"}} for r in range(1, 1002)]
-    run = watching._run("a", lines)
-    assert 150 < len(run["rounds"]) <= watching.POINTS
+    run = live_page._run("a", lines)
+    assert 150 < len(run["rounds"]) <= live_page.POINTS
     assert run["rounds"][-1] == 1001
     assert len({after - before for before, after in zip(run["rounds"], run["rounds"][1:], strict=False)}) == 1
     assert len(run["scores"]) == len(run["weights"][0]) == len(run["rounds"])
     assert run["screened"] == [{"site": "a", "reason": "x", "round": 1001, "times": 1001}]
     numbers = [None, True, "1", float("nan"), float("inf"), 0, 0.5]
-    assert [watching._number(value) for value in numbers] == [None, None, None, None, None, 0, 0.5]
+    assert [live_page._number(value) for value in numbers] == [None, None, None, None, None, 0, 0.5]
 
 
 @pytest.mark.parametrize("path", ["/", "/state.json", "/metrics", "/nothing"])
@@ -263,11 +263,11 @@ def test_host_names_methods_and_paths_are_checked(trained: Path) -> None:
 
 def test_errors_at_start(trained: Path, tmp_path: Path) -> None:
     folder, said = trained / "fed", list[str]()
-    with watching.listening(folder, 0) as server:
-        text = refusal(watching.serve, folder, server.server_port, said.append)
+    with live_page.listening(folder, 0) as server:
+        text = refusal(live_page.serve, folder, server.server_port, said.append)
     assert text == f"port {server.server_port} on 127.0.0.1 is in use: choose another one with --port"
-    assert refusal(watching.serve, folder, 70000, said.append) == "--port: expected 0 to 65535, got 70000"
-    assert "server.toml" in refusal(watching.serve, tmp_path, 0, said.append)
+    assert refusal(live_page.serve, folder, 70000, said.append) == "--port: expected 0 to 65535, got 70000"
+    assert "server.toml" in refusal(live_page.serve, tmp_path, 0, said.append)
     assert not said
 
 
@@ -279,23 +279,23 @@ def test_without_prometheus_client_the_page_still_works(trained: Path, monkeypat
     with served(trained / "fed") as server:
         answer, text = get(server, "/metrics")
         assert answer.status == 501
-        assert text == f"{watching.NO_PROMETHEUS}\n"
+        assert text == f"{live_page.NO_PROMETHEUS}\n"
         assert [get(server, path)[0].status for path in ("/", "/state.json")] == [200, 200]
 
 
 def test_a_slow_read_delays_requests_by_a_bounded_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read at a time; the page loads meanwhile, and /state.json returns the last state and its age."""
-    monkeypatch.setattr(watching, "PATIENCE", 0.1)
-    monkeypatch.setattr(watching, "FRESH", 0.0)
+    monkeypatch.setattr(live_page, "PATIENCE", 0.1)
+    monkeypatch.setattr(live_page, "FRESH", 0.0)
     go_on, reads = threading.Event(), []
 
     def slow() -> dict[str, Any]:
         reads.append(1)
         assert go_on.wait(30)
-        return {**watching.NOTHING, "time": time.time() - 5, "server": "running"}
+        return {**live_page.NOTHING, "time": time.time() - 5, "server": "running"}
 
     with served(trained / "fed") as server:
-        server.snapshots = watching.Snapshots(slow)
+        server.snapshots = live_page.Snapshots(slow)
         state = json.loads(get(server, "/state.json")[1])
         assert state["problem"] == "the folder is still being read"
         assert state["age"] is None
@@ -303,11 +303,11 @@ def test_a_slow_read_delays_requests_by_a_bounded_time(trained: Path, monkeypatc
         assert get(server, "/")[0].status == 200
         assert len(reads) == 1
         go_on.set()
-        monkeypatch.setattr(watching, "PATIENCE", 30)
+        monkeypatch.setattr(live_page, "PATIENCE", 30)
         state = json.loads(get(server, "/state.json")[1])
         assert (state["server"], state["problem"]) == ("running", "")
         go_on.clear()
-        monkeypatch.setattr(watching, "PATIENCE", 0.1)
+        monkeypatch.setattr(live_page, "PATIENCE", 0.1)
         again = json.loads(get(server, "/state.json")[1])
         assert again["server"] == "running"
         assert again["age"] >= 5
@@ -323,9 +323,9 @@ def test_many_requests_share_a_read() -> None:
         reads.append(1)
         for _ in range(20):
             assert asked.acquire(timeout=30)
-        return {**watching.NOTHING, "time": time.time()}
+        return {**live_page.NOTHING, "time": time.time()}
 
-    snapshots = watching.Snapshots(read)
+    snapshots = live_page.Snapshots(read)
 
     def ask() -> None:
         asked.release()
@@ -341,7 +341,7 @@ def test_many_requests_share_a_read() -> None:
 
 
 def test_read_errors_are_reported_and_recovered_from(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "FRESH", 0.0)
+    monkeypatch.setattr(live_page, "FRESH", 0.0)
     folder = root / "fed"
     settings = (folder / "server.toml").read_text()
     with served(folder) as server:
@@ -352,11 +352,11 @@ def test_read_errors_are_reported_and_recovered_from(root: Path, monkeypatch: py
         assert len(state["jobs"]) == 2  # the last state that could be read
         answer, text = get(server, "/metrics")
         assert (answer.status, text) == (503, state["problem"] + "\n")
-        monkeypatch.setattr(watching, "overview", lambda folder: 1 / 0)
+        monkeypatch.setattr(live_page, "overview", lambda folder: 1 / 0)
         problem = json.loads(get(server, "/state.json")[1])["problem"]
         assert problem == "the folder cannot be read: ZeroDivisionError: division by zero"
         monkeypatch.undo()
-        monkeypatch.setattr(watching, "FRESH", 0.0)
+        monkeypatch.setattr(live_page, "FRESH", 0.0)
         (folder / "server.toml").write_text(settings)
         assert json.loads(get(server, "/state.json")[1])["problem"] == ""
         (root / "first" / "provenance.json").write_text("[]")
@@ -389,11 +389,11 @@ def test_hostile_text_is_cleaned(root: Path) -> None:
     assert run["screened"] == [{"site": "</script>" + EVIL, "reason": shown, "round": 4, "times": 1}]
     assert found["waffle_job_accuracy", "first", shown] == logged(root / "first")[-1]["accuracy"]
     assert found["waffle_site_screened", "first", "</script>" + EVIL] == 1
-    assert len(watching._text("x" * 10_000)) == watching.TEXT
+    assert len(live_page._text("x" * 10_000)) == live_page.TEXT
 
 
 def test_the_page_holds_no_data_and_needs_no_other_file() -> None:
-    page = watching.page().content.decode()
+    page = live_page.page().content.decode()
     script, style = page.split('<script type="module">')[1], page.split("<style>")[1].split("</style>")[0]
     assert script.count("</script>") == 1
     assert page.count("<script") == page.count("<style") == 1
@@ -405,7 +405,7 @@ def test_the_page_holds_no_data_and_needs_no_other_file() -> None:
 
 
 @contextmanager
-def browsing(server: watching.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+def browsing(server: live_page.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
     """The page in headless Chromium, and its console messages, errors, dialogs and requests to other addresses."""
     address = f"http://127.0.0.1:{server.server_port}/"
     with launched() as browser:
@@ -540,7 +540,7 @@ def test_no_text_runs_in_the_browser(root: Path) -> None:
 def test_no_jobs_yet_and_a_watch_that_has_ended(tmp_path: Path) -> None:
     """An empty federation shows the command to start with; a page whose server has ended says so."""
     folder = federation(tmp_path / "fed", SITES)
-    with watching.listening(folder, 0) as server:
+    with live_page.listening(folder, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from conftest import BATCH, make_federation, make_model
-from waffle_fl import SGD, Cell, simulate
+from waffle_fl import SGD, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.engines.cells import Outcome, own_net
 from waffle_fl.engines.helper_agents import helping
+from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.models import FlatModel
 
 DIVISIBLE = [name for name, kind in ALGORITHMS.items() if hasattr(kind, "helper")]
 
 
-def cell(method: str, alice: int = 0, seed: int = 1, asked: frozenset[int] | None = frozenset()) -> Cell:
+def cell(method: str, alice: int = 0, seed: int = 1, asked: frozenset[int] | None = frozenset()) -> RunSpec:
     """For Alice alone, or for those who are asked for."""
     algorithm = ALGORITHMS[method](sgd=SGD(0.1, momentum=0.5), clip=0.5)  # type: ignore[call-arg]
     asked = frozenset([alice]) if asked == frozenset() else asked
-    return Cell(algorithm, make_federation(alice=alice), seed, asked=asked)
+    return RunSpec(algorithm, make_federation(alice=alice), seed, asked=asked)
 
 
-def rounds(cells: list[Cell], model: FlatModel | None = None, **options: object) -> list[list[Outcome]]:
+def rounds(cells: list[RunSpec], model: FlatModel | None = None, **options: object) -> list[list[Outcome]]:
     return list(simulate(cells, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def numbers(outcome: Outcome) -> dict[str, object]:
     return {**outcome.measured, "seconds": 0}
 
 
-def bits(some: Cell, outcome: Outcome) -> list[Tensor]:
+def bits(some: RunSpec, outcome: Outcome) -> list[Tensor]:
     """What the server holds and Alice uses."""
     return [*outcome.state.server, *own_net(some, outcome.state, make_model())]
 

@@ -16,11 +16,11 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.decide import DecisionFlags
 from waffle_fl.cli.flags import _flags, options_class
 from waffle_fl.cli.menu import COMMANDS
+from waffle_fl.cli.progress import ProgressFlags
 from waffle_fl.cli.tune import Budget
-from waffle_fl.cli.watch import Watched
 from waffle_fl.config import Settings, load_experiments
-from waffle_fl.experiment import Place
-from waffle_fl.report import population
+from waffle_fl.experiment import Runtime
+from waffle_fl.report import every_alice
 from waffle_fl.report.tables import by_method, to_markdown
 from waffle_fl.results import read_runs
 
@@ -84,13 +84,13 @@ def test_commands_in_the_docs_exist(line: str) -> None:
     assert words[1] in COMMANDS
     flags = {word for word in words if word.startswith("--")}
     if words[1] == "run":
-        known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Place), *_flags(Watched)}
+        known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Runtime), *_flags(ProgressFlags)}
         assert flags <= known | {"--out", "--alone"}
     if words[1] == "tune":
-        known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Place)}
-        assert flags <= known | set(_flags(Watched))
+        known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Runtime)}
+        assert flags <= known | set(_flags(ProgressFlags))
     if words[1] == "decide":
-        assert flags <= {*_flags(Settings), *_flags(DecisionFlags), *_flags(Place), *_flags(Watched)}
+        assert flags <= {*_flags(Settings), *_flags(DecisionFlags), *_flags(Runtime), *_flags(ProgressFlags)}
 
 
 @pytest.mark.parametrize("match", marked(TABLE))
@@ -103,7 +103,7 @@ def test_tables_in_the_docs_are_the_records(match: re.Match[str]) -> None:
 def test_populations_in_the_docs_are_the_records(match: re.Match[str]) -> None:
     """A table of a whole federation is what its committed record gives."""
     runs = read_runs([ROOT / match["record"]])
-    assert match["table"].strip() == population.to_markdown(runs, match["measure"]).strip()
+    assert match["table"].strip() == every_alice.to_markdown(runs, match["measure"]).strip()
 
 
 @pytest.mark.parametrize("match", marked(METHODS))

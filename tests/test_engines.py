@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
-from waffle_fl import SGD, Cell, FlatModel, Waffle, simulate
+from waffle_fl import SGD, FlatModel, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.engines import aggregation, helper_agents, loop, run_workers, workers
-from waffle_fl.engines.cells import Outcome, own_net
+from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.federation import Federation
 from waffle_fl.models import mlp
 
@@ -33,12 +33,12 @@ NORMALISED = FlatModel(
 )
 
 
-def rounds(cells: Sequence[Cell], model: FlatModel, **options: Any) -> list[list[Outcome]]:
+def rounds(cells: Sequence[RunSpec], model: FlatModel, **options: Any) -> list[list[Outcome]]:
     settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, **options}
     return list(simulate(cells, model, **settings))
 
 
-def assert_alike(cells: Sequence[Cell], model: FlatModel, **options: Any) -> None:
+def assert_alike(cells: Sequence[RunSpec], model: FlatModel, **options: Any) -> None:
     """Both engines give the same models, measurements and errors to 1e-12."""
     expected = rounds(cells, model, engine="loop", **options)
     found = rounds(cells, model, **options)
@@ -70,20 +70,20 @@ def images() -> Federation:
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_the_stack_agrees_with_the_loop(method: str) -> None:
     """All agents of a method as one stack train as one agent after another does."""
-    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), make_federation(), 1)], make_model())  # type: ignore[call-arg]
+    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), make_federation(), 1)], make_model())  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_single_rows_agree_with_the_loop(method: str) -> None:
     """Convolutions on a CPU, one row after another, train as plain autograd does."""
-    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
+    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl"])
 def test_statistics_and_dropout_agree_with_the_loop(method: str) -> None:
     """BatchNorm's statistics and seeded dropout are the same in both engines."""
     federation = make_federation((24, 16, 32, 14))
-    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
+    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca"])
@@ -91,7 +91,7 @@ def test_an_agent_without_samples(method: str) -> None:
     """An agent without training samples takes no part in either engine."""
     federation = make_federation()
     train = tuple(rows[:0] if i == 2 else rows for i, rows in enumerate(federation.train))
-    assert_alike([Cell(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
+    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
 
 
 def test_attacks_and_the_guard() -> None:
@@ -100,7 +100,7 @@ def test_attacks_and_the_guard() -> None:
     def tamper(up: Any, r: int) -> Any:
         return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
 
-    cell = Cell(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
+    cell = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
     assert_alike([cell], make_model(), guard="standard")
 
 
@@ -108,7 +108,7 @@ def test_divergence_ends_a_run_in_both_engines() -> None:
     """Runs whose Alice has unusable data end with the same error, and the others go on."""
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
-    cells = [Cell(Waffle(STEP), broken, 1), Cell(Waffle(STEP), make_federation(), 2)]
+    cells = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
     assert_alike(cells, make_model())
 
 
@@ -132,7 +132,7 @@ def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any
     """Workers, batched aggregation and helper agents change nothing but the speed."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
     federations = [make_federation(alice=1), make_federation(alice=1, seed=5)]
-    cells = [Cell(algorithm, federation, 1, asked=frozenset([1])) for federation in federations]
+    cells = [RunSpec(algorithm, federation, 1, asked=frozenset([1])) for federation in federations]
     assert_alike(cells, make_model(), **switched)
 
 
@@ -140,7 +140,7 @@ def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any
 def test_shared_training_agrees_with_the_loop(method: str) -> None:
     """Runs for each agent in turn, trained once where the method allows it, agree with as many separate runs."""
     federation, algorithm = make_federation(), ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    assert_alike([Cell(algorithm, replace(federation, alice=i), 1) for i in range(4)], make_model())
+    assert_alike([RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)], make_model())
 
 
 def test_the_loop_is_one_page() -> None:
@@ -165,7 +165,7 @@ def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
     monkeypatch.setattr(torch.autograd, "grad", measured)
     stream: Iterator[list[Outcome]] = simulate(
-        [Cell(Waffle(SGD(0.1)), make_federation(), 1)], make_model(), rounds=1, batch_size=BATCH, **options
+        [RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], make_model(), rounds=1, batch_size=BATCH, **options
     )
     next(stream)
     return found[0]
@@ -182,7 +182,7 @@ def test_few_frames_lie_between_a_round_and_its_gradient(monkeypatch: pytest.Mon
 def test_a_gpu_agrees_with_the_loop(method: str) -> None:
     """On a GPU in float64, with CUDA graphs and batched aggregation, models agree to 1e-9."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    cells = [Cell(algorithm, make_federation(alice=1, seed=seed), 1, asked=frozenset([1])) for seed in (0, 5)]
+    cells = [RunSpec(algorithm, make_federation(alice=1, seed=seed), 1, asked=frozenset([1])) for seed in (0, 5)]
     build = lambda: mlp((FEATURES,), CLASSES, hidden=6)  # noqa: E731
     on_gpu = FlatModel(build, precision="float64", device="cuda")
     on_cpu = FlatModel(build, precision="float64")
@@ -205,6 +205,6 @@ def test_draws_in_the_forward_pass_train_on_a_gpu() -> None:
             return self.layer(x + 0.1 * torch.rand_like(x))
 
     model = FlatModel(Noisy, device="cuda")
-    outcomes = rounds([Cell(Waffle(SGD(0.1)), make_federation(), 1)], model)
+    outcomes = rounds([RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], model)
     assert not model.capturable
     assert len(outcomes) == 3

@@ -14,13 +14,13 @@ from sklearn.exceptions import NotFittedError
 from conftest import refusal
 from waffle_fl import PersonalizedClassifier, PersonalizedRegressor
 from waffle_fl.attacks import parse
+from waffle_fl.call_syntax import build
 from waffle_fl.engines.flower.messages import unpacked
 from waffle_fl.errors import WaffleError
+from waffle_fl.inference import sklearn_base
 from waffle_fl.manifest import read as read_manifest
-from waffle_fl.notation import build
 from waffle_fl.records import read_json
 from waffle_fl.results import read_condensed
-from waffle_fl.use import base
 
 
 def refuse(*_: float) -> None:
@@ -83,5 +83,5 @@ def test_an_estimator_that_is_not_fitted_says_so_as_scikit_learn_does(kind: Any)
 
 def test_without_scikit_learn_the_error_is_the_librarys_own() -> None:
     """The fallback is a WaffleError, and of the same built-in types as scikit-learn's."""
-    assert issubclass(base.NotFittedError, WaffleError)
-    assert {ValueError, AttributeError} <= set(base.NotFittedError.__mro__) & set(NotFittedError.__mro__)
+    assert issubclass(sklearn_base.NotFittedError, WaffleError)
+    assert {ValueError, AttributeError} <= set(sklearn_base.NotFittedError.__mro__) & set(NotFittedError.__mro__)

@@ -13,9 +13,9 @@ from torch import nn
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines import evaluation
-from waffle_fl.engines.cells import Cell
 from waffle_fl.engines.evaluation import CACHED_ROWS, Evaluator
 from waffle_fl.engines.outcomes import to_numbers
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, Net
@@ -70,7 +70,7 @@ def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(evaluation, "_counted", watched)
     before = threading.active_count()
-    cell = Cell(ALGORITHMS["fedavg"](), large(), 0)
+    cell = RunSpec(ALGORITHMS["fedavg"](), large(), 0)
     model = make_model(torch.float32, stacked=False)
     for _ in simulate([cell], model, rounds=3, batch_size=64 * BATCH, workers=2):
         pass

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, make_model
-from waffle_fl import SGD, Cell, Federation, simulate
+from waffle_fl import SGD, Federation, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines.backend import Trained, Work
-from waffle_fl.engines.cells import Outcome
+from waffle_fl.engines.run_spec import Outcome
 from waffle_fl.engines.shared_training import families_of
 from waffle_fl.engines.stacked import StackedBackend
 
 BLIND = tuple(name for name, kind in ALGORITHMS.items() if not getattr(kind, "for_alice", False))
 
 
-def everyone(method: str, federation: Federation, **options: object) -> list[Cell]:
+def everyone(method: str, federation: Federation, **options: object) -> list[RunSpec]:
     algorithm = ALGORITHMS[method](sgd=SGD(0.1), **options)  # type: ignore[call-arg]
-    return [Cell(algorithm, replace(federation, alice=i), 1) for i in range(federation.agents)]
+    return [RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(federation.agents)]
 
 
-def outcomes(cells: list[Cell], rounds: int = 4) -> list[list[Outcome]]:
+def outcomes(cells: list[RunSpec], rounds: int = 4) -> list[list[Outcome]]:
     return list(simulate(cells, make_model(), rounds=rounds, batch_size=BATCH))
 
 

@@ -33,11 +33,11 @@ from flwr.supercore.runtime import RuntimeHttpClient
 
 from flower_harness import Deployment, asked, federation, processes_in
 from waffle_fl.deploy import membership
-from waffle_fl.deploy.folders import change, read_server, read_site
-from waffle_fl.deploy.gate import FLEET
+from waffle_fl.deploy.control_client import ControlClient
+from waffle_fl.deploy.gateway import FLEET
 from waffle_fl.deploy.keys import wire_form
-from waffle_fl.deploy.link import Link
-from waffle_fl.deploy.loopback import deployed
+from waffle_fl.deploy.local_cluster import deployed
+from waffle_fl.deploy.settings_files import change, read_server, read_site
 
 SITES = ("a", "b")
 
@@ -47,7 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A server and two sites, up and connected."""
     folder = federation(tmp_path_factory.mktemp("attacked") / "federation", SITES)
     with deployed(Deployment(folder)) as deployment:
-        deployment.wait_until(lambda: all(node.status == "online" for node in Link(folder).nodes()))
+        deployment.wait_until(lambda: all(node.status == "online" for node in ControlClient(folder).nodes()))
         yield deployment
 
 
@@ -117,13 +117,13 @@ def test_no_site_is_expelled_or_admitted_through_the_port(running: Deployment) -
     """With ca.crt alone no site is removed and none is added; all stay connected."""
     public, local = doors(running)
     ca = (running.folder / "sites" / "a" / "ca.crt").read_bytes()
-    nodes = Link(running.folder).nodes()
+    nodes = ControlClient(running.folder).nodes()
     for address in (public, local):
         control = Anyone(ControlHttpClient, address, ca)
         for node in nodes:
             assert control.status("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id)) in (403, 404)
         assert control.status("RegisterNode", RegisterNodeRequest(public_key=b"mine", name="evil")) in (403, 404)
-    assert {node.name: node.status for node in Link(running.folder).nodes()} == dict.fromkeys(SITES, "online")
+    assert {node.name: node.status for node in ControlClient(running.folder).nodes()} == dict.fromkeys(SITES, "online")
 
 
 def test_the_public_port_answers_the_fleet_calls_alone(running: Deployment) -> None:
@@ -252,13 +252,13 @@ def test_a_stolen_superlink_gets_no_answers(running: Deployment, tmp_path: Path)
 
 def test_a_site_can_be_admitted_again(running: Deployment) -> None:
     """A site that was revoked, or removed at the SuperLink, comes back with the same key."""
-    folder, link = running.folder, Link(running.folder)
+    folder, link = running.folder, ControlClient(running.folder)
     node = next(node for node in link.nodes() if node.name == "b")
     link.unregister(node.node_id)
     assert link.register() == ["b is admitted"]
     running.kill("b")
     running.start_site("b")
-    running.wait_until(lambda: any(n.name == "b" and n.status == "online" for n in Link(folder).nodes()))
+    running.wait_until(lambda: any(n.name == "b" and n.status == "online" for n in ControlClient(folder).nodes()))
 
 
 CANARY = """\

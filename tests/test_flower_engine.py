@@ -18,21 +18,21 @@ pytest.importorskip("flwr")
 from conftest import FakeClock
 from flower_harness import Grid, bits, conduct, federation, simulated
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.cli import _run, attendance
+from waffle_fl.cli import _run, job_watcher
 from waffle_fl.cli.display import ProgressDisplay
-from waffle_fl.cli.watch import Watched
+from waffle_fl.cli.progress import ProgressFlags
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy.checking import check_deployable
-from waffle_fl.deploy.folders import change, read_server
 from waffle_fl.deploy.jobs import Job
-from waffle_fl.deploy.serverapp import Conductor, main
+from waffle_fl.deploy.preflight import check_deployable
+from waffle_fl.deploy.server_app import JobRunner, main
+from waffle_fl.deploy.settings_files import change, read_server
 from waffle_fl.deploy.site import software
-from waffle_fl.engines.flower import post
-from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.engines.flower import transport
+from waffle_fl.engines.flower.messages import Message
 from waffle_fl.errors import WaffleError
+from waffle_fl.inference.trained_run import open_run
 from waffle_fl.results import read_runs
 from waffle_fl.tensorfile import pack, parse_header
-from waffle_fl.use.trained import open_run
 
 SITES = ("a", "b", "c")
 
@@ -130,9 +130,9 @@ def test_a_run_folder_is_like_any_other(folder: Path, tmp_path: Path) -> None:
     (finished,) = read_runs([tmp_path / "run"])
     assert finished.result["status"] == "finished"
     x = torch.zeros(2, 1, 8, 8)
-    (at_home,) = (folder / "sites" / "a" / "models").iterdir()
-    assert at_home.name.startswith(job.run)
-    assert torch.equal(open_run(tmp_path / "run").outputs(x), open_run(at_home).outputs(x))
+    (fit_locally,) = (folder / "sites" / "a" / "models").iterdir()
+    assert fit_locally.name.startswith(job.run)
+    assert torch.equal(open_run(tmp_path / "run").outputs(x), open_run(fit_locally).outputs(x))
 
 
 @pytest.mark.parametrize("method", ["waffle", "waffle-kin"])
@@ -150,7 +150,7 @@ def test_f4_a_lost_state_is_restored(method: str, losers: tuple[str, ...], folde
     """F4: sites whose disk was lost get their state from the server's copy, and no bit changes."""
     seen: list[int] = []
 
-    def lose(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def lose(name: str, request: Message, reply: Message) -> Message:
         (task,) = request.words.get("tasks", [{}])
         if task.get("round") == 2 and name in losers and len(seen) < len(losers):
             seen.append(1)
@@ -169,7 +169,7 @@ def test_f4_a_lost_state_is_restored(method: str, losers: tuple[str, ...], folde
 def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> None:
     """F4: a personal model of Alice that is lost cannot be restored by the server: the run stops and says so."""
 
-    def lose(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def lose(name: str, request: Message, reply: Message) -> Message:
         if request.words.get("tasks", [{}])[0].get("round") == 2 and name == "a":
             shutil.rmtree(folder / "sites" / name / "state")
         return reply
@@ -183,11 +183,11 @@ def test_f4_one_alice_s_loss_is_her_own(resumed: bool, folder: Path, tmp_path: P
     """F4: of many Alices the one who has lost her own model ends her run alone; all others finish theirs."""
     wanted = config("ditto", alice="all", rounds=2)
 
-    def lost(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def lost(name: str, request: Message, reply: Message) -> Message:
         course = next((task["course"] for task in request.words.get("tasks", []) if task["examine"]), "")
         if name != "b" or not course:
             return reply
-        return Parcel({**reply.words, "courses": {**reply.words["courses"], course: {"lost": True}}}, reply.payloads)
+        return Message({**reply.words, "courses": {**reply.words["courses"], course: {"lost": True}}}, reply.payloads)
 
     for _ in range(1 + resumed):
         with pytest.raises(WaffleError, match=r"^Alice \(agent 1\) has lost her own model of round 1.*resume goes on$"):
@@ -203,14 +203,14 @@ UNTOLD = {"accuracy": 10**400, "loss": None, "validation_loss": "low", "rmse": 0
 def test_what_alice_tells_is_a_number_or_nothing(r: int, folder: Path, tmp_path: Path) -> None:
     """A score that is no finite number of this task is recorded as none, and the run finishes."""
 
-    def boast(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def boast(name: str, request: Message, reply: Message) -> Message:
         (task,) = request.words.get("tasks", [{}])
         if not task.get("examine") or task["base"][0] != r:
             return reply
         said = {**reply.words["courses"][task["course"]], "score": {"finite": True, **UNTOLD}}
         if task["final"]:
             said["metrics"] = {"auc": float("inf"), "log_loss": 10**400, "loss": True, **UNTOLD}
-        return Parcel({**reply.words, "courses": {task["course"]: said}}, reply.payloads)
+        return Message({**reply.words, "courses": {task["course"]: said}}, reply.payloads)
 
     conduct(folder, config(), tmp_path / "run", Grid(folder, boast))
     _, rounds, result = bits(tmp_path / "run")
@@ -249,9 +249,9 @@ def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
     own = hospitals(tmp_path / "hospitals")
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
 
-    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def lie(name: str, request: Message, reply: Message) -> Message:
         replaced = {key: value for key, value in told.items() if key in reply.words}
-        return Parcel({**reply.words, **replaced}) if name == "south" else reply
+        return Message({**reply.words, **replaced}) if name == "south" else reply
 
     with pytest.raises(WaffleError, match=r"^south told of its data in a way that cannot be read: [^\n]+$"):
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
@@ -260,8 +260,8 @@ def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
 def test_a_model_is_not_made_for_one_site_s_classes(folder: Path, tmp_path: Path) -> None:
     """W6: a site that tells of a million classes is refused before a model is made for them."""
 
-    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
-        return Parcel({**reply.words, "classes": ["x"] * 1_000_000}) if name == "b" else reply
+    def lie(name: str, request: Message, reply: Message) -> Message:
+        return Message({**reply.words, "classes": ["x"] * 1_000_000}) if name == "b" else reply
 
     with pytest.raises(WaffleError, match=r"^b told of its data .*: 1000000 classes, more than 10000$"):
         conduct(folder, config(), tmp_path / "run", Grid(folder, lie))
@@ -272,8 +272,8 @@ def test_another_kind_of_data(kind: Any, tmp_path: Path) -> None:
     """Sites that hold different kinds of data are told so, in a line that no terminal takes for orders."""
     folder = federation(tmp_path / "own", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
 
-    def lie(name: str, request: Parcel, reply: Parcel) -> Parcel:
-        return Parcel({**reply.words, "kind": kind}) if name == "south" else reply
+    def lie(name: str, request: Message, reply: Message) -> Message:
+        return Message({**reply.words, "kind": kind}) if name == "south" else reply
 
     with pytest.raises(WaffleError, match=r"^the sites differ in the kind of their data: north has tables") as caught:
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
@@ -287,7 +287,7 @@ def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> 
     for k in range(3, 15, 2):
         out, heard = tmp_path / f"run-{k}", []
 
-        def die(name: str, request: Parcel, reply: Parcel, k: int = k, heard: list[int] = heard) -> Parcel:
+        def die(name: str, request: Message, reply: Message, k: int = k, heard: list[int] = heard) -> Message:
             heard.append(1)
             if len(heard) == k:
                 raise KeyboardInterrupt
@@ -301,10 +301,10 @@ def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> 
 
 def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: an agent that does not answer in time has weight 0 in that round, and is back in the next."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
     change(folder / "server.toml", deadline=0.5)
 
-    def absent(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+    def absent(name: str, request: Message, reply: Message) -> Message | None:
         return None if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2 else reply
 
     conduct(folder, config(), tmp_path / "run", Grid(folder, absent))
@@ -317,9 +317,9 @@ def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("fault", ["cut", "replayed", "not finite", "another's", "rubbish"])
 def test_w_what_arrives_is_checked(fault: str, folder: Path, tmp_path: Path) -> None:
     """W1-W8: an update that is damaged, old, not finite or another run's costs its agent the weight, and no more."""
-    first: dict[str, Parcel] = {}
+    first: dict[str, Message] = {}
 
-    def tamper(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def tamper(name: str, request: Message, reply: Message) -> Message:
         if name != "b" or not reply.payloads:
             return reply
         first.setdefault(name, reply)
@@ -334,7 +334,7 @@ def test_w_what_arrives_is_checked(fault: str, folder: Path, tmp_path: Path) -> 
             "another's": payload.replace(course.encode(), b"x" * len(course)),
             "rubbish": b"\x80\x04cos\nsystem\n",
         }
-        return Parcel(reply.words, {course: changed[fault]})
+        return Message(reply.words, {course: changed[fault]})
 
     change(folder / "server.toml", quorum=1)
     conduct(folder, config(), tmp_path / "run", Grid(folder, tamper))
@@ -351,10 +351,10 @@ def labels(payload: bytes) -> dict[str, str]:
 
 def test_f2_alice_absent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F2: without Alice the round is held and asked for again, then the run stops, saved, and resumes to its bits."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
     change(folder / "server.toml", deadline=0.3, retries=2, backoff=0.01)
 
-    def absent(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+    def absent(name: str, request: Message, reply: Message) -> Message | None:
         return None if name == "a" and request.words.get("tasks", [{}])[0].get("round") == 3 else reply
 
     grid = Grid(folder, absent)
@@ -369,7 +369,7 @@ def test_f2_alice_absent(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F10: sites that are not online in time are named."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
     change(folder / "server.toml", start_timeout=0.2)
     grid = Grid(folder)
     grid.gone = {"a", "c"}
@@ -382,26 +382,26 @@ def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(
 ) -> None:
     """F10: a run whose sites have told of their data does not wait for those that may be missing."""
     grid = Grid(folder)
-    survey = Conductor(folder, Job.create(folder, config(), tmp_path / "run", force=False), grid)._survey()
+    survey = JobRunner(folder, Job.create(folder, config(), tmp_path / "run", force=False), grid)._survey()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     grid.gone = {"c"}
-    conductor = Conductor(folder, Job.open(folder, "run"), grid)
+    conductor = JobRunner(folder, Job.open(folder, "run"), grid)
     clock = FakeClock()
-    monkeypatch.setattr(post, "time", clock)
+    monkeypatch.setattr(transport, "time", clock)
     assert conductor._survey() == survey
     assert clock.now < 1
     change(folder / "server.toml", start_timeout=0.2)
     for gone in ({"a"}, {"b", "c"}):
         grid.gone = gone
         with pytest.raises(WaffleError, match=f"did not come within 0.2 seconds: {', '.join(sorted(gone))}"):
-            Conductor(folder, Job.open(folder, "run"), grid)._survey()
+            JobRunner(folder, Job.open(folder, "run"), grid)._survey()
 
 
 def test_f11_other_software(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F11: a site that runs another version is told from one of ours, both versions named."""
     assert f"torch {torch.__version__.partition('+')[0]}" in software()
-    monkeypatch.setattr("waffle_fl.deploy.serverapp.software", lambda: "wire version 99")
+    monkeypatch.setattr("waffle_fl.deploy.server_app.software", lambda: "wire version 99")
     with pytest.raises(WaffleError, match=r"the server runs wire version 99, this site results version \d"):
         conduct(folder, config(), tmp_path / "run")
 
@@ -423,7 +423,7 @@ def test_p5_data_that_changed(tmp_path: Path) -> None:
     own = hospitals(tmp_path / "hospitals")
     folder = federation(tmp_path / "own", ("north", "south"), str(own), retries=0)
 
-    def change_file(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def change_file(name: str, request: Message, reply: Message) -> Message:
         if request.words.get("tasks", [{}])[0].get("round") == 1 and name == "south":
             file = own / "south.csv"
             file.write_text(file.read_text() + "\n44,f,1.0,A,3.00")
@@ -498,18 +498,18 @@ def test_a_job_keeps_its_name_while_it_is_conducted(folder: Path, tmp_path: Path
 
 def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has said its last word, and still holds its place, ends for who watches it from now on."""
-    monkeypatch.setattr(attendance, "LOOK", 0.01)
+    monkeypatch.setattr(job_watcher, "LOOK", 0.01)
     job = Job.create(folder, config(), tmp_path / "run", force=False)
     job.journal.say(error="that of an earlier attempt")
     main(folder, Grid(folder), job.name)
     with job.conducting():
-        assert attendance.watch(folder, job, Watched(quiet=True)) == 0
+        assert job_watcher.watch(folder, job, ProgressFlags(quiet=True)) == 0
     with job.journal.path.open("a") as stream:
         stream.write('{"error": "cut by a cra')
     job.journal.say(note="the same line")
     job.journal.say(error="a cause")
     with job.conducting(), pytest.raises(WaffleError, match=r"^a cause$"):
-        attendance.watch(folder, job, Watched(quiet=True))
+        job_watcher.watch(folder, job, ProgressFlags(quiet=True))
 
 
 @pytest.mark.parametrize("metrics", [[], ["loss"], ["accuracy"]])
@@ -518,32 +518,32 @@ def test_a_run_of_which_little_is_told_is_watched(
     metrics: list[str], alice: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A score that is not told is shown as n/a, an ended run is no surprise, and no text is taken for markup."""
-    monkeypatch.setattr(attendance, "LOOK", 0.01)
+    monkeypatch.setattr(job_watcher, "LOOK", 0.01)
     text = io.StringIO()
-    monkeypatch.setattr(attendance, "console_for", lambda: Console(file=text, width=200))
+    monkeypatch.setattr(job_watcher, "console_for", lambda: Console(file=text, width=200))
     for site in SITES:
         change(folder / "sites" / site / "site.toml", metrics=metrics)
 
-    def evil(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def evil(name: str, request: Message, reply: Message) -> Message:
         first = request.words.get("tasks", [{}])[0].get("round") == 1
-        return Parcel({"error": "[/evil] \x1b[31m[bold]\n\u202eno"}) if name == "c" and first else reply
+        return Message({"error": "[/evil] \x1b[31m[bold]\n\u202eno"}) if name == "c" and first else reply
 
     job = Job.create(folder, config(alice=alice, rounds=2), tmp_path / "run", force=False)
     main(folder, Grid(folder, evil), job.name)
     for result in (tmp_path / "run").rglob("result.json"):
         result.rename(result.with_suffix(".kept"))
     with ProgressDisplay(Console(file=text, width=200)) as heard:
-        attendance._follow(None, "1", job, 0, heard)
+        job_watcher._follow(None, "1", job, 0, heard)
     for result in (tmp_path / "run").rglob("result.kept"):
         result.rename(result.with_suffix(".json"))
     with ProgressDisplay(Console(file=text, width=200)) as heard:
-        attendance._follow(None, "1", job, 0, heard)
+        job_watcher._follow(None, "1", job, 0, heard)
     with job.conducting():
-        assert attendance.watch(folder, job, Watched(quiet=True)) == 0
+        assert job_watcher.watch(folder, job, ProgressFlags(quiet=True)) == 0
     assert "note: c: [/evil] [31m[bold] no" in text.getvalue()
     assert ("n/a" in text.getvalue()) == (metrics != ["accuracy"] or alice == "0")
     assert "\x1b[31m[bold]" not in text.getvalue()
-    _, run = attendance.runs_in(tmp_path / "run")[0]
+    _, run = job_watcher.runs_in(tmp_path / "run")[0]
     assert _run(["report", str(run), "--quiet"]) == 0
 
 
@@ -560,7 +560,7 @@ def test_a_survey_is_of_its_run(tmp_path: Path) -> None:
     assert first.survey is None
     second = Job.create(folder, tables(target="cost"), tmp_path / "run", force=True)
     assert second.run != first.run
-    Conductor(folder, second, Grid(folder)).conduct()
+    JobRunner(folder, second, Grid(folder)).conduct()
     assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "cost"
     assert second.survey is not None
 
@@ -568,7 +568,7 @@ def test_a_survey_is_of_its_run(tmp_path: Path) -> None:
 def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
     """P5: a job that was forced through a change is not forced when it is resumed."""
 
-    def stop(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def stop(name: str, request: Message, reply: Message) -> Message:
         if request.words.get("tasks", [{}])[0].get("round") == 2:
             raise KeyboardInterrupt
         return reply
@@ -577,13 +577,13 @@ def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
         conduct(folder, config(), tmp_path / "run", Grid(folder, stop))
     forced = Job.create(folder, config(lr=0.05), tmp_path / "run", force=True)
     with pytest.raises(KeyboardInterrupt):
-        Conductor(folder, forced, Grid(folder, stop)).conduct()
+        JobRunner(folder, forced, Grid(folder, stop)).conduct()
     assert not Job.open(folder, "run").force
     provenance = tmp_path / "run" / "provenance.json"
     content = json.loads(provenance.read_text())
     provenance.write_text(json.dumps({**content, "binding": {**content["binding"], "data": "other"}}))
     with pytest.raises(WaffleError, match="holds another run"):
-        Conductor(folder, Job.open(folder, "run"), Grid(folder)).conduct()
+        JobRunner(folder, Job.open(folder, "run"), Grid(folder)).conduct()
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ pytest.importorskip("flwr")
 
 import waffle_fl
 from flower_harness import OWN_MODEL, SITES, Deployment, asked, bits, federation, simulated, small, with_model
-from waffle_fl.deploy.folders import change
+from waffle_fl.deploy.control_client import REGISTERED
 from waffle_fl.deploy.keys import make_certificates, make_node_key
-from waffle_fl.deploy.link import REGISTERED
-from waffle_fl.deploy.loopback import deployed
+from waffle_fl.deploy.local_cluster import deployed
+from waffle_fl.deploy.settings_files import change
 from waffle_fl.records import read_rounds
 
 pytestmark = pytest.mark.flower

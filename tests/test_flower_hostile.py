@@ -23,15 +23,15 @@ from benchmarks.exposure import imprint, recovered
 from waffle_fl.algorithms import for_model
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import membership
-from waffle_fl.deploy.clientapp import answered
-from waffle_fl.deploy.folders import change, read_site
+from waffle_fl.deploy.client_app import answered
+from waffle_fl.deploy.dry_run import rehearse
 from waffle_fl.deploy.policy import Refused
-from waffle_fl.deploy.rehearsal import rehearse
+from waffle_fl.deploy.settings_files import change, read_site
 from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import Site, software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
-from waffle_fl.engines.flower.course import Course, RunPlan, first_stand
-from waffle_fl.engines.flower.messages import Parcel, Task, packed
+from waffle_fl.engines.flower.messages import Message, Request, packed
+from waffle_fl.engines.flower.server_run import RunPlan, ServerRun, initial_run_state
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import FlatModel, builder, cross_entropy
 from waffle_fl.tensorfile import pack
@@ -69,9 +69,9 @@ class Server:
         self.site, self.run, self.config = site, run, asked
         self.key = load_operator_key(site.parent.parent / "keys" / OPERATOR_KEY)
 
-    def send(self, payloads: dict[str, bytes] | None = None, **words: Any) -> Parcel:
+    def send(self, payloads: dict[str, bytes] | None = None, **words: Any) -> Message:
         common = {"software": software(), "run": self.run, "agent": 0, "config": self.config.to_json()}
-        request = Parcel(json.loads(json.dumps({**common, **words})), payloads or {})
+        request = Message(json.loads(json.dumps({**common, **words})), payloads or {})
         return Site(self.site).answer(sign(request, self.key, "north"))
 
     def survey(self) -> Survey:
@@ -83,7 +83,7 @@ class Server:
 
         return survey(ask, self.config.settings)
 
-    def course(self, facts: Survey) -> Course:
+    def course(self, facts: Survey) -> ServerRun:
         s = self.config.settings
         model = FlatModel(
             builder(s.model, s.data, facts.shape, facts.outputs), loss=cross_entropy, precision=s.precision
@@ -94,9 +94,9 @@ class Server:
         plan = RunPlan(
             self.run, "course", algorithm, ("north",), 0, samples, steps, s.rounds, s.batch_size, "off", "north"
         )
-        return Course(plan, model, first_stand(algorithm, model, s.seed, 1))
+        return ServerRun(plan, model, initial_run_state(algorithm, model, s.seed, 1))
 
-    def order(self, facts: Survey, course: Course, *tasks: tuple[dict[str, Any], bytes], **words: Any) -> Parcel:
+    def order(self, facts: Survey, course: ServerRun, *tasks: tuple[dict[str, Any], bytes], **words: Any) -> Message:
         """These tasks in one message, honest in all besides."""
         spec = {"known": facts.known, "digest": facts.digests["north"], "model": course.model.fingerprint()}
         payloads = {str(task["course"]): payload for task, payload in tasks}
@@ -108,11 +108,11 @@ class Scene(NamedTuple):
 
     server: Server
     facts: Survey
-    course: Course
+    course: ServerRun
     task: dict[str, Any]
     payload: bytes
 
-    def order(self, payload: bytes | None = None, **changes: Any) -> Parcel:
+    def order(self, payload: bytes | None = None, **changes: Any) -> Message:
         """The first task with these fields changed."""
         return self.server.order(self.facts, self.course, ({**self.task, **changes}, payload or self.payload))
 
@@ -270,7 +270,7 @@ def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
 def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: Scene) -> None:
     """What a server writes into a task becomes neither a path nor anything but what the field is for."""
     with pytest.raises(WaffleError):
-        Task.from_json({**first.task, **changes})
+        Request.from_json({**first.task, **changes})
     before = sorted(first.server.site.parent.rglob("*"))
     assert first.order(**changes).words["error"] == "it failed there (WaffleError); the site's own log says why"
     assert sorted(first.server.site.parent.rglob("*")) == before
@@ -392,7 +392,7 @@ def test_all_of_an_update_is_measured(site: Path) -> None:
 
 def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
     """Whatever breaks before or in an answer is told by its kind: Flower never sees an exception of ours."""
-    good = packed(Parcel({"software": software()}))
+    good = packed(Message({"software": software()}))
     for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None)):
         reply = answered(folder, content)
         assert reply.words["error"].startswith("it failed there (")

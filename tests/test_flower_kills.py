@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from flower_harness import Deployment, asked, bits, federation, simulated, small
-from waffle_fl.deploy.loopback import PATIENCE, deployed
+from waffle_fl.deploy.local_cluster import PATIENCE, deployed
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("site", "ServerApp", "SuperLink")

@@ -15,9 +15,9 @@ pytest.importorskip("flwr")
 
 from flower_harness import Deployment, asked, bits, federation, simulated, small
 from waffle_fl.cli import _run
-from waffle_fl.deploy.folders import change, read_server
-from waffle_fl.deploy.link import Link
-from waffle_fl.deploy.loopback import deployed, free_port
+from waffle_fl.deploy.control_client import ControlClient
+from waffle_fl.deploy.local_cluster import deployed, free_port
+from waffle_fl.deploy.settings_files import change, read_server
 
 SITES = ("a", "b")
 ROUNDS = 12
@@ -57,7 +57,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 def online(deployment: Deployment, name: str) -> None:
     def there() -> bool:
-        return any(node.name == name and node.status == "online" for node in Link(deployment.folder).nodes())
+        return any(node.name == name and node.status == "online" for node in ControlClient(deployment.folder).nodes())
 
     deployment.wait_until(there)
 

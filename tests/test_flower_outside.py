@@ -14,8 +14,8 @@ pytest.importorskip("flwr")
 from flower_harness import SITES, Deployment, bits, conduct, federation, simulated, small
 from test_outside_method import NAME, snippet
 from waffle_fl.config import RunConfig
-from waffle_fl.deploy.folders import change
-from waffle_fl.deploy.loopback import deployed
+from waffle_fl.deploy.local_cluster import deployed
+from waffle_fl.deploy.settings_files import change
 from waffle_fl.errors import WaffleError
 
 

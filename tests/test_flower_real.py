@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from flower_harness import SITES, Deployment, asked, bits, federation, processes_in, simulated, small
-from waffle_fl.deploy.loopback import PATIENCE, deployed
+from waffle_fl.deploy.local_cluster import PATIENCE, deployed
 
 
 @pytest.fixture

@@ -25,16 +25,16 @@ from flower_harness import OWN_MODEL, Deployment, Grid, bits, conduct, federatio
 from flower_liar import TWICE, UNREADABLE, Recorder, fleet, replayed, search_path
 from flower_lies import BOAST, BOMB, LIES, NO_ANSWER, REASONS, REPLAY, told
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy.folders import change
 from waffle_fl.deploy.keys import wire_form
-from waffle_fl.deploy.loopback import deployed
-from waffle_fl.engines.flower import post
-from waffle_fl.engines.flower.course import Course, RunPlan, first_stand
-from waffle_fl.engines.flower.messages import SCORES, Parcel
+from waffle_fl.deploy.local_cluster import deployed
+from waffle_fl.deploy.settings_files import change
+from waffle_fl.engines.flower import transport
+from waffle_fl.engines.flower.messages import SCORES, Message
+from waffle_fl.engines.flower.server_run import RunPlan, ServerRun, initial_run_state
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import FlatModel, builder
 from waffle_fl.records import read_rounds, summary
-from waffle_fl.wire import LONGEST_REASON, seal
+from waffle_fl.update_encoding import LONGEST_REASON, seal
 
 SITES = ("a", "b", "c")
 A, B, C = range(3)
@@ -111,10 +111,10 @@ def test_w1_from_alice(folder: Path, tmp_path: Path) -> None:
 def test_w1_from_alice_for_ever(folder: Path, tmp_path: Path) -> None:
     """W1: after three attempts without a finite update of Alice the run ends as diverged, its last round kept."""
 
-    def never(name: str, request: Parcel, reply: Parcel) -> Parcel:
+    def never(name: str, request: Message, reply: Message) -> Message:
         if name != "a" or request.words.get("tasks", [{}])[0].get("round") != 2:
             return reply
-        return Parcel(reply.words, {course: LIES["W1 NaN"][0](payload) for course, payload in reply.payloads.items()})
+        return Message(reply.words, {course: LIES["W1 NaN"][0](payload) for course, payload in reply.payloads.items()})
 
     conduct(folder, config(3), tmp_path / "run", Grid(folder, never))
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -135,7 +135,7 @@ def test_w7_guard_off(method: str, folder: Path, tmp_path: Path) -> None:
 
 def test_w9_two_replies(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W9: a site that was asked twice, since it was restarted, answers twice: the first counts, the second is noted."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
 
     class Twice(Grid):
         def push_messages(self, messages: Sequence[Any]) -> list[str]:
@@ -174,10 +174,10 @@ def test_w12_w13_nobody_but_alice(method: str, folder: Path, tmp_path: Path) -> 
 
 def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W12: with a quorum of 1 Alice goes on alone while all others are gone."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
     change(folder / "server.toml", deadline=0.5, quorum=1)
 
-    def gone(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+    def gone(name: str, request: Message, reply: Message) -> Message | None:
         return None if name != "a" and request.words.get("tasks") else reply
 
     conduct(folder, config(2, "waffle"), tmp_path / "run", Grid(folder, gone))
@@ -218,19 +218,19 @@ def half_replied() -> Any:
 
 def test_a_reply_that_stops_half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: a site that died while it sent its reply holds the round until the deadline at most."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
     monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
     Grid(folder)  # lets messages be made in this process
     grid = http_grid.HttpGrid(token="token")
     grid._client, grid._run = half_replied(), SimpleNamespace(run_id=1)  # type: ignore[assignment]
-    office = post.Post(grid, {b"a": "a"}, 1 << 20)
-    assert list(office.exchange({"a": lambda: Parcel({})}, "train", seconds=1.0, grace=9.0)) == []
+    office = transport.Transport(grid, {b"a": "a"}, 1 << 20)
+    assert list(office.exchange({"a": lambda: Message({})}, "train", seconds=1.0, grace=9.0)) == []
     assert ("a", "Flower says: message unavailable") in office.log
 
 
 def test_a_superlink_that_is_away_for_a_while(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F5: requests that do not reach the SuperLink are made again, and no bit changes."""
-    monkeypatch.setattr(post, "PAUSE", 0.01)
+    monkeypatch.setattr(transport, "PAUSE", 0.01)
     change(folder / "server.toml", grace=0.1)
 
     class Flaky(Grid):
@@ -260,11 +260,11 @@ def test_a_superlink_that_is_away_for_a_while(folder: Path, tmp_path: Path, monk
 
 def test_f1_a_site_that_is_offline(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: a round waits `grace` seconds for a site that is offline, not the whole deadline; the next rounds do not."""
-    monkeypatch.setattr(post, "PAUSE", 0.05)
+    monkeypatch.setattr(transport, "PAUSE", 0.05)
     change(folder / "server.toml", grace=4.0, deadline=600.0)
     grid = Grid(folder)
 
-    def leave(name: str, request: Parcel, reply: Parcel) -> Parcel | None:
+    def leave(name: str, request: Message, reply: Message) -> Message | None:
         if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
             grid.gone = {"b"}
             return None
@@ -293,7 +293,7 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
     algorithm = config(2).algorithm()
     plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
-    course, lines = Course(plan, model, first_stand(algorithm, model, 1, 2)), []
+    course, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
     honest = seal(course._up, 0, course.inbox.envelope, 1)
     for agent in (A, B):
         course.hear(agent, {}, honest)
@@ -309,12 +309,12 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:
     """W6: what announces more bytes than a message may have is refused by its announcement."""
-    scale = post.TransferLimit(left=100)
+    scale = transport.TransferLimit(left=100)
     scale(SimpleNamespace(headers={"content-length": "60"}))
     with pytest.raises(WaffleError, match="more bytes than any message of ours"):
         scale(SimpleNamespace(headers={"content-length": "60"}))
     with pytest.raises(WaffleError, match="more bytes than any message of ours"):
-        post.TransferLimit(piece=50)(SimpleNamespace(headers={"content-length": "60"}))
+        transport.TransferLimit(piece=50)(SimpleNamespace(headers={"content-length": "60"}))
 
 
 REAL = (

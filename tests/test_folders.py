@@ -12,10 +12,10 @@ import torch
 from conftest import refusal
 from waffle_fl import cli
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
-from waffle_fl.experiment import Place, execute, federation_of
-from waffle_fl.own import Preprocessing
+from waffle_fl.experiment import Runtime, execute, federation_of
 from waffle_fl.results import best_of, read_runs, scores
 from waffle_fl.tensorfile import read_tensors
+from waffle_fl.user_data import Preprocessing
 
 
 def rows(seed: int, n: int, price: bool) -> str:
@@ -89,7 +89,7 @@ def test_the_smaller_error_is_the_better() -> None:
     for method in ("local", "fedavg"):
         config = check_run(method, {"data": "flats", "target": "price", "rounds": 3, "alice": "north"}, {})
         runs.append((config, Path("runs") / config.label))
-    results = execute(runs, Place(workers=1))
+    results = execute(runs, Runtime(workers=1))
     cells = scores(read_runs([folder for _, folder in runs]), "best")
     smallest = min(zip(("local", "fedavg"), results, strict=True), key=lambda found: found[1]["best"]["rmse"])
     assert best_of(cells, "north") == {smallest[0]}

@@ -21,14 +21,14 @@ from cli_support import refusal, waffle
 from test_process import ENVIRONMENT, one_line
 from test_process import waffle as process
 from waffle_fl import experiment
+from waffle_fl.atomic_files import remove, sync_folder, write_atomically
 from waffle_fl.config import check_run
 from waffle_fl.config.files import MOST_VARIED
 from waffle_fl.engines.workers import Workers
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place, execute
-from waffle_fl.memory import is_shortage
+from waffle_fl.experiment import Runtime, execute
+from waffle_fl.out_of_memory import is_shortage
 from waffle_fl.records import read_rounds
-from waffle_fl.storage import remove, sync_folder, write_atomically
 
 LINE = ["--data", "synthetic", "--model", "linear", "--samples-per-agent", "20", "--rounds", "5"]
 
@@ -147,7 +147,7 @@ def test_a_fifo_in_a_run_folder_does_not_hang_a_resume(tmp_path: Path, name: str
     """Whatever file of a run on its way is a FIFO, resume ends: in one line, or from the checkpoint before."""
     folder = tmp_path / "run"
     settings = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 3}
-    execute([(check_run("local", settings, {}), folder)], Place(checkpoint_seconds=0), until=2)
+    execute([(check_run("local", settings, {}), folder)], Runtime(checkpoint_seconds=0), until=2)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with within(30):
@@ -356,6 +356,6 @@ def test_other_errors_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(experiment.execution, "simulate", wrong)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        execute([(check_run("local", {"data": "synthetic", "rounds": 1}, {}), tmp_path / "run")], Place())
+        execute([(check_run("local", {"data": "synthetic", "rounds": 1}, {}), tmp_path / "run")], Runtime())
     assert not issubclass(RuntimeError, WaffleError)
     assert sys.exc_info() == (None, None, None)

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, make_model, refusal
-from waffle_fl import APFL, SGD, Cell, Ditto, FedAvg, Waffle, simulate
+from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm, for_model
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
 from waffle_fl.config import check_run
-from waffle_fl.engines.cells import Outcome, own_net
+from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.engines.shared_training import carriers
 
 KEEP = SGD(0.1, 0.5, momentum_between_rounds="keep")
 
 
-def rounds(cells: list[Cell], start: int = 0, until: int = 4) -> list[list[Outcome]]:
+def rounds(cells: list[RunSpec], start: int = 0, until: int = 4) -> list[list[Outcome]]:
     stream = simulate(cells, make_model(), rounds=4, start=start, batch_size=BATCH)
     return [outcomes for outcomes, _ in zip(stream, range(until - start), strict=False)]
 
@@ -30,16 +30,16 @@ def same(a: Any, b: Any) -> bool:
     return type(a)._fields == type(b)._fields and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def asked(algorithm: Algorithm) -> Cell:
+def asked(algorithm: Algorithm) -> RunSpec:
     """As an experiment has it: only Alice's own model is requested."""
     federation = make_federation(alice=2)
-    return Cell(algorithm, federation, 1, asked=frozenset([federation.alice]))
+    return RunSpec(algorithm, federation, 1, asked=frozenset([federation.alice]))
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_a_run_resumes_to_the_same_bits(method: str) -> None:
     """The state after a round holds the velocity, so a run that stops there and goes on is the unbroken run."""
-    cell = Cell(ALGORITHMS[method](sgd=KEEP), make_federation(), 1)
+    cell = RunSpec(ALGORITHMS[method](sgd=KEEP), make_federation(), 1)
     whole = [o[0] for o in rounds([cell])]
     assert [name for name in whole[0].state.agents._fields if name.endswith("velocity")]
     later = [o[0] for o in rounds([replace(cell, state=whole[1].state)], start=2)]
@@ -48,7 +48,9 @@ def test_a_run_resumes_to_the_same_bits(method: str) -> None:
 
 
 def test_keeping_differs_from_resetting_from_the_second_round_on() -> None:
-    kept, reset = ([o[0] for o in rounds([Cell(FedAvg(sgd), make_federation(), 1)])] for sgd in (KEEP, SGD(0.1, 0.5)))
+    kept, reset = (
+        [o[0] for o in rounds([RunSpec(FedAvg(sgd), make_federation(), 1)])] for sgd in (KEEP, SGD(0.1, 0.5))
+    )
     assert torch.equal(kept[0].state.server.x, reset[0].state.server.x)
     assert not torch.equal(kept[1].state.server.x, reset[1].state.server.x)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from waffle_fl.models import kernels
 from waffle_fl.models import FlatModel, LeNet5, stacked
 from waffle_fl.models.flat import Batch
-from waffle_fl.models.stacked import StackedConvolution
+from waffle_fl.models.folded import StackedConvolution
 
 torch.manual_seed(0)
 ROWS, IMAGES = 3, 4

@@ -24,11 +24,11 @@ from waffle_fl import manifest, records, tensorfile
 from waffle_fl.algorithms import schedules
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment import Runtime, execute
+from waffle_fl.inference.trained_run import open_run
 from waffle_fl.manifest import Digest, inspect, seal, verify
 from waffle_fl.records import Run, read_json
 from waffle_fl.tensorfile import pack
-from waffle_fl.use.trained import open_run
 from waffle_fl.user_key import FILE, state_dir, user_key
 
 ROUNDS = 4
@@ -42,7 +42,7 @@ def chosen(**settings: Any) -> RunConfig:
 
 def paused(folder: Path, rounds: int = 2, **settings: Any) -> Path:
     """A run on its way, with a checkpoint of each round."""
-    execute([(chosen(**settings), folder)], Place(checkpoint_seconds=0), until=rounds)
+    execute([(chosen(**settings), folder)], Runtime(checkpoint_seconds=0), until=rounds)
     return folder
 
 
@@ -218,7 +218,7 @@ def test_a_rewritten_checkpoint_is_not_resumed(tmp_path: Path, which: str) -> No
     if which == "newest":
         last.write_bytes(kept)
         assert waffle("resume", folder, "--quiet").code == 0
-        execute([(chosen(), tmp_path / "whole")], Place())
+        execute([(chosen(), tmp_path / "whole")], Runtime())
         assert bits(folder) == bits(tmp_path / "whole")
     else:
         shown = waffle("resume", folder, "--force")
@@ -243,7 +243,7 @@ def test_rounds_that_were_edited_are_not_resumed(tmp_path: Path) -> None:
     assert f"{log} was changed" in refusal(waffle("resume", folder, "--quiet"))
     log.write_bytes(sound + b'{"round":3,"accuracy":1.0}\n{"rou')
     assert waffle("resume", folder, "--quiet").code == 0
-    execute([(chosen(), tmp_path / "whole")], Place())
+    execute([(chosen(), tmp_path / "whole")], Runtime())
     assert bits(folder) == bits(tmp_path / "whole")
 
 
@@ -267,8 +267,8 @@ def test_a_folder_is_sound_before_and_after_every_write(tmp_path: Path, monkeypa
     paused(folder, 2)
     newest = max(folder.glob("checkpoint-*"))
     os.truncate(newest, 50)  # it goes back to the one before, and cuts its log
-    execute([(chosen(lr=0.2), folder)], Place(checkpoint_seconds=0, force=True), until=3)
-    execute([(chosen(lr=0.2), folder)], Place(checkpoint_seconds=0))
+    execute([(chosen(lr=0.2), folder)], Runtime(checkpoint_seconds=0, force=True), until=3)
+    execute([(chosen(lr=0.2), folder)], Runtime(checkpoint_seconds=0))
     assert {"manifest.json", "config.json", "rounds.jsonl", "result.json", "model.safetensors"} <= set(seen)
     assert seen[0] == "manifest.json"
     listed = json.loads((folder / "manifest.json").read_text())["files"]
@@ -289,10 +289,10 @@ def test_the_manifest_lists_a_file_before_it_is_written(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(records, "write_atomically", full)
         with pytest.raises(WaffleError, match="No space left"):
-            execute([(chosen(), folder)], Place())
+            execute([(chosen(), folder)], Runtime())
     assert inspect(folder) is None
     assert waffle("resume", folder, "--quiet").code == 0
-    execute([(chosen(), tmp_path / "whole")], Place())
+    execute([(chosen(), tmp_path / "whole")], Runtime())
     assert bits(folder) == bits(tmp_path / "whole")
 
 
@@ -474,7 +474,7 @@ def test_resuming_a_folder_without_a_manifest_writes_one(tmp_path: Path) -> None
     assert shown.code == 0
     assert "has no manifest.json" in shown.words
     assert "has no manifest.json" in str(json.loads((folder / "provenance.json").read_text())["forced"])
-    execute([(chosen(), tmp_path / "whole")], Place())
+    execute([(chosen(), tmp_path / "whole")], Runtime())
     assert bits(folder) == bits(tmp_path / "whole")
     assert inspect(folder, ("model.safetensors",)) is None
     (folder / "manifest.json").unlink()
@@ -572,7 +572,7 @@ def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytes
 def test_many_folders_are_one_note(tmp_path: Path) -> None:
     """A forced report on many runs of an older version says so once."""
     folders = [tmp_path / f"run-{seed}" for seed in (1, 2, 3)]
-    execute([(chosen(seed=seed), folder) for seed, folder in enumerate(folders, 1)], Place())
+    execute([(chosen(seed=seed), folder) for seed, folder in enumerate(folders, 1)], Runtime())
     for folder in folders:
         (folder / "manifest.json").unlink()
     shown = waffle("report", tmp_path, "--out", tmp_path / "page", "--force")

@@ -16,11 +16,11 @@ from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model, refu
 from waffle_fl import (
     APFL,
     SGD,
-    Cell,
     FedAvg,
     FedProx,
     FlatModel,
     PersonalizedClassifier,
+    RunSpec,
     Scaffold,
     Waffle,
     WaffleError,
@@ -28,7 +28,7 @@ from waffle_fl import (
     table_of_rounds,
 )
 from waffle_fl.config import check_run
-from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment import Runtime, execute
 
 
 class Pair(nn.Module):
@@ -46,7 +46,7 @@ def run(algorithm: Any = None, model: Any = None, seed: Any = 1, alice: int = 0,
     """One round of a simulation."""
     federation = replace(make_federation(), alice=alice)
     settings = {"rounds": 2, "batch_size": BATCH, **options}
-    return next(simulate([Cell(algorithm or Waffle(), federation, seed)], model or make_model(), **settings))
+    return next(simulate([RunSpec(algorithm or Waffle(), federation, seed)], model or make_model(), **settings))
 
 
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
@@ -128,7 +128,7 @@ def test_the_public_names_are_listed() -> None:
 def test_rounds_become_a_table(tmp_path: Any) -> None:
     """One dictionary per run and round, with what tells the runs apart and what was measured."""
     settings = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3}
-    execute([(check_run(m, settings, {}), tmp_path / m) for m in ("waffle", "local")], Place(device="cpu"))
+    execute([(check_run(m, settings, {}), tmp_path / m) for m in ("waffle", "local")], Runtime(device="cpu"))
     rows = table_of_rounds(tmp_path)
     assert [(row["method"], row["round"]) for row in rows if row["method"] == "waffle"] == [
         ("waffle", r) for r in (1, 2, 3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import CLASSES, FEATURES, make_federation, refusal
-from waffle_fl import SGD, Cell, FedAvg, simulate
+from waffle_fl import SGD, FedAvg, RunSpec, simulate
 from waffle_fl.models import DLA, FlatModel, cross_entropy
 
 
@@ -25,7 +25,7 @@ class Returning(nn.Module):
 
 
 def trained(model: FlatModel) -> Any:
-    return next(simulate([Cell(FedAvg(SGD(0.1)), make_federation(), 1)], model, rounds=1, workers=1))
+    return next(simulate([RunSpec(FedAvg(SGD(0.1)), make_federation(), 1)], model, rounds=1, workers=1))
 
 
 def prepared(model: FlatModel) -> FlatModel:

@@ -25,12 +25,12 @@ from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.hooks import HOOKS
 from waffle_fl.algorithms.registry import check_method, methods_in
 from waffle_fl.config import RunConfig, Settings, check_run, check_trusted, load_experiment
-from waffle_fl.deploy.folders import read_site, site_text
 from waffle_fl.deploy.policy import Policy, Refused
+from waffle_fl.deploy.settings_files import read_site, site_text
+from waffle_fl.inference.estimators import PersonalizedClassifier
 from waffle_fl.models import builder
 from waffle_fl.results import read_run, read_runs
 from waffle_fl.tuning.space import space_of
-from waffle_fl.use.estimators import PersonalizedClassifier
 
 ROOT = Path(__file__).parent.parent
 NAME = "mine:ConstantPull"

@@ -12,8 +12,8 @@ import pytest
 
 from test_fuzz import Tally, mutated
 from waffle_fl import Federation
-from waffle_fl.own.images import read_image
-from waffle_fl.use.predicting import read_arrays
+from waffle_fl.inference.predicting import read_arrays
+from waffle_fl.user_data.images import read_image
 
 COUNT = 2_000
 CELLS = (

@@ -18,14 +18,14 @@ from waffle_fl.algorithms.fedavg import FedAvg, Local
 from waffle_fl.algorithms.fedbn import FedBN
 from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedrep import FedRep
-from waffle_fl.algorithms.partial import cut, joined, parts
+from waffle_fl.algorithms.partial_sharing import cut, joined, parts
 from waffle_fl.batches import Batches
 from waffle_fl.cli.flags import options_class
 from waffle_fl.config import RunConfig, Settings, check_run
-from waffle_fl.engines.cells import Cell, initial_state
+from waffle_fl.engines.run_spec import RunSpec, initial_state
 from waffle_fl.engines.simulate import simulate
-from waffle_fl.experiment import Place, execute
-from waffle_fl.experiment.materials import advice
+from waffle_fl.experiment import Runtime, execute
+from waffle_fl.experiment.factories import advice
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, LeNet5
 
@@ -86,7 +86,7 @@ def test_only_what_is_shared_travels(kind: Any, travels: tuple[int, int]) -> Non
         seen.append((up.dy.shape[1], up.stats.shape[1]))
         return up
 
-    cell = Cell(algorithm, federation, 3, tamper=watch)
+    cell = RunSpec(algorithm, federation, 3, tamper=watch)
     (*_, (last,)) = simulate([cell], model, rounds=2, batch_size=BATCH)
     assert set(seen) == {travels}
     assert (len(last.state.server.x), len(last.state.server.stats)) == travels
@@ -101,7 +101,7 @@ def test_networks_that_normalise_agree_with_a_loop(kind: Any, home: tuple[str, .
     """A plain loop over modules, their optimisers and state dicts comes to the same parameters and statistics."""
     federation, model = make_federation(SIZES, alice=2), normalising()
     algorithm = for_model(kind(SGD(0.2, momentum)), model.layers)
-    (*_, (last,)) = simulate([Cell(algorithm, federation, 5)], model, rounds=3, batch_size=BATCH)
+    (*_, (last,)) = simulate([RunSpec(algorithm, federation, 5)], model, rounds=3, batch_size=BATCH)
     net = algorithm.personal(*last.state, 4)
     found = model.state_dict(type(net)(net.params[2], net.stats[2]))
     expected = by_hand(federation, model, home, momentum)
@@ -136,7 +136,7 @@ def by_hand(federation: Federation, model: FlatModel, home: tuple[str, ...], mom
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_every_method_trains_a_network_that_normalises(method: str) -> None:
     """Statistics of batches pass through every method, and its models stay finite."""
-    cell = Cell(ALGORITHMS[method](sgd=SGD(0.05)), make_federation(SIZES), 3)
+    cell = RunSpec(ALGORITHMS[method](sgd=SGD(0.05)), make_federation(SIZES), 3)
     (*_, (last,)) = simulate([cell], normalising(), rounds=3, batch_size=BATCH)
     assert last.error is None
     assert all(torch.isfinite(tensor).all() for part in last.state for tensor in part)
@@ -158,7 +158,7 @@ def test_the_cut_is_no_hyperparameter(method: str) -> None:
 def test_a_head_larger_than_the_model_is_refused_before_any_work(tmp_path: Path) -> None:
     """The mistake is told in one line, and no run folder is left behind."""
     config = check_run("fedper", {"rounds": 1}, {"head_layers": 3})
-    line = refusal(execute, [(config, tmp_path / "run")], Place())
+    line = refusal(execute, [(config, tmp_path / "run")], Runtime())
     assert "head_layers of at most 2" in line
     assert not (tmp_path / "run").exists()
 
@@ -176,7 +176,7 @@ def test_every_step_knows_its_place(stacked: bool, monkeypatch: pytest.MonkeyPat
         return step(self, local, grad)
 
     monkeypatch.setattr(FedAvg, "step", watched)
-    cell = Cell(FedAvg(SGD(0.1)), make_federation((23, 8)), 3)  # 3 steps and 1
+    cell = RunSpec(FedAvg(SGD(0.1)), make_federation((23, 8)), 3)  # 3 steps and 1
     list(simulate([cell], make_model(stacked=stacked), rounds=1, batch_size=BATCH, workers=1))
     assert told[3] == [0, 1, 2]
     assert told[1][:1] == [0]
@@ -186,7 +186,7 @@ def test_states_begin_with_the_model_of_the_seed() -> None:
     """Before the first round every agent's own layers, around what the server has, are the seed's model."""
     model = normalising()
     for kind in (FedPer, FedRep, FedBN):
-        cell = Cell(kind(SGD(0.1)), make_federation(SIZES), 3)
+        cell = RunSpec(kind(SGD(0.1)), make_federation(SIZES), 3)
         net = for_model(cell.algorithm, model.layers).personal(*initial_state(cell, model), 4)
         assert torch.equal(net.params, model.init(3).params.expand(4, -1))
         assert torch.equal(net.stats, model.init(3).stats.expand(4, -1))

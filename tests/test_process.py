@@ -18,10 +18,10 @@ import torch
 
 from waffle_fl import cli
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.engines.cells import Cell, Outcome
+from waffle_fl.engines.run_spec import Outcome, RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Listener, Place, execute, federation_of
+from waffle_fl.experiment import Listener, Runtime, execute, federation_of
 from waffle_fl.models import FlatModel, builder
 from waffle_fl.records import read_json, read_rounds
 
@@ -80,7 +80,7 @@ def small(method: str, **settings: Any) -> RunConfig:
 
 
 def finish(config: RunConfig, folder: Path, **place: Any) -> dict[str, Any]:
-    (result,) = execute([(config, folder)], Place(**place))
+    (result,) = execute([(config, folder)], Runtime(**place))
     return result
 
 
@@ -466,7 +466,7 @@ def test_a_log_that_cannot_be_cut_back_is_left_whole(tmp_path: Path) -> None:
     config = small("waffle")
     finish(config, tmp_path / "whole")
     with pytest.raises(Halt):
-        execute([(config, tmp_path / "run")], Place(), HaltAfterRound3())
+        execute([(config, tmp_path / "run")], Runtime(), HaltAfterRound3())
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
     assert before.count(b"\n") == 3
     with disk_full(100), pytest.raises(WaffleError, match=r"cannot write to .*: File too large"):
@@ -566,7 +566,7 @@ def test_a_diverged_run_stays_diverged(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
 
 
-def simulated(*cells: Cell, rounds: int = 6) -> list[list[Outcome]]:
+def simulated(*cells: RunSpec, rounds: int = 6) -> list[list[Outcome]]:
     federation = cells[0].federation
     model = FlatModel(builder("linear", "synthetic", federation.shape, len(federation.class_names)))
     return list(simulate(cells, model, rounds=rounds))
@@ -589,7 +589,7 @@ def poison(row: int, since: int) -> Callable[[Any, int], Any]:
 def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> None:
     """Agent 3's updates, NaN from round 2 on, are rejected and recorded, and every round of the run is finite."""
     config = small(method)
-    cell = Cell(config.algorithm(), federation_of(config.settings), 1, tamper=poison(3, since=2))
+    cell = RunSpec(config.algorithm(), federation_of(config.settings), 1, tamper=poison(3, since=2))
     outcomes = [outcome for (outcome,) in simulated(cell)]
     assert len(outcomes) == 6
     assert [outcome.error for outcome in outcomes] == [None] * 6
@@ -607,8 +607,8 @@ def test_the_divergence_of_one_run_does_not_stop_its_neighbour() -> None:
     """Of two runs in one stack the one whose Alice diverges in round 3 drops out; the other's bits are as if alone."""
     config = small("waffle")
     federation = federation_of(config.settings)
-    sound = Cell(config.algorithm(), federation, 1)
-    sick = Cell(config.algorithm(), federation, 2, tamper=poison(0, since=3))
+    sound = RunSpec(config.algorithm(), federation, 1)
+    sick = RunSpec(config.algorithm(), federation, 2, tamper=poison(0, since=3))
     alone = [outcome for (outcome,) in simulated(sound)]
     together = simulated(sick, sound)
     assert [len(outcomes) for outcomes in together] == [2, 2, 2, 1, 1, 1]

@@ -28,9 +28,9 @@ from records_support import (
     state,
 )
 from waffle_fl import records, tensorfile
+from waffle_fl.atomic_files import write_atomically
 from waffle_fl.errors import WaffleError
 from waffle_fl.records import Run, read_json, read_rounds, summary
-from waffle_fl.storage import write_atomically
 from waffle_fl.tensorfile import MAX_HEADER, pack, read_tensors, write_tensors
 
 # --- summary: the three protocols

@@ -20,12 +20,12 @@ from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedme import PFedMe
-from waffle_fl.algorithms.scaffold import Scaffold, Up, heard_control_variates
+from waffle_fl.algorithms.scaffold import Scaffold, Up, received_control_variates
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.waffle_kin import WaffleKin
 from waffle_fl.algorithms.weight_erosion import WeightErosion
 from waffle_fl.batches import Batches
-from waffle_fl.engines.cells import Cell, State
+from waffle_fl.engines.run_spec import RunSpec, State
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.models import Batch, Net, mlp
 
@@ -36,7 +36,7 @@ def alice_s_model(
     algorithm: Any, rounds: int = 6, sizes: tuple[int, ...] = (23, 9, 32, 14), **options: Any
 ) -> torch.Tensor:
     federation = make_federation(sizes)
-    state = last_state(Cell(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
+    state = last_state(RunSpec(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
     return algorithm.personal(state.server, state.agents, federation.agents).params[0]
 
 
@@ -73,7 +73,7 @@ def test_waffle_with_equal_weights_is_scaffold() -> None:
         for seed in range(3):
             up, now = random_up(seed)
             a, _ = scaffold.aggregate(a, up, now)
-            c_i = heard_control_variates(b, up, now, waffle.sgd.lr, waffle.correction)
+            c_i = received_control_variates(b, up, now, waffle.sgd.lr, waffle.correction)
             b = waffle.combine(b, up, c_i, torch.full((4,), 0.25, dtype=torch.float64))
             assert all(close(x, y) for x, y in zip(a, b[:4], strict=True))
 
@@ -82,21 +82,21 @@ def test_two_agents_under_max_are_scaffold() -> None:
     """With two agents WAFFLE's default weighs both alike until 95 % of the rounds: a whole run equals SCAFFOLD's."""
     runs = [alice_s_model(a, rounds=5, sizes=(23, 14)) for a in (Scaffold(LR),)]
     federation = make_federation((23, 14))
-    outcomes = last_state(Cell(Waffle(LR), federation, 3), make_model(), rounds=100)
+    outcomes = last_state(RunSpec(Waffle(LR), federation, 3), make_model(), rounds=100)
     assert close(outcomes[4].state.server.x, runs[0])
 
 
 def test_waffle_with_all_weight_on_alice_is_local() -> None:
     """With psi = 0 from the start, only the history of 1/N lets others in; from then on Alice's steps are plain SGD."""
     federation, model = make_federation(), make_model()
-    outcomes = last_state(Cell(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
+    outcomes = last_state(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
     server = outcomes[3].state.server
     assert outcomes[3].measured["weights"] == [1, 0, 0, 0]
     torch.testing.assert_close(server.c, server.c_i[0])
     local = Local(LR, clip=2.0)
     state = (local.init(model.init(0), 4)[0], local.init(model.init(0), 4)[1])
     agents = state[1]._replace(y=server.x.repeat(4, 1))
-    cell = Cell(local, federation, 3, state=State(state[0], agents))
+    cell = RunSpec(local, federation, 3, state=State(state[0], agents))
     alone = [o[0] for o in simulate([cell], model, rounds=8, start=4, batch_size=BATCH)]
     assert close(outcomes[-1].state.server.x, alone[-1].state.agents.y[0])
 
@@ -106,7 +106,7 @@ def test_the_printed_control_rule_drifts() -> None:
     biases = {}
     for control in ("anchored", "paper"):
         algorithm = Waffle(LR, control=control, omega="constant(0)", psi="constant(0)")
-        outcomes = last_state(Cell(algorithm, make_federation(), 3), make_model(), rounds=12)
+        outcomes = last_state(RunSpec(algorithm, make_federation(), 3), make_model(), rounds=12)
         biases[control] = [float((o.state.server.c - o.state.server.c_i[0]).norm()) for o in outcomes[4:]]
     assert max(biases["anchored"]) < 1e-12
     assert min(biases["paper"]) > 1e-3
@@ -129,7 +129,7 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
         return net
 
     grad, model.grad = model.grad, watched  # type: ignore[method-assign]
-    outcomes = last_state(Cell(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
+    outcomes = last_state(RunSpec(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
     gradients = torch.stack(seen[-4:])  # the last round has four steps, and agents make 3, 2, 4 and 2 of them
     means = torch.stack([gradients[:k, i].mean(dim=0) for i, k in enumerate((3, 2, 4, 2))])
     after = outcomes[-1].state.server
@@ -140,14 +140,14 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
 def test_server_and_agent_compute_the_same_control_variate() -> None:
     """The server's copy of c_i equals the agent's own to the last bit: nothing needs to be sent."""
     for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
-        state = last_state(Cell(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
+        state = last_state(RunSpec(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
 def test_a_clipped_agent_keeps_its_control_variate() -> None:
     """An agent with many more samples than Alice is clipped every round: server and agent both keep the old c_i."""
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        outcomes = last_state(Cell(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
+        outcomes = last_state(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
         assert all(o.measured["screened"]["agent 2"] == "clipped" for o in outcomes)
         state = outcomes[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
@@ -162,8 +162,8 @@ def test_a_clipped_agent_is_compared_by_what_it_sent() -> None:
     cut = now._replace(intact=now.heard & (torch.arange(4) != 2))
     after, info = algorithm.aggregate(server, up, cut)
     assert torch.equal(after.c_i[2], server.c_i[2])
-    pulls = algorithm.pulls(server, up, now.steps)
-    assert close(info.distances[2], (pulls[2] - pulls[1]).norm())
+    new_control_variates = algorithm.new_control_variates(server, up, now.steps)
+    assert close(info.distances[2], (new_control_variates[2] - new_control_variates[1]).norm())
     assert close(algorithm.aggregate(server, up, now)[1].weights, info.weights)
 
 
@@ -175,7 +175,7 @@ def test_a_refused_agent_keeps_its_control_variate() -> None:
         return up._replace(dy=torch.stack([*up.dy[:3], lies.get(r, up.dy[3])]))
 
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        cell = Cell(algorithm, make_federation(), 3, tamper=tamper)
+        cell = RunSpec(algorithm, make_federation(), 3, tamper=tamper)
         outcomes = last_state(cell, make_model(), rounds=5, guard="standard")
         assert all(o.measured["screened"]["agent 3"] != "clipped" for o in outcomes[1:])
         states = [o.state for o in outcomes]
@@ -202,7 +202,7 @@ def test_the_size_penalty_erodes_small_agents_faster() -> None:
     """With p_s > 0 an agent loses weight faster the more often its data has been used up; the weights only fall."""
     runs = {}
     for p_s in (0.0, 2.0):
-        cell = Cell(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
+        cell = RunSpec(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
         runs[p_s] = torch.tensor([o.measured["alpha"] for o in last_state(cell, make_model())])
     assert runs[2.0][-1, 1] < runs[0.0][-1, 1]
     for alphas in runs.values():
@@ -224,8 +224,8 @@ def test_apfl_without_mixing() -> None:
     """Mix 0 is the agent's own FedAvg model before averaging, mix 1 is Local."""
     assert close(alice_s_model(APFL(LR, mix=1.0, adaptive="off")), alice_s_model(Local(LR)))
     federation, model = make_federation(), make_model()
-    apfl = last_state(Cell(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
-    fedavg = last_state(Cell(FedAvg(LR), federation, 3), model)[-1].state
+    apfl = last_state(RunSpec(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
+    fedavg = last_state(RunSpec(FedAvg(LR), federation, 3), model)[-1].state
     assert close(apfl.server.x, fedavg.server.x)
     assert close(APFL(LR).personal(apfl.server, apfl.agents, 4).params[0], apfl.agents.w[0])
 
@@ -234,15 +234,15 @@ def test_ditto_without_pull_is_local() -> None:
     """lam = 0 leaves the personal model to itself; its global model is FedAvg's."""
     assert close(alice_s_model(Ditto(LR, lam=0.0)), alice_s_model(Local(LR)))
     federation, model = make_federation(), make_model()
-    ditto = last_state(Cell(Ditto(LR), federation, 3), model)[-1].state
-    assert close(ditto.server.x, last_state(Cell(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+    ditto = last_state(RunSpec(Ditto(LR), federation, 3), model)[-1].state
+    assert close(ditto.server.x, last_state(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
 
 def test_strong_pull_holds_ditto_at_the_global_model() -> None:
     """The stronger the pull, the nearer the personal model stays to the global one."""
     distances = []
     for lam in (0.0, 1.0, 4.0):
-        state = last_state(Cell(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
+        state = last_state(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.v[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
@@ -250,7 +250,7 @@ def test_strong_pull_holds_ditto_at_the_global_model() -> None:
 def test_fedprox_without_pull_is_fedavg() -> None:
     """mu = 0 leaves the proximal term out; with it, agents stay nearer to the global model."""
     assert close(alice_s_model(FedProx(LR, mu=0.0)), alice_s_model(FedAvg(LR)))
-    norms = [last_state(Cell(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
+    norms = [last_state(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
     lengths = [sum(outcome.measured["norms"]) for outcome in norms]
     assert lengths[0] > lengths[1] > lengths[2]
 
@@ -258,9 +258,9 @@ def test_fedprox_without_pull_is_fedavg() -> None:
 def test_fine_tuning_trains_on_from_fedavg() -> None:
     """With F rounds of tuning, the last model is FedAvg's after R - F rounds and F rounds of Local from there."""
     federation, model = make_federation(), make_model()
-    fedavg = last_state(Cell(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
+    fedavg = last_state(RunSpec(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
     agents = Local(LR).init(Net(fedavg, fedavg[:0]), 4)
-    cell = Cell(Local(LR), federation, 3, state=State(*agents))
+    cell = RunSpec(Local(LR), federation, 3, state=State(*agents))
     alone = [o[0] for o in simulate([cell], model, rounds=5, start=3, batch_size=BATCH)]
     assert close(alice_s_model(FedAvgFT(LR, tuning=2), rounds=5), alone[-1].state.agents.y[0])
 
@@ -275,7 +275,7 @@ def test_per_fedavg_without_adaptation() -> None:
     """inner_lr = 0 is FedAvg on every second mini-batch, and the personal model is the global one."""
     algorithm = PerFedAvg(LR, inner_lr=0.0)
     federation, model = make_federation((16, 16)), make_model()
-    state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state
+    state = last_state(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     second = batches.batch(batches.plan(1, 0, slice(None)), torch.ones(1, dtype=torch.int64), BATCH)
     start = model.init(3)
@@ -307,7 +307,7 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
     errors = []
     for delta in (1e-1, 1e-2, 1e-3):
         algorithm = PerFedAvg(LR, inner_lr=0.5, variant="hessian-free", delta=delta)
-        state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state
+        state = last_state(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
         errors.append(float((state.server.x - expected).norm()))
     assert errors[0] > errors[1] >= errors[2]
     assert errors[2] < 1e-7
@@ -316,15 +316,15 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
 def test_pfedme_that_follows_all_the_way_is_fedavg() -> None:
     """One inner step from w, and eta lam = 1: w goes where plain SGD goes, and so does the server."""
     federation, model = make_federation(), make_model()
-    pfedme = last_state(Cell(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
-    assert close(pfedme.server.x, last_state(Cell(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+    pfedme = last_state(RunSpec(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
+    assert close(pfedme.server.x, last_state(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
 
 def test_strong_pull_holds_pfedme_at_the_global_model() -> None:
     """The stronger the pull, the nearer the personal model stays to the model it belongs to."""
     distances = []
     for lam in (0.5, 2.0, 4.0):
-        state = last_state(Cell(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
+        state = last_state(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.theta[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
@@ -341,7 +341,7 @@ def test_fedrep_trains_one_part_at_a_time() -> None:
     assert close(alice_s_model(fitted(FedRep(LR, head_layers=2))), alice_s_model(Local(LR)))
     federation, model = make_federation((16,)), make_model()
     algorithm = fitted(FedRep(LR))
-    state = last_state(Cell(algorithm, federation, 3), model, rounds=1)[-1].state
+    state = last_state(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     start, at = model.init(3), len(state.server.x)
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     plan, y = batches.plan(1, 0, slice(None)), start.params.clone()

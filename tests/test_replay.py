@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from conftest import BATCH, make_federation, make_model
-from waffle_fl import SGD, Cell, simulate
+from waffle_fl import SGD, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.engines.cells import Outcome
-from waffle_fl.models import FlatModel, LeNet5, mlp, replay
+from waffle_fl.engines.run_spec import Outcome
+from waffle_fl.models import FlatModel, LeNet5, mlp, traced
 from waffle_fl.models.flat import Batch
 
 
@@ -44,7 +44,7 @@ def dropping() -> nn.Module:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is called twice is traced."""
-    monkeypatch.setattr(replay, "TRACED_AFTER", 0.0)
+    monkeypatch.setattr(traced, "TRACED_AFTER", 0.0)
 
 
 def batch_of(rows: int, seed: int, size: int = 8) -> Batch:
@@ -113,8 +113,8 @@ def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
 
 
 def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = replay._straightened
-    monkeypatch.setattr(replay, "_straightened", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
+    whole = traced._straightened
+    monkeypatch.setattr(traced, "_straightened", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
     model = FlatModel(LeNet5)
     params, stats = nets(model, 1, 1)
     for seed in range(3):
@@ -126,12 +126,12 @@ def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("method", ["waffle", "apfl", "pfedme", "fedala"])
 def test_runs_end_in_the_same_bits(method: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def last() -> list[Outcome]:
-        cells = [Cell(ALGORITHMS[method](sgd=SGD(0.1)), make_federation(), seed) for seed in (1, 2)]  # type: ignore[call-arg]
+        cells = [RunSpec(ALGORITHMS[method](sgd=SGD(0.1)), make_federation(), seed) for seed in (1, 2)]  # type: ignore[call-arg]
         *_, outcomes = simulate(cells, make_model(), rounds=4, batch_size=BATCH, workers=workers)
         return outcomes
 
     replayed = last()
-    monkeypatch.setattr(replay, "TRACED_AFTER", 1e9)
+    monkeypatch.setattr(traced, "TRACED_AFTER", 1e9)
     for a, b in zip(replayed, last(), strict=True):
         states = zip((*a.state.server, *a.state.agents), (*b.state.server, *b.state.agents), strict=True)
         assert all(torch.equal(x, y) for x, y in states)

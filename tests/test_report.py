@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from browser import launched
 from conftest import refusal
+from waffle_fl.claims.file_claims import accuracies
 from waffle_fl.config import Experiment, RunConfig, Settings
-from waffle_fl.deltas import after, since
+from waffle_fl.delta_encoding import after, since
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place, execute, plan
-from waffle_fl.report import population, write_report
+from waffle_fl.experiment import Runtime, execute, plan
+from waffle_fl.report import every_alice, write_report
 from waffle_fl.report.tables import to_csv, to_latex, to_markdown
-from waffle_fl.reproduce.stated import accuracies
-from waffle_fl.results import Finished, condense, read_runs, scores
+from waffle_fl.results import FinishedRun, condense, read_runs, scores
 
 
-def finished(method: str, split: str, seed: int, best: float, status: str = "finished") -> Finished:
+def finished(method: str, split: str, seed: int, best: float, status: str = "finished") -> FinishedRun:
     config = RunConfig(method=method, settings=Settings(split=split, seed=seed))
     rounds = [{"round": r, "accuracy": best - 0.1 + 0.05 * r, "loss": 1.0, "weights": [0.5, 0.5]} for r in (1, 2)]
     result = {
@@ -34,7 +34,7 @@ def finished(method: str, split: str, seed: int, best: float, status: str = "fin
         "best": {"round": 2, "accuracy": best},
         "last": {"round": 2, "accuracy": best},
     }
-    return Finished(Path(f"{method}-{split}-{seed}"), config, {"agents": ["a", "b"], "alice": 0}, result, rounds)
+    return FinishedRun(Path(f"{method}-{split}-{seed}"), config, {"agents": ["a", "b"], "alice": 0}, result, rounds)
 
 
 RUNS = [
@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experiment = Experiment(
         methods=("local", "weight-erosion", "waffle"), splits=("C", "A*"), seeds=(1, 2), settings=settings
     )
-    execute(plan(experiment, out), Place())
+    execute(plan(experiment, out), Runtime())
     return out
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_written_is_named(name: str, runs: Path, tmp_path:
 def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:
     """Runs that differ in more than method, split and seed have a row of their own, which names what differs."""
     other = RunConfig(method="waffle", settings=Settings(split="A", seed=3, lr=0.5))
-    odd = Finished(Path("odd"), other, {}, RUNS[0].result, RUNS[0].rounds)
+    odd = FinishedRun(Path("odd"), other, {}, RUNS[0].result, RUNS[0].rounds)
     write_report([*RUNS, odd], tmp_path, "odd", images=False)
     text = (tmp_path / "table.md").read_text()
     assert "| A | **92.00 ± 2.83** | **92.00 ± 0.00** |" in text
@@ -216,7 +216,7 @@ def test_a_page_from_a_sparse_record(details: Any, tmp_path: Path) -> None:
 def test_a_federation_in_one_table() -> None:
     """Mean over agents and worst agent, over seeds, and the share of agents that do better than alone."""
 
-    def run(method: str, alice: str, seed: int, auc: float | None) -> Finished:
+    def run(method: str, alice: str, seed: int, auc: float | None) -> FinishedRun:
         found = finished(method, "C", seed, 0.9)
         settings = replace(found.config.settings, data="folder", alice=alice, seed=seed)
         metrics = {} if auc is None else {"metrics": {"auc": auc}}
@@ -227,8 +227,8 @@ def test_a_federation_in_one_table() -> None:
         run(m, alice, seed, auc) for (m, seed), found in scores.items() for alice, auc in zip("xy", found, strict=True)
     ]
     runs += [run("local", "z", 1, None)]  # one class alone has no AUC
-    *_, local, waffle = population.to_markdown(runs, "auc").splitlines()
+    *_, local, waffle = every_alice.to_markdown(runs, "auc").splitlines()
     assert local == "| Local | 62.50 ± 3.54 | 55.00 ± 7.07 | – |"
     assert waffle == "| WAFFLE | **75.00 ± 7.07** | **70.00 ± 14.14** | 75% |"
     with pytest.raises(WaffleError, match="choose from"):
-        population.to_markdown(runs, "beauty")
+        every_alice.to_markdown(runs, "beauty")

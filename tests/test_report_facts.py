@@ -9,12 +9,12 @@ import pytest
 
 from test_report import finished
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.experiment import Place, execute, model_name
+from waffle_fl.experiment import Runtime, execute, model_name
 from waffle_fl.models import builder
 from waffle_fl.records import read_json
 from waffle_fl.report import write_report
 from waffle_fl.report.page import facts_of
-from waffle_fl.results import Finished, read_runs
+from waffle_fl.results import FinishedRun, read_runs
 
 RESULTS = Path(__file__).parent.parent / "results"
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8), "synthetic": (20,), "a/folder": (9, 128)}
@@ -32,13 +32,13 @@ def test_the_name_of_a_model_builds_what_auto_builds(data: str) -> None:
 def test_a_run_keeps_the_name_of_its_model(tmp_path: Path) -> None:
     """provenance.json names the network, and the page prints it."""
     config = RunConfig(method="local", settings=Settings(data="synthetic", rounds=2))
-    execute([(config, tmp_path / "run")], Place(device="cpu"))
+    execute([(config, tmp_path / "run")], Runtime(device="cpu"))
     assert (read_json(tmp_path / "run" / "provenance.json") or {})["model"] == "mlp"
     (run,) = read_runs([tmp_path / "run"])
     assert facts_of(run)["model"].startswith("mlp, ")
 
 
-def measured_on(split: str, samples: int | None) -> Finished:
+def measured_on(split: str, samples: int | None) -> FinishedRun:
     return replace(finished("local", split, 1, 0.9), provenance={"test_samples": samples, "sample": [1, 8, 8]})
 
 
@@ -50,7 +50,7 @@ def measured_on(split: str, samples: int | None) -> Finished:
         ([measured_on("A", None)], "<dd>not known</dd>"),
     ],
 )
-def test_test_samples_are_those_of_each_row(runs: list[Finished], text: str, tmp_path: Path) -> None:
+def test_test_samples_are_those_of_each_row(runs: list[FinishedRun], text: str, tmp_path: Path) -> None:
     """Where splits differ in the number of test samples, the page says which has how many."""
     assert text in write_report(runs, tmp_path, "title", images=False).read_text()
 

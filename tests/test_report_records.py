@@ -11,7 +11,7 @@ import pytest
 from test_report import RUNS, finished
 from waffle_fl.report import write_report
 from waffle_fl.report.charts import MOST_ROWS, charts_of
-from waffle_fl.results import Finished, apart, read_condensed, remarks, rows_of, scores
+from waffle_fl.results import FinishedRun, apart, read_condensed, remarks, rows_of, scores
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -36,7 +36,7 @@ def test_every_record_becomes_a_page(name: str, tmp_path: Path) -> None:
     runs = apart(read_condensed(RESULTS / f"{name}.jsonl"))
     text = write_report(runs, tmp_path, name, images=False).read_text(encoding="utf-8")
     assert all(f"<tr><th>{row}</th>" in text for row in rows_of(runs))
-    cells: dict[tuple[str, str], list[Finished]] = {}
+    cells: dict[tuple[str, str], list[FinishedRun]] = {}
     for run in runs:
         cells.setdefault((run.row, run.config.method), []).append(run)
     for group in cells.values():
@@ -45,7 +45,7 @@ def test_every_record_becomes_a_page(name: str, tmp_path: Path) -> None:
         assert all(config == configs[0] for config in configs)
 
 
-def with_options(run: Finished, **options: object) -> Finished:
+def with_options(run: FinishedRun, **options: object) -> FinishedRun:
     return replace(run, config=replace(run.config, options=options))
 
 

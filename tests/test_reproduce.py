@@ -16,22 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paper import claims, drift, figures, momentum, page, studies
+from paper import run_missing as running
+from paper.convergence import compare, p_value, rounds_needed
+from paper.printed_table import METHODS, P_D, SLOPE, SPLITS, TABLE
+from paper.run_missing import compute, is_in, run_missing
+from paper.sections import Records
+from paper.studies import find_root, read_study
 
 from conftest import refusal
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.scaffold import Scaffold
+from waffle_fl.claims.record_files import cell_of, problems, read_part, record_of
 from waffle_fl.cli import commands, menu
 from waffle_fl.config import RunConfig, Settings, load_experiments
-from waffle_fl.experiment import Interrupted, Listener, Place
+from waffle_fl.experiment import Interrupted, Listener, Runtime
 from waffle_fl.manifest import seal
 from waffle_fl.partition import concept_shift
-from waffle_fl.reproduce import claims, drift, figures, momentum, page, running, studies
-from waffle_fl.reproduce.convergence import compare, p_value, rounds_needed
-from waffle_fl.reproduce.paper import METHODS, P_D, SLOPE, SPLITS, TABLE
-from waffle_fl.reproduce.running import compute, is_in, run_missing
-from waffle_fl.reproduce.sections import Records
-from waffle_fl.reproduce.studies import cell_of, find_root, problems, read_part, read_study, record_of
-from waffle_fl.results import PROTOCOLS, Finished, Score, condense, read_condensed, scores
+from waffle_fl.results import PROTOCOLS, FinishedRun, Score, condense, read_condensed, scores
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "mnist-6000.jsonl"
@@ -64,7 +66,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[Finished]:
+def runs() -> list[FinishedRun]:
     return read_condensed(RECORD)
 
 
@@ -116,11 +118,11 @@ def test_committed_records_belong_to_their_configs(study: str) -> None:
     assert [line for line in problems(read_study(ROOT, study)) if "not complete" not in line] == []
 
 
-def doctored(runs: list[Finished], **changes: Any) -> list[Finished]:
+def doctored(runs: list[FinishedRun], **changes: Any) -> list[FinishedRun]:
     return [replace(runs[0], **changes), *runs[1:]]
 
 
-def test_what_is_wrong_with_a_record_is_told(runs: list[Finished], tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: Path) -> None:
     """A run of another config, a missing or doubled one, other data, and a result that is not its rounds' are found."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
@@ -144,7 +146,7 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[Finished], tmp_path: Pat
         assert any(expected in line for line in found), (expected, found)
 
 
-def test_more_seeds_than_asked_are_welcome(runs: list[Finished], tmp_path: Path) -> None:
+def test_more_seeds_than_asked_are_welcome(runs: list[FinishedRun], tmp_path: Path) -> None:
     """A record may hold a sixth seed."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
@@ -161,16 +163,16 @@ def test_more_seeds_than_asked_are_welcome(runs: list[Finished], tmp_path: Path)
 
 def test_missing_runs_are_made_and_kept(clone: Path) -> None:
     """What is missing is run, variant by variant; a second call finds nothing to do; the records belong."""
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener(), "tiny/plain/B")
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), "tiny/plain/B")
     part = read_part(clone, "tiny")
     assert {name: len(found) for name, found in part.runs.items()} == {"tiny/plain": 4, "tiny/clipped": 0}
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener())
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener())
     part = read_part(clone, "tiny")
     assert {name: len(found) for name, found in part.runs.items()} == {"tiny/plain": 8, "tiny/clipped": 4}
     assert problems({"tiny": part}) == []
     assert all("selected" in run.result for run in part.all_runs)
     before = record_of(clone, "tiny").read_bytes()
-    run_missing(clone, "tiny", clone / "elsewhere", Place(), Listener())
+    run_missing(clone, "tiny", clone / "elsewhere", Runtime(), Listener())
     assert record_of(clone, "tiny").read_bytes() == before
     assert not (clone / "elsewhere").exists()
 
@@ -181,7 +183,7 @@ def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
     (clone / "experiments" / "tiny.toml").write_text(text)
     cells = ["tiny/B/fedavg/1", "tiny/B for 1/fedavg/1", "tiny/B for 2/fedavg/1"]
     assert list(read_part(clone, "tiny").planned()) == cells
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener())
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener())
     part = read_part(clone, "tiny")
     assert [run.config.settings.alice for run in part.all_runs] == ["0", "1", "2"]
     assert not part.missing()
@@ -191,11 +193,11 @@ def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
 def test_processes_share_a_study(clone: Path) -> None:
     """Shares are whole columns and make up the study; processes that make them at the same time lose no run."""
     planned = read_part(clone, "tiny").planned()
-    shares = [running._share(planned, k, 3) for k in (1, 2, 3)]
+    shares = [run_missing._share(planned, k, 3) for k in (1, 2, 3)]
     assert sorted(name for share in shares for name in share) == sorted(planned)
     columns = [{name.rsplit("/", 2)[0] for name in share} for share in shares]
     assert sum(map(len, columns)) == len(set().union(*columns))
-    command = [sys.executable, "-m", "waffle_fl.reproduce", "tiny", "--device", "cpu", "--share"]
+    command = [sys.executable, "-m", "paper", "tiny", "--device", "cpu", "--share"]
     processes = [subprocess.Popen([*command, f"{k}/3"], cwd=clone, stderr=subprocess.DEVNULL) for k in (1, 2, 3)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
     assert not read_part(clone, "tiny").missing()
@@ -204,16 +206,16 @@ def test_processes_share_a_study(clone: Path) -> None:
 def test_who_comes_later_takes_nobody_else_s_share(clone: Path) -> None:
     """A share stays the same however much of the study is done by then."""
     for k in (1, 2):
-        run_missing(clone, "tiny", clone / "runs", Place(), Listener(), share=(k, 2))
+        run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), share=(k, 2))
         done = {cell_of(name, run.config) for name, runs in read_part(clone, "tiny").runs.items() for run in runs}
         planned = read_part(clone, "tiny").planned()
-        assert done == set().union(*(running._share(planned, i, 2) for i in range(1, k + 1)))
+        assert done == set().union(*(run_missing._share(planned, i, 2) for i in range(1, k + 1)))
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])
 def test_a_share_that_is_none(share: str, clone: Path) -> None:
     """A share out of range is one line and exit code 2."""
-    command = [sys.executable, "-m", "waffle_fl.reproduce", "tiny", f"--share={share}"]
+    command = [sys.executable, "-m", "paper", "tiny", f"--share={share}"]
     found = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "expected --share K/N" in found.stderr
@@ -228,7 +230,7 @@ def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.Monke
         def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
             seen.append(len(read_part(clone, "tiny").all_runs))
 
-    run_missing(clone, "tiny", clone / "runs", Place(stack=1), Counting())
+    run_missing(clone, "tiny", clone / "runs", Runtime(stack=1), Counting())
     assert len(seen) == 12
     assert seen[:3] == [0, 1, 2]
 
@@ -236,8 +238,8 @@ def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.Monke
 def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two runs that end together the second waits for the next minute, not for the next run to end."""
     now, kept = [0.0], list[float]()
-    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
-    keeper = running._Keeper(Listener(), lambda: kept.append(now[0]))
+    monkeypatch.setattr(run_missing.time, "monotonic", lambda: now[0])
+    keeper = run_missing._Keeper(Listener(), lambda: kept.append(now[0]))
     config = RunConfig(method="fedavg", settings=Settings())
     for now[0] in (100.0, 100.1):
         keeper.ended(config, {})
@@ -248,7 +250,7 @@ def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypat
 
 def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
     """A finished run of another results version is reported, and does not enter the record."""
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener())
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener())
     record_of(clone, "tiny").unlink()
     about = next((clone / "runs").rglob("provenance.json"))
     content = json.loads(about.read_text())
@@ -260,7 +262,7 @@ def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
         def warned(self, message: str) -> None:
             heard.append(message)
 
-    run_missing(clone, "tiny", clone / "runs", Place(), Hearing())
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Hearing())
     assert len(read_part(clone, "tiny").missing()) == 1
     assert any("used other software" in message for message in heard)
 
@@ -268,11 +270,11 @@ def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
 def test_running_stops_in_time_and_goes_on(clone: Path) -> None:
     """Out of time a study stops after a round, its runs saved; the same call ends in the record of an unbroken one."""
     with pytest.raises(Interrupted):
-        run_missing(clone, "tiny", clone / "runs", Place(minutes=1e-9), Listener())
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener())
+        run_missing(clone, "tiny", clone / "runs", Runtime(minutes=1e-9), Listener())
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener())
     broken = record_of(clone, "tiny").read_bytes()
     record_of(clone, "tiny").unlink()
-    run_missing(clone, "tiny", clone / "anew", Place(), Listener())
+    run_missing(clone, "tiny", clone / "anew", Runtime(), Listener())
     whole = record_of(clone, "tiny").read_bytes()
     assert [json.loads(line)["rounds"] for line in broken.splitlines()] == [
         json.loads(line)["rounds"] for line in whole.splitlines()
@@ -281,42 +283,42 @@ def test_running_stops_in_time_and_goes_on(clone: Path) -> None:
 
 def test_seeds_in_place_of_the_file_s(clone: Path) -> None:
     """Other seeds are run on request and kept beside the file's."""
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener(), "tiny/clipped", seeds=(7,))
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), "tiny/clipped", seeds=(7,))
     assert {run.config.settings.seed for run in read_part(clone, "tiny").all_runs} == {7}
 
 
 def test_some_methods_alone(clone: Path) -> None:
     """Named methods are run alone; what is missing of the others stays so."""
     asked = {config.method for config in read_part(clone, "tiny").planned().values()}
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener(), methods=("waffle",))
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("waffle",))
     part = read_part(clone, "tiny")
     assert {run.config.method for run in part.all_runs} == {"waffle"}
     assert {config.method for config in part.missing().values()} == asked - {"waffle"} != set()
-    text = refusal(run_missing, clone, "tiny", clone / "runs", Place(), Listener(), methods=("wafle",))
+    text = refusal(run_missing, clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("wafle",))
     assert "no method 'wafle' in tiny, did you mean waffle?" in text
 
 
 def test_runs_are_made_anew_on_request(clone: Path) -> None:
     """What a record holds already is run again if asked, and takes the older run's place."""
     cell = ("tiny/clipped/B/waffle", (1,))
-    run_missing(clone, "tiny", clone / "runs", Place(), Listener(), *cell)
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), *cell)
     first = record_of(clone, "tiny").read_text()
-    run_missing(clone, "tiny", clone / "anew", Place(), Listener(), *cell, anew=True)
+    run_missing(clone, "tiny", clone / "anew", Runtime(), Listener(), *cell, anew=True)
     assert (clone / "anew" / "tiny" / "clipped" / "digits-B-waffle-1").is_dir()
     assert record_of(clone, "tiny").read_text() == first
 
 
 def test_a_cell_that_is_none(clone: Path) -> None:
     """An unknown cell is refused in one line, before any work."""
-    text = refusal(run_missing, clone, "tiny", clone / "runs", Place(), Listener(), "tiny/B/waffle")
+    text = refusal(run_missing, clone, "tiny", clone / "runs", Runtime(), Listener(), "tiny/B/waffle")
     assert "no cell 'tiny/B/waffle'" in text
     assert is_in("mnist/A*/waffle/1", "mnist/A*")
     assert not is_in("mnist/A*/waffle/1", "mnist/A")
 
 
 def test_the_command_for_bare_machines() -> None:
-    """python -m waffle_fl.reproduce is refused in one line outside of a clone."""
-    command = [sys.executable, "-m", "waffle_fl.reproduce", "mnist"]
+    """python -m paper is refused in one line outside of a clone."""
+    command = [sys.executable, "-m", "paper", "mnist"]
     done = subprocess.run(command, cwd=os.sep, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
@@ -381,7 +383,7 @@ def test_no_claim_holds_without_records(study: str) -> None:
     assert not any(verdict.holds for verdict in claims.verdicts(study, []))
 
 
-def test_the_claims_at_6000(runs: list[Finished]) -> None:
+def test_the_claims_at_6000(runs: list[FinishedRun]) -> None:
     """The committed record of the full split bears out what is claimed of the smaller one."""
     held = {verdict.claim: verdict.holds for verdict in claims.verdicts("mnist", runs)}
     assert held["WAFFLE no more than 0.3 point below the paper in any cell"]
@@ -405,7 +407,7 @@ def test_five_seeds_cannot_be_significant() -> None:
     assert p_value([9, 9, 9, 9, 9]) == 0.0625
 
 
-def test_rounds_needed_by_hand(runs: list[Finished]) -> None:
+def test_rounds_needed_by_hand(runs: list[FinishedRun]) -> None:
     """Of 0.5, 0.98, 0.97, 1.0 the second round is the first at 98 % of the end, the fourth at 99 %."""
     rounds = [{"round": r + 1, "accuracy": value} for r, value in enumerate((0.5, 0.98, 0.97, 1.0))]
     apfl = next(run for run in runs if (run.row, run.config.method) == ("A", "apfl"))
@@ -469,7 +471,7 @@ def test_the_page_of_results_is_its_records(records: Records) -> None:
 
 
 @pytest.mark.parametrize("kept", ["local/A", "waffle/C", "weight-erosion/C", "apfl"])
-def test_a_page_of_a_few_runs(kept: str, runs: list[Finished], records: Records) -> None:
+def test_a_page_of_a_few_runs(kept: str, runs: list[FinishedRun], records: Records) -> None:
     """Page and figures can be made of any part of the records, and say what is missing."""
     method, _, row = kept.partition("/")
     few = [run for run in runs if run.config.method == method and run.row in (row or run.row)]
@@ -545,7 +547,7 @@ def test_check_says_what_is_missing(clone: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_check_passes_where_everything_holds(
-    clone: Path, runs: list[Finished], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clone: Path, runs: list[FinishedRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With whole records and claims that hold, --check exits with 0 and tells the numbers, as JSON too."""
     shutil.copytree(ROOT / "experiments", clone / "experiments", dirs_exist_ok=True)

@@ -20,7 +20,7 @@ from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.batches import Batches, BatchPlan
 from waffle_fl.cli.menu import main
 from waffle_fl.config import Experiment, RunConfig, Settings, check_run, completed, load_experiments
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import federation_of, plan
 from waffle_fl.federation import Federation, build
@@ -483,8 +483,8 @@ def drifted(federation: Federation, at: float) -> Federation:
 def test_a_drift_begins_with_its_round_and_not_before() -> None:
     """Rounds before the drift are those of a run without it, to the bit; then Alice is tested on her new labels."""
     plain, model = make_federation(), make_model()
-    still = last_state(Cell(FedAvg(), plain, 3), model)
-    moved = last_state(Cell(FedAvg(), drifted(plain, 0.5), 3), model)
+    still = last_state(RunSpec(FedAvg(), plain, 3), model)
+    moved = last_state(RunSpec(FedAvg(), drifted(plain, 0.5), 3), model)
     for before, after in zip(still[:3], moved[:3], strict=True):
         assert before.state.server.x.equal(after.state.server.x)
         assert before.measured["accuracy"] == after.measured["accuracy"]
@@ -498,8 +498,8 @@ def test_a_drift_begins_with_its_round_and_not_before() -> None:
 def test_a_drifting_run_goes_on_in_the_same_bits() -> None:
     """A run that is resumed in the middle of its drift ends as the unbroken one."""
     federation, model = drifted(make_federation(), 0.3), make_model()
-    whole = last_state(Cell(FedAvg(), federation, 3), model)
-    rest = simulate([Cell(FedAvg(), federation, 3, whole[2].state)], model, rounds=6, start=3, batch_size=BATCH)
+    whole = last_state(RunSpec(FedAvg(), federation, 3), model)
+    rest = simulate([RunSpec(FedAvg(), federation, 3, whole[2].state)], model, rounds=6, start=3, batch_size=BATCH)
     for outcomes, wanted in zip(rest, whole[3:], strict=True):
         assert outcomes[0].state.server.x.equal(wanted.state.server.x)
         assert outcomes[0].measured["accuracy"] == wanted.measured["accuracy"]
@@ -508,7 +508,7 @@ def test_a_drifting_run_goes_on_in_the_same_bits() -> None:
 def test_neighbours_that_drift_change_no_bit() -> None:
     """Federations with and without drift in one stack each end as alone, and so do their scores."""
     model = make_model()
-    cells = [Cell(FedAvg(), make_federation(), 3), Cell(FedAvg(), drifted(make_federation(), 0.5), 4)]
+    cells = [RunSpec(FedAvg(), make_federation(), 3), RunSpec(FedAvg(), drifted(make_federation(), 0.5), 4)]
     together = list(simulate(cells, model, rounds=6, batch_size=BATCH))
     for k, cell in enumerate(cells):
         for outcomes, own in zip(together, last_state(cell, model), strict=True):

@@ -22,15 +22,15 @@ from waffle_fl.cli import _run
 from waffle_fl.deploy import membership
 from waffle_fl.deploy.signing import load_operator_key, load_trusted_keys, sign, verify
 from waffle_fl.deploy.site import Site
-from waffle_fl.deploy.store import Ledger
-from waffle_fl.engines.flower.messages import Parcel, packed, unpacked
+from waffle_fl.deploy.site_store import Ledger
+from waffle_fl.engines.flower.messages import Message, packed, unpacked
 from waffle_fl.errors import WaffleError
 
 KEY = Ed25519PrivateKey.generate()
-REQUEST = Parcel({"run": "job", "tasks": [{"round": 3}]}, {"course": b"model"})
+REQUEST = Message({"run": "job", "tasks": [{"round": 3}]}, {"course": b"model"})
 
 
-def checked(request: Parcel, used: Any = (), now: float | None = None, site: str = "north") -> str:
+def checked(request: Message, used: Any = (), now: float | None = None, site: str = "north") -> str:
     return verify(request, [KEY.public_key()], site, set(used), 900.0, now)
 
 
@@ -71,7 +71,7 @@ def test_a_request_is_for_one_site_and_one_time() -> None:
     assert "addressed to another site" in refusal(checked, signed, site="south", now=now)
     for off in (-901, 901, 1e12):
         assert "before or after this site's time" in refusal(checked, signed, now=now + off)
-    odd = sign(Parcel({"run": "job"}), KEY, "north", now=float("nan"))
+    odd = sign(Message({"run": "job"}), KEY, "north", now=float("nan"))
     assert "before or after" in refusal(checked, odd)
 
 
@@ -79,7 +79,7 @@ def test_a_request_is_for_one_site_and_one_time() -> None:
 def test_no_random_request_passes(words: dict[str, Any], signature: bytes) -> None:
     """Whatever JSON and bytes come, they are refused in one line."""
     with pytest.raises(WaffleError):
-        checked(Parcel(words, {}, signature))
+        checked(Message(words, {}, signature))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_rejected_request_costs_a_line_and_nothing_else(site: Path) -> None:
     """No budget is spent, nothing is trained or written; the ledger has one line without the sender's words."""
     before = sorted(path.name for path in site.iterdir())
     for signature in (b"", bytes(64)):
-        reply = Site(site).answer(Parcel({"run": "evil", "stage": "hello", "software": "x"}, {}, signature))
+        reply = Site(site).answer(Message({"run": "evil", "stage": "hello", "software": "x"}, {}, signature))
         assert reply.words["error"] == "this request is not signed by an operator key that this site trusts"
     lines = list(Ledger(site / "ledger.jsonl").lines())
     assert [line.keys() for line in lines] == [{"time", "rejected", "previous"}] * 2
@@ -131,7 +131,7 @@ def test_a_rejected_request_costs_a_line_and_nothing_else(site: Path) -> None:
 def test_a_recorded_request_is_not_answered_again(site: Path) -> None:
     """The nonce of an answered request is kept on the disk, so a replay is refused after a restart too."""
     key = load_operator_key(site.parent.parent / "keys" / "operator.key")
-    request = sign(Parcel({"run": "job"}), key, "north")
+    request = sign(Message({"run": "job"}), key, "north")
     first = Site(site).answer(request).words["error"]
     assert first.startswith("the server runs None")
     assert Site(site).answer(request).words["error"] == "this request was answered before"
@@ -169,9 +169,9 @@ def test_a_damaged_ledger_stops_every_answer_until_it_is_accepted(
 ) -> None:
     """Deleting the ledger does not reset budgets silently: the site refuses, does not start, and says what to do."""
     key = load_operator_key(site.parent.parent / "keys" / "operator.key")
-    Site(site).answer(sign(Parcel({"run": "job"}), key, "north"))
+    Site(site).answer(sign(Message({"run": "job"}), key, "north"))
     (site / "ledger.jsonl").unlink()
-    reply = Site(site).answer(sign(Parcel({"run": "job"}), key, "north"))
+    reply = Site(site).answer(sign(Message({"run": "job"}), key, "north"))
     assert reply.words["error"] == "it failed there (WaffleError); the site's own log says why"
     assert not (site / "ledger.jsonl").exists()
     membership.join(site)
@@ -202,7 +202,7 @@ def test_the_ledger_says_in_words_what_left(site: Path) -> None:
     aim = {"columns": [], "target": "ward", "task": "classification", "classes": ["A", "B"]}
     words = {"software": software(), "run": "job", "agent": 0, "config": config.to_json(), "stage": "columns"}
     known = {"aim": aim, "kinds": {"age": "numeric"}}
-    request = Parcel(json.loads(json.dumps({**words, "known": known})))
+    request = Message(json.loads(json.dumps({**words, "known": known})))
     reply = Site(site).answer(sign(request, key, "north")).words
     assert reply["moments"]["age"][0] == 30
     (line,) = Ledger(site / "ledger.jsonl").lines()

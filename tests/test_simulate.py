@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import BATCH, last_state, make_federation, make_model
-from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Scaffold, Waffle, WaffleError, simulate
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, Scaffold, Waffle, WaffleError, simulate
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
 from waffle_fl.engines.cuda_graphs import WORTH_A_CUT, last_for_all
@@ -38,7 +38,7 @@ def test_fedavg_and_scaffold_find_the_known_optimum() -> None:
     """On quadratics of one curvature both end in the minimiser of the mean objective, known in closed form."""
     federation, model, optimum = quadratic_federation()
     for algorithm in (FedAvg(SGD(0.3)), Scaffold(SGD(0.3), clip=0.0)):
-        state = last_state(Cell(algorithm, federation, 1), model, rounds=80)[-1].state
+        state = last_state(RunSpec(algorithm, federation, 1), model, rounds=80)[-1].state
         torch.testing.assert_close(state.server.x, optimum, rtol=1e-6, atol=1e-6)
 
 
@@ -46,14 +46,14 @@ def test_waffle_finds_alice_s_optimum() -> None:
     """WAFFLE ends in Alice's own optimum once it has become local."""
     algorithm = Waffle(SGD(0.3), clip=0.0, omega="step(0.5)", psi="step(0.5)")
     federation, model, _ = quadratic_federation()
-    state = last_state(Cell(algorithm, federation, 1), model, rounds=200)[-1].state
+    state = last_state(RunSpec(algorithm, federation, 1), model, rounds=200)[-1].state
     torch.testing.assert_close(state.server.x, federation.x[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_of_one_cannot_be_normalised() -> None:
     """BatchNorm and a last batch of a single sample are refused before any work, naming the agent."""
     model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
-    cell = Cell(FedAvg(), make_federation((16, 9)), 1)
+    cell = RunSpec(FedAvg(), make_federation((16, 9)), 1)
     with pytest.raises(WaffleError, match="agent 1 has 9 samples"):
         next(simulate([cell], model, rounds=1, batch_size=BATCH))
     assert next(simulate([cell], model, rounds=1, batch_size=7))
@@ -62,7 +62,7 @@ def test_a_batch_of_one_cannot_be_normalised() -> None:
 def test_normalised_models_train() -> None:
     """A model with BatchNorm trains under every batch size that leaves no single sample, and its statistics move."""
     model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
-    outcomes = last_state(Cell(Waffle(SGD(0.1, 0.9)), make_federation((16, 10, 3)), 1), model, rounds=4)
+    outcomes = last_state(RunSpec(Waffle(SGD(0.1, 0.9)), make_federation((16, 10, 3)), 1), model, rounds=4)
     stats = [o.state.server.stats for o in outcomes]
     assert all(torch.isfinite(s).all() for s in stats)
     assert not torch.equal(stats[0], stats[3])
@@ -73,7 +73,7 @@ def test_tiny_agents_take_part() -> None:
     federation = make_federation((23, 1, 5))
     batches = Batches([federation], [1], BATCH, 1, torch.float32)
     assert batches.steps == [3, 1, 1]
-    outcome = last_state(Cell(Waffle(SGD(0.1)), federation, 1), make_model(), rounds=3)[-1]
+    outcome = last_state(RunSpec(Waffle(SGD(0.1)), federation, 1), make_model(), rounds=3)[-1]
     assert outcome.measured["weights"][1] > 0
 
 
@@ -81,8 +81,12 @@ def test_a_stack_must_train_alike() -> None:
     """Cells with other step settings are refused in one stack; other server settings are welcome."""
     federation, model = make_federation(), make_model()
     with pytest.raises(WaffleError, match="train their rows alike"):
-        next(simulate([Cell(FedAvg(SGD(0.1)), federation, 1), Cell(FedAvg(SGD(0.2)), federation, 1)], model, rounds=1))
-    cells = [Cell(Waffle(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
+        next(
+            simulate(
+                [RunSpec(FedAvg(SGD(0.1)), federation, 1), RunSpec(FedAvg(SGD(0.2)), federation, 1)], model, rounds=1
+            )
+        )
+    cells = [RunSpec(Waffle(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
     assert len(next(simulate(cells, model, rounds=5, batch_size=BATCH))) == 2
 
 
@@ -91,7 +95,7 @@ def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     from waffle_fl.engines import row_training as module
 
     def run(workers: int) -> torch.Tensor:
-        cell = Cell(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
+        cell = RunSpec(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
         return last_state(cell, make_model(torch.float32), rounds=4, workers=workers)[-1].state.server.x
 
     together = run(1)
@@ -140,7 +144,7 @@ def test_accuracy_counts_what_is_right() -> None:
     federation = make_federation()
     model = FlatModel(lambda: nn.Linear(5, 3), precision="float64")
     algorithm = FedAvg(SGD(1e-300))
-    outcome = last_state(Cell(algorithm, federation, 1), model, rounds=1)[0]
+    outcome = last_state(RunSpec(algorithm, federation, 1), model, rounds=1)[0]
     net = model.init(1)
     output = model.predict(net.params, net.stats, federation.x[federation.test[0]].double())
     right = (output.argmax(dim=1) == federation.labels(0, federation.test[0])).float().mean()
@@ -156,7 +160,7 @@ def test_many_alices_are_examined_as_each_alone() -> None:
     federations = [Federation(**{**f.__dict__, "x": shared}) for f in federations]
     model = make_model()
     nets = [model.init(seed) for seed in (1, 2)]
-    next(simulate([Cell(FedAvg(), pool, 1)], model, rounds=1, batch_size=BATCH))  # so that it knows it folds
+    next(simulate([RunSpec(FedAvg(), pool, 1)], model, rounds=1, batch_size=BATCH))  # so that it knows it folds
     parts = [f.test[f.alice] for f in federations]
     together = StackedTestSets(federations, parts).score(model, nets)
     for f, part, net, found in zip(federations, parts, nets, together, strict=True):

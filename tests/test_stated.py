@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper import beyond_tables, robustness_tables
+from paper.page import STATING, with_tables
+from paper.studies import read_study
 
 from conftest import refusal
+from waffle_fl.claims.file_claims import accuracies, changed, judge, matches, stated
+from waffle_fl.claims.record_files import Part, read_part
 from waffle_fl.cli.menu import main
 from waffle_fl.config import RunConfig, Settings, load_experiments
-from waffle_fl.reproduce import beyond, robustness
-from waffle_fl.reproduce.page import STATING, with_tables
-from waffle_fl.reproduce.stated import accuracies, changed, judge, matches, stated
-from waffle_fl.reproduce.studies import Part, read_part, read_study
-from waffle_fl.results import Finished, condense
+from waffle_fl.results import FinishedRun, condense
 
 ROOT = Path(__file__).parent.parent
 FILE = """
@@ -69,7 +70,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def finished(config: RunConfig, accuracy: float, late: float | None = None) -> Finished:
+def finished(config: RunConfig, accuracy: float, late: float | None = None) -> FinishedRun:
     """A run that reached an accuracy in every round, or another one late."""
     values = [accuracy] * 47 + [accuracy if late is None else late] * 3
     rounds: list[dict[str, Any]] = [{"round": r, "accuracy": value} for r, value in enumerate(values, start=1)]
@@ -77,7 +78,7 @@ def finished(config: RunConfig, accuracy: float, late: float | None = None) -> F
         rounds = [{**line, "attackers_weight": 0.2, "backdoor": 0.9} for line in rounds]
     told = {"best": {"round": 1, "accuracy": max(values)}, "last": {"round": 50, "accuracy": values[-1]}}
     provenance = {"binding": {"data": config.settings.split, "device": "none"}, "test_samples": 100}
-    return Finished(Path(config.label), config, provenance, {"status": "finished", **told}, rounds)
+    return FinishedRun(Path(config.label), config, provenance, {"status": "finished", **told}, rounds)
 
 
 def recorded(clone: Path, **odd: Any) -> Part:
@@ -222,7 +223,7 @@ def test_a_run_that_diverged_ends_at_nothing(clone: Path) -> None:
 
 
 def test_a_file_is_a_study_of_its_own(clone: Path) -> None:
-    """`python -m waffle_fl.reproduce NAME` takes any file in experiments/; what is none is told."""
+    """`python -m paper NAME` takes any file in experiments/; what is none is told."""
     assert list(read_study(clone, "small")) == ["small"]
     assert "unknown study" in refusal(read_study, clone, "smal")
 
@@ -245,7 +246,7 @@ def test_pages_that_state_claims_are_their_records(name: str) -> None:
 def test_tables_of_a_record(clone: Path) -> None:
     """With a record the page has every table: accuracies at both moments, weights, backdoors and rules."""
     part = recorded(clone)
-    text = "\n".join(robustness.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    text = "\n".join(robustness_tables.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
     assert "| sign-flip(3) | 3 | 90.2 → 90.2 | 90.2 → 90.2 |" in text or "| sign-flip(3) | 3 | 90.1" in text
     assert "krum(1)" in text
     assert "| A | backdoor | 3 | 90.0 → 90.0 | 90.0 → 90.0 |" in text
@@ -256,7 +257,7 @@ def test_what_attacks_cost_is_counted(clone: Path) -> None:
     """Cases that lie more than 1.5 points below the honest run are counted by method and guard, the dearest named."""
     case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
     part = recorded(clone, case=(case, (0.5,)))
-    text = "\n".join(robustness.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    text = "\n".join(robustness_tables.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
     assert "Of 8 each" in text
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
@@ -273,9 +274,9 @@ def test_how_far_methods_lie_behind_the_best(clone: Path) -> None:
     behind = {("local", "A"): 0.005, ("local", "B"): 0.2}
     runs = [finished(c, 0.9 + 0.01 * c.settings.seed - behind.get((c.method, c.settings.split), 0.0)) for c in configs]
     part = replace(read_part(clone, "small"), runs={"": runs})
-    found = beyond.standings(part).splitlines()
+    found = beyond_tables.standings(part).splitlines()
     assert found[-2:] == ["| FedAvg | 2 of 2 | 0.00 | 0.00 |", "| Local | 1 of 2 | 10.25 | 20.00 |"]
-    page = beyond.of_method(part, "local")
+    page = beyond_tables.of_method(part, "local")
     assert "in 1 of 2 columns" in page
     assert "| B | 71.50 ± 0.71 | 91.50 FedAvg | – | – |" in page
-    assert beyond.of_method(part, "ditto") == ""
+    assert beyond_tables.of_method(part, "ditto") == ""

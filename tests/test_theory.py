@@ -10,6 +10,20 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from paper import drift, momentum
+from paper.quadratics import (
+    Response,
+    equal_weights,
+    fedavg_radius,
+    in_one_dimension,
+    lines,
+    play,
+    response,
+    round_map,
+    scaffold_radius,
+    spectral_radius,
+    stationary,
+)
 from torch import Tensor
 
 from theory_support import (
@@ -27,20 +41,6 @@ from waffle_fl.algorithms.contract import one_hot
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.algorithms.waffle import Waffle
-from waffle_fl.reproduce import drift, momentum
-from waffle_fl.reproduce.quadratics import (
-    Response,
-    equal_weights,
-    fedavg_radius,
-    in_one_dimension,
-    lines,
-    play,
-    response,
-    round_map,
-    scaffold_radius,
-    spectral_radius,
-    stationary,
-)
 
 # ------------------------------------------------------------------------------------------------------- fixed weights
 
@@ -83,8 +83,8 @@ def test_fedavg_stops_beside_it() -> None:
     eye, equal = torch.eye(2, dtype=torch.float64), torch.full((3,), 1 / 3, dtype=torch.float64)
     goal = problem.minimiser(equal)
     for K in (1, 4, 1000):
-        pulls = eye - torch.linalg.matrix_power(eye - lr * problem.curvatures, K)
-        stop = stationary(pulls, problem.optima)
+        new_control_variates = eye - torch.linalg.matrix_power(eye - lr * problem.curvatures, K)
+        stop = stationary(new_control_variates, problem.optima)
         ((server, _, _),) = play(FedAvg(SGD(lr)), problem.grad, stop, [K] * 3, 1)
         assert close(server.x, stop)
         assert fedavg_radius(problem, lr, [K] * 3) < 1
@@ -272,10 +272,10 @@ def test_momentum_reweighs_the_objective() -> None:
     and of a correction: at the minimiser if the curvatures are equal, beside it otherwise."""
     sgd = SGD(momentum.LR, momentum.MOMENTUM)
     each = [response(H, sgd.lr, momentum.STEPS, sgd.momentum) for H in DRIFT.curvatures]
-    pulls = torch.stack(
+    new_control_variates = torch.stack(
         [torch.linalg.solve(r.to_correction, r.to_gradient @ H) for r, H in zip(each, DRIFT[0], strict=True)]
     )
-    stop = stationary(pulls, DRIFT.optima)
+    stop = stationary(new_control_variates, DRIFT.optima)
     assert close(end(Scaffold(sgd, clip=0.0), DRIFT, momentum.STEPS, 60).x, stop, atol=1e-6)
     recorded = momentum.models(*momentum.FORMS["outside, divided by K (ours)"])[-1]
     assert (stop - recorded).norm() < 0.001 < 0.1 < (stop - drift.common_optimum()).norm()

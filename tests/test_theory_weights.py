@@ -13,6 +13,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from paper.quadratics import (
+    Quadratics,
+    equal_weights,
+    in_one_dimension,
+    play,
+    response,
+)
 from torch import Tensor
 
 import test_theory
@@ -29,18 +36,11 @@ from theory_support import (
     weights_at,
 )
 from waffle_fl.algorithms import SGD, Net
-from waffle_fl.algorithms.contract import chords
+from waffle_fl.algorithms.contract import angular_distance
 from waffle_fl.algorithms.fedavg import Down, FedAvg, Up
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
 from waffle_fl.algorithms.waffle_kin import Cut, WaffleKin
-from waffle_fl.reproduce.quadratics import (
-    Quadratics,
-    equal_weights,
-    in_one_dimension,
-    play,
-    response,
-)
 
 # --------------------------------------------------------------------------------------------------------- the weights
 
@@ -218,7 +218,7 @@ def test_noise_makes_a_twin_a_relative_at_worst(length: float) -> None:
     far = calc_weights(rows, past, now, 1.0, 1.0)[2]
     assert far[1].square().item() == pytest.approx(length**2, rel=0.01)
     assert far[1] > far[2] > 1.4
-    turned = calc_weights(rows, past, now, 1.0, 1.0, apart=chords)[2]
+    turned = calc_weights(rows, past, now, 1.0, 1.0, apart=angular_distance)[2]
     assert turned[1].item() == pytest.approx(turned[3].item(), rel=0.003)
     assert turned[1] < turned[2]
 

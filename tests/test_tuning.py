@@ -18,7 +18,7 @@ from conftest import refusal
 from test_process import start
 from waffle_fl.algorithms import ALGORITHMS, training_key
 from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, option_types
-from waffle_fl.experiment import Place, execute, plan
+from waffle_fl.experiment import Runtime, execute, plan
 from waffle_fl.records import read_rounds
 from waffle_fl.tuning.report import command
 from waffle_fl.tuning.search import Watcher, Wish, search
@@ -138,7 +138,7 @@ def test_what_it_leaves(whole: Path) -> None:
 def test_the_winner_is_a_run(whole: Path, tmp_path: Path) -> None:
     """best.toml is an experiment file, whose run scores on validation and test data what the search said."""
     experiment = load_experiment(whole / "best.toml")
-    (result,) = execute(plan(experiment, tmp_path), Place())
+    (result,) = execute(plan(experiment, tmp_path), Runtime())
     best = max((line for line in recorded(whole) if line["state"] == "finished"), key=lambda line: line["score"])
     assert result["selected"]["accuracy"] == best["test_accuracy"]
     rounds = read_rounds(next(tmp_path.glob("*/rounds.jsonl")))
@@ -322,7 +322,7 @@ def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
             heard.append((trial.number, found.best.score))
 
     config = check_run("local", {"rounds": 4, "validation": 0.3, "samples_per_agent": 30, "model": "linear"}, {})
-    found = search(Wish(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Place(workers=1), Ear())
+    found = search(Wish(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Runtime(workers=1), Ear())
     assert [number for number, _ in heard] == [0, 1, 2]
     assert heard[-1][1] == found.best.score
 

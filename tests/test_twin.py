@@ -12,7 +12,7 @@ from reference import run as twin
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
 from waffle_fl.batches import Batches
-from waffle_fl.engines.cells import Cell
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel, mlp
@@ -118,7 +118,7 @@ def test_the_stack_agrees_with_the_twin(method: str, options: dict[str, Any], mo
         method, module_of(model), batches_of(federation), alice=2, lr=0.2, momentum=momentum, weight_decay=decay,
         **options, **extra,
     )  # fmt: skip
-    outcomes = [o[0] for o in simulate([Cell(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
+    outcomes = [o[0] for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
     for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
         net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
         torch.testing.assert_close(net.params[2], expected, rtol=1e-12, atol=1e-12)
@@ -133,7 +133,7 @@ def test_kept_momentum_agrees_with_the_twin(method: str, options: dict[str, Any]
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
     settings = {"alice": 2, "lr": 0.1, "momentum": 0.6, "weight_decay": 0.01, "keeps_momentum": True}
     trace = twin(method, module_of(model), batches_of(federation), **settings, **options, **extra)
-    outcomes = [o[0] for o in simulate([Cell(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
+    outcomes = [o[0] for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
     for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
         net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
         torch.testing.assert_close(net.params[2], expected, rtol=1e-12, atol=1e-12)
@@ -146,7 +146,7 @@ def test_row_by_row_agrees_with_the_twin(method: str) -> None:
     federation, model = make_federation(), make_model(stacked=False)
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2)))
     trace = twin(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
-    cell = Cell(algorithm, federation, SEED)
+    cell = RunSpec(algorithm, federation, SEED)
     for outcomes, expected in zip(
         simulate([cell], model, rounds=ROUNDS, batch_size=BATCH, epochs=2), trace.models, strict=True
     ):

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from cli_support import refusal, strict, waffle
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import federation_of
+from waffle_fl.inference.predicting import answers
+from waffle_fl.inference.trained_run import open_run
 from waffle_fl.results import read_run
-from waffle_fl.use.predicting import answers
-from waffle_fl.use.trained import open_run
 
 HEADER = "age,sex,ill"
 

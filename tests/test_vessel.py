@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from waffle_fl.models import vessel as vessel_module
-from waffle_fl.models.vessel import Layout, Vessel, copy_each
+from waffle_fl.models import row_module as vessel_module
+from waffle_fl.models.row_module import Layout, RowModule, copy_each
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWith
     vessel_module._compiled_pass.cache_clear()
 
 
-def filled(template: nn.Module, seed: int) -> tuple[Vessel, Tensor]:
+def filled(template: nn.Module, seed: int) -> tuple[RowModule, Tensor]:
     params, stats = (Layout(dict(named)) for named in (template.named_parameters(), _moving(template)))
-    vessel, numbers = Vessel(template, params, stats), torch.Generator().manual_seed(seed)
+    vessel, numbers = RowModule(template, params, stats), torch.Generator().manual_seed(seed)
     row = torch.randn(params.size, generator=numbers)
     vessel.fill(row, torch.ones(stats.size))
     return vessel, row

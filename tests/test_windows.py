@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from waffle_fl.models import Batch, FlatModel, LeNet5
-from waffle_fl.models import windows as windows_module
-from waffle_fl.models.windows import Later, Rewriting
+from waffle_fl.models import cpu_conv_pool as windows_module
+from waffle_fl.models.cpu_conv_pool import Later, Rewriting
 
 Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

@@ -16,20 +16,20 @@ from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Up
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.weight_erosion import WeightErosion
-from waffle_fl.engines.cells import Cell, Outcome
+from waffle_fl.engines.run_spec import Outcome, RunSpec
 from waffle_fl.guard import CLIPPED, NOT_FINITE, OK, OPPOSED, TOO_LONG, TOO_SHORT, screen
 from waffle_fl.tensorfile import pack
-from waffle_fl.wire import Envelope, Inbox, seal
+from waffle_fl.update_encoding import Header, UpdateCollector, seal
 
 ALICE, BAD = 0, 2
 ALICE_ROW = torch.tensor(ALICE)
 SIZE = 57
-ENVELOPE = Envelope("run", 4, "model")
+ENVELOPE = Header("run", 4, "model")
 
 
-def inbox() -> Inbox:
+def inbox() -> UpdateCollector:
     template = {"dy": torch.zeros(SIZE), "stats": torch.zeros(0)}
-    return Inbox(template, ENVELOPE, steps=[3, 2, 4, 2])
+    return UpdateCollector(template, ENVELOPE, steps=[3, 2, 4, 2])
 
 
 def honest(**changes: Any) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def sealed(tensors: dict[str, torch.Tensor], **changes: str) -> bytes:
 
 
 def run(tamper: Any = None, post: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
-    cell = Cell(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
+    cell = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
     return last_state(cell, make_model(torch.float32), rounds=5, **options)
 
 
@@ -307,7 +307,7 @@ def test_faults_on_the_post() -> None:
 def test_a_check_is_quick() -> None:
     """One check of a LeNet-5 update takes less than a millisecond of a core (median of 20)."""
     update = {"dy": torch.randn(61706), "stats": torch.zeros(0)}
-    box = Inbox(update, ENVELOPE, steps=[2])
+    box = UpdateCollector(update, ENVELOPE, steps=[2])
     payload = seal(Up(update["dy"][None], update["stats"][None]), 0, ENVELOPE, 2)
     times = []
     for _ in range(20):

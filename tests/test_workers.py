@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, make_model
-from waffle_fl import SGD, Cell, FedAvg, Federation, FlatModel, Waffle, simulate
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines import row_training, workers
-from waffle_fl.engines.cells import Outcome
+from waffle_fl.engines.run_spec import Outcome
 from waffle_fl.models import Quadratic, output_is_loss
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has seen a GPU does not fork")
@@ -47,10 +47,10 @@ def gone(process: int) -> bool:
         return True
 
 
-def cells_of(method: str, count: int = 3) -> list[Cell]:
+def cells_of(method: str, count: int = 3) -> list[RunSpec]:
     sizes = ((23, 9, 32, 14, 8), (40, 3, 11), (5, 6, 7, 20))
     algorithm = ALGORITHMS[method](sgd=SGD(0.1, 0.5))
-    return [Cell(algorithm, make_federation(sizes[k], alice=k, seed=k), k) for k in range(count)]
+    return [RunSpec(algorithm, make_federation(sizes[k], alice=k, seed=k), k) for k in range(count)]
 
 
 def numbers(outcomes: list[list[Outcome]]) -> list[Any]:
@@ -62,7 +62,7 @@ def numbers(outcomes: list[list[Outcome]]) -> list[Any]:
     ]
 
 
-def run(cells: list[Cell], model: FlatModel, cores: int, rounds: int = 5) -> list[Any]:
+def run(cells: list[RunSpec], model: FlatModel, cores: int, rounds: int = 5) -> list[Any]:
     return numbers(list(simulate(cells, model, rounds=rounds, batch_size=BATCH, workers=cores)))
 
 
@@ -177,11 +177,11 @@ def test_a_worker_holds_no_file_of_its_parent(tmp_path: Path) -> None:
     assert held == [4, 4]
 
 
-def overshooting(starts: tuple[float, ...]) -> tuple[list[Cell], FlatModel]:
+def overshooting(starts: tuple[float, ...]) -> tuple[list[RunSpec], FlatModel]:
     """Steps that are too long: who starts in the optimum stays there, others leave it nine times as far a step."""
     pool = make_federation((4, 4))
     cells = [
-        Cell(FedAvg(SGD(10.0)), Federation(**{**pool.__dict__, "x": torch.full_like(pool.x, start)}), 1)
+        RunSpec(FedAvg(SGD(10.0)), Federation(**{**pool.__dict__, "x": torch.full_like(pool.x, start)}), 1)
         for start in starts
     ]
     return cells, FlatModel(lambda: Quadratic(torch.ones(5)), loss=output_is_loss)
@@ -192,7 +192,7 @@ def test_a_cell_drops_out_of_its_workers(tampered: bool, hired: list[int]) -> No
     """A diverged cell tries again without workers and is gone; the others go on with new ones, their bits the same."""
     cells, model = overshooting((0.0, 1e-3, 0.0))
     if tampered:  # then rows are shared out, not cells
-        cells[0] = Cell(cells[0].algorithm, cells[0].federation, 1, tamper=lambda up, r: up)
+        cells[0] = RunSpec(cells[0].algorithm, cells[0].federation, 1, tamper=lambda up, r: up)
     alone, together = (list(simulate(cells, model, rounds=14, batch_size=BATCH, workers=cores)) for cores in (1, 2))
     assert numbers(together) == numbers(alone)
     (dropped,) = [k for k, outcomes in enumerate(together) if any(o.error for o in outcomes)]
@@ -212,7 +212,7 @@ def test_tampering_may_keep_what_it_saw(hired: list[int]) -> None:
             kept.append(up)
             return kept[max(0, r - 3)]
 
-        cell = Cell(Waffle(SGD(0.1)), make_federation(), 1, tamper=replay)
+        cell = RunSpec(Waffle(SGD(0.1)), make_federation(), 1, tamper=replay)
         states.append(run([cell], make_model(torch.float32), cores, rounds=7))
     assert states[0] == states[1]
     assert hired

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from waffle_fl.algorithms import Round
-from waffle_fl.algorithms.waffle import calc_weights
-from waffle_fl.reproduce import drift
-from waffle_fl.reproduce.quadratics import (
+from paper import drift
+from paper.quadratics import (
     Quadratics,
     in_one_dimension,
     play,
 )
+from torch import Tensor
+
+from waffle_fl.algorithms import Round
+from waffle_fl.algorithms.waffle import calc_weights
 
 PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
 STATEMENT = re.compile(r"^\*\*(\d+)\. (?:Theorem|Measured)\.\*\* (.+?)\s+\(`(test_\w+)`\)$", re.MULTILINE | re.DOTALL)

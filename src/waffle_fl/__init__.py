@@ -49,31 +49,31 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.weight_erosion import WeightErosion as WeightErosion
     from waffle_fl.data import Dataset as Dataset
     from waffle_fl.data import load as load
-    from waffle_fl.engines.cells import Cell as Cell
-    from waffle_fl.engines.cells import Measured as Measured
-    from waffle_fl.engines.cells import Outcome as Outcome
+    from waffle_fl.engines.run_spec import Measured as Measured
+    from waffle_fl.engines.run_spec import Outcome as Outcome
+    from waffle_fl.engines.run_spec import RunSpec as RunSpec
     from waffle_fl.engines.simulate import simulate as simulate
     from waffle_fl.errors import WaffleError as WaffleError
     from waffle_fl.federation import Federation as Federation
     from waffle_fl.federation import build as build
+    from waffle_fl.inference.estimators import PersonalizedClassifier as PersonalizedClassifier
+    from waffle_fl.inference.estimators import PersonalizedRegressor as PersonalizedRegressor
     from waffle_fl.models.flat import FlatModel as FlatModel
     from waffle_fl.partition import Partition as Partition
     from waffle_fl.partition import split as split
     from waffle_fl.results import table_of_rounds as table_of_rounds
-    from waffle_fl.use.estimators import PersonalizedClassifier as PersonalizedClassifier
-    from waffle_fl.use.estimators import PersonalizedRegressor as PersonalizedRegressor
 
 # Torch takes seconds to import, so each name is fetched when it is first used. The classes of methods are those that
 # the registry of algorithms finds; type checkers know the ones above.
 _HOMES = {
     **dict.fromkeys(("SGD", "Algorithm", "Grad", "Net", "Round"), "algorithms.contract"),
-    **dict.fromkeys(("Cell", "Measured", "Outcome"), "engines.cells"),
+    **dict.fromkeys(("Measured", "Outcome", "RunSpec"), "engines.run_spec"),
     "Dataset": "data",
     "Federation": "federation",
     "FlatModel": "models.flat",
     "Partition": "partition",
-    "PersonalizedClassifier": "use.estimators",
-    "PersonalizedRegressor": "use.estimators",
+    "PersonalizedClassifier": "inference.estimators",
+    "PersonalizedRegressor": "inference.estimators",
     "WaffleError": "errors",
     "build": "federation",
     "load": "data",

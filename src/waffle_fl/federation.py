@@ -15,10 +15,10 @@ from torch import Tensor
 
 from waffle_fl.data import Dataset
 from waffle_fl.errors import WaffleError
-from waffle_fl.own import Gathered, Preprocessing, Reading, Task, Wish, gather, read_folder, stacked
 from waffle_fl.partition import Partition
 from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
 from waffle_fl.shifts.covariates import materialise
+from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, Task, Wish, gather, read_folder, stacked
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Federation:
         An agent is (x_train, y_train, x_test, y_test), or (x, y), of which `test_share` is held out for testing.
         """
         items = list(agents.items() if isinstance(agents, Mapping) else agents)
-        how = Reading(task=task, test_share=test_share, validation=validation, split_seed=split_seed)
+        how = ReadOptions(task=task, test_share=test_share, validation=validation, split_seed=split_seed)
         return check_alice(cls.from_gathered(gather(items, how, class_names, allow_duplicates), alice))
 
     @classmethod
@@ -202,10 +202,10 @@ class Federation:
 
         Without an `alice` she is the first agent who has samples to train and to test on.
         """
-        return check_alice(cls.from_gathered(read_folder(Path(folder), Reading(**reading)), alice))
+        return check_alice(cls.from_gathered(read_folder(Path(folder), ReadOptions(**reading)), alice))
 
     @classmethod
-    def from_gathered(cls, found: Gathered, alice: str | int | None) -> Federation:
+    def from_gathered(cls, found: CollectedData, alice: str | int | None) -> Federation:
         """A federation from what was read of its agents."""
         names, parts = tuple(found.agents), list(found.agents.values())
         able = (i for i, part in enumerate(parts) if len(part.train) and len(part.test))

@@ -31,7 +31,7 @@ REASONS = (
 
 
 def screen(
-    up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", pulls: Rows | None = None
+    up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", new_control_variates: Rows | None = None
 ) -> tuple[Any, Tensor, Tensor]:
     """(up with the rejected rows blanked, who was heard, a reason code for each agent).
 
@@ -47,7 +47,7 @@ def screen(
         norms = lengths(up.dy)
         code = torch.where((norms > MAX_NORM) & (code == OK), TOO_LONG, code)
         if guard == "standard":
-            up, code = _closeness(up, alice, norms, code, present, pulls)
+            up, code = _closeness(up, alice, norms, code, present, new_control_variates)
     code = torch.where(present, code, ABSENT)
     heard = (code == OK) | (code == CLIPPED)
     blanked = [torch.where(heard[:, None], field, 0.0) for field in up]
@@ -55,7 +55,7 @@ def screen(
 
 
 def _closeness(
-    up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, pulls: Rows | None
+    up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, new_control_variates: Rows | None
 ) -> tuple[Any, Tensor]:
     """Reject what is too short, a copy, opposed to Alice or steers too hard; shorten what is too long."""
     sound = present & (code == OK)
@@ -70,13 +70,15 @@ def _closeness(
     chance = min(CHANCE / up.dy.shape[1] ** 0.5, AGREEMENT)
     opposed = agreement <= (AGREEMENT * _median(agreement, others & ~short & ~copied)).clamp(min=chance)
     tests = [(short, TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)]
-    if pulls is not None:
-        force = lengths(pulls)
+    if new_control_variates is not None:
+        force = lengths(new_control_variates)
         tests.append((force > PULL * _median(force, sound), PULLING))
     for wrong, reason in tests:
         code = torch.where(others & wrong & (code == OK), reason, code)
     limit = LONGEST * length
-    if pulls is not None:  # corrected updates are about as long as each other, a short one of Alice's is chance
+    if (
+        new_control_variates is not None
+    ):  # corrected updates are about as long as each other, a short one of Alice's is chance
         limit = torch.maximum(limit, _median(norms, sound))
     long = others & (code == OK) & (norms > limit)
     scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)

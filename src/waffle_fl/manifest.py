@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from waffle_fl.atomic_files import check_regular, write_atomically
 from waffle_fl.errors import WaffleError
-from waffle_fl.storage import check_regular, write_atomically
 from waffle_fl.user_key import key_id, user_key
 
 NAME, SCHEMA = "manifest.json", 1

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from waffle_fl import __version__
+from waffle_fl.atomic_files import check_regular, remove, write_atomically
 from waffle_fl.config import SCHEMA, RunConfig, completed
 from waffle_fl.errors import WaffleError, readable_errors
 from waffle_fl.manifest import CHECKPOINTS, LOG, NAME, Digest, Finding, Journal, inspect, refuse, seal
 from waffle_fl.manifest import summary as summary_of
 from waffle_fl.round_log import RoundLog, json_line
 from waffle_fl.round_log import read_rounds as read_rounds  # part of what is read back here
-from waffle_fl.storage import check_regular, remove, write_atomically
 from waffle_fl.tensorfile import pack, read_tensors
 from waffle_fl.versions import RESULTS_VERSION
 

@@ -12,12 +12,12 @@ from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.algorithms import ALGORITHMS, title_of
+from waffle_fl.atomic_files import check_regular
 from waffle_fl.config import RunConfig, Settings, check_trusted
-from waffle_fl.deltas import Tables, after, since
+from waffle_fl.delta_encoding import Tables, after, since
 from waffle_fl.errors import WaffleError
 from waffle_fl.manifest import Warn, no_warning, verify, verify_all
 from waffle_fl.records import read_json, read_rounds
-from waffle_fl.storage import check_regular
 
 Protocol: TypeAlias = Literal["best", "last", "selected"]
 PROTOCOLS: dict[Protocol, str] = {
@@ -56,7 +56,7 @@ def measure_of(content: Mapping[str, Any]) -> Measure:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A run folder, read."""
 
     folder: Path
@@ -124,12 +124,12 @@ def table_of_rounds(*paths: str | Path, trust: bool = False) -> list[dict[str, A
 
 def read_runs(
     paths: Iterable[Path], *, trust: bool = False, force: bool = False, warn: Warn | None = None
-) -> list[Finished]:
+) -> list[FinishedRun]:
     """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl).
 
     Runs that a run folder holds are those it is compared with. Folders are checked as by `manifest.verify`; `trust`
     allows the import of schedules that a config names."""
-    runs: list[Finished] = []
+    runs: list[FinishedRun] = []
     folders: list[Path] = []
     for path in paths:
         if path.suffix == ".jsonl":
@@ -150,7 +150,7 @@ def read_runs(
     return runs
 
 
-def read_run(folder: Path, *, trust: bool = False, force: bool = False, model: bool = False) -> Finished:
+def read_run(folder: Path, *, trust: bool = False, force: bool = False, model: bool = False) -> FinishedRun:
     """One run that has come to its end, its files not yet checked against their manifest.
 
     `model` says that its model is to be built: a config that names one of the user's own then needs `trust`."""
@@ -179,16 +179,16 @@ def named_weights(provenance: Mapping[str, Any], weights: Sequence[float]) -> di
     return dict(zip(names, weights, strict=True))
 
 
-def _read(folder: Path, trust: bool, force: bool, model: bool) -> Finished | None:
+def _read(folder: Path, trust: bool, force: bool, model: bool) -> FinishedRun | None:
     result = read_json(folder / "result.json")
     if result is None:
         return None
     config = config_of(folder, trust, force, model)
     rounds = read_rounds(folder / "rounds.jsonl")
-    return Finished(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
+    return FinishedRun(folder, config, read_json(folder / "provenance.json") or {}, result, rounds)
 
 
-def condense(runs: Sequence[Finished], details: Details = "all") -> Iterator[str]:
+def condense(runs: Sequence[FinishedRun], details: Details = "all") -> Iterator[str]:
     """One JSON line a run: small enough to commit, enough for every table and, with all details, for every chart.
 
     The first line has its config and provenance whole, the others what changed in them since the line before.
@@ -207,7 +207,7 @@ def condense(runs: Sequence[Finished], details: Details = "all") -> Iterator[str
         before = tables
 
 
-def _tables(run: Finished) -> Tables:
+def _tables(run: FinishedRun) -> Tables:
     config = run.config.to_json()
     return {
         "settings": config.pop("settings"),
@@ -217,7 +217,7 @@ def _tables(run: Finished) -> Tables:
     }
 
 
-def _columns(run: Finished, details: Details, leads: bool) -> dict[str, list[Any]]:
+def _columns(run: FinishedRun, details: Details, leads: bool) -> dict[str, list[Any]]:
     """The rounds of a run, column by column."""
     kept = {"round", "accuracy", "rmse", "attackers_weight", "backdoor"} if details != "none" else set()
     if details == "all":
@@ -236,9 +236,9 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def read_condensed(path: Path, trust: bool = False) -> list[Finished]:
+def read_condensed(path: Path, trust: bool = False) -> list[FinishedRun]:
     """The runs of a condensed record."""
-    runs: list[Finished] = []
+    runs: list[FinishedRun] = []
     tables: Tables = {}
     check_regular(path)
     try:
@@ -251,7 +251,7 @@ def read_condensed(path: Path, trust: bool = False) -> list[Finished]:
                 dict(zip(line["rounds"], values, strict=True)) for values in zip(*line["rounds"].values(), strict=True)
             ]
             provenance = dict(tables["provenance"])
-            runs.append(Finished(Path(line["run"]), RunConfig.from_json(config), provenance, line["result"], rounds))
+            runs.append(FinishedRun(Path(line["run"]), RunConfig.from_json(config), provenance, line["result"], rounds))
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except WaffleError:
@@ -261,33 +261,33 @@ def read_condensed(path: Path, trust: bool = False) -> list[Finished]:
     return runs
 
 
-def round_at(run: Finished, share: float) -> dict[str, Any] | None:
+def round_at(run: FinishedRun, share: float) -> dict[str, Any] | None:
     """The round at a share of those that were asked for; None where the run diverged before it."""
     r = max(1, int(share * run.config.settings.rounds))
     return next((line for line in run.rounds if line["round"] == r), None)
 
 
-def methods_of(runs: Sequence[Finished]) -> list[str]:
+def methods_of(runs: Sequence[FinishedRun]) -> list[str]:
     """The methods of these runs in the order of tables; those from outside the package come last."""
     present = dict.fromkeys(run.config.method for run in runs)
     return [*(m for m in ALGORITHMS if m in present), *(m for m in present if m not in ALGORITHMS)]
 
 
-def rows_of(runs: Sequence[Finished]) -> list[str]:
+def rows_of(runs: Sequence[FinishedRun]) -> list[str]:
     """Splits in the paper's order: A, B, C, then the starred ones, then shifts as they come; each with its variants."""
     seen = {run.row: row_of(run.config) for run in runs}
     return sorted(seen, key=lambda row: (1, False, "") if "(" in seen[row] else (0, seen[row].endswith("*"), seen[row]))
 
 
-def scores(runs: Sequence[Finished], protocol: Protocol) -> dict[tuple[str, str], Score]:
+def scores(runs: Sequence[FinishedRun], protocol: Protocol) -> dict[tuple[str, str], Score]:
     """(split, method) -> accuracy, or what else the runs are judged by, over its seeds."""
-    cells: dict[tuple[str, str], list[Finished]] = {}
+    cells: dict[tuple[str, str], list[FinishedRun]] = {}
     for run in runs:
         cells.setdefault((run.row, run.config.method), []).append(run)
     return {key: _score(group, protocol) for key, group in cells.items()}
 
 
-def _score(group: Sequence[Finished], protocol: Protocol) -> Score:
+def _score(group: Sequence[FinishedRun], protocol: Protocol) -> Score:
     measure = judged_by(group)
     values = [run.result[protocol][measure.key] for run in group if protocol in run.result]
     diverged = sum(run.result["status"] == "diverged" for run in group)
@@ -295,12 +295,12 @@ def _score(group: Sequence[Finished], protocol: Protocol) -> Score:
     return Score(mean(values) if values else nan, spread, len(group), diverged, measure)
 
 
-def judged_by(runs: Sequence[Finished]) -> Measure:
+def judged_by(runs: Sequence[FinishedRun]) -> Measure:
     """What the runs of one table are judged by."""
     return next((measure_of(run.result["best"]) for run in runs if "best" in run.result), ACCURACY)
 
 
-def apart(runs: Sequence[Finished]) -> list[Finished]:
+def apart(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     """The runs with rows of their own where those of one split differ in a setting or in an option of their method.
 
     A row names what differs and is not the default, so that methods without such an option keep their place."""
@@ -323,7 +323,7 @@ def apart(runs: Sequence[Finished]) -> list[Finished]:
     return named
 
 
-def remarks(runs: Sequence[Finished]) -> list[str]:
+def remarks(runs: Sequence[FinishedRun]) -> list[str]:
     """What a reader of the table must know of settings: the defaults that rows do not name, and what differs by row."""
     within = _varying(runs, lambda run: (row_of(run.config),), "settings")
     options = _varying(runs, lambda run: (row_of(run.config), run.config.method), "options")
@@ -358,7 +358,7 @@ def _defaults(method: str) -> dict[str, Any]:
 
 
 def _varying(
-    runs: Sequence[Finished], key: Callable[[Finished], tuple[str, ...]], part: str
+    runs: Sequence[FinishedRun], key: Callable[[FinishedRun], tuple[str, ...]], part: str
 ) -> dict[tuple[str, ...], list[str]]:
     """For each group of runs the names, in order, of settings (but those of a row) or options with several values."""
     first: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -378,9 +378,9 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def check_alike(runs: Sequence[Finished], besides: tuple[str, ...]) -> list[Finished]:
+def check_alike(runs: Sequence[FinishedRun], besides: tuple[str, ...]) -> list[FinishedRun]:
     """Runs of one data set and, but for the method and `besides`, of one config each; others are refused."""
-    known: dict[Any, tuple[dict[str, Any], Finished]] = {}
+    known: dict[Any, tuple[dict[str, Any], FinishedRun]] = {}
     for run in runs:
         config = run.config.to_json()
         shared = {k: v for k, v in config["settings"].items() if k not in besides}

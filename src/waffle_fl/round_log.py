@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from waffle_fl.atomic_files import check_regular
 from waffle_fl.errors import readable_errors
 from waffle_fl.manifest import Digest
-from waffle_fl.storage import check_regular
 
 
 class RoundLog:

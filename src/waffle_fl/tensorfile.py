@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from waffle_fl.atomic_files import check_regular, write_atomically
 from waffle_fl.errors import WaffleError
-from waffle_fl.storage import check_regular, write_atomically
 
 MAX_HEADER = 1 << 20
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64, "BOOL": torch.bool}

@@ -10,8 +10,8 @@ import secrets
 from functools import cache
 from pathlib import Path
 
+from waffle_fl.atomic_files import check_regular, sync_folder
 from waffle_fl.errors import WaffleError
-from waffle_fl.storage import check_regular, sync_folder
 
 FILE = "manifest.key"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, inner
-from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
+from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 

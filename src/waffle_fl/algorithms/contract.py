@@ -204,7 +204,7 @@ def cosines(rows: Rows, vector: Vector) -> Weights:
     return products.div((lengths(rows) * vector.norm()).clamp(min=TINY)).clamp(-1, 1)  # whatever rounding made of it
 
 
-def chords(rows: Rows, vector: Vector) -> Weights:
+def angular_distance(rows: Rows, vector: Vector) -> Weights:
     """|rows_i / |rows_i| - vector / |vector||: how far directions are apart; a row without one is at right angles."""
     short = 1 - cosines(rows, vector.double())  # of a cosine of 1
     return torch.where(short <= NEARLY_EQUAL, 0.0, 2 * short).sqrt()  # not what rounding left of the same way

@@ -12,10 +12,10 @@ from typing import ClassVar, NamedTuple, final
 
 import torch
 
-from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms import fedavg, partial_sharing
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
-from waffle_fl.algorithms.partial import Runs, cut, joined
+from waffle_fl.algorithms.partial_sharing import Runs, cut, joined
 from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
@@ -67,7 +67,7 @@ class FedALA:
 
     def for_model(self, layers: Layers) -> FedALA:
         head = layers.head(self.head_layers) if self.head_layers else frozenset(layers.names)
-        return replace(self, runs=partial.parts(layers, head).params)
+        return replace(self, runs=partial_sharing.parts(layers, head).params)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = everyone(net, agents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
-from waffle_fl.algorithms import defences
+from waffle_fl.algorithms import robust_aggregation
 from waffle_fl.algorithms.contract import (
     CLIP,
     SGD,
@@ -22,7 +22,7 @@ from waffle_fl.algorithms.contract import (
     normalised,
     uniform,
 )
-from waffle_fl.algorithms.defences import Rule, parse
+from waffle_fl.algorithms.robust_aggregation import Rule, parse
 from waffle_fl.constraints import at_least, check_fields, parameter, readable
 
 
@@ -114,7 +114,7 @@ class FedAvg:
         check_fields(self)
 
     def check_agents(self, agents: int) -> None:
-        defences.check_agents(self.aggregation, agents)
+        robust_aggregation.check_agents(self.aggregation, agents)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(net.params, net.stats), Agents()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
 
-from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms import fedavg, partial_sharing
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
-from waffle_fl.algorithms.partial import Agents, Parts
+from waffle_fl.algorithms.partial_sharing import Agents, Parts
 from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
@@ -38,25 +38,25 @@ class FedBN:
         check_fields(self)
 
     def for_model(self, layers: Layers) -> FedBN:
-        return replace(self, parts=partial.parts(layers, layers.batch_norms))
+        return replace(self, parts=partial_sharing.parts(layers, layers.batch_norms))
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return partial.start(self.parts, net, agents)
+        return partial_sharing.start(self.parts, net, agents)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return fedavg.begin(self.sgd, partial.whole(self.parts, down, agents))
+        return fedavg.begin(self.sgd, partial_sharing.whole(self.parts, down, agents))
 
     def step(self, local: Local, grad: Grad) -> Local:
         return fedavg.step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return partial.finish(self.parts, down, Net(local.y, local.stats))
+        return partial_sharing.finish(self.parts, down, Net(local.y, local.stats))
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         return fedavg.aggregate(server, up, now, self.weighting)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return partial.personal(self.parts, server, agents, count)
+        return partial_sharing.personal(self.parts, server, agents, count)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone
-from waffle_fl.algorithms.offers import Offer, best_others, mixed, packed, spread
+from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 
@@ -92,7 +92,7 @@ class FedFomo:
         cite="Zhang et al., ICLR 2021",
         order=160,
     )
-    judged_on: ClassVar[Literal["training", "validation"]] = "validation"
+    scored_on: ClassVar[Literal["training", "validation"]] = "validation"
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

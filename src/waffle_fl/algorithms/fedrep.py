@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import fedavg, partial
+from waffle_fl.algorithms import fedavg, partial_sharing
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
-from waffle_fl.algorithms.partial import Agents, Parts, cut, joined
+from waffle_fl.algorithms.partial_sharing import Agents, Parts, cut, joined
 from waffle_fl.constraints import at_least, check_fields, fraction, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
@@ -51,16 +51,16 @@ class FedRep:
         check_fields(self)
 
     def for_model(self, layers: Layers) -> FedRep:
-        return replace(self, parts=partial.parts(layers, layers.head(self.head_layers)))
+        return replace(self, parts=partial_sharing.parts(layers, layers.head(self.head_layers)))
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return partial.start(self.parts, net, agents)
+        return partial_sharing.start(self.parts, net, agents)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        _, stats = partial.whole(self.parts, down, agents)
+        _, stats = partial_sharing.whole(self.parts, down, agents)
         return Local(down.x, agents.own, stats, self.sgd.rest(down.x), self.sgd.rest(agents.own))
 
     def step(self, local: Local, grad: Grad) -> Local:
@@ -93,4 +93,4 @@ class FedRep:
         return fedavg.aggregate(server, up, now)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return partial.personal(self.parts, server, agents, count)
+        return partial_sharing.personal(self.parts, server, agents, count)

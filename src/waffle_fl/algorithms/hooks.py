@@ -31,7 +31,7 @@ class HasCandidates(Protocol):
     """Lets each agent evaluate several models before it trains."""
 
     @property
-    def judged_on(self) -> Literal["training", "validation"]:
+    def scored_on(self) -> Literal["training", "validation"]:
         """The samples on which an agent evaluates; "validation" means training samples where it has no others."""
         ...
 
@@ -41,7 +41,7 @@ class HasCandidates(Protocol):
 
 
 @runtime_checkable
-class Rehearses(Protocol):
+class HasWarmUp(Protocol):
     """Changes the model from which an agent starts to train, on mini-batches of the round."""
 
     @property
@@ -70,7 +70,7 @@ class HasRelations(Protocol):
 class HasControlVariates(Protocol):
     """Shows the guard the control variates that an update would lead to."""
 
-    def pulls(self, server: State, up: State, steps: Tensor) -> Rows:
+    def new_control_variates(self, server: State, up: State, steps: Tensor) -> Rows:
         """Return the new control variates, one row per agent."""
         ...
 
@@ -110,8 +110,8 @@ HOOKS = {
     "helper": HasHelper,
     "judged_on": HasCandidates,
     "candidates": HasCandidates,
-    "rehearsed": Rehearses,
-    "rehearse": Rehearses,
+    "rehearsed": HasWarmUp,
+    "rehearse": HasWarmUp,
     "relations": HasRelations,
     "pulls": HasControlVariates,
     "answer": Answers,

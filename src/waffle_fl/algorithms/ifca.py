@@ -82,7 +82,7 @@ class IFCA:
         cite="Ghosh et al., NeurIPS 2020",
         order=190,
     )
-    judged_on: ClassVar[Literal["training", "validation"]] = "training"
+    scored_on: ClassVar[Literal["training", "validation"]] = "training"
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -87,7 +87,7 @@ def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, shar
     return torch.where(moves > 0, share * (c_i - c) - dy / moves.clamp(min=lr), c_i)
 
 
-def heard_control_variates(server: Shared, up: Up, now: Round, lr: float, share: float) -> Rows:
+def received_control_variates(server: Shared, up: Up, now: Round, lr: float, share: float) -> Rows:
     """c_i+ of every agent, computed by the server; one whose update was not taken as sent keeps its old one."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, share)
     return torch.where(now.intact[:, None], c_i, server.c_i)
@@ -166,7 +166,7 @@ class Scaffold:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         weights = uniform(now.heard)
-        c_i = heard_control_variates(server, up, now, self.sgd.lr, self.correction)
+        c_i = received_control_variates(server, up, now, self.sgd.lr, self.correction)
         every = now.samples > 0
         if now.suspect is None:
             c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
@@ -175,7 +175,7 @@ class Scaffold:
         x = moved(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
 
-    def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
+    def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

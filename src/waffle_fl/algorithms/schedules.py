@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
+from waffle_fl.call_syntax import build
 from waffle_fl.constraints import readable
 from waffle_fl.errors import WaffleError
 from waffle_fl.importing import import_named
-from waffle_fl.notation import build
 
 Schedule: TypeAlias = Callable[[int, int], float]
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import adaptive, scaffold
+from waffle_fl.algorithms import adaptive_degree, scaffold
 from waffle_fl.algorithms.contract import (
     CLIP,
     LR,
@@ -28,8 +28,8 @@ from waffle_fl.algorithms.contract import (
     Rows,
     Vector,
     Weights,
+    angular_distance,
     averaged,
-    chords,
     everyone,
     lengths,
     moved,
@@ -63,7 +63,7 @@ class Server(NamedTuple):
     c: Vector
     c_i: Rows
     past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1
-    squares: Tensor  # this and the rest: adaptive.Witness
+    squares: Tensor  # this and the rest: adaptive_degree.Witness
     cubes: Tensor
     strife: Tensor
     degree: Tensor
@@ -159,7 +159,7 @@ class Waffle:
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         server, rows = scaffold.start(net, agents)
         past = torch.full((2, agents), 1 / agents, dtype=torch.float64, device=net.params.device)  # A2.1
-        return Server(*server, past, *adaptive.start(net.params.device)), rows
+        return Server(*server, past, *adaptive_degree.start(net.params.device)), rows
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return scaffold.send(server, agents)  # A2.3
@@ -174,16 +174,16 @@ class Waffle:
         return scaffold.finish(self.sgd, self.correction, down, agents, local)  # A2.9-12
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        c_i = scaffold.heard_control_variates(server, up, now, self.sgd.lr, self.correction)
-        witness = adaptive.Witness(server.squares, server.cubes, server.strife, server.degree)
+        c_i = scaffold.received_control_variates(server, up, now, self.sgd.lr, self.correction)
+        witness = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
         if ADAPTIVE in (self.omega, self.psi):
-            witness = adaptive.observe(witness, c_i, now)
+            witness = adaptive_degree.observe(witness, c_i, now)
         omega, psi = self._degree("omega", now, witness), self._degree("psi", now, witness)
         ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
         reading = (self.denominator, ends_alone)
         # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
-        rows = up.dy if self.compared == "updates" else self.pulls(server, up, now.steps)
-        apart = chords if self.compared == "directions" else lengths
+        rows = up.dy if self.compared == "updates" else self.new_control_variates(server, up, now.steps)
+        apart = angular_distance if self.compared == "directions" else lengths
         alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading, apart)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
         server = server._replace(past=past, **witness._asdict())
@@ -200,11 +200,11 @@ class Waffle:
         stats = averaged(server.stats, alpha_bar, up.stats)
         return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i)
 
-    def _degree(self, name: Literal["omega", "psi"], now: Round, witness: adaptive.Witness) -> Degree:
+    def _degree(self, name: Literal["omega", "psi"], now: Round, witness: adaptive_degree.GradientStatistics) -> Degree:
         schedule = getattr(self, name)
         return witness.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
-    def pulls(self, server: Server, up: Up, steps: Tensor) -> Rows:
+    def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

@@ -17,9 +17,9 @@ from waffle_fl.algorithms.contract import Rows
 from waffle_fl.attacks import updates
 from waffle_fl.attacks.poison import backdoored, flipped
 from waffle_fl.attacks.updates import Lie, Scene
+from waffle_fl.call_syntax import build
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
-from waffle_fl.notation import build
 from waffle_fl.randomness import derive
 
 NONE = "none"

@@ -14,23 +14,20 @@ import tyro
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.algorithms.registry import summary_of
+from waffle_fl.claims.file_claims import judge, stated
+from waffle_fl.claims.record_files import problems, read_part
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.decide import PAGE, companions, note_distances, page_of, read_back, sentences
-from waffle_fl.cli.display import show_everyone, show_result, show_study, show_tables, show_verdicts
+from waffle_fl.cli.display import show_everyone, show_result, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.watch import Folder, Notes, Output, Watched, default_folder, live
+from waffle_fl.cli.progress import Folder, Notes, Output, ProgressFlags, default_folder, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.experiment import EVERYONE, Place, execute, plan
+from waffle_fl.experiment import ALL_ALICES, Runtime, execute, plan
 from waffle_fl.manifest import no_warning
 from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
-from waffle_fl.reproduce.claims import verdicts
-from waffle_fl.reproduce.page import write as write_pages
-from waffle_fl.reproduce.running import run_missing
-from waffle_fl.reproduce.stated import judge, stated
-from waffle_fl.reproduce.studies import find_root, problems, read_part, read_study
 from waffle_fl.results import Details, condense, config_of, read_runs
 
 ALONE_HELP = (
@@ -61,8 +58,8 @@ def run(arguments: Sequence[str]) -> int:
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("alone", Annotated[bool, tyro.conf.arg(help=ALONE_HELP)], field(default=False)),
-            ("place", Place, field(default_factory=Place)),
-            ("output", Watched, field(default_factory=Watched)),
+            ("place", Runtime, field(default_factory=Runtime)),
+            ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
     )
     kind.__doc__ = algorithm.__doc__
@@ -70,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
-    everyone = config.settings.alice == EVERYONE
+    everyone = config.settings.alice == ALL_ALICES
     compared = not everyone and config.settings.is_own and config.method != "local" and not args.alone
     if not args.out:
         runs = _for_everyone(config, folder, args.place) if everyone else _compared(config, folder, compared)
@@ -91,8 +88,8 @@ def resume(arguments: Sequence[str]) -> int:
         """The run's folder."""
         trust: bool = False
         """Import the code (module:name) that the run folder names."""
-        place: Place = field(default_factory=Place)
-        output: Watched = field(default_factory=Watched)
+        place: Runtime = field(default_factory=Runtime)
+        output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Resume, arguments, "resume")
     if read_json(args.run / "config.json") is None:
@@ -107,7 +104,7 @@ def _compared(config: RunConfig, folder: Path, compared: bool) -> list[tuple[Run
     return companions(config, folder) if compared else [(config, folder)]
 
 
-def _for_everyone(config: RunConfig, folder: Path, place: Place) -> list[tuple[RunConfig, Path]]:
+def _for_everyone(config: RunConfig, folder: Path, place: Runtime) -> list[tuple[RunConfig, Path]]:
     """One run per agent, each agent the Alice of its own."""
     s = config.settings
     grid = Experiment(
@@ -120,7 +117,7 @@ def _for_everyone(config: RunConfig, folder: Path, place: Place) -> list[tuple[R
     return plan(grid, folder, place)
 
 
-def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, compared: bool = False) -> int:
+def _finish(config: RunConfig, folder: Path, place: Runtime, output: ProgressFlags, compared: bool = False) -> int:
     """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
     runs = _compared(config, folder, compared)
     with live(output) as listener:
@@ -145,7 +142,7 @@ def _finish(config: RunConfig, folder: Path, place: Place, output: Watched, comp
     return 0
 
 
-def _finish_everyone(config: RunConfig, folder: Path, place: Place, output: Watched) -> int:
+def _finish_everyone(config: RunConfig, folder: Path, place: Runtime, output: ProgressFlags) -> int:
     """Bring the runs of all agents to their end, trained together, and show them."""
     s, runs = config.settings, _for_everyone(config, folder, place)
     with live(output) as listener:
@@ -184,8 +181,8 @@ def bench(arguments: Sequence[str]) -> int:
         """Print the plan and stop."""
         check: bool = False
         """Run nothing; exit with 1 unless the committed record is the file's and every claim it states holds."""
-        place: Place = field(default_factory=Place)
-        output: Watched = field(default_factory=Watched)
+        place: Runtime = field(default_factory=Runtime)
+        output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Bench, arguments, "bench")
     experiments = load_experiments(args.file)
@@ -206,7 +203,7 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(file: Path, output: Watched) -> int:
+def _check(file: Path, output: ProgressFlags) -> int:
     """Hold the record beside an experiment file to the file, and to the claims in it."""
     part = read_part(file.parent.parent, file.stem)
     wrong, judged = problems({part.name: part}), judge(stated(file), part)
@@ -217,7 +214,7 @@ def _check(file: Path, output: Watched) -> int:
     return 1 if wrong or not all(verdict.holds for verdict in judged) else 0
 
 
-def _grid(experiment: Experiment, out: Path, place: Place, output: Watched, title: str) -> int:
+def _grid(experiment: Experiment, out: Path, place: Runtime, output: ProgressFlags, title: str) -> int:
     runs = plan(experiment, out, place)
     with live(output) as listener:
         results = execute(runs, place, listener)
@@ -242,8 +239,8 @@ def demo(arguments: Sequence[str]) -> int:
 
         out: Path = Path("demo")
         """Folder of the runs and of the report."""
-        place: Place = field(default_factory=Place)
-        output: Watched = field(default_factory=Watched)
+        place: Runtime = field(default_factory=Runtime)
+        output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Demo, arguments, "demo")
     with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
@@ -297,41 +294,3 @@ def report(arguments: Sequence[str]) -> int:
     for line in [*says, *(f"page: {page.resolve()}" for page in pages)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
-
-
-def reproduce(arguments: Sequence[str]) -> int:
-    """The paper's tables and figures beside its own numbers: waffle reproduce mnist."""
-
-    @dataclass(frozen=True)
-    class Reproduce:
-        """Run what is missing of a study of the paper, then write docs/results.md and its figures from the records."""
-
-        study: tyro.conf.Positional[str]
-        """mnist or cifar10."""
-        check: bool = False
-        """Read the committed records only; exit with 1 unless each belongs to its config and every claim holds."""
-        cell: str = ""
-        """Only this experiment, split or cell, such as mnist/C/waffle."""
-        seeds: tuple[int, ...] = ()
-        """These seeds in place of those of the experiment files."""
-        anew: bool = False
-        """Run also what the records hold already, and replace it there."""
-        runs: Path = Path("runs")
-        """Folder of the runs and their checkpoints."""
-        place: Place = field(default_factory=Place)
-        output: Watched = field(default_factory=Watched)
-
-    args = parse(Reproduce, arguments, "reproduce")
-    root = find_root(Path.cwd())
-    if not args.check:
-        with live(args.output) as listener:
-            asked = (args.cell, args.seeds, args.anew)
-            run_missing(root, args.study, args.runs, args.place, listener, *asked)
-        write_pages(root)
-    parts = read_study(root, args.study)
-    wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
-    if args.output.json:
-        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
-    else:
-        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
-    return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0

@@ -16,7 +16,7 @@ from rich.table import Table
 from waffle_fl import data
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import parse
-from waffle_fl.cli.watch import Output
+from waffle_fl.cli.progress import Output
 from waffle_fl.config import Settings, check_run
 from waffle_fl.errors import WaffleError, suggest, writable
 from waffle_fl.experiment import federation_of
@@ -108,9 +108,8 @@ def _fetch(name: str, folder: str, quiet: bool) -> None:
 def _draw(s: Settings, federation: Federation, out: Path) -> None:
     import vl_convert
 
-    from waffle_fl.report.charts import label_chart
+    from waffle_fl.report.charts import label_chart, to_svg
     from waffle_fl.report.shifts import shift_chart
-    from waffle_fl.reproduce.figures import to_svg
 
     drawers: dict[str, Callable[[Any], bytes]] = {
         ".png": lambda chart: vl_convert.vegalite_to_png(chart.to_json()),

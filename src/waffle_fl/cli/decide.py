@@ -13,19 +13,19 @@ import tyro
 
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import parse, settings_class
-from waffle_fl.cli.watch import Output, Watched, default_folder, live
+from waffle_fl.cli.progress import Output, ProgressFlags, default_folder, live
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
-from waffle_fl.decision import words
+from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.distances import Distances, distances
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.experiment import Place, device_of, everyone_of, execute, model_of
+from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
 from waffle_fl.experiment.planning import moved
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
-from waffle_fl.results import Finished, read_runs
+from waffle_fl.results import FinishedRun, read_runs
 
 PAGE, UNLIKE = "decision.html", "distances.json"
 
@@ -55,8 +55,8 @@ def decide_command(arguments: Sequence[str]) -> int:
             ("data", Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="A data set by name, or a folder.")]),
             ("comparison", DecisionFlags, field(default_factory=DecisionFlags)),
             ("settings", settings, field(default_factory=settings)),
-            ("place", Place, field(default_factory=Place)),
-            ("output", Watched, field(default_factory=Watched)),
+            ("place", Runtime, field(default_factory=Runtime)),
+            ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
     )
     kind.__doc__ = (
@@ -85,13 +85,13 @@ def decide_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read_back(folders: Sequence[Path], place: Place) -> list[Finished]:
+def read_back(folders: Sequence[Path], place: Runtime) -> list[FinishedRun]:
     """Runs that were just brought to their end: their configs are the user's own, and `execute` has warned of them."""
     return read_runs(folders, trust=True, force=place.force, warn=no_warning)
 
 
 def page_of(
-    runs: Sequence[Finished],
+    runs: Sequence[FinishedRun],
     source: Path,
     out: Path,
     metric: Metric | None = None,
@@ -107,9 +107,9 @@ def page_of(
     return decision
 
 
-def note_distances(settings: Settings, place: Place, out: Path) -> None:
+def note_distances(settings: Settings, place: Runtime, out: Path) -> None:
     """Measure how unlike the agents are, and keep it beside the runs."""
-    federation = everyone_of(settings, place)
+    federation = all_alices_of(settings, place)
     found = distances(federation, model_of(settings, federation, place, device_of(place.device)))
     with writable(out):
         write_json(out / UNLIKE, found.to_json())
@@ -125,9 +125,9 @@ def companions(config: RunConfig, folder: Path) -> list[tuple[RunConfig, Path]]:
 def sentences(decision: Decision) -> list[str]:
     """What the terminal says of a decision: of one agent its verdict, of many who gains."""
     if len(decision.views) > 1:
-        return [*words.everyone(decision, decision.method), *decision.unjudged]
+        return [*verdict_text.everyone(decision, decision.method), *decision.unjudged]
     (view,) = decision.views
-    said = [words.verdict(view, decision.method, decision.metric), *words.caution(view, decision)]
+    said = [verdict_text.verdict(view, decision.method, decision.metric), *verdict_text.caution(view, decision)]
     return [*said, *decision.unjudged]
 
 

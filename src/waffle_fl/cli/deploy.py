@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import tyro
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
-from waffle_fl.cli.attendance import attended, watch
+from waffle_fl.cli.deploy_admin import add_site, logs, revoke, rotate, status, stop, watch_page
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.operate import add_site, logs, revoke, rotate, status, stop, watch_page
-from waffle_fl.cli.watch import Watched
+from waffle_fl.cli.job_watcher import attended, watch
+from waffle_fl.cli.progress import ProgressFlags
 from waffle_fl.config import check_name, check_run
 from waffle_fl.errors import WaffleError, suggest
 
@@ -110,18 +110,18 @@ def server(arguments: Sequence[str]) -> int:
     class Server(Here):
         """Flower's SuperLink with this folder's certificates; it knows the sites of server.toml and no others."""
 
-    from waffle_fl.deploy import folders, link, processes
+    from waffle_fl.deploy import control_client, processes, settings_files
     from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key
 
     args = parse(Server, arguments, "deploy server")
-    folder, settings = args.folder.resolve(), folders.read_server(args.folder)
+    folder, settings = args.folder.resolve(), settings_files.read_server(args.folder)
     _check_secure(settings.insecure, args.i_know, args.folder / "server.toml")
     load_operator_key(folder / "keys" / OPERATOR_KEY)
     command = processes.server_command(folder, settings)
     ports = {"port": (settings.listen, settings.port), "local_port": ("127.0.0.1", settings.local_port)}
     processes.check_ports(ports, args.folder / "server.toml")
-    folders.make_private(folder, "keys", "jobs", "superlink.db", "server.log")
-    (folder / link.REGISTERED).unlink(missing_ok=True)
+    settings_files.make_private(folder, "keys", "jobs", "superlink.db", "server.log")
+    (folder / control_client.REGISTERED).unlink(missing_ok=True)
     register_sites = [sys.executable, "-m", "waffle_fl", "deploy", "register", str(folder)]
     commands = {"SuperLink": command, "executor": processes.executor_command(folder)}
     return processes.Group(folder, commands, once={"register": register_sites}).run()
@@ -137,10 +137,10 @@ def register(arguments: Sequence[str]) -> int:
         folder: tyro.conf.Positional[Path]
         """The server's folder."""
 
-    from waffle_fl.deploy.link import Link
+    from waffle_fl.deploy.control_client import ControlClient
 
     args = parse(Register, arguments, "deploy register")
-    link = Link(args.folder.resolve())
+    link = ControlClient(args.folder.resolve())
     link.wait(seconds=120)
     for line in link.register() or ["all sites are admitted already"]:
         print(line, flush=True)
@@ -166,11 +166,11 @@ def site(arguments: Sequence[str]) -> int:
         ],
     )
     kind.__doc__ = "Flower's SuperNode, which runs the installed waffle-fl and no code that a server sends."
-    from waffle_fl.deploy import folders, processes
-    from waffle_fl.deploy.rehearsal import rehearse
+    from waffle_fl.deploy import processes, settings_files
+    from waffle_fl.deploy.dry_run import rehearse
 
     args: Any = parse(kind, arguments, "deploy site")
-    folder, settings = args.folder.resolve(), folders.read_site(args.folder)
+    folder, settings = args.folder.resolve(), settings_files.read_site(args.folder)
     if args.dry_run:
         config = check_run(args.method, {**dataclasses.asdict(args.settings), "data": settings.data}, {})
         for line in rehearse(folder, config):
@@ -180,17 +180,19 @@ def site(arguments: Sequence[str]) -> int:
     command = processes.site_command(folder, settings)
     _check_site(folder, settings, args.accept_ledger)
     processes.check_ports({"port": ("127.0.0.1", settings.port)}, args.folder / "site.toml")
-    folders.make_private(folder, "node.key", folders.SECRET, "state", "models", "ledger.jsonl", "site.log")
+    settings_files.make_private(
+        folder, "node.key", settings_files.SECRET, "state", "models", "ledger.jsonl", "site.log"
+    )
     commands = {"SuperNode": command, "executor": processes.executor_command(folder)}
     return processes.Group(folder, commands, processes.RETURNS, _to_stderr).run()
 
 
 def _check_site(folder: Path, settings: Any, accept_ledger: bool) -> None:
     """What would otherwise only show when the first request comes."""
-    from waffle_fl.deploy.folders import data_of
+    from waffle_fl.deploy.settings_files import data_of
     from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys
-    from waffle_fl.deploy.store import Ledger
-    from waffle_fl.own.folder import layout_of
+    from waffle_fl.deploy.site_store import Ledger
+    from waffle_fl.user_data.folder_reader import layout_of
 
     source = data_of(folder, settings)
     if source != settings.data and not (Path(source).exists() and layout_of(Path(source))):
@@ -232,7 +234,7 @@ def run(arguments: Sequence[str]) -> int:
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help="The run's folder.")], field(default="")),
             ("force", _flag("Go on with changed settings or code."), field(default=False)),
-            ("output", Watched, field(default_factory=Watched)),
+            ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
     )
     kind.__doc__ = "Submit a run to the server of this folder and watch it; the run folder is that of `waffle run`."
@@ -240,9 +242,9 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     out = Path(args.out or Path("runs") / config.label)
     check_name(out.name)
-    from waffle_fl.deploy.checking import check_deployable
-    from waffle_fl.deploy.folders import read_server
     from waffle_fl.deploy.jobs import Job
+    from waffle_fl.deploy.preflight import check_deployable
+    from waffle_fl.deploy.settings_files import read_server
 
     folder = args.folder.resolve()
     check_deployable(config, read_server(folder))
@@ -260,7 +262,7 @@ def resume(arguments: Sequence[str]) -> int:
         """The run's folder."""
         folder: Path = Path()
         """The server's folder."""
-        output: Watched = field(default_factory=Watched)
+        output: ProgressFlags = field(default_factory=ProgressFlags)
 
     from waffle_fl.deploy.jobs import Job
 
@@ -278,7 +280,7 @@ def check(arguments: Sequence[str]) -> int:
         folder: tyro.conf.Positional[Path]
         """The server's folder, or a site's."""
 
-    from waffle_fl.deploy.checking import findings
+    from waffle_fl.deploy.preflight import findings
 
     args = parse(Check, arguments, "deploy check")
     found = list(findings(args.folder.resolve()))
@@ -296,11 +298,11 @@ def demo(arguments: Sequence[str]) -> int:
 
         out: Path = Path("demo-flower")
         """Folder of the federation and of both runs; an earlier demonstration there is removed."""
-        output: Watched = field(default_factory=Watched)
+        output: ProgressFlags = field(default_factory=ProgressFlags)
 
     from waffle_fl.deploy import demo as stage
     from waffle_fl.deploy.jobs import Job
-    from waffle_fl.deploy.loopback import Loopback, deployed
+    from waffle_fl.deploy.local_cluster import LocalCluster, deployed
 
     args = parse(DeployDemo, arguments, "deploy demo")
     out = args.out.resolve()
@@ -309,7 +311,7 @@ def demo(arguments: Sequence[str]) -> int:
     print(f"a server and {len(names)} sites as processes on loopback; logs in {folder / 'processes.log'}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with deployed(Loopback(folder)):
+        with deployed(LocalCluster(folder)):
             print(f"the server is up, with TLS, and knows the keys of {', '.join(names)}", flush=True)
             watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
     except KeyboardInterrupt:

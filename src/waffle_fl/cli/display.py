@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan, nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,15 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from waffle_fl.algorithms import title_of
+from waffle_fl.claims.verdict import Verdict
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener
 from waffle_fl.report.tables import protocols_of
-from waffle_fl.reproduce.claims import Verdict, percent
-from waffle_fl.reproduce.paper import TABLE
 from waffle_fl.results import (
     ACCURACY,
     PROTOCOLS,
-    Finished,
+    FinishedRun,
     Score,
     apart,
     best_of,
@@ -100,7 +98,7 @@ class ProgressDisplay(Listener):
         self.console.print(f"note: {message}", style="yellow", highlight=False, markup=False)
 
 
-def show_tables(runs: Sequence[Finished], console: Console) -> None:
+def show_tables(runs: Sequence[FinishedRun], console: Console) -> None:
     """One table per protocol, the best of each split in bold; many methods stand below each other."""
     runs = apart(runs)
     for protocol in protocols_of(runs):
@@ -111,7 +109,7 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
         decimals = 2 if console.width >= 12 * across + 8 else 1
 
         def text(split: str, method: str) -> str:
-            return _cell(cells.get((split, method)), method in best[split], decimals)  # noqa: B023
+            return score_text(cells.get((split, method)), method in best[split], decimals)  # noqa: B023
 
         table = Table(
             title=f"\n{judged_by(runs).title}, {PROTOCOLS[protocol]}",
@@ -134,37 +132,11 @@ def show_tables(runs: Sequence[Finished], console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _cell(score: Score | None, best: bool, decimals: int) -> str:
+def score_text(score: Score | None, best: bool, decimals: int) -> str:
     if score is None:
         return "–"
     text = score.text("±", decimals).replace(" (diverged)", "†")
     return f"[bold]{text}[/bold]" if best else text
-
-
-def show_study(
-    study: str, runs: Sequence[Finished], cell: str, wrong: Sequence[str], judged: Sequence[Verdict], console: Console
-) -> None:
-    """A study beside the paper, cell by cell; then what is wrong with its records, and each claim."""
-    table = Table(title=f"\n{study}: accuracy in percent", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown = protocols_of(runs)
-    for column in ("split", "method", "paper", *shown, "best - paper"):
-        table.add_column(column, justify="left" if column in ("split", "method") else "right", no_wrap=True)
-    found = {protocol: scores(runs, protocol) for protocol in shown}
-    for split, method in ((split, method) for split in rows_of(runs) for method in methods_of(runs)):
-        if f"{study}/{split}/{method}/".startswith(f"{cell}/") or not cell:
-            printed = TABLE[study].get((split, method))
-            gap = percent(found["best"], split, method) - printed.mean if printed else nan
-            texts = [_cell(found[protocol].get((split, method)), False, 2) for protocol in shown]
-            table.add_row(
-                escape(split),
-                title_of(method),
-                f"{printed.mean:.2f}" if printed else "–",
-                *texts,
-                "–" if isnan(gap) else f"{gap:+.2f}",
-            )
-    if table.row_count:
-        console.print(table)
-    show_verdicts(wrong, judged, console)
 
 
 def show_verdicts(wrong: Sequence[str], judged: Sequence[Verdict], console: Console) -> None:

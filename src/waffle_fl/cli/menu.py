@@ -34,13 +34,13 @@ COMMANDS = {
     ),
     "bench": Command("commands", "bench", "Run a grid: waffle bench FILE.toml."),
     "tune": Command("tune", "tune", "Search for hyperparameters on validation data: waffle tune METHOD [flags]."),
-    "predict": Command("use", "predict", "What a run's model says of new data: waffle predict RUN data.csv."),
-    "export": Command("use", "export", "A run's model for other programs, with a card: waffle export RUN."),
+    "predict": Command("inference", "predict", "What a run's model says of new data: waffle predict RUN data.csv."),
+    "export": Command("inference", "export", "A run's model for other programs, with a card: waffle export RUN."),
     "report": Command(
         "commands", "report", "Tables and page from finished runs or committed records: waffle report RUNS."
     ),
     "reproduce": Command(
-        "commands", "reproduce", "The paper's tables and figures beside its own numbers: waffle reproduce mnist."
+        "reproduce", "reproduce", "The paper's tables and figures beside its own numbers: waffle reproduce mnist."
     ),
     "data": Command("data", "data_command", "Find, verify, fetch and describe a data set: waffle data NAME."),
     "demo": Command("commands", "demo", "Seven methods on five splits of the embedded digits: waffle demo."),

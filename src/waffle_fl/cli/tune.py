@@ -18,13 +18,13 @@ from rich.table import Table
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of, title_of
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.watch import Output
+from waffle_fl.cli.progress import Output
 from waffle_fl.config import RunConfig, check_name, check_run
-from waffle_fl.experiment import Place
+from waffle_fl.experiment import Runtime
+from waffle_fl.tuning.optuna_study import Pruning
 from waffle_fl.tuning.report import BEST, CHART, command, record, test_of, values_of, write
 from waffle_fl.tuning.search import DEFAULT, Found, Trial, Watcher, Wish, search
 from waffle_fl.tuning.space import space_of
-from waffle_fl.tuning.study import Pruning
 
 SHOWN = 10
 
@@ -107,7 +107,7 @@ def tune(arguments: Sequence[str]) -> int:
             ("budget", Budget, field(default_factory=Budget)),
             ("settings", settings, field(default_factory=settings)),
             ("options", options_class(method), field(default_factory=options_class(method))),
-            ("place", Place, field(default_factory=Place)),
+            ("place", Runtime, field(default_factory=Runtime)),
             ("output", Output, field(default_factory=Output)),
         ],
     )

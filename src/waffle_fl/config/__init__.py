@@ -3,7 +3,7 @@
 from waffle_fl.config.files import load_experiment, load_experiments, read_toml
 from waffle_fl.config.imports import check_trusted, imports_in
 from waffle_fl.config.settings import (
-    EVERYONE,
+    ALL_ALICES,
     SCHEMA,
     Experiment,
     RunConfig,
@@ -15,7 +15,7 @@ from waffle_fl.config.settings import (
 )
 
 __all__ = [
-    "EVERYONE",
+    "ALL_ALICES",
     "SCHEMA",
     "Experiment",
     "RunConfig",

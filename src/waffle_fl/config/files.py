@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
+from waffle_fl.atomic_files import check_regular
 from waffle_fl.config.checking import floats, line_of, problems_of, tuples, unreadable
 from waffle_fl.config.settings import (
-    EVERYONE,
+    ALL_ALICES,
     SCHEMA,
     Experiment,
     Settings,
@@ -25,7 +26,6 @@ from waffle_fl.config.settings import (
 from waffle_fl.constraints import parameters_of, shown
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.shifts import read_shifts
-from waffle_fl.storage import check_regular
 
 MOST_VARIED = 100_000  # combinations of a [vary]: each is an experiment, held in memory
 GRID = ("methods", "splits", "shifts", "seeds")
@@ -103,7 +103,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     check_schema(content.pop("schema", SCHEMA))
     tables = {key: content.pop(key) for key in list(content) if isinstance(content[key], dict)}
     grid: dict[str, Any] = {key: content.pop(key) for key in GRID if key in content}
-    if grid.get("methods") == [EVERYONE]:
+    if grid.get("methods") == [ALL_ALICES]:
         grid["methods"] = list(ALGORITHMS)
     problems = _grid_problems(grid)
     hints = parameters_of(Settings)

@@ -31,7 +31,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
-EVERYONE = "all"  # each agent is Alice once; each method takes part
+ALL_ALICES = "all"  # each agent is Alice once; each method takes part
 
 
 @dataclass(frozen=True, kw_only=True)

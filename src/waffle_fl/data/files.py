@@ -9,10 +9,10 @@ from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 
+from waffle_fl.atomic_files import check_regular, remove, sync_folder
 from waffle_fl.data.sources import File
 from waffle_fl.data_folder import data_dir as data_dir
 from waffle_fl.errors import WaffleError
-from waffle_fl.storage import check_regular, remove, sync_folder
 
 Progress = Callable[[str, int, int], None]  # (file, bytes so far, bytes in all)
 

@@ -10,7 +10,7 @@ import altair as alt
 from waffle_fl.algorithms import title_of
 from waffle_fl.decision.bootstrap import Interval, Metric, in_percent
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
-from waffle_fl.decision.words import METRIC_TITLES, difference, number
+from waffle_fl.decision.verdict_text import METRIC_TITLES, difference, number
 from waffle_fl.report.charts import colors_of
 
 WIDTH, STEP = 600, 36

@@ -95,7 +95,7 @@ def gradient_distance(
     federation: Federation, model: FlatModel, present: list[int], rows: list[Tensor], seed: int
 ) -> Tensor:
     net = model.init(seed)
-    pulls = []
+    new_control_variates = []
     for i, mine in zip(present, rows, strict=True):
         total = torch.zeros(model.size, dtype=torch.float64, device=model.device)
         for part in torch.split(mine, CHUNK):
@@ -104,8 +104,8 @@ def gradient_distance(
             weight = torch.ones(1, len(part), dtype=model.dtype, device=model.device)
             batch = Batch(x, y, weight, torch.zeros(1, dtype=torch.int64, device=model.device))
             total += model.grad(net.params[None], net.stats[None], batch).params[0].double() * len(part) / len(mine)
-        pulls.append(total.cpu())
-    g = torch.stack(pulls)
+        new_control_variates.append(total.cpu())
+    g = torch.stack(new_control_variates)
     ways = g / g.norm(dim=1, keepdim=True).clamp(min=1e-300)
     return torch.stack([(ways - way).norm(dim=1) for way in ways]) / 2
 

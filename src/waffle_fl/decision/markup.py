@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from waffle_fl.decision.bootstrap import Interval, Metric
-from waffle_fl.decision.words import number, signed
+from waffle_fl.decision.verdict_text import number, signed
 
 MARKS = {1: "up", 0: "level", -1: "down"}
 SHADE = 0.75  # of the colour, for a cell of 1: the figure on it stays readable

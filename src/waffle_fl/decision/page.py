@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from waffle_fl.algorithms import about_of, title_of
-from waffle_fl.decision import words
+from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import FEW, RESAMPLES
 from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
 from waffle_fl.decision.markup import MARKS, figure, gain, heat, interval, paragraphs, part, select, table
@@ -82,8 +82,8 @@ def _lead(decision: Decision) -> str:
     runs = f"mean of {decision.seeds} training runs" if decision.seeds > 1 else "of one training run"
     return (
         f"{decision.data}, {len(decision.names)} agents; an agent is a hospital, or any other site, that keeps its "
-        f"data to itself. Each could train alone or together with the others ({words.listed(others)}). Every figure "
-        f"here is measured on held-out data of the agent itself, {runs}, with 95 % intervals."
+        f"data to itself. Each could train alone or together with the others ({verdict_text.listed(others)}). Every "
+        f"figure here is measured on held-out data of the agent itself, {runs}, with 95 % intervals."
     )
 
 
@@ -96,7 +96,7 @@ def _federation(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str
             charts[f"gains-{method}"] = gains_chart(decision, method)
         caption = f"What {title_of(method)} brings each agent over training alone"
         chart = figure(f"gains-{method}", caption) if found else ""
-        said = paragraphs(words.everyone(decision, method))
+        said = paragraphs(verdict_text.everyone(decision, method))
         parts.append(
             f'<div data-of="method" data-is="{method}">{said}{chart}'
             f"<details><summary>The same in numbers</summary>{_gains_table(decision, method)}</details></div>"
@@ -117,7 +117,7 @@ def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str
     method, metric = decision.method, decision.metric
     standing = view.standings.get(method)
     mark = MARKS[standing.gains[metric].sign] if standing else "level"
-    said = [words.verdict(view, method, metric), " ".join(words.caution(view, decision))]
+    said = [verdict_text.verdict(view, method, metric), " ".join(verdict_text.caution(view, decision))]
     charts[f"methods-{i}"] = methods_chart(view, metric)
     parts = [
         f'<div class="verdict {mark}">{paragraphs(said)}</div>',
@@ -128,24 +128,24 @@ def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str
         charts[f"company-{i}"] = company_chart(view, decision, view.weighing[0])
         title = title_of(view.weighing[0])
         chart = figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
-        parts.append(part("Whose updates it took", words.company(view, decision), chart))
+        parts.append(part("Whose updates it took", verdict_text.company(view, decision), chart))
     if view.partners:
         charts[f"partners-{i}"] = partners_chart(view, metric)
         caption = f"{title_of(method)} with everybody, compared with {title_of(method)} without this partner"
         chart = figure(f"partners-{i}", caption)
-        parts.append(part("Which partners help it", words.partners(view, decision), chart))
+        parts.append(part("Which partners help it", verdict_text.partners(view, decision), chart))
     if decision.distances and view.name in decision.distances.names:
-        parts.append(part("How unlike the others it is", words.unlike(decision.distances, view.name)))
+        parts.append(part("How unlike the others it is", verdict_text.unlike(decision.distances, view.name)))
     return f'<div data-of="agent" data-is="{i}">{"".join(parts)}</div>'
 
 
 def _standings_table(decision: Decision, view: View) -> str:
     metrics = [m for m in decision.metrics if m in view.standings[ALONE].scores]
-    head = ["method", *(words.METRIC_TITLES[m] for m in metrics), "gain over training alone", "seed by seed"]
+    head = ["method", *(verdict_text.METRIC_TITLES[m] for m in metrics), "gain over training alone", "seed by seed"]
     rows = []
     for method, standing in view.standings.items():
         won = standing.gains.get(decision.metric)
-        ends = (words.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
+        ends = (verdict_text.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
         spread = " to ".join(dict.fromkeys(ends))
         cells = [interval(standing.scores[m], m) for m in metrics]
         cells += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
@@ -160,7 +160,7 @@ def _gains_table(decision: Decision, method: str) -> str:
         cells = "".join(interval(found, decision.metric) for found in scores) + gain(won, decision.metric)
         samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
         rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
-    unit = words.METRIC_TITLES[decision.metric]
+    unit = verdict_text.METRIC_TITLES[decision.metric]
     return table(
         ["agent", "alone", title_of(method), "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
     )

@@ -14,10 +14,10 @@ from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, figures, gain, metrics_of
 from waffle_fl.decision.distances import Distances
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import EVERYONE, Place, everyone_of, handle, plan
+from waffle_fl.experiment import ALL_ALICES, Runtime, all_alices_of, handle, plan
 from waffle_fl.federation import Federation, index_of
 from waffle_fl.manifest import Warn, verify_all
-from waffle_fl.results import WEIGHING, Finished, check_alike, methods_of
+from waffle_fl.results import WEIGHING, FinishedRun, check_alike, methods_of
 from waffle_fl.tensorfile import read_named
 
 ALONE, SHARED = "local", "fedavg"
@@ -70,7 +70,7 @@ class Decision:
     names: tuple[str, ...]  # all agents, in order
     views: tuple[View, ...]  # those a model was trained for
     seeds: int
-    first: Finished
+    first: FinishedRun
     unjudged: tuple[str, ...] = ()  # of each agent that has no view though a model was trained for it: why
     distances: Distances | None = None
 
@@ -93,7 +93,7 @@ def runs_for(
     seeds: Sequence[int],
     without: Sequence[str],
     out: Path,
-    place: Place,
+    place: Runtime,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     metric: Metric | None = None,
 ) -> list[tuple[RunConfig, Path]]:
@@ -106,10 +106,10 @@ def runs_for(
         methods=methods, splits=(settings.split,), seeds=tuple(seeds), settings=settings, options=options or {}
     )
     runs = plan(grid, out, place)
-    whole = everyone_of(settings, place)
+    whole = all_alices_of(settings, place)
     chosen = {index_of(config.settings.alice, whole.names): config.settings.alice for config, _ in runs}
     _check_metric(metric, whole, list(chosen))
-    asked = list(chosen) if EVERYONE in without else [index_of(name, whole.names) for name in without]
+    asked = list(chosen) if ALL_ALICES in without else [index_of(name, whole.names) for name in without]
     strangers = [whole.names[i] for i in asked if i not in chosen]
     if strangers:
         raise WaffleError(f"without: no model is trained for {strangers[0]}; --alice all trains one for everybody")
@@ -131,7 +131,7 @@ def _check_metric(metric: Metric | None, whole: Federation, agents: Sequence[int
 
 
 def decide(
-    runs: Sequence[Finished],
+    runs: Sequence[FinishedRun],
     distances: Distances | None = None,
     metric: Metric | None = None,
     force: bool = False,
@@ -145,7 +145,7 @@ def decide(
     _check_same_data(runs)
     absent = min((run.config.settings.leave_out for run in runs), key=len, default=())
     whole = [run for run in runs if run.config.settings.leave_out == absent]
-    by_agent: dict[str, list[Finished]] = {}
+    by_agent: dict[str, list[FinishedRun]] = {}
     for run in whole:
         by_agent.setdefault(_alice(run), []).append(run)
     methods = methods_of(whole)
@@ -181,7 +181,7 @@ def decide(
     )
 
 
-def decidable(runs: Sequence[Finished]) -> bool:
+def decidable(runs: Sequence[FinishedRun]) -> bool:
     """Do these runs, of one split, hold training alone and another method, and what each said of the test data?"""
     told = {run.config.method for run in runs if (run.folder / SAID).exists()}
     return ALONE in told and len(told) > 1 and len({run.config.settings.column for run in runs}) == 1
@@ -191,9 +191,9 @@ class Unjudged(Exception):
     """Why nothing can be said of one agent."""
 
 
-def _check_same_data(runs: Sequence[Finished]) -> None:
+def _check_same_data(runs: Sequence[FinishedRun]) -> None:
     """Runs for one agent, in one company, from before and after a change of the data tell nothing together."""
-    known: dict[tuple[str, tuple[str, ...]], Finished] = {}
+    known: dict[tuple[str, tuple[str, ...]], FinishedRun] = {}
     for run in runs:
         other = known.setdefault((_alice(run), run.config.settings.leave_out), run)
         seen, before = (r.provenance.get("binding", {}).get("data") for r in (run, other))
@@ -204,7 +204,7 @@ def _check_same_data(runs: Sequence[Finished]) -> None:
             )
 
 
-def _alice(run: Finished) -> str:
+def _alice(run: FinishedRun) -> str:
     return str(run.provenance["agents"][run.provenance["alice"]])
 
 
@@ -213,8 +213,8 @@ def _view(
     names: Sequence[str],
     methods: Sequence[str],
     method: str,
-    runs: list[Finished],
-    less: list[Finished],
+    runs: list[FinishedRun],
+    less: list[FinishedRun],
     metric: Metric | None,
 ) -> tuple[View, tuple[Metric, ...]]:
     said, target = _said(runs)
@@ -253,7 +253,7 @@ def _view(
     return view, metrics
 
 
-def _said(runs: Sequence[Finished], target: Any = None) -> tuple[dict[str, dict[int, Array]], Any]:
+def _said(runs: Sequence[FinishedRun], target: Any = None) -> tuple[dict[str, dict[int, Array]], Any]:
     """(method -> what each seed's model said of the test samples, the truth)."""
     said: dict[str, dict[int, Array]] = {}
     for run in sorted(runs, key=lambda run: run.config.settings.seed):
@@ -268,7 +268,7 @@ def _said(runs: Sequence[Finished], target: Any = None) -> tuple[dict[str, dict[
     return said, target
 
 
-def _taken(runs: Sequence[Finished]) -> list[list[float]]:
+def _taken(runs: Sequence[FinishedRun]) -> list[list[float]]:
     """Round by round, whose updates entered the model: mean over seeds."""
     logs = [[line["weights"] for line in run.rounds] for run in runs if run.result["status"] == "finished"]
     return [[fmean(column) for column in zip(*same, strict=True)] for same in zip(*logs, strict=True)]

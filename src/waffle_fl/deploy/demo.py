@@ -9,11 +9,11 @@ from typing import Any
 
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.data.files import data_dir
-from waffle_fl.deploy.loopback import prepare
+from waffle_fl.deploy.local_cluster import prepare
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.experiment import Place, execute
-from waffle_fl.own.folder import agents_in
+from waffle_fl.experiment import Runtime, execute
 from waffle_fl.records import read_rounds
+from waffle_fl.user_data.folder_reader import agents_in
 
 ROUNDS = 5
 MARK = "demonstration.txt"
@@ -44,7 +44,7 @@ def set_up(folder: Path) -> tuple[RunConfig, tuple[str, ...]]:
 
 def compare(config: RunConfig, deployed: Path, simulated: Path) -> None:
     """Simulate the same config; any bit of difference is an error."""
-    execute([(config, simulated)], Place(device="cpu"))
+    execute([(config, simulated)], Runtime(device="cpu"))
     for name, read in PARTS.items():
         if read(deployed) != read(simulated):
             raise WaffleError(f"the {name} of the deployment in {deployed} differs from that of {simulated}")

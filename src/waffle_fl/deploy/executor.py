@@ -19,9 +19,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from waffle_fl.deploy.folders import Endpoint, endpoint_of
-from waffle_fl.deploy.launcher import plain_logs
+from waffle_fl.deploy.flower_launcher import plain_logs
 from waffle_fl.deploy.processes import end_with_parent, set_name
+from waffle_fl.deploy.settings_files import Endpoint, endpoint_of
 from waffle_fl.errors import WaffleError
 
 log = logging.getLogger("waffle_fl")
@@ -79,7 +79,7 @@ def _client(end: Endpoint) -> Any:
 
 def _preload(role: str) -> None:
     """Import what every app needs, once. Nothing is computed: a fork would not take torch's threads along."""
-    import_module("waffle_fl.deploy.clientapp" if role == "site" else "waffle_fl.deploy.serverapp")
+    import_module("waffle_fl.deploy.client_app" if role == "site" else "waffle_fl.deploy.server_app")
     for slow in SLOW_IMPORTS if role == "site" else ():
         import_module(slow)
     runtime: Any = import_module(
@@ -112,7 +112,7 @@ def _fork(home: Path, end: Endpoint, token: str) -> int:
 def run_client_app(home: Path, end: Endpoint, token: str) -> None:
     """Flower's ClientApp process with our ClientApp in place of the one that was sent."""
     runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
-    app_of = import_module("waffle_fl.deploy.clientapp").app_of
+    app_of = import_module("waffle_fl.deploy.client_app").app_of
     runtime.get_load_client_app_fn = lambda **_: lambda *_: app_of(home)
     runtime.run_clientapp(end.address, token, end.certificates is None, end.certificates)
 
@@ -120,7 +120,7 @@ def run_client_app(home: Path, end: Endpoint, token: str) -> None:
 def run_server_app(home: Path, end: Endpoint, token: str) -> None:
     """Flower's ServerApp process with our ServerApp in place of the one that was submitted."""
     runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
-    serve_job = import_module("waffle_fl.deploy.serverapp").main
+    serve_job = import_module("waffle_fl.deploy.server_app").main
 
     def run(grid: Any, context: Any, **_: Any) -> Any:
         job = str(context.run_config.get("job"))

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from waffle_fl.config import EVERYONE, RunConfig, check_name
-from waffle_fl.deploy.folders import read_server
+from waffle_fl.atomic_files import write_atomically
+from waffle_fl.config import ALL_ALICES, RunConfig, check_name
+from waffle_fl.deploy.settings_files import read_server
 from waffle_fl.deploy.survey import Survey
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import handle
 from waffle_fl.records import read_json, write_json
-from waffle_fl.storage import write_atomically
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Job:
 
     def runs(self, names: tuple[str, ...], survey: Survey) -> list[tuple[RunConfig, Path]]:
         """The run of the named Alice, or one for each site that can be."""
-        if self.config.settings.alice != EVERYONE:
+        if self.config.settings.alice != ALL_ALICES:
             return [(self.config, self.out)]
         able = [i for i, site in enumerate(self.sites) if survey.samples[site] and survey.test[site]]
         configs = [

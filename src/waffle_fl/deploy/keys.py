@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from waffle_fl.atomic_files import check_regular
 from waffle_fl.errors import WaffleError
-from waffle_fl.storage import check_regular
 
 CURVE = ec.SECP384R1()
 LARGEST_KEY = 1 << 14  # bytes of a file with a public key

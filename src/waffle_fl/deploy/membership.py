@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from waffle_fl.config import EVERYONE, check_name
-from waffle_fl.deploy.folders import (
+from waffle_fl.atomic_files import sync_folder, write_atomically
+from waffle_fl.config import ALL_ALICES, check_name
+from waffle_fl.deploy.keys import fingerprint, make_certificates, make_node_key, make_operator_key, wire_form
+from waffle_fl.deploy.settings_files import (
     SERVER_FILE,
     SITE_FILE,
     change,
@@ -17,10 +19,8 @@ from waffle_fl.deploy.folders import (
     server_text,
     site_text,
 )
-from waffle_fl.deploy.keys import fingerprint, make_certificates, make_node_key, make_operator_key, wire_form
 from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.storage import sync_folder, write_atomically
 
 NODE_KEY, NODE_PUBLIC = "node.key", "node.pub"
 FIRST_LOCAL_PORT = 9094
@@ -149,5 +149,5 @@ def _check_site(name: str) -> None:
     check_name(name)
     if name in RESERVED:
         raise WaffleError(f"a site cannot be called {name!r}: the server's own keys have that name")
-    if name == EVERYONE:
-        raise WaffleError(f"a site cannot be called {EVERYONE!r}, which means every site")
+    if name == ALL_ALICES:
+        raise WaffleError(f"a site cannot be called {ALL_ALICES!r}, which means every site")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.deploy.folders import read_server
+from waffle_fl.deploy.control_client import ControlClient
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import fingerprint, wire_form
-from waffle_fl.deploy.link import Link
+from waffle_fl.deploy.settings_files import read_server
 from waffle_fl.errors import WaffleError
 from waffle_fl.records import read_json, read_rounds
 
@@ -21,7 +21,7 @@ def overview(folder: Path) -> dict[str, Any]:
     """{"server": running or stopped, "sites": [...], "jobs": [...]}, newest job first."""
     settings = read_server(folder)
     try:
-        nodes = {node.public_key: node.status for node in Link(folder, settings).nodes()}
+        nodes = {node.public_key: node.status for node in ControlClient(folder, settings).nodes()}
         running = True
     except WaffleError:
         nodes, running = {}, False

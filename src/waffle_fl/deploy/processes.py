@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.deploy.folders import SECRET, ServerSettings, SiteSettings, python_bin, secret_of
-from waffle_fl.deploy.gate import listening
+from waffle_fl.deploy.gateway import listening
+from waffle_fl.deploy.settings_files import SECRET, ServerSettings, SiteSettings, python_bin, secret_of
 from waffle_fl.errors import WaffleError, writable
 
 SWITCHES = {
@@ -50,7 +50,7 @@ def server_command(folder: Path, s: ServerSettings) -> list[str]:
         *("--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"),
     ]
     return [
-        *(sys.executable, "-m", "waffle_fl.deploy.launcher", "superlink", str(folder)),
+        *(sys.executable, "-m", "waffle_fl.deploy.flower_launcher", "superlink", str(folder)),
         *(["--insecure"] if s.insecure else certified),
         *("--host", "127.0.0.1", "--port", str(s.local_port), "--database", str(folder / "superlink.db")),
         *("--isolation", "process", "--superexec-auth-secret-file", str(keys / SECRET)),
@@ -75,7 +75,7 @@ def site_command(folder: Path, s: SiteSettings) -> list[str]:
         *("--auth-supernode-private-key", str(folder / "node.key")),
     ]
     return [
-        *(sys.executable, "-m", "waffle_fl.deploy.launcher", "supernode", str(folder)),
+        *(sys.executable, "-m", "waffle_fl.deploy.flower_launcher", "supernode", str(folder)),
         *(["--insecure"] if s.insecure else secured),
         *("--superlink", s.server, "--host", "127.0.0.1", "--port", str(s.port)),
         *("--isolation", "process", "--superexec-auth-secret-file", str(folder / SECRET)),

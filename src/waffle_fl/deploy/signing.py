@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from waffle_fl.deploy.policy import Refused
-from waffle_fl.engines.flower.messages import Parcel
+from waffle_fl.engines.flower.messages import Message
 from waffle_fl.errors import WaffleError
 
 CONTEXT = b"waffle-fl request, version 1\n"  # no other protocol's signature can be taken for one of ours
@@ -60,7 +60,7 @@ def load_trusted_keys(path: Path) -> list[Ed25519PublicKey]:
     return keys
 
 
-def sign(request: Parcel, key: Ed25519PrivateKey, site: str, now: float | None = None) -> Parcel:
+def sign(request: Message, key: Ed25519PrivateKey, site: str, now: float | None = None) -> Message:
     """The request, addressed to a site, with its time, a nonce and a signature over all of it."""
     stamp = {"site": site, "issued": time.time() if now is None else now, "nonce": secrets.token_hex(16)}
     words = {**request.words, **stamp}
@@ -68,7 +68,7 @@ def sign(request: Parcel, key: Ed25519PrivateKey, site: str, now: float | None =
 
 
 def verify(
-    request: Parcel,
+    request: Message,
     keys: Collection[Ed25519PublicKey],
     site: str,
     used: Collection[str],

@@ -24,27 +24,27 @@ from torch import Tensor
 
 from waffle_fl import manifest
 from waffle_fl.algorithms import Net
+from waffle_fl.atomic_files import write_atomically
 from waffle_fl.config import RunConfig, Settings, check_name
 from waffle_fl.deploy.exposure import exposed_shares, usual_shares
-from waffle_fl.deploy.folders import data_of, make_private, read_site
-from waffle_fl.deploy.holdings import FEWEST, Holdings
 from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.settings_files import data_of, make_private, read_site
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
-from waffle_fl.deploy.store import Ledger, Store
+from waffle_fl.deploy.site_data import FEWEST, SiteData
+from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread
 from waffle_fl.engines.evaluation import answering
-from waffle_fl.engines.flower.messages import Parcel, Task, Version, number_of
-from waffle_fl.engines.flower.rows import Row
+from waffle_fl.engines.flower.messages import Message, Request, Version, number_of
+from waffle_fl.engines.flower.site_trainer import Row
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Place, model_name, model_of
-from waffle_fl.experiment.jobs import predictions
+from waffle_fl.experiment import Runtime, model_name, model_of
+from waffle_fl.experiment.active_run import predictions
 from waffle_fl.metrics import measure
 from waffle_fl.records import provenance, read_json, write_json
-from waffle_fl.storage import write_atomically
 from waffle_fl.tensorfile import MAX_HEADER, digest, pack, parse_header, unpack
+from waffle_fl.update_encoding import LONGEST_REASON, Header, seal
 from waffle_fl.versions import RESULTS_VERSION, WIRE_VERSION
-from waffle_fl.wire import LONGEST_REASON, Envelope, seal
 
 log = logging.getLogger("waffle_fl")
 NO_MODELS = ("c",)  # what is sent down in a model's shape without being one: SCAFFOLD's control variate
@@ -80,7 +80,7 @@ class Site:
     def __init__(self, folder: Path, data_dir: str = "") -> None:
         self.folder, self.settings = folder, read_site(folder)
         self.policy = self.settings.policy
-        self.holdings = Holdings(self.settings.name, data_of(folder, self.settings), self.policy, data_dir)
+        self.holdings = SiteData(self.settings.name, data_of(folder, self.settings), self.policy, data_dir)
         self.store, self.ledger = Store(folder / "state"), Ledger(folder / "ledger.jsonl")
 
     @cached_property
@@ -88,19 +88,19 @@ class Site:
         """The operator keys whose requests this site obeys."""
         return load_trusted_keys(self.folder / OPERATOR_PUBLIC)
 
-    def answer(self, request: Parcel) -> Parcel:
+    def answer(self, request: Message) -> Message:
         """A reply to any request; what went wrong here is told in one line that names neither paths nor data."""
         with self.ledger.alone():
             reply = self._checked(request)
         return replace(reply, words={**reply.words, "software": software()})
 
-    def _checked(self, request: Parcel) -> Parcel:
+    def _checked(self, request: Message) -> Message:
         """Check who asks; then answer. A request that fails the check costs nothing but a line in the ledger."""
         try:
             self.ledger.check()
             used = self.ledger.nonces()
         except Exception as error:
-            return Parcel({"error": reason(error)})
+            return Message({"error": reason(error)})
         try:
             nonce = verify(request, self.trusted, self.settings.name, used, self.settings.max_age)
         except Exception as error:
@@ -110,14 +110,14 @@ class Site:
         except Exception as error:
             return self._refusal(error, "said", run=str(request.words.get("run"))[:LONGEST_REASON], nonce=nonce)
 
-    def _refusal(self, error: Exception, kind: str, **about: str) -> Parcel:
+    def _refusal(self, error: Exception, kind: str, **about: str) -> Message:
         """Say why there is no answer, and put it into the ledger."""
         words = {"error": reason(error)}
         with contextlib.suppress(OSError):  # a full disk keeps all else here, but not the line that says so
             self.ledger.note(**about, **{kind: words})
-        return Parcel(words)
+        return Message(words)
 
-    def respond(self, request: Parcel, nonce: str) -> Parcel:
+    def respond(self, request: Message, nonce: str) -> Message:
         """The answer to a request whose sender is known; raises where there is none."""
         words = request.words
         if words.get("software") != software():
@@ -130,14 +130,14 @@ class Site:
         asked = self._surveyed(self.holdings.questions(config.settings))
         if self.holdings.digest(config.settings, agent, run) != words["digest"]:
             raise Refused("this site's data is no longer what it was when the run began")
-        tasks = [Task.from_json(content) for content in words["tasks"]]
+        tasks = [Request.from_json(content) for content in words["tasks"]]
         if len({task.course for task in tasks}) < len(tasks):
             raise Refused("one course is asked for twice in a message")
         answers: dict[str, dict[str, Any]] = {}
         payloads: dict[str, bytes] = {}
         for task in tasks:
             own = replace(config, settings=replace(config.settings, alice=task.alice))
-            visit = Visit(self, run, agent, own, words, task, dict(asked))
+            visit = RequestHandler(self, run, agent, own, words, task, dict(asked))
             update = None
             try:
                 said, update = visit.perform(request.payloads[task.course])
@@ -155,16 +155,16 @@ class Site:
             )
             answers[task.course] = said
             payloads |= {task.course: update} if update is not None else {}
-        return Parcel({"courses": answers}, payloads)
+        return Message({"courses": answers}, payloads)
 
-    def _tell(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str) -> Parcel:
+    def _tell(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str) -> Message:
         """The answer to one question of the survey."""
         if stage not in get_args(Stage):
             raise Refused("a survey has no such stage")
         self.holdings.check_names(s)
         asked = self._surveyed(self.holdings.questions(s, stage, known))
         told = self.holdings.tell(s, agent, stage, known)
-        reply = Parcel({**told, "digest": self.holdings.digest(s, agent, run)})
+        reply = Message({**told, "digest": self.holdings.digest(s, agent, run)})
         self.ledger.note(run=run, nonce=nonce, stage=stage, asked=asked, said=reply.words)
         return reply
 
@@ -175,7 +175,7 @@ class Site:
         return asked
 
 
-class Visit:
+class RequestHandler:
     """One task of one course at this site; `asked` is what it has told, or tried to."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Visit:
         agent: int,
         config: RunConfig,
         words: Mapping[str, Any],
-        task: Task,
+        task: Request,
         asked: dict[str, str],
     ) -> None:
         self.site, self.run, self.agent, self.config, self.words = site, run, agent, config, words
@@ -195,7 +195,7 @@ class Visit:
     def row(self) -> Row:
         s = self.config.settings
         federation = self.site.holdings.federation(s, self.agent, self.words["known"])
-        model = model_of(s, federation, Place(), torch.device("cpu"))
+        model = model_of(s, federation, Runtime(), torch.device("cpu"))
         if model.fingerprint() != self.words["model"]:
             raise Refused(
                 f"the server's model {s.model} has the fingerprint {self.words['model']}, "
@@ -269,7 +269,7 @@ class Visit:
             if task.restored:
                 self.site.store.save(self.run, task.course, task.base, task.base, agents)
             self.site.store.save(self.run, task.course, Version(task.round, task.attempt), task.base, after)
-        envelope = Envelope(f"{self.run}/{task.course}/{task.attempt}", task.round, self.row.model.fingerprint())
+        envelope = Header(f"{self.run}/{task.course}/{task.attempt}", task.round, self.row.model.fingerprint())
         return seal(up, 0, envelope, self.row.steps)
 
     def _check_exposed(self, down: Any, agents: Any) -> None:

@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from waffle_fl.config import Settings
-from waffle_fl.engines.flower.course import number, one_line
 from waffle_fl.engines.flower.messages import number_of
+from waffle_fl.engines.flower.server_run import number, one_line
 from waffle_fl.errors import WaffleError
-from waffle_fl.own import Column, Preprocessing
-from waffle_fl.own.parts import check_classes
-from waffle_fl.own.preprocessing import (
+from waffle_fl.user_data import Column, Preprocessing
+from waffle_fl.user_data.agent_data import check_classes
+from waffle_fl.user_data.preprocessing import (
     Cellcount,
     Moments,
     Task,
     aim_from,
     categorical_column,
-    in_common,
+    fit_jointly,
     joined_moments,
     kind_of,
     numeric_column,
@@ -103,7 +103,7 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
     regression = aim.task == "regression"
     goal = joined_moments(_moments(who, w, target) for who, w in told.items()) if regression else Moments()
-    prepared = in_common(aim, tuple(column(name) for name in features), goal, s.preprocessing)
+    prepared = fit_jointly(aim, tuple(column(name) for name in features), goal, s.preprocessing)
     return Survey(
         **_counts(counted),
         digests=digests,

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import lengths, row_of
-from waffle_fl.engines.cells import Cell, RoundSettings
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import tree_map, where_rows
 from waffle_fl.federation import Federation
 from waffle_fl.guard import OK, REASONS, screen
 from waffle_fl.models import FlatModel
-from waffle_fl.wire import Envelope, Inbox, seal
+from waffle_fl.update_encoding import Header, UpdateCollector, seal
 
 
 class Registered(NamedTuple):
@@ -57,7 +57,7 @@ def registered(federation: Federation, settings: RoundSettings, device: torch.de
     return Registered(samples, steps, torch.tensor(federation.alice, device=device))
 
 
-def receive(cell: Cell, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
+def receive(cell: RunSpec, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
     """The updates after an attack and after the wire, where the run has them."""
     present = known.samples > 0
     if cell.tamper:
@@ -65,8 +65,8 @@ def receive(cell: Cell, model: FlatModel, up: Any, r: int, known: Registered) ->
     if not cell.post:
         return Arrived(up, present, [])
     steps = known.steps.tolist()
-    envelope = Envelope(f"simulation {cell.seed}", r, model.fingerprint())
-    inbox = Inbox({name: value[0].cpu() for name, value in up._asdict().items()}, envelope, steps)
+    envelope = Header(f"simulation {cell.seed}", r, model.fingerprint())
+    inbox = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, envelope, steps)
     for agent in range(cell.federation.agents):
         for reply in cell.post(agent, r, seal(up, agent, envelope, steps[agent])):
             inbox.deliver(agent, reply)
@@ -80,8 +80,10 @@ def admit(
 ) -> tuple[Any, Round, Tensor]:
     """The updates without those that were rejected, the facts of the round, and a reason code per agent."""
     guard = settings.guard
-    pulls = algorithm.pulls(server, up, known.steps) if guard != "off" and hasattr(algorithm, "pulls") else None
-    up, heard, codes = screen(up, known.alice, present, guard, pulls)
+    c_new = None
+    if guard != "off" and hasattr(algorithm, "new_control_variates"):
+        c_new = algorithm.new_control_variates(server, up, known.steps)
+    up, heard, codes = screen(up, known.alice, present, guard, c_new)
     intact = heard & (codes == OK)
     suspect = present & ~heard if guard != "off" else None
     now = Round(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waffle_fl.engines.aggregation import Aggregated
-from waffle_fl.engines.cells import State
+from waffle_fl.engines.run_spec import State
 
 Trained: TypeAlias = tuple[Any, Any]  # the agents' states after training, and their updates
 

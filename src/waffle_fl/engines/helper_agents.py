@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm
-from waffle_fl.engines.cells import Cell
 from waffle_fl.engines.row_training import RowTraining
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.tree import tree_map
 from waffle_fl.models import FlatModel
 
 
-def applies(cells: Sequence[Cell]) -> bool:
+def applies(cells: Sequence[RunSpec]) -> bool:
     return any(helping(cells))
 
 
-def helping(cells: Sequence[Cell]) -> list[list[int]]:
+def helping(cells: Sequence[RunSpec]) -> list[list[int]]:
     """The agents of each run that only help; none where all models are needed, or the method has no helper."""
     return [
         [i for i in range(cell.federation.agents) if i not in cell.asked]

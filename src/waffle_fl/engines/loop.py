@@ -18,14 +18,14 @@ from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, initial_state, own_net
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, own_net
 from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
 
 
-def run(cell: Cell, model: FlatModel, settings: RoundSettings, start: int = 0, index: int = 0) -> Iterator[Outcome]:
+def run(cell: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0, index: int = 0) -> Iterator[Outcome]:
     """Train one federation and yield the outcome of each round; the run ends when Alice's training diverges."""
     algorithm, federation, agents_count = cell.algorithm, cell.federation, cell.federation.agents
     training = AgentTraining(algorithm, model, cell, settings)
@@ -61,7 +61,7 @@ def run(cell: Cell, model: FlatModel, settings: RoundSettings, start: int = 0, i
 class AgentTraining:
     """The training of single agents: mini-batches in the run's order, gradients by autograd on the module itself."""
 
-    def __init__(self, algorithm: Algorithm, model: FlatModel, cell: Cell, s: RoundSettings) -> None:
+    def __init__(self, algorithm: Algorithm, model: FlatModel, cell: RunSpec, s: RoundSettings) -> None:
         self.algorithm, self.model = algorithm, model
         federations, seeds = [cell.federation], [cell.seed]
         self.batches = Batches(federations, seeds, s.batch_size, s.epochs, model.dtype, s.augment, s.rounds)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from waffle_fl.engines.aggregation import screened_of
-from waffle_fl.engines.cells import Cell, Measured, Outcome, State
+from waffle_fl.engines.run_spec import Measured, Outcome, RunSpec, State
 from waffle_fl.errors import Diverged
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
 
 
 def outcome_of(
-    index: int, cell: Cell, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
+    index: int, cell: RunSpec, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
 ) -> Outcome:
     """The outcome of a round; one that Alice could not train has an error and leaves the state as it was."""
     names, alice = cell.federation.names, cell.federation.alice

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from waffle_fl.engines.aggregation import Aggregated
 from waffle_fl.engines.backend import Compute, Work
-from waffle_fl.engines.cells import Cell, State
+from waffle_fl.engines.run_spec import RunSpec, State
 from waffle_fl.engines.tree import tree_map
 from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.models import FlatModel
 
 
-def applies(cells: Sequence[Cell], model: FlatModel, cores: int) -> bool:
+def applies(cells: Sequence[RunSpec], model: FlatModel, cores: int) -> bool:
     honest = not any(cell.tamper or cell.post for cell in cells)
     return honest and model.stacked and len(cells) >= cores > 1
 

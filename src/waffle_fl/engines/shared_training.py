@@ -17,15 +17,15 @@ import torch
 
 from waffle_fl.algorithms import Net
 from waffle_fl.engines.arithmetic import one_thread, products
-from waffle_fl.engines.cells import Cell, Measured, Outcome, State, own_net
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.engines.outcomes import to_numbers
+from waffle_fl.engines.run_spec import Measured, Outcome, RunSpec, State, own_net
 from waffle_fl.models import FlatModel
 
-Each = Callable[[Sequence[Cell], int], Iterator[list[Outcome]]]  # (cells, rounds that are done) -> their rounds
+Each = Callable[[Sequence[RunSpec], int], Iterator[list[Outcome]]]  # (cells, rounds that are done) -> their rounds
 
 
-def families_of(cells: Sequence[Cell]) -> list[list[int]]:
+def families_of(cells: Sequence[RunSpec]) -> list[list[int]]:
     """Cells that train the same rows in the same way, from the same start; the first of a family trains for all."""
     carried = carriers(cells)
     families: dict[Any, list[int]] = {}
@@ -36,7 +36,7 @@ def families_of(cells: Sequence[Cell]) -> list[list[int]]:
     return list(families.values())
 
 
-def carriers(cells: Sequence[Cell]) -> dict[int, int]:
+def carriers(cells: Sequence[RunSpec]) -> dict[int, int]:
     """Cells whose algorithm is the helper that another cell's agents run anyway, and that other: the first such one."""
     able: dict[Any, list[int]] = {}
     for i, cell in enumerate(cells):
@@ -50,12 +50,12 @@ def carriers(cells: Sequence[Cell]) -> dict[int, int]:
     return {i: carrier for i, carrier in found.items() if carrier is not None}
 
 
-def _alone(cell: Cell) -> bool:
+def _alone(cell: RunSpec) -> bool:
     """Does its training depend on who Alice is, or on what happens to updates on their way?"""
     return bool(getattr(cell.algorithm, "for_alice", False) or cell.tamper or cell.post)
 
 
-def _ground(cell: Cell) -> tuple[Any, ...]:
+def _ground(cell: RunSpec) -> tuple[Any, ...]:
     """What its training depends on besides the algorithm and the state."""
     f = cell.federation
     parts = (f.x, f.y, f.train, f.relabel, f.later, f.turn)
@@ -72,7 +72,7 @@ def _same_state(one: State | None, other: State | None) -> bool:
 
 
 def once_per_family(
-    each: Each, families: Sequence[Sequence[int]], cells: Sequence[Cell], model: FlatModel, start: int, rounds: int
+    each: Each, families: Sequence[Sequence[int]], cells: Sequence[RunSpec], model: FlatModel, start: int, rounds: int
 ) -> Iterator[list[Outcome]]:
     """Train the first of each family; the others share its rounds as long as their own Alice could train in them."""
     followers = {family[0]: list(family[1:]) for family in families}
@@ -101,7 +101,7 @@ def once_per_family(
         yield sorted(done, key=lambda outcome: outcome.cell)
 
 
-def _asked(family: Sequence[Cell]) -> frozenset[int] | None:
+def _asked(family: Sequence[RunSpec]) -> frozenset[int] | None:
     """The agents that any of a family asks for; to a helper's run nobody's own model is of use."""
     asked = [cell.asked for cell in family if cell.algorithm == family[0].algorithm]
     sets = [some for some in asked if some is not None]
@@ -111,7 +111,7 @@ def _asked(family: Sequence[Cell]) -> frozenset[int] | None:
 def _shared(
     outcome: Outcome,
     followers: Sequence[int],
-    cells: Sequence[Cell],
+    cells: Sequence[RunSpec],
     model: FlatModel,
     evaluator: Evaluator,
     moment: float,
@@ -142,7 +142,7 @@ def _examined(key: str) -> bool:
     return key.removeprefix("validation_") in ("accuracy", "rmse", "loss", "backdoor")
 
 
-def _held(cell: Cell, first: Cell, state: State) -> State:
+def _held(cell: RunSpec, first: RunSpec, state: State) -> State:
     """The family's state as the cell's own algorithm has it: a helper's run holds some fields of its carrier's."""
     if cell.algorithm == first.algorithm:
         return state
@@ -150,7 +150,7 @@ def _held(cell: Cell, first: Cell, state: State) -> State:
     return State(server, agents._replace(**{name: getattr(state.agents, name) for name in agents._fields}))
 
 
-def _weights(cell: Cell, state: State) -> dict[str, Any]:
+def _weights(cell: RunSpec, state: State) -> dict[str, Any]:
     """Her own, where each agent's model takes the others' in proportions of its own."""
     relations = getattr(cell.algorithm, "relations", None)
     if relations is None:

@@ -14,8 +14,17 @@ from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.engines import loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
-from waffle_fl.engines.cells import Cell, Outcome, RoundSettings, State, fitted, initial_state, on_device, prepared
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.run_spec import (
+    Outcome,
+    RoundSettings,
+    RunSpec,
+    State,
+    fitted,
+    initial_state,
+    on_device,
+    prepared,
+)
 from waffle_fl.engines.run_workers import RunWorkers
 from waffle_fl.engines.stacked import StackedBackend
 from waffle_fl.errors import WaffleError, suggest
@@ -26,7 +35,7 @@ Engine: TypeAlias = Literal["fast", "loop"]
 
 
 def simulate(
-    cells: Sequence[Cell],
+    cells: Sequence[RunSpec],
     model: FlatModel,
     *,
     rounds: int,
@@ -67,7 +76,7 @@ def simulate(
     return shared_training.once_per_family(rounds_of, families, cells, model, start, rounds)
 
 
-def check_stack(cells: Sequence[Cell]) -> None:
+def check_stack(cells: Sequence[RunSpec]) -> None:
     """Refuse runs that cannot train in one stack."""
     if len({training_key(cell.algorithm) for cell in cells}) > 1:
         raise WaffleError(
@@ -75,7 +84,7 @@ def check_stack(cells: Sequence[Cell]) -> None:
         )
 
 
-def check_model(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> None:
+def check_model(cells: Sequence[RunSpec], model: FlatModel, batch_size: int) -> None:
     """Refuse batches of one sample for a model with BatchNorm."""
     if not model.normalises:
         return
@@ -88,7 +97,7 @@ def check_model(cells: Sequence[Cell], model: FlatModel, batch_size: int) -> Non
                 )
 
 
-def _loop(cells: Sequence[Cell], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
+def _loop(cells: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
     """The runs by the readable engine, in step with each other."""
     runs = [loop.run(cell, model, settings, start, i) for i, cell in enumerate(cells)]
     for _ in range(start, settings.rounds):
@@ -100,7 +109,7 @@ def _loop(cells: Sequence[Cell], model: FlatModel, settings: RoundSettings, star
 
 
 def _rounds(
-    model: FlatModel, settings: RoundSettings, workers: int, cells: Sequence[Cell], start: int
+    model: FlatModel, settings: RoundSettings, workers: int, cells: Sequence[RunSpec], start: int
 ) -> Iterator[list[Outcome]]:
     """The rounds of the runs by the fast engine; a run whose Alice sends nothing finite in any attempt drops out."""
     cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1

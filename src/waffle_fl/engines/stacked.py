@@ -14,18 +14,18 @@ from waffle_fl.engines import aggregation, helper_agents
 from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_together, receive, registered
 from waffle_fl.engines.backend import Trained, Work
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.cells import Cell, RoundSettings
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.engines.helper_agents import TwoTrainings
 from waffle_fl.engines.row_training import RowTraining
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.models import FlatModel
 
 
 class StackedBackend:
     """Trains, aggregates and evaluates runs whose data lies on the model's device."""
 
-    def __init__(self, cells: Sequence[Cell], model: FlatModel, settings: RoundSettings, cores: int) -> None:
+    def __init__(self, cells: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, cores: int) -> None:
         self.cells, self.model, self.settings, self._cores = cells, model, settings, cores
         self._registered = [registered(cell.federation, settings, model.device) for cell in cells]
         self._graphs = Graphs(model)

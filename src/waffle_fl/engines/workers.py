@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.engines.tree import tree_map
-from waffle_fl.memory import is_shortage
+from waffle_fl.out_of_memory import is_shortage
 
 Work = Callable[[int, int, int], None]  # (share, round, attempt)
 

@@ -5,21 +5,21 @@ planning   the runs of a grid               execution  train them, stack by stac
 jobs       one run on its way: log, checkpoint, close
 """
 
-from waffle_fl.config import EVERYONE
+from waffle_fl.config import ALL_ALICES
 from waffle_fl.experiment.execution import execute
-from waffle_fl.experiment.materials import advice, check_output, federation_of, model_name, model_of
-from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
-from waffle_fl.experiment.planning import everyone_of, free_folder, handle, plan
+from waffle_fl.experiment.factories import advice, check_output, federation_of, model_name, model_of
+from waffle_fl.experiment.planning import all_alices_of, free_folder, handle, plan
+from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
 
 __all__ = [
-    "EVERYONE",
+    "ALL_ALICES",
     "Interrupted",
     "Listener",
-    "Place",
+    "Runtime",
     "advice",
+    "all_alices_of",
     "check_output",
     "device_of",
-    "everyone_of",
     "execute",
     "federation_of",
     "free_folder",

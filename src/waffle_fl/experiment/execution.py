@@ -19,12 +19,12 @@ from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.cells import Cell, fitted, initial_state, on_device
+from waffle_fl.engines.run_spec import RunSpec, fitted, initial_state, on_device
 from waffle_fl.engines.shared_training import carriers
 from waffle_fl.engines.simulate import check_model, simulate
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment.jobs import ActiveRun, close, log, save, save_some, state_of, tensors_of
-from waffle_fl.experiment.materials import (
+from waffle_fl.experiment.active_run import ActiveRun, close, log, save, save_some, state_of, tensors_of
+from waffle_fl.experiment.factories import (
     advice,
     check_once,
     check_schedules,
@@ -33,18 +33,18 @@ from waffle_fl.experiment.materials import (
     model_of,
     origin,
 )
-from waffle_fl.experiment.place import Interrupted, Listener, Place, device_of
+from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
 from waffle_fl.federation import Federation
 from waffle_fl.manifest import Finding, summary
-from waffle_fl.memory import enough_memory
 from waffle_fl.models import STATS_POLICY
+from waffle_fl.out_of_memory import enough_memory
 from waffle_fl.records import Run, provenance
 
 FILES_A_RUN, SPARE_FILES = 2, 200
 
 
 def execute(
-    runs: Sequence[tuple[RunConfig, Path]], place: Place, listener: Listener | None = None, until: int | None = None
+    runs: Sequence[tuple[RunConfig, Path]], place: Runtime, listener: Listener | None = None, until: int | None = None
 ) -> list[dict[str, Any]]:
     """Bring every run to its end and return the results, in order. Finished runs are not run again.
 
@@ -93,7 +93,7 @@ def _open(
     stack: contextlib.ExitStack,
     config: RunConfig,
     folder: Path,
-    place: Place,
+    place: Runtime,
     device: torch.device,
     listener: Listener,
     findings: list[Finding],
@@ -153,10 +153,10 @@ def _open(
     return ActiveRun(config, run, replace(cell, state=state), start, model.compiled, next_save)
 
 
-def _cell(config: RunConfig, federation: Federation) -> Cell:
+def _cell(config: RunConfig, federation: Federation) -> RunSpec:
     """The run as the engine sees it; who trains alone is nobody's victim."""
     s = config.settings
-    cell = Cell(config.algorithm(), federation, s.seed, asked=frozenset([federation.alice]))
+    cell = RunSpec(config.algorithm(), federation, s.seed, asked=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
         return cell
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed)
@@ -201,7 +201,7 @@ def _carried(jobs: Sequence[ActiveRun]) -> dict[int, int]:
 
 def _train(
     jobs: Sequence[ActiveRun],
-    place: Place,
+    place: Runtime,
     device: torch.device,
     listener: Listener,
     stopped: Callable[[], int],

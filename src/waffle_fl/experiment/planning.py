@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import chain, count, product
 from pathlib import Path
 
-from waffle_fl.config import EVERYONE, Experiment, RunConfig, Settings
-from waffle_fl.experiment.materials import federation_of
-from waffle_fl.experiment.place import Place
+from waffle_fl.config import ALL_ALICES, Experiment, RunConfig, Settings
+from waffle_fl.experiment.factories import federation_of
+from waffle_fl.experiment.runtime import Runtime
 from waffle_fl.federation import Federation
 from waffle_fl.records import other_settings
 from waffle_fl.shifts import Drift, Swap, read_shifts
 
 
-def plan(experiment: Experiment, out: Path, place: Place | None = None) -> list[tuple[RunConfig, Path]]:
+def plan(experiment: Experiment, out: Path, place: Runtime | None = None) -> list[tuple[RunConfig, Path]]:
     """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
-    place = place or Place()
+    place = place or Runtime()
     runs = []
     shifts = experiment.shifts or (experiment.settings.shift,)
     for method, kind, shift, seed in product(experiment.methods, experiment.splits, shifts, experiment.seeds):
@@ -56,20 +56,20 @@ def _of_column(s: Settings, kind: str, shift: str, seed: int) -> Settings:
     return replace(s, split=kind, shift=shift, seed=seed, permutation_seed=seed_of_labels)
 
 
-def alices(s: Settings, place: Place) -> list[str]:
+def alices(s: Settings, place: Runtime) -> list[str]:
     """The agents that a model is wanted for: the one who is named, or each who can be."""
-    if s.alice != EVERYONE:
+    if s.alice != ALL_ALICES:
         return [s.alice]
-    federation = everyone_of(s, place)
+    federation = all_alices_of(s, place)
     able = [
         (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
     ]
     return [handle(i, name) for i, name in able]
 
 
-def everyone_of(s: Settings, place: Place) -> Federation:
+def all_alices_of(s: Settings, place: Runtime) -> Federation:
     """The federation of all agents, whoever is Alice."""
-    wanted = replace(s, alice=EVERYONE if s.is_own else "0", leave_out=())
+    wanted = replace(s, alice=ALL_ALICES if s.is_own else "0", leave_out=())
     return federation_of(wanted, place.data_dir, place.allow_unverified)
 
 

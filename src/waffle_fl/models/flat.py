@@ -33,9 +33,9 @@ from waffle_fl.models.building import (
 )
 from waffle_fl.models.layers import Layers
 from waffle_fl.models.passes import Passes
-from waffle_fl.models.replay import Replays
 from waffle_fl.models.seeding import seeded
-from waffle_fl.models.stacking_trial import conduct, right_way, say_once
+from waffle_fl.models.stacking_trial import conduct, say_once, stacking_mode
+from waffle_fl.models.traced import TracedGradients
 from waffle_fl.randomness import derive
 
 STACKED_PARAMETERS = 1_000_000
@@ -181,7 +181,7 @@ class FlatModel:
             twin = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
             x, y = (part.double() if part.is_floating_point() else part for part in (x.cpu(), y.cpu()))
             twin._meet(x)
-            way, reason = right_way(twin.passes, torch.stack([twin.init(seed).params for seed in range(3)]), x, y)
+            way, reason = stacking_mode(twin.passes, torch.stack([twin.init(seed).params for seed in range(3)]), x, y)
             self._folds = way == "folded"
             if way is None:
                 self._train_singly(reason)
@@ -218,7 +218,7 @@ class FlatModel:
         if self.device.type == "cuda" or self.passes.seeded or not (stacks or len(params) <= REPLAYED_ROWS):
             return self._grad(params, stats, *batch)
         if not hasattr(self._own, "replays"):
-            self._own.replays = Replays(self._grad)
+            self._own.replays = TracedGradients(self._grad)
         return Net(*self._own.replays(params, stats, *batch))
 
     def _grad(self, params: Tensor, stats: Tensor, *parts: Tensor) -> Net:

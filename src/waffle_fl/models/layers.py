@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch import nn
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.models.vessel import Layout
+from waffle_fl.models.row_module import Layout
 
 Stretches: TypeAlias = tuple[tuple[str, int], ...]  # (layer, count of numbers), as they lie in a flat vector
 

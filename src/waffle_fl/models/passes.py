@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from waffle_fl.models.batch import Batch, Loss, Net
 from waffle_fl.models.building import Precision
+from waffle_fl.models.folded import SeededDropout, Stacking
+from waffle_fl.models.row_module import Layout, RowModule, abreast
 from waffle_fl.models.seeding import seeded
-from waffle_fl.models.stacked import SeededDropout, Stacking
-from waffle_fl.models.vessel import Layout, Vessel, abreast
 from waffle_fl.randomness import derive
 
 ABREAST = 10  # rows of a large model that share a GPU: fewer leave it idle, more gain little
@@ -95,7 +95,7 @@ class Passes:
                 gradient[row] = self.single(params[row], stats[row], Batch(x, y, weight, batch.key[row])).params
         return gradient
 
-    def _row_grad(self, vessel: Vessel, batch: Batch, gradient: Tensor, compiled: bool) -> None:
+    def _row_grad(self, vessel: RowModule, batch: Batch, gradient: Tensor, compiled: bool) -> None:
         with torch.enable_grad(), self._governed(batch.key):
             output = self._in_precision(vessel, batch.x, batch.key, compiled and not self.seeded)
             vessel.differentiate(self.loss(output, batch.y), batch.weight, gradient)
@@ -106,9 +106,9 @@ class Passes:
             return nullcontext()
         return seeded(derive(0 if key is None else int(key), "forward pass"), self.device)
 
-    def _vessels(self) -> list[Vessel]:
+    def _vessels(self) -> list[RowModule]:
         if not hasattr(self._own, "vessels"):
-            self._own.vessels = [Vessel(self.template, self.params, self.stats) for _ in range(self.abreast)]
+            self._own.vessels = [RowModule(self.template, self.params, self.stats) for _ in range(self.abreast)]
         return self._own.vessels  # type: ignore[no-any-return]
 
     def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:

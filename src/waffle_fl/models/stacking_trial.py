@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from waffle_fl.models.batch import Batch
 from waffle_fl.models.building import one_line
+from waffle_fl.models.folded import SeededDropout
 from waffle_fl.models.passes import Passes
 from waffle_fl.models.seeding import generator_states, seeded
-from waffle_fl.models.stacked import SeededDropout
 
 Way: TypeAlias = Literal["folded", "vmapped"]
 
@@ -28,7 +28,7 @@ NOISE = 0.01  # on parameters, so that none is 0 and no two rows are alike
 log = logging.getLogger("waffle_fl")
 
 
-class Conduct(NamedTuple):
+class ForwardTraits(NamedTuple):
     """What a forward pass does beside computing its output."""
 
     draws: bool  # random numbers, other than by nn.Dropout
@@ -61,7 +61,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def conduct(module: nn.Module, x: Tensor) -> Conduct:
+def conduct(module: nn.Module, x: Tensor) -> ForwardTraits:
     """Watch a copy of the module in training and in evaluation."""
     draws = overwrites = False
     watch = _Reads()
@@ -74,10 +74,10 @@ def conduct(module: nn.Module, x: Tensor) -> Conduct:
                 watched(given)
             draws |= before != generator_states(x.device)
         overwrites |= not torch.allclose(given, x, rtol=0, atol=0, equal_nan=True)
-    return Conduct(draws, watch.found, overwrites)
+    return ForwardTraits(draws, watch.found, overwrites)
 
 
-def right_way(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way | None, str]:
+def stacking_mode(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way | None, str]:
     """Return the way of stacking whose gradients are those of single rows; or None, and why there is none.
 
     `passes` compute in float64 on the CPU; `params` are three rows, x and y two samples. Stacked rows are padded, as

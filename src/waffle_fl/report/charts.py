@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from statistics import mean
@@ -11,7 +12,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES, title_of
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.results import WEIGHING, Finished, judged_by, methods_of, row_of, rows_of
+from waffle_fl.results import WEIGHING, FinishedRun, judged_by, methods_of, row_of, rows_of
 
 CHOSEN = {
     "Local": "#8c8c8c",
@@ -34,6 +35,15 @@ WIDTH, HEIGHT = 285, 200
 MOST_ROWS = 40  # of a table that charts show
 
 
+def to_svg(chart: Any) -> str:
+    """Return the chart as SVG. Clip paths are numbered from 0, so that the text depends on this chart alone."""
+    import vl_convert
+
+    svg = str(vl_convert.vegalite_to_svg(chart.to_json()))
+    numbers = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bclip\d+\b", svg)))}
+    return re.sub(r"\bclip\d+\b", lambda match: numbers[match[0]], svg)
+
+
 def colors_of(titles: Sequence[str]) -> list[str]:
     """A colour for each title; methods from outside the package take further ones in turn."""
     others = [title for title in titles if title not in COLORS]
@@ -41,7 +51,7 @@ def colors_of(titles: Sequence[str]) -> list[str]:
     return [known[title] for title in titles]
 
 
-def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
+def charts_of(runs: Sequence[FinishedRun]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
     """name -> (caption, chart), for everything these runs can show, of the first rows of their table."""
     rows = rows_of(runs)
     if len(rows) > MOST_ROWS:
@@ -49,7 +59,7 @@ def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixi
         note = f"; the first {MOST_ROWS} of {len(rows)} rows"
         return {name: (caption + note, chart) for name, (caption, chart) in first.items()}
     measure = judged_by(runs)
-    makers: dict[str, tuple[str, Callable[[Sequence[Finished]], Any]]] = {
+    makers: dict[str, tuple[str, Callable[[Sequence[FinishedRun]], Any]]] = {
         measure.key: (f"{measure.title} of Alice's model on her own test data, mean over seeds", accuracy),
         "weights": ("Whose updates enter Alice's model, round by round (first seed)", weights),
         "labels": ("Who holds which labels: training samples of each agent", labels),
@@ -59,7 +69,7 @@ def charts_of(runs: Sequence[Finished]) -> dict[str, tuple[str, alt.TopLevelMixi
     return {name: (caption, chart) for name, (caption, chart) in made.items() if chart is not None}
 
 
-def _color(runs: Sequence[Finished]) -> Any:
+def _color(runs: Sequence[FinishedRun]) -> Any:
     titles = [title_of(m) for m in methods_of(runs)]
     scale = alt.Scale(domain=titles, range=colors_of(titles))
     return alt.Color(
@@ -77,10 +87,10 @@ def styled(chart: Any) -> Any:
     )
 
 
-def accuracy(runs: Sequence[Finished]) -> Any:
+def accuracy(runs: Sequence[FinishedRun]) -> Any:
     """One panel a split, one line a method."""
     measure = judged_by(runs)
-    groups: dict[tuple[str, str], list[Finished]] = {}
+    groups: dict[tuple[str, str], list[FinishedRun]] = {}
     for run in runs:
         if run.rounds:
             groups.setdefault((run.row, run.title), []).append(run)
@@ -111,10 +121,10 @@ def accuracy(runs: Sequence[Finished]) -> Any:
     return styled(panels.resolve_scale(x="independent", y="independent"))
 
 
-def weights(runs: Sequence[Finished]) -> Any:
+def weights(runs: Sequence[FinishedRun]) -> Any:
     """One panel a split and weighing method; Alice stands out."""
     weighing = [run for run in runs if run.config.method in WEIGHING and run.rounds and "weights" in run.rounds[0]]
-    first: dict[tuple[str, str], Finished] = {}
+    first: dict[tuple[str, str], FinishedRun] = {}
     for run in sorted(weighing, key=lambda run: run.config.settings.seed):
         first.setdefault((run.row, run.title), run)
     values = []
@@ -171,7 +181,7 @@ def weights(runs: Sequence[Finished]) -> Any:
     return styled(chart)
 
 
-def labels(runs: Sequence[Finished]) -> Any:
+def labels(runs: Sequence[FinishedRun]) -> Any:
     """One panel a split: agents against labels, the size of a dot the number of samples."""
     found: dict[str, dict[str, list[list[int]]]] = {}  # by split, then by row
     for run in runs:
@@ -212,7 +222,7 @@ def label_panels(counts: dict[str, list[list[int]]]) -> Any:
     )
 
 
-def omega(runs: Sequence[Finished]) -> Any:
+def omega(runs: Sequence[FinishedRun]) -> Any:
     """Omega as it was in the first WAFFLE run, or the paper's where none ran."""
     ran = next((run for run in runs if run.config.method == "waffle" and run.rounds and "omega" in run.rounds[0]), None)
     if ran:

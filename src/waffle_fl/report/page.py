@@ -12,15 +12,15 @@ from typing import Any
 import vl_convert
 
 from waffle_fl import __version__
+from waffle_fl.atomic_files import write_atomically
 from waffle_fl.errors import writable
-from waffle_fl.experiment.materials import model_name
+from waffle_fl.experiment.factories import model_name
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, Finished, apart, judged_by, remarks
-from waffle_fl.storage import write_atomically
+from waffle_fl.results import PROTOCOLS, FinishedRun, apart, judged_by, remarks
 
 
-def write_report(runs: Sequence[Finished], out: Path, title: str, images: bool = True) -> Path:
+def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: bool = True) -> Path:
     """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
     runs = apart(runs)
     with writable(out):
@@ -43,7 +43,7 @@ def put(path: Path, content: bytes) -> Path:
     return path
 
 
-def _page(runs: Sequence[Finished], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
+def _page(runs: Sequence[FinishedRun], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
     style = resources.files("waffle_fl.report").joinpath("page.css").read_text(encoding="utf-8")
     tables = "".join(
         f"<section><h2>{html.escape(judged_by(runs).title)}, {html.escape(PROTOCOLS[p])}</h2>"
@@ -81,7 +81,7 @@ def bundle() -> str:
     return str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")  # type: ignore[call-arg]
 
 
-def _lead(runs: Sequence[Finished]) -> str:
+def _lead(runs: Sequence[FinishedRun]) -> str:
     data = sorted({run.config.settings.data_name for run in runs})
     seeds = {run.config.settings.seed for run in runs}
     methods = {run.config.method for run in runs}
@@ -91,7 +91,7 @@ def _lead(runs: Sequence[Finished]) -> str:
     )
 
 
-def _remarks(runs: Sequence[Finished]) -> str:
+def _remarks(runs: Sequence[FinishedRun]) -> str:
     return "".join(f'<p class="caption">{html.escape(line)}</p>' for line in remarks(runs))
 
 
@@ -99,13 +99,13 @@ def _verified(found: bool | None) -> str:
     return "brought by the user" if found is None else "checksums verified" if found else "not verified"
 
 
-def facts_of(*runs: Finished) -> dict[str, str]:
+def facts_of(*runs: FinishedRun) -> dict[str, str]:
     """What the runs ran on, for the foot of a page; where they differ, each text."""
     found = [_facts(run) for run in runs]
     return {name: "; ".join(dict.fromkeys(facts[name] for facts in found)) for name in found[0]}
 
 
-def _facts(run: Finished) -> dict[str, str]:
+def _facts(run: FinishedRun) -> dict[str, str]:
     s, binding, parameters = run.config.settings, _binding(run), run.provenance.get("parameters", 0)
     return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
@@ -117,7 +117,7 @@ def _facts(run: Finished) -> dict[str, str]:
     }
 
 
-def _model(run: Finished) -> str:
+def _model(run: FinishedRun) -> str:
     """The network that was trained; records of earlier versions name `auto`, which the shape of a sample resolves."""
     named, shape = run.provenance.get("model"), run.provenance.get("sample")
     return (
@@ -125,7 +125,7 @@ def _model(run: Finished) -> str:
     )
 
 
-def _test_samples(runs: Sequence[Finished]) -> str:
+def _test_samples(runs: Sequence[FinishedRun]) -> str:
     """How many test samples Alice has; where rows differ, in which."""
     rows: dict[str, dict[str, None]] = {}
     for run in runs:
@@ -134,18 +134,18 @@ def _test_samples(runs: Sequence[Finished]) -> str:
     return "; ".join(f"{count} in {', '.join(names)}" if len(rows) > 1 else count for count, names in rows.items())
 
 
-def _ended(run: Finished) -> str:
+def _ended(run: FinishedRun) -> str:
     """Cells: status, rounds and the hash of the split."""
     found = (run.result.get("status"), run.result.get("rounds"), str(_binding(run).get("data", ""))[:12])
     return "".join(f"<td>{html.escape(str(value))}</td>" for value in found)
 
 
-def _binding(run: Finished) -> dict[str, Any]:
+def _binding(run: FinishedRun) -> dict[str, Any]:
     found = run.provenance.get("binding")
     return found if isinstance(found, dict) else {}
 
 
-def _origin(runs: Sequence[Finished]) -> str:
+def _origin(runs: Sequence[FinishedRun]) -> str:
     facts = {**facts_of(*runs), "Alice's test samples": _test_samples(runs)}
     listing = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
     rows = "".join(f"<tr><th>{html.escape(run.folder.name)}</th>{_ended(run)}</tr>" for run in runs)

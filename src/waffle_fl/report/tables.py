@@ -9,7 +9,7 @@ from math import isnan
 
 from waffle_fl import spreadsheet
 from waffle_fl.algorithms import title_of
-from waffle_fl.results import PROTOCOLS, Finished, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
+from waffle_fl.results import PROTOCOLS, FinishedRun, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
 
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -20,7 +20,7 @@ LATEX = {
 
 
 def grid(
-    runs: Sequence[Finished],
+    runs: Sequence[FinishedRun],
     protocol: Protocol,
     cell: Callable[[Score | None, bool], str],
     name: Callable[[str], str] = str,
@@ -34,12 +34,12 @@ def grid(
     return lines
 
 
-def protocols_of(runs: Sequence[Finished]) -> list[Protocol]:
+def protocols_of(runs: Sequence[FinishedRun]) -> list[Protocol]:
     """The protocols that at least one run reports."""
     return [p for p in PROTOCOLS if any(p in run.result for run in runs)]
 
 
-def to_csv(runs: Sequence[Finished]) -> str:
+def to_csv(runs: Sequence[FinishedRun]) -> str:
     """One line per cell, the numbers unrounded."""
     rows: list[Sequence[object]] = [["protocol", "split", "method", "mean", "std", "seeds", "diverged"]]
     for protocol in protocols_of(runs):
@@ -49,7 +49,7 @@ def to_csv(runs: Sequence[Finished]) -> str:
     return spreadsheet.to_csv(rows)
 
 
-def to_markdown(runs: Sequence[Finished]) -> str:
+def to_markdown(runs: Sequence[FinishedRun]) -> str:
     """One table a protocol, the best of each row in bold."""
     parts = []
     for protocol in protocols_of(runs):
@@ -60,7 +60,7 @@ def to_markdown(runs: Sequence[Finished]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def by_method(runs: Sequence[Finished], protocol: Protocol) -> str:
+def by_method(runs: Sequence[FinishedRun], protocol: Protocol) -> str:
     """One table, its rows the methods and its columns the splits: for many methods; the best of each split in bold."""
     lines = grid(runs, protocol, _markdown_cell, _markdown)
     turned = [list(line) for line in zip(*lines, strict=True)]
@@ -78,7 +78,7 @@ def _markdown(text: str) -> str:
     return re.sub(r"([\\`_\[\]|])", r"\\\1", html.escape(text, quote=False))
 
 
-def to_latex(runs: Sequence[Finished]) -> str:
+def to_latex(runs: Sequence[FinishedRun]) -> str:
     """Tables for a paper, with booktabs."""
     parts = []
     for protocol in protocols_of(runs):
@@ -108,7 +108,7 @@ def _latex_cell(s: Score | None, best: bool) -> str:
     return (rf"$\mathbf{{{text}}}$" if best else f"${text}$") + mark
 
 
-def to_html(runs: Sequence[Finished], protocol: Protocol) -> str:
+def to_html(runs: Sequence[FinishedRun], protocol: Protocol) -> str:
     def cell(s: Score | None, best: bool) -> str:
         if s is None:
             return "<td>–</td>"

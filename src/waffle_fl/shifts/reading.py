@@ -8,8 +8,8 @@ import typing
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
+from waffle_fl.call_syntax import Call, read_call
 from waffle_fl.errors import WaffleError, suggest
-from waffle_fl.notation import Call, read_call
 from waffle_fl.shifts.concepts import Drift, Swap
 from waffle_fl.shifts.covariates import Blur, Colour, Contrast, Noise, Rotate, Scale
 from waffle_fl.shifts.groups import groups_of

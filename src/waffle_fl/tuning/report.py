@@ -13,11 +13,11 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from waffle_fl.atomic_files import write_atomically
 from waffle_fl.config import SCHEMA, RunConfig, Settings, option_types
 from waffle_fl.errors import writable
 from waffle_fl.records import read_json
 from waffle_fl.report.charts import HEIGHT, WIDTH, styled
-from waffle_fl.storage import write_atomically
 from waffle_fl.tuning.search import DEFAULT, Found, Trial
 from waffle_fl.tuning.space import SETTINGS
 

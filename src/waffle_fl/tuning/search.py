@@ -17,15 +17,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from waffle_fl.atomic_files import remove
 from waffle_fl.config import Experiment, RunConfig
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.experiment import Interrupted, Listener, Place, execute, federation_of, plan
+from waffle_fl.experiment import Interrupted, Listener, Runtime, execute, federation_of, plan
 from waffle_fl.manifest import LOG, verify_all
 from waffle_fl.records import differences, locked, read_json, read_rounds, write_json
 from waffle_fl.results import ACCURACY, Measure, measure_of
-from waffle_fl.storage import remove
+from waffle_fl.tuning.optuna_study import Asked, Pruning, State, Study, needed
 from waffle_fl.tuning.space import check_drawn, drawn, trained
-from waffle_fl.tuning.study import Asked, Pruning, State, Study, needed
 
 Runs = Sequence[tuple[RunConfig, Path]]
 
@@ -85,7 +85,7 @@ class Watcher(Listener):
     def told(self, trial: Trial, found: Found) -> None: ...
 
 
-def search(wish: Wish, out: Path, place: Place, watcher: Watcher) -> Found:
+def search(wish: Wish, out: Path, place: Runtime, watcher: Watcher) -> Found:
     """Search until the trials or the minutes are spent. The same wish in the same folder goes on where it stopped."""
     needed()
     if wish.trials < 1 or wish.together < 1:
@@ -103,7 +103,7 @@ def search(wish: Wish, out: Path, place: Place, watcher: Watcher) -> Found:
 class _Search:
     """A search on its way."""
 
-    def __init__(self, wish: Wish, out: Path, place: Place, watcher: Watcher, study: Study) -> None:
+    def __init__(self, wish: Wish, out: Path, place: Runtime, watcher: Watcher, study: Study) -> None:
         self.wish, self.out, self.place, self.watcher, self.study = wish, out, place, watcher, study
         self._end = time.monotonic() + 60 * place.minutes if place.minutes else math.inf
         self._first = {_key(wish.config): DEFAULT}  # which trial drew a config first
@@ -255,7 +255,7 @@ def _merit(line: Mapping[str, Any]) -> float:
     return float(line["validation_accuracy"]) + TIE * math.exp(-float(line["validation_loss"]))
 
 
-def _check_validation(config: RunConfig, place: Place) -> None:
+def _check_validation(config: RunConfig, place: Runtime) -> None:
     for run, _ in plan(_grid(config), Path(), place):
         federation = federation_of(run.settings, place.data_dir, place.allow_unverified)
         if not len(federation.validation[federation.alice]):

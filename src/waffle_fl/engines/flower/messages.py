@@ -28,7 +28,7 @@ class Version(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class Request:
     """What a course asks of one agent: train a round from a state that it holds, and maybe examine its model."""
 
     course: str
@@ -44,7 +44,7 @@ class Task:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Any) -> Task:
+    def from_json(cls, content: Any) -> Request:
         """A task as it came: each field of its own type, and a course that is a plain name, for files bear it."""
         try:
             r, attempt = content["base"]
@@ -61,7 +61,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Message:
     """One message: words, and bytes by name."""
 
     words: dict[str, Any]
@@ -73,19 +73,19 @@ class Parcel:
         return len(json.dumps(self.words)) + sum(len(payload) for payload in self.payloads.values())
 
 
-def packed(parcel: Parcel) -> Any:
+def packed(message: Message) -> Any:
     """A parcel as Flower's records; payloads are arrays of bytes, which Flower sends in pieces."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     arrays = {
         name: Array(dtype="uint8", shape=(len(content),), stype="waffle", data=content)
-        for name, content in parcel.payloads.items()
+        for name, content in message.payloads.items()
     }
-    words = ConfigRecord({"json": json.dumps(parcel.words), "signature": parcel.signature})
+    words = ConfigRecord({"json": json.dumps(message.words), "signature": message.signature})
     return RecordDict({"words": words, "payloads": ArrayRecord(arrays)})
 
 
-def unpacked(records: Any, max_bytes: int) -> Parcel:
+def unpacked(records: Any, max_bytes: int) -> Message:
     """A parcel from Flower's records, refused before it is parsed if it is larger than anything honest."""
     try:
         text, signature = records["words"]["json"], records["words"].get("signature", b"")
@@ -101,7 +101,7 @@ def unpacked(records: Any, max_bytes: int) -> Parcel:
         raise WaffleError("not a message of ours") from None
     if not isinstance(words, dict):
         raise WaffleError("not a message of ours")
-    return Parcel(words, payloads, signature)
+    return Message(words, payloads, signature)
 
 
 def number_of(words: Mapping[str, Any], name: str) -> int:

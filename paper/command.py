@@ -1,0 +1,101 @@
+"""The command `waffle reproduce`: the paper's tables and figures beside its own numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isnan, nan
+from pathlib import Path
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from paper.claims import percent, verdicts
+from paper.page import write as write_pages
+from paper.printed_table import TABLE
+from paper.run_missing import run_missing
+from paper.studies import find_root, read_study
+from waffle_fl.algorithms import title_of
+from waffle_fl.claims.record_files import problems
+from waffle_fl.claims.verdict import Verdict
+from waffle_fl.cli.console import console_for
+from waffle_fl.cli.display import score_text, show_verdicts
+from waffle_fl.cli.flags import parse
+from waffle_fl.cli.progress import ProgressFlags, live
+from waffle_fl.experiment import Runtime
+from waffle_fl.report.tables import protocols_of
+from waffle_fl.results import FinishedRun, methods_of, rows_of, scores
+
+
+def reproduce(arguments: Sequence[str]) -> int:
+    """Run what a study of the paper lacks, write its pages, and check its claims."""
+
+    @dataclass(frozen=True)
+    class Reproduce:
+        """Run what is missing of a study of the paper, then write docs/results.md and its figures from the records."""
+
+        study: tyro.conf.Positional[str]
+        """mnist or cifar10."""
+        check: bool = False
+        """Read the committed records only; exit with 1 unless each belongs to its config and every claim holds."""
+        cell: str = ""
+        """Only this experiment, split or cell, such as mnist/C/waffle."""
+        seeds: tuple[int, ...] = ()
+        """These seeds in place of those of the experiment files."""
+        anew: bool = False
+        """Run also what the records hold already, and replace it there."""
+        runs: Path = Path("runs")
+        """Folder of the runs and their checkpoints."""
+        place: Runtime = field(default_factory=Runtime)
+        output: ProgressFlags = field(default_factory=ProgressFlags)
+
+    args = parse(Reproduce, arguments, "reproduce")
+    root = find_root(Path.cwd())
+    if not args.check:
+        with live(args.output) as listener:
+            asked = (args.cell, args.seeds, args.anew)
+            run_missing(root, args.study, args.runs, args.place, listener, *asked)
+        write_pages(root)
+    parts = read_study(root, args.study)
+    wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
+    if args.output.json:
+        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
+    else:
+        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
+    return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
+
+
+def show_study(
+    study: str,
+    runs: Sequence[FinishedRun],
+    cell: str,
+    wrong: Sequence[str],
+    judged: Sequence[Verdict],
+    console: Console,
+) -> None:
+    """A study beside the paper, cell by cell; then what is wrong with its records, and each claim."""
+    table = Table(title=f"\n{study}: accuracy in percent", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = protocols_of(runs)
+    for column in ("split", "method", "paper", *shown, "best - paper"):
+        table.add_column(column, justify="left" if column in ("split", "method") else "right", no_wrap=True)
+    found = {protocol: scores(runs, protocol) for protocol in shown}
+    for split, method in ((split, method) for split in rows_of(runs) for method in methods_of(runs)):
+        if f"{study}/{split}/{method}/".startswith(f"{cell}/") or not cell:
+            printed = TABLE[study].get((split, method))
+            gap = percent(found["best"], split, method) - printed.mean if printed else nan
+            texts = [score_text(found[protocol].get((split, method)), False, 2) for protocol in shown]
+            table.add_row(
+                escape(split),
+                title_of(method),
+                f"{printed.mean:.2f}" if printed else "–",
+                *texts,
+                "–" if isnan(gap) else f"{gap:+.2f}",
+            )
+    if table.row_count:
+        console.print(table)
+    show_verdicts(wrong, judged, console)

@@ -1,0 +1,157 @@
+"""The tables of docs/robustness.md, from the record of experiments/robustness.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+
+from paper.claims import Verdict
+from paper.sections import setting, table, verdict_table
+from waffle_fl.algorithms import TITLES
+from waffle_fl.attacks import NONE
+from waffle_fl.claims.file_claims import accuracies
+from waffle_fl.claims.record_files import Part
+from waffle_fl.results import WEIGHING, FinishedRun, methods_of, rows_of
+
+NAME = "robustness"
+COSTLY = 1.5  # points of accuracy
+KIN = "waffle-kin"
+ADAPTIVE = "projected"  # an attack made for servers that measure distances
+MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
+
+Row = tuple[str, int]  # an attack, and how many agents make it
+Cells = Mapping[tuple[str, str, Row, str, str], Sequence[FinishedRun]]  # split, method, attack, guard, aggregation
+
+
+def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
+    """What the record says, table by table."""
+    runs = part.all_runs
+    yield setting(runs)
+    yield verdict_table(judged)
+    cells, methods = cells_of(runs), [method for method in methods_of(runs) if method != "local"]
+    yield f"### In how many cases an attack costs more than {COSTLY} points"
+    yield _costs(cells, rows_of(runs), methods)
+    for split in rows_of(runs):
+        for at, words in MOMENTS.items():
+            yield f"### Split {split}: accuracy in percent, guard off → standard, {words}"
+            head = ["attack", "attackers", *(TITLES[method] for method in methods)]
+            yield table(head, [_row(cells, split, methods, row, at) for row in attacks_in(cells)])
+    yield "### What the malicious agents weigh, in percent, guard off → standard"
+    yield "Mean over all rounds; for WAFFLE-kin over round 0.94 R and the last one."
+    yield _weights(cells, rows_of(runs))
+    yield "### How often the backdoor opens, in percent of Alice's stamped test samples, guard off → standard"
+    yield _backdoors(cells, rows_of(runs), methods)
+    yield "### FedAvg with robust rules in place of the mean: accuracy in percent in the last round, guard off"
+    yield _rules(cells, rows_of(runs))
+
+
+def cells_of(runs: Sequence[FinishedRun]) -> Cells:
+    cells: dict[tuple[str, str, Row, str, str], list[FinishedRun]] = {}
+    for run in runs:
+        s = run.config.settings
+        gone = len(s.leave_out)
+        row = ("never joined", gone) if gone else (s.attack, s.attackers if s.attack != NONE else 0)
+        rule = run.config.options.get("aggregation", "mean")
+        cells.setdefault((run.row, run.config.method, row, s.guard, rule), []).append(run)
+    return cells
+
+
+def attacks_in(cells: Cells) -> list[Row]:
+    """The honest federation first, then the one without the malicious agents, then each attack as the file has it."""
+    found = list(dict.fromkeys(row for _, _, row, _, _ in cells))
+    return sorted(found, key=lambda row: (row[0] != NONE, row[0] != "never joined", found.index(row)))
+
+
+def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
+    """Each method over all attacks but the adaptive one, all splits and both moments, beside its honest run."""
+    attacks = [row for row in attacks_in(cells) if row[0] != "never joined" and not row[0].startswith((NONE, ADAPTIVE))]
+    lost: dict[str, dict[str, list[tuple[float, str]]]] = {}
+    for method in methods:
+        by_guard = lost.setdefault(method, {"off": [], "standard": []})
+        for split, at, row in ((split, at, row) for split in splits for at in MOMENTS for row in attacks):
+            honest = _accuracy(cells.get((split, method, (NONE, 0), "off", "mean"), ()), at)
+            for guard, costs in by_guard.items():
+                found = _accuracy(cells.get((split, method, row, guard, "mean"), ()), at)
+                if honest is not None and found is not None:
+                    costs.append((honest - found, f"{split}, {row[0]} x {row[1]}"))
+    count = {method: [sum(cost > COSTLY for cost, _ in costs) for costs in lost[method].values()] for method in methods}
+    rows = []
+    for method in sorted(methods, key=lambda method: count[method]):
+        if lost[method]["standard"]:
+            cost, case = max(lost[method]["standard"])
+            rows.append([TITLES[method], *map(str, count[method]), f"{cost:.1f} ({case})"])
+    head = ["", "guard off", "guard standard", "most that an attack costs under the guard, in points"]
+    cases = max((len(by_guard["standard"]) for by_guard in lost.values()), default=0)
+    return f"Of {cases} each, adaptive attacks left out:\n\n{table(head, rows)}"
+
+
+def _row(cells: Cells, split: str, methods: Sequence[str], row: Row, at: float) -> list[str]:
+    shown = [
+        _pair(*(_accuracy(cells.get((split, m, row, guard, "mean"), ()), at) for guard in ("off", "standard")))
+        for m in methods
+    ]
+    return [row[0], str(row[1]), *shown]
+
+
+def _accuracy(runs: Sequence[FinishedRun], at: float) -> float | None:
+    return 100 * mean(accuracies(runs, at)) if runs else None
+
+
+def _pair(off: float | None, on: float | None) -> str:
+    return f"{_text(off)} → {_text(on)}" if on is not None else _text(off)
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _told(runs: Sequence[FinishedRun], key: str, last: bool = False) -> float | None:
+    values = [[line[key] for line in run.rounds if line.get(key) is not None] for run in runs]
+    means = [mean(found[-1:] if last else found) for found in values if found]
+    return 100 * mean(means) if means else None
+
+
+def _weights(cells: Cells, splits: Sequence[str]) -> str:
+    columns = [(split, method) for split in splits for method in (*WEIGHING, KIN)]
+    rows = [
+        [
+            row[0],
+            str(row[1]),
+            *(
+                _pair(*(_told(cells.get((*c, row, g, "mean"), ()), "attackers_weight") for g in ("off", "standard")))
+                for c in columns
+            ),
+        ]
+        for row in attacks_in(cells)
+        if row[0] not in (NONE, "never joined")
+    ]
+    return table(["attack", "attackers", *(f"{TITLES[method]}, {split}" for split, method in columns)], rows)
+
+
+def _backdoors(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
+    rows = []
+    for split in splits:
+        for row in attacks_in(cells):
+            found = [
+                [_told(cells.get((split, m, row, g, "mean"), ()), "backdoor", last=True) for g in ("off", "standard")]
+                for m in methods
+            ]
+            if any(off is not None for off, _ in found):
+                rows.append([split, row[0], str(row[1]), *(_pair(*pair) for pair in found)])
+    return table(["split", "attack", "attackers", *(TITLES[method] for method in methods)], rows)
+
+
+def _rules(cells: Cells, splits: Sequence[str]) -> str:
+    rules = list(dict.fromkeys(rule for *_, rule in cells))
+    rows = [
+        [
+            split,
+            row[0],
+            str(row[1]),
+            *(_text(_accuracy(cells.get((split, "fedavg", row, "off", r), ()), 1.0)) for r in rules),
+        ]
+        for split in splits
+        for row in attacks_in(cells)
+        if row[0] != "never joined"
+    ]
+    return table(["split", "attack", "attackers", *rules], rows)

@@ -1,0 +1,29 @@
+"""Which experiment files and records make up each study of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from waffle_fl.claims.record_files import Part, read_part
+from waffle_fl.errors import WaffleError, suggest
+
+STUDIES = {
+    "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-permutations", "mnist-sizes"),
+    "cifar10": ("cifar10", "cifar10-printed", "cifar10-departures"),
+}
+
+
+def find_root(start: Path) -> Path:
+    """The clone of the repository that a folder lies in."""
+    for folder in (start, *start.parents):
+        if (folder / "experiments" / "mnist.toml").is_file() and (folder / "results").is_dir():
+            return folder
+    raise WaffleError("`waffle reproduce` works in a clone of the repository: no experiments/ and results/ here")
+
+
+def read_study(root: Path, study: str) -> dict[str, Part]:
+    """The parts of a study by name; an experiment file that belongs to none is a study of its own."""
+    alone = (root / "experiments" / f"{study}.toml").is_file()
+    if study not in STUDIES and not alone:
+        raise WaffleError(f"unknown study {study!r}{suggest(study, STUDIES)}")
+    return {name: read_part(root, name) for name in STUDIES.get(study, (study,))}

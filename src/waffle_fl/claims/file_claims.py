@@ -1,0 +1,190 @@
+"""Claims that an experiment file states itself, as data, and whether its record holds them.
+
+    [[claims]]
+    claim = "with nobody attacking the guard costs at most half a point"
+    of = { guard = "standard", attack = "none" }    # the cells that the claim is about, by their settings and options
+    against = { guard = "off" }                     # each beside the same cell but for this
+    within = 0.5                                    # points of accuracy that it may lie below
+    at = [0.94, 1.0]                                # at these shares of the rounds, or "best", "last", "selected"
+
+In place of `against`, `near_best = 1.0`: no more standard deviations below the best method of the same setting. Cells
+that may fail are named in `except`, each a table like `of` with a `reason`; one that is not needed fails the claim too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from waffle_fl.algorithms import title_of
+from waffle_fl.claims.record_files import Part, unseeded
+from waffle_fl.claims.verdict import Verdict
+from waffle_fl.config import RunConfig, read_toml
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.results import FinishedRun, round_at
+
+SHOWN = 4  # cases that a verdict names
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim over cells: the runs of one config but for their seeds."""
+
+    claim: str
+    of: Mapping[str, Any]
+    against: Mapping[str, Any] = field(default_factory=dict)
+    within: float = 0.0
+    near_best: float = -1.0
+    at: Sequence[float | str] = ("last",)
+    exceptions: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell at one moment: what it reaches, and what it must."""
+
+    config: RunConfig
+    at: float | str
+    found: float
+    wanted: float
+
+
+def stated(file: Path) -> list[Claim]:
+    """The claims of an experiment file."""
+    claims = []
+    for table in read_toml(file)[1].get("claims", []):
+        known = {"except" if name == "exceptions" else name: name for name in Claim.__dataclass_fields__}
+        for key in table:
+            if key not in known:
+                raise WaffleError(f"{file}: unknown key {key!r} in a claim{suggest(key, known)}")
+        claim = Claim(**{known[key]: value for key, value in table.items()})
+        claims.append(replace(claim, at=(claim.at,)) if isinstance(claim.at, str) else claim)
+    return claims
+
+
+def judge(claims: Sequence[Claim], part: Part) -> list[Verdict]:
+    """Every claim, with the cases that decide it: none before the record has all that they need."""
+    cells: dict[str, list[FinishedRun]] = {}
+    for run in part.all_runs:
+        cells.setdefault(unseeded(run.config), []).append(run)
+    incomplete = {unseeded(config) for config in part.missing().values()}
+    whole = {key: runs for key, runs in cells.items() if key not in incomplete}
+    asked = list({unseeded(config): config for config in part.planned().values()}.values())
+    return [_verdict(claim, asked, whole) for claim in claims]
+
+
+def _verdict(claim: Claim, asked: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
+    about = [config for config in asked if matches(config, claim.of)]
+    needed = {unseeded(other): other for config in about for other in (config, *_rivals(claim, config, asked))}
+    lacking = [config for key, config in needed.items() if key not in cells]
+    if lacking or not about:
+        first = f", such as {_named(lacking[0])}" if lacking else ""
+        return Verdict(claim.claim, False, f"no whole record of {len(lacking)} of {len(needed)} cells{first}")
+    cases = [_case(claim, config, at, asked, cells) for config in about for at in claim.at]
+    failed = [case for case in cases if not case.found >= case.wanted]
+    excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
+    needless = [e for e in claim.exceptions if not any(e is used for used in excused.values())]
+    inexcusable = [case for case in failed if id(case) not in excused]
+    closest = inexcusable or [min(cases, key=lambda case: case.found - case.wanted)]
+    more = f" and {len(closest) - SHOWN} more" if len(closest) > SHOWN else ""
+    numbers = f"{len(cases) - len(failed)} of {len(cases)} hold; " + "; ".join(map(_shown, closest[:SHOWN])) + more
+    reasons = dict.fromkeys(str(e.get("reason")) for e in claim.exceptions if e not in needless)
+    numbers += "".join(f"; named: {reason}" for reason in reasons)
+    numbers += "".join(f"; the exception of {_filter(e)} is not needed" for e in needless)
+    return Verdict(claim.claim, not inexcusable and not needless, numbers)
+
+
+def _case(
+    claim: Claim,
+    config: RunConfig,
+    at: float | str,
+    asked: Sequence[RunConfig],
+    cells: Mapping[str, Sequence[FinishedRun]],
+) -> Case:
+    found = 100 * mean(accuracies(cells[unseeded(config)], at))
+    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, asked)]
+    best = max(rivals, key=mean)
+    wanted = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
+    return Case(config, at, found, wanted)
+
+
+def near(best: Sequence[float], deviations: float) -> float:
+    """What lies no more standard deviations below the best."""
+    return mean(best) - deviations * (stdev(best) if len(best) > 1 else 0.0) - ROUNDING
+
+
+def _rivals(claim: Claim, config: RunConfig, asked: Sequence[RunConfig]) -> list[RunConfig]:
+    """What a cell is compared with: the same but for `against`, or every method of its setting."""
+    if claim.against:
+        other = changed(config, claim.against)
+        if unseeded(other) == unseeded(config):
+            raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
+        return [other]
+    return [other for other in asked if other.settings == replace(config.settings, seed=other.settings.seed)]
+
+
+def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The run with other settings or options."""
+    content = config.to_json()
+    known = {**content["settings"], **content["options"]}
+    for key in values:
+        if key not in known:
+            raise WaffleError(f"a claim compares with another {key!r}, which is no setting{suggest(key, known)}")
+    parts = {part: {**content[part], **_present(values, content[part])} for part in ("settings", "options")}
+    return RunConfig.from_json(json.loads(json.dumps({**content, **parts})))
+
+
+def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
+    """Does a run have these settings and options? A list offers a choice."""
+    content = config.to_json()
+    known = {**content["options"], **content["settings"], "method": config.method}
+    wanted = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
+    return all(key in known and known[key] in choice for key, choice in wanted.items())
+
+
+def accuracies(runs: Sequence[FinishedRun], at: float | str) -> list[float]:
+    """Of each run at a share of its rounds or by a protocol; a run that diverged before knows nothing."""
+    if isinstance(at, str):
+        return [_by_protocol(run, at) for run in runs]
+    return [_at_share(run, at) for run in runs]
+
+
+def _at_share(run: FinishedRun, at: float) -> float:
+    line = round_at(run, at)
+    if line is None and run.result["status"] != "diverged":
+        raise WaffleError(f"a claim is about {at:g} of the rounds, which no record keeps of {_named(run.config)}")
+    return float(line["accuracy"]) if line else 0.0
+
+
+def _by_protocol(run: FinishedRun, at: str) -> float:
+    if run.result["status"] == "diverged" and (at == "last" or at not in run.result):
+        return 0.0
+    if "accuracy" not in run.result.get(at, {}):
+        raise WaffleError(f"a claim is about the accuracy by {at!r}, which {_named(run.config)} does not have")
+    return float(run.result[at]["accuracy"])
+
+
+def _present(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in known}
+
+
+def _named(config: RunConfig) -> str:
+    s, default = config.settings, RunConfig(method=config.method, settings=type(config.settings)()).to_json()
+    odd = {k: v for k, v in config.to_json()["options"].items() if v != default["options"][k]}
+    attack = [f"{s.attack} x {s.attackers}"] if s.attack != default["settings"]["attack"] else []
+    guard = [f"guard {s.guard}"] if s.guard != default["settings"]["guard"] else []
+    return " ".join([s.column, title_of(config.method), *map(str, odd.values()), *attack, *guard])
+
+
+def _shown(case: Case) -> str:
+    when = case.at if isinstance(case.at, str) else f"{case.at:g} R"
+    return f"{_named(case.config)} at {when}: {case.found:.2f}, at least {case.wanted:.2f} wanted"
+
+
+def _filter(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items() if key != "reason")

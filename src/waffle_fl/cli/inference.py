@@ -1,0 +1,83 @@
+"""The commands that use a finished run: predict and export."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from waffle_fl.atomic_files import write_atomically
+from waffle_fl.cli.flags import parse
+from waffle_fl.cli.progress import Folder, Notes
+from waffle_fl.errors import writable
+from waffle_fl.inference import exporting, predicting
+from waffle_fl.inference.trained_run import open_run
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """What a run's model says of new data: waffle predict RUN data.csv."""
+
+    @dataclass(frozen=True)
+    class Predict:
+        """One line a row: the predicted class and the probability of each, or the number; and metrics, if told how."""
+
+        run: tyro.conf.Positional[Path]
+        """The run's folder."""
+        data: tyro.conf.Positional[Path]
+        """A table like those trained on (.csv, .parquet), its target column or not; or x (and y) in .npz, x in .npy."""
+        out: str = ""
+        """Write the lines to this .csv file in place of standard output."""
+        json: bool = False
+        """Predictions and metrics as JSON on stdout."""
+        folder: Folder = field(default_factory=Folder)
+
+    args = parse(Predict, arguments, "predict")
+    notes = Notes()
+    trained = open_run(args.run, trust=args.folder.trust, force=args.folder.force, warn=notes.add)
+    found = predicting.predict(trained, args.data)
+    notes.show()
+    if args.out:
+        with writable(Path(args.out)):
+            write_atomically(Path(args.out), found.to_csv().encode())
+    if args.json:
+        where = {"out": args.out} if args.out else {"predictions": found.to_json()}
+        told = {} if found.metrics is None else {"metrics": found.metrics}
+        print(json.dumps({"run": str(args.run), "rows": len(found.values), **where, **told}))
+        return 0
+    if not args.out:
+        print(found.to_csv(), end="")
+    if found.metrics is not None:
+        numbers = ((name.replace("_", " "), value) for name, value in found.metrics.items())
+        text = ", ".join(f"{name} {'n/a' if value is None else f'{value:.4f}'}" for name, value in numbers)
+        print(f"{len(found.values)} rows: {text}", file=sys.stdout if args.out else sys.stderr)
+    return 0
+
+
+def export(arguments: Sequence[str]) -> int:
+    """A run's model for other programs, with a card: waffle export RUN."""
+
+    @dataclass(frozen=True)
+    class Export:
+        """Write the model as safetensors, a card in JSON, and a program that runs without this library."""
+
+        run: tyro.conf.Positional[Path]
+        """The run's folder."""
+        out: str = ""
+        """Where to; by default the folder `export` in the run's."""
+        format: exporting.Format = "exported"
+        """The program: torch.export (model.pt2), TorchScript, ONNX (needs waffle-fl[onnx]), or none."""
+        json: bool = False
+        """The files as JSON on stdout."""
+        folder: Folder = field(default_factory=Folder)
+
+    args = parse(Export, arguments, "export")
+    notes = Notes()
+    trained = open_run(args.run, trust=args.folder.trust, force=args.folder.force, warn=notes.add)
+    files = [str(path) for path in exporting.export(trained, Path(args.out or args.run / "export"), args.format)]
+    notes.show()
+    print(json.dumps({"run": str(args.run), "files": files}) if args.json else "\n".join(files))
+    return 0

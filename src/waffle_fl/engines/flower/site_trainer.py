@@ -1,0 +1,69 @@
+"""A site's row: a federation of one, trained and examined by the code that trains and examines the simulator's rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from waffle_fl.algorithms import Algorithm, Net, for_model
+from waffle_fl.batches import Batches
+from waffle_fl.engines.arithmetic import one_thread, products
+from waffle_fl.engines.candidate_losses import CandidateLosses
+from waffle_fl.engines.cuda_graphs import Graphs
+from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.outcomes import to_numbers
+from waffle_fl.engines.row_training import RowTraining
+from waffle_fl.engines.run_spec import prepared
+from waffle_fl.engines.tree import tree_map
+from waffle_fl.federation import Federation
+from waffle_fl.models import FlatModel
+
+
+class Row:
+    """One agent of a run. Each call is pure: the same state, round and attempt give the same bits."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        model: FlatModel,
+        seed: int,
+        batch_size: int,
+        epochs: int,
+        augment: bool,
+    ) -> None:
+        self.model = prepared(model, federation)
+        self.algorithm = for_model(algorithm, self.model.layers)
+        self.federation = federation.to(model.device, model.dtype)
+        batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment)
+        self.steps = batches.steps[0]
+        losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
+        self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)
+        self._net = model.init(seed)
+
+    def start(self) -> Any:
+        """The agent's state before the first round."""
+        return self.algorithm.init(self._net, 1)[1]
+
+    def blank_down(self) -> Any:
+        """What is sent down at the start: the names, shapes and types of all that will be."""
+        return self.algorithm.broadcast(self.algorithm.init(self._net, 1)[0], 1)
+
+    def train(self, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
+        """A2.5-12: (the agent's state afterwards, its update)."""
+        with one_thread(), products(self.model.precision):
+            ((after, up),) = self._training.round([(down, agents)], r, attempt, rounds_left=1)
+        return after, up
+
+    def own_model(self, down: Any, agents: Any) -> Net:
+        """The model that the agent would use, from what it was sent and what it holds."""
+        sent = SimpleNamespace(**tree_map(lambda field: field[0], down)._asdict())
+        net = self.algorithm.personal(sent, agents, 1)
+        return Net(net.params[0], net.stats[0])
+
+    def examine(self, net: Net) -> dict[str, float]:
+        """Scores on the agent's own held-out data, in the bits of the simulator."""
+        with one_thread(), products(self.model.precision):
+            found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], moment=1.0)
+            (scores,) = to_numbers(found)
+        return scores

@@ -1,0 +1,172 @@
+"""Messages that survive a restart: who is online, by the key it has proven, and an exchange with a deadline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from waffle_fl.engines.flower.messages import WORDS, Message, packed, unpacked
+from waffle_fl.errors import WaffleError
+
+PAUSE = 0.3  # seconds between two looks for replies
+LONGEST_PAUSE = 2.0  # while nothing comes for long
+OFFLINE = 5  # Flower's code for a node that it has not heard of for too long
+TRIES = 3  # how often a message is sent again to a node whose process died over it
+
+MessageFactory: TypeAlias = Callable[[], Message]  # written when it is sent, so that only one is in memory
+Watch: TypeAlias = Callable[[Collection[str] | None, Collection[str]], None]  # (sites online, sites waited for)
+
+
+@dataclass
+class TransferLimit:
+    """Stops a transfer before it is read, if more bytes are announced than are left: a site cannot fill our memory."""
+
+    left: float = math.inf
+    piece: float = math.inf  # what an honest site sends at once
+
+    def __call__(self, response: Any) -> None:
+        announced = int(response.headers.get("content-length", 0))
+        self.left -= announced
+        if self.left < 0 or announced > self.piece:
+            raise WaffleError("more bytes than any message of ours")
+
+
+@dataclass
+class Transport:
+    """The sites that Flower's grid can reach. A node is who its public key says, whatever it is called or replies."""
+
+    grid: Any
+    keys: Mapping[bytes, str]  # public key -> site
+    max_bytes: int
+    watch: Watch = lambda online, waiting: None
+    log: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
+
+        self._scale, self._end = TransferLimit(piece=CHUNK + WORDS), math.inf
+        self._seen: dict[str, float] = {}  # when each site was online last
+        if client := getattr(self.grid, "_runtime_client", None):
+            client._client.event_hooks = {"response": [self._scale]}  # Flower itself fetches a reply of any size
+            import_module(type(self.grid).__module__).pull_objects = self._fetch  # type: ignore[attr-defined]
+
+    def online(self) -> dict[str, Any] | None:
+        """The nodes that Flower has heard of lately, by site; None while the SuperLink is not heard of itself."""
+        from httpx import HTTPError
+
+        try:
+            nodes = [(self.keys.get(bytes(node.public_key)), node) for node in self.grid.get_nodes()]
+        except HTTPError:
+            return None
+        return {name: node for name, node in nodes if name is not None}
+
+    def wait(self, names: Sequence[str], seconds: float, suffice: Callable[[Collection[str]], bool]) -> list[str]:
+        """Wait until the sites that are online suffice; those of `names` that are missing then, or in the end."""
+        end = time.monotonic() + seconds
+        while True:
+            online = self.online() or {}
+            missing = [name for name in names if name not in online]
+            self.watch(online, missing)
+            if suffice(online) or time.monotonic() >= end:
+                return missing
+            time.sleep(min(1.0, max(0.1, end - time.monotonic())))
+
+    def exchange(
+        self, letters: Mapping[str, MessageFactory], kind: str, seconds: float, grace: float
+    ) -> Iterator[tuple[str, Message]]:
+        """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again.
+
+        Each is waited for so many seconds; one that has been offline for `grace` seconds by then, not at all.
+        """
+        waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
+        sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
+        self._end, pause = time.monotonic() + seconds, PAUSE
+        self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
+        while waiting and time.monotonic() < self._end:
+            online, looked = self.online(), time.monotonic()
+            self.watch(online, list(waiting))
+            self._seen |= dict.fromkeys(waiting if online is None else online, looked)
+            for name, node in (online or {}).items():
+                mark = node.node_id, node.last_activated_at
+                if name in waiting and marks.get(name) != mark:  # not asked yet, or it was restarted and forgot
+                    number = self._pushed(waiting[name](), node.node_id, kind)
+                    if number is not None:
+                        marks[name], sent[number] = mark, name
+            for number, name in list(sent.items()):
+                try:
+                    reply = self._pulled(number)
+                    if reply is None:
+                        continue
+                    parcel = None if reply.has_error() else unpacked(reply.content, self.max_bytes)
+                except WaffleError as error:
+                    parcel = Message({"error": str(error)})
+                del sent[number]
+                if name not in waiting:
+                    self.log.append((name, "a second reply in one round"))
+                    continue
+                if parcel is None:
+                    self.log.append((name, f"Flower says: {_cause(reply.error)}"))
+                    tries[name] += reply.error.code != OFFLINE
+                    marks.pop(name, None)
+                    if tries[name] >= TRIES:
+                        waiting.pop(name)
+                    continue
+                waiting.pop(name)
+                pause = PAUSE
+                yield name, parcel
+            if all(looked - self._seen[name] >= grace for name in waiting):  # not by how long we fetched since
+                return
+            time.sleep(pause)
+            pause = min(1.1 * pause, LONGEST_PAUSE)
+
+    def _pushed(self, parcel: Message, node: int, kind: str) -> str | None:
+        """The number of the message, or None if it could not be sent now."""
+        from flwr.app import Message
+        from httpx import HTTPError
+
+        ttl = max(1.0, self._end - time.monotonic())
+        try:
+            return next(iter(self.grid.push_messages([Message(packed(parcel), node, kind, ttl=ttl)])), None)
+        except HTTPError:
+            return None
+
+    def _fetch(self, object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+        """Flower's own way, to the deadline; it would wait for hours for a reply whose sender died over it."""
+        from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+        left = max(0.0, self._end - time.monotonic())
+        return pull_objects(object_ids, pull_object_fn, max_time=left, backoff_cap=LONGEST_PAUSE)
+
+    def _pulled(self, number: str) -> Any:
+        """The answer to one message, or None if it is not there yet.
+
+        Each is fetched by itself, so that what a site has sent can spoil no other's answer.
+        """
+        from httpx import HTTPError
+
+        self._scale.left = self.max_bytes
+        try:
+            return next(iter(self.grid.pull_messages([number])), None)
+        except HTTPError:
+            return None
+        except WaffleError:
+            raise
+        except Exception as error:
+            raise WaffleError(f"not a message that Flower can read ({type(error).__name__})") from None
+        finally:
+            self._scale.left = math.inf
+
+
+def _cause(error: Any) -> str:
+    """Flower's code, and of its reason nothing that a site's exception could have put there."""
+    known = {
+        3: "message unavailable",
+        4: "reply unavailable",
+        OFFLINE: "node unavailable",
+        8: "the site's process died",
+    }
+    return known.get(error.code, f"error {error.code}")

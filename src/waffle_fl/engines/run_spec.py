@@ -1,0 +1,128 @@
+"""What a simulation takes and gives: a Cell is one run, an Outcome is the result of one of its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Any, NamedTuple, TypedDict
+
+from waffle_fl.algorithms import Algorithm, Net, for_model
+from waffle_fl.constraints import at_least, check_fields, parameter
+from waffle_fl.errors import Diverged, WaffleError
+from waffle_fl.federation import Federation
+from waffle_fl.guard import Guard
+from waffle_fl.models import FlatModel
+
+Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
+Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
+
+
+class State(NamedTuple):
+    """Everything a federation carries from round to round."""
+
+    server: Any
+    agents: Any
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """How the rounds of a simulation are computed, the same for all of its runs."""
+
+    rounds: int = parameter(MISSING, at_least(1))
+    batch_size: int = parameter(32, at_least(1))
+    epochs: int = parameter(1, at_least(1))
+    augment: bool = False
+    guard: Guard = "off"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: a federation, an algorithm, a seed."""
+
+    algorithm: Algorithm
+    federation: Federation
+    seed: int
+    state: State | None = None  # where to resume; None starts from a random model
+    tamper: Tamper | None = None  # changes the updates on their way, as tensors
+    post: Transport | None = None  # changes them as bytes: every update is packed, posted and unpacked
+    attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
+    asked: frozenset[int] | None = None  # the agents whose own models are needed; None: all
+
+    def __post_init__(self) -> None:
+        if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
+            raise WaffleError(f"algorithm: expected an instance such as Waffle(), got {self.algorithm!r}")
+        if not isinstance(self.federation, Federation):
+            raise WaffleError(f"federation: expected a Federation, got {type(self.federation).__name__}")
+        if type(self.seed) is not int or self.seed < 0:
+            raise WaffleError(f"seed: expected an integer of at least 0, got {self.seed!r}")
+        if not 0 <= self.federation.alice < self.federation.agents:
+            last = self.federation.agents - 1
+            raise WaffleError(f"alice: expected an agent from 0 to {last}, got {self.federation.alice}")
+
+
+class Measured(TypedDict, total=False):
+    """The measurements of one round, as `rounds.jsonl` and `Outcome.measured` hold them; None is not finite."""
+
+    round: int  # 1-based
+    accuracy: float  # of Alice's model on her test data (classification)
+    rmse: float | None  # the same for regression, in the target's unit
+    loss: float | None  # mean loss on Alice's test data
+    validation_accuracy: float  # the same on her validation data, where she has some
+    validation_rmse: float | None
+    validation_loss: float | None
+    backdoor: float  # share of stamped samples that the backdoor attack misclassifies as it wants
+    weights: list[float]  # each agent's weight in Alice's model
+    alpha: list[float]  # WAFFLE: this round's own weights, before smoothing
+    distances: list[float]  # WAFFLE: d_i of Algorithm 1
+    omega: float  # WAFFLE: degree of personalisation
+    psi: float
+    norms: list[float]  # norm of each agent's update
+    screened: dict[str, str]  # agents whose update was rejected or clipped, and why
+    refused: list[list[str]]  # messages that could not be read: agent, reason
+    attackers_weight: float  # sum of the attackers' weights
+    seconds: float  # of computing this round
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one round of one run."""
+
+    cell: int  # the run's place in the list that was given to `simulate`
+    round: int
+    measured: Measured
+    state: State  # after this round; a Cell that is given it resumes here
+    attempt: int = 0  # rejected attempts before this one
+    error: Diverged | None = None  # why the run ends here
+
+
+def prepared(model: FlatModel, federation: Federation) -> FlatModel:
+    """The model, which has seen two samples of the federation and knows how it trains."""
+    some = federation.train[federation.alice][:2]
+    return model.prepared(federation.x[some], federation.y[some]) if len(some) else model
+
+
+def fitted(cell: RunSpec, model: FlatModel) -> RunSpec:
+    """The cell with its algorithm prepared for the model's layers."""
+    return replace(cell, algorithm=for_model(cell.algorithm, model.layers))
+
+
+def own_net(cell: RunSpec, state: State, model: FlatModel) -> Net:
+    """Alice's model in this state."""
+    alice, algorithm = cell.federation.alice, fitted(cell, model).algorithm
+    net = algorithm.personal(state.server, state.agents, cell.federation.agents)
+    return Net(net.params[alice], net.stats[alice])
+
+
+def on_device(cells: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:
+    """The cells with their data where the model is; what some of them share is moved once and goes on being shared."""
+    moved: dict[int, Any] = {}
+    return [replace(cell, federation=cell.federation.to(model.device, model.dtype, moved)) for cell in cells]
+
+
+def initial_state(cell: RunSpec, model: FlatModel) -> State:
+    """A2.1: one random model for all agents."""
+    server, agents = fitted(cell, model).algorithm.init(model.init(cell.seed), cell.federation.agents)
+    return State(server, agents)

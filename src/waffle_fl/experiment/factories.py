@@ -1,0 +1,184 @@
+"""What settings stand for: the federation, the model, and what a careful colleague would say of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from waffle_fl.algorithms.partial_sharing import Parts
+from waffle_fl.algorithms.schedules import ADAPTIVE, evaluate
+from waffle_fl.attacks import NONE, parse, poisoned
+from waffle_fl.config import ALL_ALICES, RunConfig, Settings
+from waffle_fl.data import Dataset, load
+from waffle_fl.data.files import data_dir as data_folder
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment.runtime import Runtime
+from waffle_fl.federation import Federation, build, index_of, pool_of
+from waffle_fl.folder_federation import folder_federation
+from waffle_fl.models import BY_AXES, DEFAULTS, FlatModel, builder, cross_entropy, squared_error
+from waffle_fl.partition import split
+
+COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
+
+
+@lru_cache(maxsize=2)
+def _dataset(name: str, folder: str, allow_unverified: bool) -> Dataset:
+    return load(name, folder, allow_unverified)
+
+
+@lru_cache(maxsize=2)
+def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tensor]:
+    return pool_of(_dataset(name, folder, allow_unverified))
+
+
+def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
+    """The federation that the settings describe; runs share it that differ in their seed, or in what happens later."""
+    s = replace(s, seed=0, guard="off")
+    if parse(s.attack).poison is None:
+        s = replace(s, attack=NONE, attackers=1)
+    elif not s.is_own:
+        return _attacked(s, data_dir, allow_unverified)
+    folder = _own_folder(s.data, data_dir) if s.is_own else None
+    if folder:
+        whole = folder_federation(s, folder, None if s.alice == ALL_ALICES else s.alice)
+    else:
+        whole = _federation(replace(s, leave_out=()), data_dir, allow_unverified)
+    whole = whole.without(*s.leave_out) if s.leave_out else whole
+    return poisoned(whole, s.attack, s.attackers) if s.attack != NONE else whole
+
+
+@lru_cache(maxsize=32)
+def _attacked(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
+    """A backdoor needs a pool of its own, which all runs on it share."""
+    return poisoned(federation_of(replace(s, attack=NONE), data_dir, allow_unverified), s.attack, s.attackers)
+
+
+def _own_folder(name: str, place: str) -> Path | None:
+    """A folder of the user's own: a path, or a name beside the data sets."""
+    if os.sep in name or Path(name).is_dir():
+        return Path(name)
+    beside = data_folder(place) / name
+    return beside if beside.is_dir() else None
+
+
+@lru_cache(maxsize=64)  # as many columns as a table may have: each shift of features is a pool of its own
+def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
+    dataset = _dataset(s.data, data_dir, allow_unverified)
+    names = [f"agent {i}" for i in range(s.agents)]
+    alice = index_of(s.alice, names)
+    partition = split(
+        dataset.y_train,
+        dataset.y_test,
+        s.split,
+        agents=s.agents,
+        classes=dataset.classes,
+        alice=alice,
+        seed=s.split_seed,
+        samples_per_agent=s.samples_per_agent,
+        validation=s.validation,
+        test=s.test,
+        shares=s.shares or None,
+        sizes=s.sizes,
+        direction=s.direction,
+        permutation_seed=s.permutation_seed,
+        shared_permutation=s.shared_permutation,
+        shift=s.shift,
+    )
+    return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
+
+
+def origin(s: Settings, place: Runtime) -> dict[str, Any]:
+    """What the record says of where the data came from."""
+    if s.is_own:
+        return {}
+    dataset = _dataset(s.data, place.data_dir, place.allow_unverified)
+    return {"data_verified": dataset.verified, **({"data_note": dataset.note} if dataset.note else {})}
+
+
+def advice(config: RunConfig, federation: Federation, parts: Parts | None = None) -> list[str]:
+    """What a careful colleague would mention before the run; `parts` is where the method cuts its model, if it does."""
+    notes = list(federation.notes)
+    if parts and not any((*parts.params[1::2], *parts.stats[1::2])):
+        notes.append("no layer of this model stays with its agent: one model for all")
+    if parts and not any(parts.params[::2]):
+        notes.append("every layer of this model stays with its agent: this is Local")
+    if config.method == "per-fedavg":
+        s, needed = config.settings, config.algorithm().batches_an_update  # type: ignore[attr-defined]
+        steps = (s.epochs * -(-n // s.batch_size) for n in federation.samples.tolist())
+        short = [name for name, k in zip(federation.names, steps, strict=True) if 0 < k < needed]
+        if short:
+            notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches a round, which an update takes")
+    if config.method == "fedfomo" and not len(federation.validation[federation.alice]):
+        notes.append("no validation data: models are judged by samples that Alice trains on (set validation)")
+    empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
+    if empty:
+        notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
+    if federation.drifts(federation.alice):
+        notes.append("Alice's own labels drift: rounds are tested on other labels each, so read the last, not the best")
+    if config.method == "waffle":
+        if federation.agents == 1:
+            notes.append("a single agent: this is Local")
+        adaptive = config.options.get("psi") == ADAPTIVE
+        if federation.agents == 2 and adaptive and config.options.get("denominator", "max") == "max":
+            notes.append("two agents: with the denominator max both weigh the same; choose range")
+        if federation.agents == 2 and not adaptive:
+            notes.append("two agents: the paper's weights are 0/0, both weigh the same until 95 % of the rounds")
+        if config.settings.rounds < 20 and not adaptive:
+            notes.append("fewer than 20 rounds: the last 5 %, in which Alice trains alone, are at most one round")
+    return notes
+
+
+def model_of(s: Settings, federation: Federation, place: Runtime, device: torch.device) -> FlatModel:
+    """The model that the settings describe, on its device."""
+    build_module = builder(s.model, s.data, federation.shape, federation.outputs)
+    steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
+    pays = device.type == "cuda" and steps >= COMPILE_PAYS
+    return FlatModel(
+        build_module,
+        loss=squared_error if federation.task == "regression" else cross_entropy,
+        precision=s.precision,
+        device=device,
+        stacked=None if place.rows == "auto" else place.rows == "stacked",
+        compiled=pays if place.compile == "auto" else place.compile == "on",
+    )
+
+
+def model_name(s: Settings, shape: Sequence[int]) -> str:
+    """The network that is built for samples of this shape: what `auto` stands for, or the name that was given."""
+    return (DEFAULTS.get(s.data) or BY_AXES.get(len(shape), "mlp")) if s.model == "auto" else s.model
+
+
+def check_once(s: Settings, model: FlatModel, federation: Federation) -> None:
+    """Check a built-in model once for data of a kind; a model of the user's own also finds out how it trains."""
+    kind = (s.model, s.data, federation.shape, federation.outputs, federation.task)
+    if ":" in s.model or kind not in _fitting:
+        check_output(s.model, model, federation)
+        _fitting.add(kind)
+
+
+_fitting: set[tuple[Any, ...]] = set()
+
+
+def check_output(name: str, model: FlatModel, federation: Federation) -> None:
+    """Refuse a model that does not fit the data, before the first round."""
+    rows = federation.train[federation.alice][:2]
+    try:
+        model.prepared(federation.x[rows], federation.labels(federation.alice, rows), federation.outputs)
+    except WaffleError as error:
+        raise WaffleError(f"{name}: {error}") from None
+
+
+def check_schedules(config: RunConfig) -> None:
+    """A schedule that leaves [0, 1] in any round is told before the first."""
+    for name in ("omega", "psi"):
+        schedule = getattr(config.algorithm(), name, None)
+        if schedule not in (None, ADAPTIVE):
+            for r in range(1, config.settings.rounds + 1):
+                evaluate(schedule, name, r, config.settings.rounds)

@@ -1,0 +1,114 @@
+"""A finished run's model for other programs: its tensors, a card that says what it is, a program that runs alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from waffle_fl.atomic_files import write_atomically
+from waffle_fl.errors import WaffleError, writable
+from waffle_fl.inference.model_card import card
+from waffle_fl.inference.trained_run import Trained
+from waffle_fl.records import read_json, write_json
+
+Format: TypeAlias = Literal["exported", "torchscript", "onnx", "none"]
+EXAMPLES = 4  # samples that a program is made with; it takes any number
+
+
+def export(trained: Trained, out: Path, form: Format = "exported") -> list[Path]:
+    """Write the model, its program and, last of all, its card; return the files. Each is there whole or not at all."""
+    contents = {"model.safetensors": (trained.run.folder / "model.safetensors").read_bytes()}
+    if form != "none":
+        name, make = PROGRAMS[form]
+        contents[name] = _made(trained, name, make)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    digests = {**_beside(out, digests["model.safetensors"]), **digests}
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            write_atomically(out / name, content)
+        write_json(out / "card.json", card(trained, digests))
+    return [*(out / name for name in contents), out / "card.json"]
+
+
+def _beside(out: Path, model: str) -> dict[str, str]:
+    """What earlier exports of the same model left in the folder, by their card."""
+    files = (read_json(out / "card.json") or {}).get("files", {})
+    return {name: digest for name, digest in files.items() if files.get("model.safetensors") == model}
+
+
+def _made(trained: Trained, name: str, make: Callable[[Trained, Tensor, Path], None]) -> bytes:
+    x = torch.randn(EXAMPLES, *trained.shape, dtype=trained.dtype, generator=torch.Generator().manual_seed(0))
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        try:
+            make(trained, x, Path(folder) / name)
+        except WaffleError:
+            raise
+        except Exception as error:  # torch's exporters raise errors of many kinds at a model they cannot follow
+            reason = " ".join(str(error).split())[:200]
+            raise WaffleError(
+                f"this model cannot be written as {name} ({type(error).__name__}: {reason}): choose another --format"
+            ) from None
+        return (Path(folder) / name).read_bytes()
+
+
+def _exported(trained: Trained, x: Tensor, path: Path) -> None:
+    torch.export.save(_program(trained, x), path)
+    _compare(trained, torch.export.load(path).module(), x)
+
+
+def _torchscript(trained: Trained, x: Tensor, path: Path) -> None:
+    torch.jit.save(torch.jit.trace(trained.module, (x,)), str(path))  # type: ignore[no-untyped-call]
+    _compare(trained, torch.jit.load(str(path)), x)  # type: ignore[no-untyped-call]
+
+
+def _onnx(trained: Trained, x: Tensor, path: Path) -> None:
+    missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise WaffleError(f'--format onnx needs {" and ".join(missing)}: pip install "waffle-fl[onnx]"')
+    made: Any = torch.onnx.export(
+        _program(trained, x), input_names=["x"], output_names=["output"], dynamo=True, verbose=False
+    )
+    made.save(path, external_data=False)
+
+
+def _program(trained: Trained, x: Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(trained.module, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+
+
+def _compare(trained: Trained, program: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """A program must answer as the model does, also another number of rows than it was made with."""
+    for rows in (x, x[:1]):
+        if not torch.allclose(program(rows), trained.module(rows), rtol=1e-5, atol=1e-6):
+            raise WaffleError("the exported program answers otherwise than the model: choose another --format")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch's exporters speak of their own future and of packages that are not needed here."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+PROGRAMS: dict[Format, tuple[str, Callable[[Trained, Tensor, Path], None]]] = {
+    "exported": ("model.pt2", _exported),
+    "torchscript": ("model.torchscript.pt", _torchscript),
+    "onnx": ("model.onnx", _onnx),
+}

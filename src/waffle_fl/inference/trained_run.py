@@ -1,0 +1,107 @@
+"""A finished run, opened for use: its model as a torch module, and all one must know to ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from waffle_fl.algorithms import title_of
+from waffle_fl.config import RunConfig
+from waffle_fl.engines.evaluation import SCORE_ROWS
+from waffle_fl.errors import WaffleError
+from waffle_fl.manifest import Warn, verify
+from waffle_fl.models import FlatModel, builder
+from waffle_fl.records import read_json
+from waffle_fl.results import FinishedRun, read_run
+from waffle_fl.tensorfile import read_tensors
+from waffle_fl.user_data import Preprocessing, Task
+
+MODEL = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Alice's model and how it is to be asked."""
+
+    run: FinishedRun
+    module: nn.Module  # on the CPU, in evaluation mode
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of a sample
+    task: Task
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing | None  # of tables
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """What the model says: a score for each class, or a number in the target's own unit."""
+        return outputs(self.module, x.to(self.dtype))
+
+
+def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Warn | None = None) -> Trained:
+    """Read a run folder back, every part of it checked.
+
+    A model of the user's own (`module:name`) is imported only with `trust`; files that are not what the run wrote are
+    an error, with `force` a warning. `warn` receives the warnings, which by default are Python's."""
+    run = read_run(folder, trust=trust, force=force, model=True)
+    if run.result.get("status") != "finished":
+        raise WaffleError(f"the run in {folder} has no model: {run.result.get('message', 'it did not finish')}")
+    try:
+        shape = tuple(int(side) for side in run.provenance["sample"])
+        task: Task = "regression" if run.provenance["task"] == "regression" else "classification"
+        classes = tuple(map(str, run.provenance["classes"]))
+    except (KeyError, TypeError, ValueError):
+        raise WaffleError(
+            f"{folder}: provenance.json lacks `sample`, `task` or `classes`: run it again with this waffle-fl"
+        ) from None
+    check_portable(run.config)
+    verify(folder, (MODEL,), force, warn)
+    s = run.config.settings
+    build = builder(s.model, s.data, shape, len(classes) if task == "classification" else 1)
+    fitted = read_json(folder / "preprocessing.json")
+    model = FlatModel(build, precision=s.precision)
+    _, tensors = read_tensors(folder / MODEL, model.state_dict(model.init(0)))
+    preprocessing = Preprocessing.from_json(fitted) if fitted else None
+    module = filled(build, model.dtype, tensors)
+    if task == "regression" and preprocessing:
+        module = nn.Sequential(module, InUnit(preprocessing)).eval()
+    return Trained(run, module, model.dtype, shape, task, classes, preprocessing)
+
+
+def check_portable(config: RunConfig) -> None:
+    """A model can be used elsewhere only if it answers without its agent's training data."""
+    if hasattr(config.algorithm(), "answer"):
+        raise WaffleError(
+            f"{title_of(config.method)} answers with Alice's training data at hand, which no model holds: its answers "
+            "to her test data are in predictions.safetensors; for a model to use elsewhere train another method"
+        )
+
+
+class InUnit(nn.Module):
+    """From a standardised number to the target's own unit, in double: a time in seconds has many digits."""
+
+    def __init__(self, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.mean, self.deviation = preprocessing.target_mean, preprocessing.target_deviation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mean + self.deviation * x.double()
+
+
+@torch.no_grad()
+def filled(build: Callable[[], nn.Module], dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module of its own that holds these tensors, ready to be asked."""
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        module = build().to("cpu", dtype)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in tensors:
+            tensor.copy_(tensors[name])
+    return module.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def outputs(module: nn.Module, x: Tensor) -> Tensor:
+    """A module's answers, some rows at a time."""
+    return torch.cat([module(part) for part in torch.split(x, SCORE_ROWS)])

@@ -1,0 +1,21 @@
+"""Your own data: a folder with one file or folder an agent, or arrays, becomes the samples of a federation."""
+
+from __future__ import annotations
+
+from waffle_fl.user_data.agent_data import AgentData, CollectedData, ReadOptions
+from waffle_fl.user_data.arrays import gather, stacked
+from waffle_fl.user_data.folder_reader import read_folder
+from waffle_fl.user_data.preprocessing import Column, Preprocessing, Task, Wish
+
+__all__ = [
+    "AgentData",
+    "CollectedData",
+    "Column",
+    "Preprocessing",
+    "ReadOptions",
+    "Task",
+    "Wish",
+    "gather",
+    "read_folder",
+    "stacked",
+]

@@ -1,0 +1,82 @@
+"""What every way of bringing data ends in: samples, targets, and which of them are for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.preprocessing import Preprocessing, Scope, Task, Wish
+from waffle_fl.user_data.splitting import Rows, hold_out
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How data is to be read; the names are those of the settings."""
+
+    target: str = ""
+    categorical: tuple[str, ...] = ()
+    preprocessing: Scope = "federated"
+    task: Wish = "auto"
+    test_share: float = 0.25
+    validation: float = 0.0
+    split_seed: int = 0
+    min_category: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 < self.test_share < 1 and 0 <= self.validation < 1):
+            given = f"{self.test_share} and {self.validation}"
+            raise WaffleError(f"expected test_share above 0 and validation from 0, both below 1, got {given}")
+        for name, choices in (("task", Wish), ("preprocessing", Scope)):
+            value, known = getattr(self, name), choices.__args__  # type: ignore[attr-defined]
+            if value not in known:
+                raise WaffleError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+
+
+class AgentData(NamedTuple):
+    """One agent's samples, and which of them it trains on, selects a round with, and is tested on."""
+
+    x: Array
+    y: Array
+    train: Rows
+    validation: Rows
+    test: Rows
+
+
+class CollectedData(NamedTuple):
+    """A whole federation, before it is one."""
+
+    agents: dict[str, AgentData]
+    task: Task
+    class_names: tuple[str, ...]
+    preparations: tuple[Preprocessing, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Divided(NamedTuple):
+    train: Rows
+    validation: Rows
+    test: Rows
+
+
+def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, how: ReadOptions) -> Divided:
+    """The rows before `given` train and the others test; without it, we hold a share of each class out."""
+    if given is None:
+        test, rest = hold_out(keys, classes, how.test_share, how.split_seed, "test")
+    else:
+        rest, test = np.arange(given), np.arange(given, len(keys))
+    inner = None if classes is None else classes[rest]
+    validation, train = hold_out([keys[i] for i in rest], inner, how.validation, how.split_seed, "validation")
+    return Divided(rest[train], rest[validation], test)
+
+
+def check_classes(task: Task, classes: Sequence[str]) -> None:
+    if task == "classification" and len(classes) < 2:
+        found = f"only {classes[0]!r}" if classes else "none"
+        raise WaffleError(f"expected at least two classes among all agents, got {found}: nothing is to be told apart")

@@ -1,0 +1,143 @@
+"""Everything that may be wrong with an agent's arrays, told before any work."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.preprocessing import Wish
+from waffle_fl.user_data.splitting import Rows
+
+Array: TypeAlias = NDArray[Any]
+
+
+def as_arrays(name: str, given: Any) -> list[Array]:
+    """(x, y) or (x_train, y_train, x_test, y_test), as arrays."""
+    try:
+        arrays = [native(array) for array in given]
+    except (ValueError, TypeError):
+        raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
+    if len(arrays) not in (2, 4) or any(array.ndim == 0 for array in arrays):
+        raise WaffleError(
+            f"{name}: expected the four arrays x_train, y_train, x_test, y_test, or x and y, got {len(arrays)}"
+        )
+    if any(labels.ndim != 1 for labels in arrays[1::2]):
+        raise WaffleError(f"{name}: expected labels with one axis, one integer a sample (or one number, to regress)")
+    return arrays
+
+
+def native(given: Any) -> Array:
+    """An array in a form that torch can hold."""
+    array = np.asarray(given)
+    kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
+    return array.astype(kind, copy=False)
+
+
+def check_names(names: Sequence[str]) -> None:
+    if not names:
+        raise WaffleError("expected at least one agent, got none")
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise WaffleError(f"two agents are called {doubled!r}: give each a name of its own")
+
+
+def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
+    """As many targets as samples, all of them finite, and labels that count from 0."""
+    words = ("training", "test") if len(arrays) == 4 else ("given",)
+    for part, x, y in zip(words, arrays[::2], arrays[1::2], strict=True):
+        if len(x) != len(y):
+            raise WaffleError(f"{name}: {len(x)} {part} samples but {len(y)} labels")
+        if task == "classification":
+            _check_labels(name, part, y)
+        elif not is_real(y):
+            raise WaffleError(f"{name}: expected numbers to predict, the {part} ones are {y.dtype}")
+        if not is_real(x):
+            raise WaffleError(f"{name}: expected numbers as features, the {part} features are {x.dtype}")
+        wrong = np.flatnonzero(~(_finite(x) & _finite(y)))
+        if len(wrong):
+            they = "samples hold" if len(wrong) > 1 else "sample holds"
+            raise WaffleError(
+                f"{name}: {len(wrong)} {part} {they} NaN or infinity, the first at index {wrong[0]}: "
+                "drop or repair them"
+            )
+
+
+def _check_labels(name: str, part: str, labels: Array) -> None:
+    if labels.dtype.kind not in "iu":
+        raise WaffleError(f"{name}: expected integer labels, the {part} labels are {labels.dtype}")
+    bad = np.flatnonzero(labels < 0)
+    if len(bad):
+        raise WaffleError(f"{name}: expected labels >= 0, got {labels[bad[0]]} at {part} index {bad[0]}")
+
+
+def is_real(array: Array) -> bool:
+    return array.dtype.kind in "iuf"
+
+
+def whole(labels: Array) -> Array:
+    """Floats as integers; what is none becomes another number."""
+    with np.errstate(invalid="ignore"):
+        return labels.astype(np.int64) if labels.dtype.kind == "f" else labels
+
+
+def _finite(array: Array) -> NDArray[np.bool_]:
+    """Which samples are finite, as the float32 they will be."""
+    flat = array.reshape(len(array), -1) if len(array) else np.empty((0, 1))
+    with np.errstate(over="ignore"):
+        return np.all(np.isfinite(flat.astype(np.float32)), axis=1)  # type: ignore[no-any-return]
+
+
+def check_kinds(agents: Mapping[str, Sequence[Array]]) -> None:
+    first_name, (first, *_) = next(iter(agents.items()))
+    for name, arrays in agents.items():
+        for x in arrays[::2]:
+            if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+                raise WaffleError(
+                    f"all agents need samples of one kind: {first_name} has {first.dtype} {first.shape[1:]}, "
+                    f"{name} has {x.dtype} {x.shape[1:]}"
+                )
+
+
+def check_range(agents: Mapping[str, Sequence[Array]], classes: int, advice: str = "") -> None:
+    for name, arrays in agents.items():
+        for y in arrays[1::2]:
+            bad = np.flatnonzero(y >= classes)
+            if len(bad):
+                raise WaffleError(f"{name}: expected labels below {classes}, got {y[bad[0]]} at index {bad[0]}{advice}")
+
+
+def keys_of(x: Array, y: Array) -> list[bytes]:
+    """A hash of each sample and its target."""
+    return [
+        hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
+        for row, label in zip(x, y, strict=True)
+    ]
+
+
+def check_duplicates(agents: Mapping[str, tuple[Sequence[bytes], Rows, Rows]], given: bool) -> None:
+    """(keys, training rows, test rows): no agent's data under two names, and nobody tested on what anybody trains on.
+
+    Where we split, no agent is tested on its own training rows; equal rows of two agents may be chance.
+    """
+    trained: dict[bytes, str] = {}
+    owner: dict[frozenset[bytes], str] = {}
+    for name, (keys, train, _) in agents.items():
+        whole = frozenset(keys[i] for i in train)
+        trained |= dict.fromkeys(whole, name)
+        if whole and whole in owner:
+            raise WaffleError(f"{name} and {owner[whole]} hold the same training data: it would be counted twice")
+        owner[whole] = name
+    for name, (keys, _, test) in agents.items() if given else ():
+        shared = [(i, trained[keys[row]]) for i, row in enumerate(test.tolist()) if keys[row] in trained]
+        if shared:
+            first, trainer = shared[0]
+            they = "samples are" if len(shared) > 1 else "sample is"
+            raise WaffleError(
+                f"{name}: {len(shared)} test {they} training data of {trainer} too, the first at index {first}: "
+                "remove them, or the result is too good"
+            )
