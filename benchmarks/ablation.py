@@ -66,7 +66,7 @@ CPU_CONVOLUTION = Part("CPU convolution", ((row_module.RowModule, "_gains_by_rew
 WORKERS = Part("worker processes", options={"workers": 1})
 EVALUATION = Part("stacked evaluation", ((evaluation, "applies", NEVER),))
 THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, parts: map(work, parts)),))
-SHARED = Part("shared training", ((shared_training, "families_of", lambda cells: [[i] for i in range(len(cells))]),))
+SHARED = Part("shared training", ((shared_training, "families_of", lambda specs: [[i] for i in range(len(specs))]),))
 HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
 GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
 LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
@@ -80,7 +80,7 @@ ABREAST = Part("rows abreast", ((passes, "ABREAST", 1),))
 class Workload:
     """Some runs, the model that they train, and the parts that could matter to them."""
 
-    cells: Sequence[RunSpec]
+    specs: Sequence[RunSpec]
     build: Callable[..., FlatModel]
     parts: tuple[Part, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
     digits, lenet = grid(load("digits")), lenet_federation(data)
     grid_cells = [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
     each = [replace(digits[0], alice=i) for i in range(10)]
-    apfl = [RunSpec(APFL(SGD(0.1)), f, 1, asked=frozenset([f.alice])) for f in each]
+    apfl = [RunSpec(APFL(SGD(0.1)), f, 1, requested=frozenset([f.alice])) for f in each]
     small = FlatModel
     return {
         "LeNet-5": Workload(
@@ -142,7 +142,7 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
             counted=25,
         ),
         "LeNet-5, APFL": Workload(
-            [RunSpec(APFL(SGD(0.1)), lenet, 1, asked=frozenset([0]))],
+            [RunSpec(APFL(SGD(0.1)), lenet, 1, requested=frozenset([0]))],
             lambda **o: small(LeNet5, **o),
             (HELPERS,),
             settled=4,
@@ -204,7 +204,7 @@ def measure(workload: Workload) -> dict[str, float]:
             with part.off():
                 model = workload.build(**part.model)
                 options = {"rounds": ROUNDS, **workload.options, **part.options}
-                streams[part.name] = stack.enter_context(closing(simulate(workload.cells, model, **options)))
+                streams[part.name] = stack.enter_context(closing(simulate(workload.specs, model, **options)))
                 for _ in range(workload.settled):
                     next(streams[part.name])
         times: dict[str, list[float]] = {part.name: [] for part in variants}

@@ -149,24 +149,24 @@ def digits() -> dict[str, Any]:
     """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round. The others make 25 rounds a turn."""
     torch.set_num_threads(1)
     federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
-    cells = [RunSpec(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
+    specs = [RunSpec(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
     plain, untrained = (
         PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1) for _ in range(2)
     )
     plain.round(plain.prepared(1), scaffold=False)
     first = plain.x
-    ours, outcome, start_up = _settled("digits", cells, model)
+    ours, outcome, start_up = _settled("digits", specs, model)
 
     def loop(r: int) -> float:
-        turn = [plain.prepared(1 + len(cells) * (r - 2) + k) for k in range(1, len(cells) + 1)]
+        turn = [plain.prepared(1 + len(specs) * (r - 2) + k) for k in range(1, len(specs) + 1)]
         return seconds(lambda: [plain.round(batches, scaffold=False) for batches in turn])
 
-    turns = [_alternating(lambda: next(ours), {"plain loop": loop}, len(cells))]
+    turns = [_alternating(lambda: next(ours), {"plain loop": loop}, len(specs))]
     models, others = {"plain loop": first}, []
-    for peer in peers("mlp", untrained, 1 + ROUNDS * len(cells)):
+    for peer in peers("mlp", untrained, 1 + ROUNDS * len(specs)):
         models[peer.name] = torch.from_numpy(peer.model())
-        rounds = {peer.name: lambda r, p=peer: sum(p.round() for _ in cells)}
-        turns.append(_alternating(lambda: next(ours), rounds, len(cells)))
+        rounds = {peer.name: lambda r, p=peer: sum(p.round() for _ in specs)}
+        turns.append(_alternating(lambda: next(ours), rounds, len(specs)))
         others.append(peer)
     return _compared("digits", turns, _differences(outcome.state.server.x, models)) | _apart(others, start_up)
 
@@ -212,10 +212,10 @@ def _cost(count: int) -> dict[str, float]:
     return {"ms_an_agent_and_round": round(1000 * took / count, 4), "peak_mib": round(peak / 1024)}
 
 
-def _settled(part: str, cells: list[RunSpec], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
+def _settled(part: str, specs: list[RunSpec], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
     """Our rounds from where they go at their pace, the first outcome, and the seconds until then."""
     began = time.perf_counter()
-    ours = simulate(cells, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, batch_size=32)
+    ours = simulate(specs, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, batch_size=32)
     outcome = next(ours)[0]
     for _ in range(SETTLED[part]):
         next(ours)

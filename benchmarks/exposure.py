@@ -86,11 +86,11 @@ def honest(settings: dict[str, Any]) -> dict[str, Any]:
     s = check_run("fedavg", {"data": "digits", "model": "mlp", **settings}, {}).settings
     federation = federation_of(s)
     model = model_of(s, federation, Runtime(), torch.device("cpu"))
-    cell = RunSpec(FedAvg(SGD(s.lr)), federation, s.seed)
+    spec = RunSpec(FedAvg(SGD(s.lr)), federation, s.seed)
     alone = federation.only(federation.alice)
     shares = [
-        exposed_shares(model, own_net(cell, outcome.state, model), alone)[0]
-        for (outcome,) in simulate([cell], model, rounds=max(LOOKED_AT), batch_size=s.batch_size, workers=1)
+        exposed_shares(model, own_net(spec, outcome.state, model), alone)[0]
+        for (outcome,) in simulate([spec], model, rounds=max(LOOKED_AT), batch_size=s.batch_size, workers=1)
         if outcome.round in LOOKED_AT
     ]
     rows = len(alone.train[0])

@@ -76,8 +76,8 @@ def write_noise(folder: Path) -> None:
 
 def mnist_federations() -> list[Federation]:
     """The five splits of MNIST, or of noise in its shapes."""
-    with place_of() as place:
-        given = place.data_dir, place.allow_unverified
+    with place_of() as runtime:
+        given = runtime.data_dir, runtime.allow_unverified
         return [federation_of(replace(MNIST, split=kind), *given) for kind in SPLITS]
 
 
@@ -99,15 +99,15 @@ def table(
     """All 150 runs of the paper's MNIST table, end to end: run folders, records and evaluation included."""
     options = {"weight-erosion": {"p_d": {"A": 0.006, "B": 0.0067, "C": 0.006, "A*": 0.0088, "B*": 0.0088}}}
     experiment = Experiment(methods=METHODS, splits=SPLITS, seeds=tuple(seeds), settings=settings, options=options)
-    with tempfile.TemporaryDirectory() as folder, place_of(device) as place:
+    with tempfile.TemporaryDirectory() as folder, place_of(device) as runtime:
         ends = Ends()
-        execute(plan(experiment, Path(folder), place), place, ends)
+        execute(plan(experiment, Path(folder), runtime), runtime, ends)
         total = round(time.perf_counter() - ends.began, 2)
         runs = read_runs([Path(folder)])
     if keep:
         keep.write_text("\n".join(condense(runs)) + "\n")
-    accuracy = {f"{row} {method}": round(cell.mean, 4) for (row, method), cell in scores(runs, "best").items()}
-    data = {"data": "noise"} if place.allow_unverified else {}
+    accuracy = {f"{row} {method}": round(spec.mean, 4) for (row, method), spec in scores(runs, "best").items()}
+    data = {"data": "noise"} if runtime.allow_unverified else {}
     return {**data, "ended_after_seconds": ends.seconds, "total_seconds": total, "best_accuracy": accuracy}
 
 
@@ -168,8 +168,8 @@ def loop() -> dict[str, Any]:
     federations = [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
     model = FlatModel(LeNet5, precision="tf32", device="cuda")
     ours, plain = [], []
-    cells = [RunSpec(Scaffold(SGD(0.1), clip=0.0), f, seed) for seed in SEEDS for f in federations]
-    stream = simulate(cells, model, rounds=8, batch_size=32)
+    specs = [RunSpec(Scaffold(SGD(0.1), clip=0.0), f, seed) for seed in SEEDS for f in federations]
+    stream = simulate(specs, model, rounds=8, batch_size=32)
     next(stream)
     with products("tf32"):
         peer = PlainLoop(LeNet5(), model, federations[0], 1, batch_size=32, lr=0.1)
@@ -185,7 +185,7 @@ def loop() -> dict[str, Any]:
             next(stream)
             next(stream)
             torch.cuda.synchronize()
-            ours.append((time.perf_counter() - began) / 2 / len(cells))
+            ours.append((time.perf_counter() - began) / 2 / len(specs))
     return {
         "plain_seconds": round(median(plain), 4),
         "ours_seconds": round(median(ours), 6),
@@ -198,8 +198,8 @@ def agreement(federation: Federation) -> float:
     """How far the plain loop and ours lie apart after two rounds in float32, with agents of 140 to 320 samples."""
     federation = replace(federation, train=tuple(rows[: 320 - 20 * i] for i, rows in enumerate(federation.train)))
     model = FlatModel(LeNet5, device="cuda")
-    cell = RunSpec(Scaffold(SGD(0.1), clip=0.0), federation, 1)
-    ours = list(simulate([cell], model, rounds=2, batch_size=32))[-1][0].state.server.x
+    spec = RunSpec(Scaffold(SGD(0.1), clip=0.0), federation, 1)
+    ours = list(simulate([spec], model, rounds=2, batch_size=32))[-1][0].state.server.x
     with products("float32"):
         peer = PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1)
         for r in (1, 2):
@@ -240,8 +240,8 @@ def agents() -> dict[str, Any]:
         federation = build(noise, split(y, y[:1000], "A", agents=count, samples_per_agent=60, test="all"))
         model = FlatModel(LeNet5, precision="tf32", device="cuda")
         torch.cuda.reset_peak_memory_stats()
-        cell = RunSpec(ALGORITHMS["fedavg"](sgd=SGD(0.1)), federation, 1)
-        times = [o[0].measured["seconds"] for o in simulate([cell], model, rounds=6, batch_size=32)]
+        spec = RunSpec(ALGORITHMS["fedavg"](sgd=SGD(0.1)), federation, 1)
+        times = [o[0].measured["seconds"] for o in simulate([spec], model, rounds=6, batch_size=32)]
         result[str(count)] = {
             "ms_an_agent_and_round": round(1000 * median(times[2:]) / count, 5),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
@@ -255,16 +255,16 @@ def repeat() -> dict[str, Any]:
     federations = [replace(f, train=tuple(t[:300] for t in f.train)) for f in federations]
     model = FlatModel(LeNet5, precision="tf32", device="cuda")
 
-    def last(cells: list[RunSpec]) -> torch.Tensor:
-        return list(simulate(cells, model, rounds=4, batch_size=32))[-1][0].state.server.x
+    def last(specs: list[RunSpec]) -> torch.Tensor:
+        return list(simulate(specs, model, rounds=4, batch_size=32))[-1][0].state.server.x
 
     algorithm = ALGORITHMS["waffle"](sgd=SGD(0.1))
-    cells = [
+    specs = [
         RunSpec(algorithm, federations[0], 1),
         RunSpec(algorithm, federations[1], 2),
         RunSpec(algorithm, federations[0], 3),
     ]
-    alone, again, stacked = last(cells[:1]), last(cells[:1]), last(cells)
+    alone, again, stacked = last(specs[:1]), last(specs[:1]), last(specs)
     return {
         "repeats_bit_for_bit": torch.equal(alone, again),
         "same_bits_in_company": torch.equal(alone, stacked),

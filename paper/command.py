@@ -51,7 +51,7 @@ def reproduce(arguments: Sequence[str]) -> int:
         """Run also what the records hold already, and replace it there."""
         runs: Path = Path("runs")
         """Folder of the runs and their checkpoints."""
-        place: Runtime = field(default_factory=Runtime)
+        runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Reproduce, arguments, "reproduce")
@@ -59,7 +59,7 @@ def reproduce(arguments: Sequence[str]) -> int:
     if not args.check:
         with live(args.output) as listener:
             asked = (args.cell, args.seeds, args.anew)
-            run_missing(root, args.study, args.runs, args.place, listener, *asked)
+            run_missing(root, args.study, args.runs, args.runtime, listener, *asked)
         write_pages(root)
     parts = read_study(root, args.study)
     wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)

@@ -41,7 +41,7 @@ def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[T
     """The server's model before each round and at the end, the agents' models at each step, and the weights."""
     agents_count = len(OPTIMA)
     server, agents = algorithm.init(Net(START, START[:0]), agents_count)
-    everyone, steps = torch.ones(agents_count, dtype=torch.bool), torch.full((agents_count,), STEPS)
+    broadcast_to, steps = torch.ones(agents_count, dtype=torch.bool), torch.full((agents_count,), STEPS)
     models, paths, weights = [server.x], [], []
     for r in range(1, ROUNDS + 1):
         down = algorithm.broadcast(server, agents_count)
@@ -51,7 +51,7 @@ def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[T
             local = algorithm.step(local, Grad(gradient, torch.tensor([t]), steps))
             path.append(local.y)
         agents, up = algorithm.finish(down, agents, local)
-        now = Round(r, ROUNDS, torch.tensor(0), everyone, everyone, steps, steps, 1)
+        now = Round(r, ROUNDS, torch.tensor(0), broadcast_to, broadcast_to, steps, steps, 1)
         server, info = algorithm.aggregate(server, up, now)
         models.append(server.x)
         paths.append(torch.stack(path, dim=1))

@@ -57,11 +57,11 @@ def response(H: Tensor, lr: float, steps: int, momentum: float = 0.0) -> Respons
     eye = torch.eye(len(H), dtype=H.dtype)
     means = []
     for g, b in ((eye, 0 * eye), (0 * eye, eye)):
-        moved, velocity = torch.zeros_like(H), torch.zeros_like(H)
+        apply_update, velocity = torch.zeros_like(H), torch.zeros_like(H)
         for _ in range(steps):
-            velocity = momentum * velocity + g + H @ moved
-            moved = moved - lr * (velocity + b)
-        means.append(-moved / (lr * steps))
+            velocity = momentum * velocity + g + H @ apply_update
+            apply_update = apply_update - lr * (velocity + b)
+        means.append(-apply_update / (lr * steps))
     return Response(*means)
 
 
@@ -110,7 +110,7 @@ def play(
 
     `weights` may have a row for each round. `of` is R, if the run is not to end in the last of these rounds.
     """
-    agents_count, everyone, planned = len(steps), torch.ones(len(steps), dtype=torch.bool), torch.tensor(steps)
+    agents_count, broadcast_to, planned = len(steps), torch.ones(len(steps), dtype=torch.bool), torch.tensor(steps)
     server, agents = algorithm.init(Net(start, start[:0]), agents_count)
     for r in range(1, rounds + 1):
         down = algorithm.broadcast(server, agents_count)
@@ -119,7 +119,7 @@ def play(
             stepped = algorithm.step(local, Grad(gradient, torch.tensor([k]), planned))
             local = stepped if k < min(steps) else where_rows(planned > k, stepped, local)
         agents, up = algorithm.finish(down, agents, local)
-        now = Round(r, of or rounds, torch.tensor(0), everyone, everyone, planned, planned, 1)
+        now = Round(r, of or rounds, torch.tensor(0), broadcast_to, broadcast_to, planned, planned, 1)
         if weights is None:
             server, info = algorithm.aggregate(server, up, now)
         else:

@@ -43,7 +43,7 @@ def run_missing(
     root: Path,
     study: str,
     runs: Path,
-    place: Runtime,
+    runtime: Runtime,
     listener: Listener,
     cell: str = "",
     seeds: Sequence[int] = (),
@@ -55,7 +55,7 @@ def run_missing(
 
     With `share` (k, n) it is the k-th of n processes that do so at the same time.
     """
-    end = time.monotonic() + 60 * place.minutes
+    end = time.monotonic() + 60 * runtime.minutes
     compute(root)
     parts = read_study(root, study).values()
     cells = {name: config for part in parts for name, config in part.planned().items() if is_in(name, cell)}
@@ -73,7 +73,7 @@ def run_missing(
             if name in ours and is_in(name, cell) and (not methods or config.method in methods)
         }
         if missing:
-            _run(root, part.name, missing, runs, place, listener, end)
+            _run(root, part.name, missing, runs, runtime, listener, end)
 
 
 def is_in(name: str, cell: str) -> bool:
@@ -97,7 +97,7 @@ def _run(
     part: str,
     missing: Mapping[str, RunConfig],
     runs: Path,
-    place: Runtime,
+    runtime: Runtime,
     listener: Listener,
     end: float,
 ) -> None:
@@ -106,9 +106,9 @@ def _run(
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
     for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
         piece.sort(key=lambda run: methods.index(run[0].method))
-        keep_ended = partial(_keep_ended, root, part, place.force, [folder for _, folder in piece])
+        keep_ended = partial(_keep_ended, root, part, runtime.force, [folder for _, folder in piece])
         try:
-            execute(piece, _until(end, place), _Keeper(listener, keep_ended))
+            execute(piece, _until(end, runtime), _Keeper(listener, keep_ended))
         finally:
             keep_ended()
 
@@ -154,14 +154,14 @@ class _Keeper(Listener):
             self._kept, self._more_ended = time.monotonic(), False
 
 
-def _until(end: float, place: Runtime) -> Runtime:
+def _until(end: float, runtime: Runtime) -> Runtime:
     """The place with what is left of its time, where that is limited."""
-    if not place.minutes:
-        return place
+    if not runtime.minutes:
+        return runtime
     minutes = (end - time.monotonic()) / 60
     if minutes <= 0:
         raise Interrupted(signal.SIGALRM)
-    return replace(place, minutes=minutes)
+    return replace(runtime, minutes=minutes)
 
 
 def compute(root: Path) -> None:

@@ -82,15 +82,15 @@ class Watcher(Listener):
         self.warnings.append(message)
 
 
-def finish(folder: Path, chosen: RunConfig, listener: Listener | None = None, **place: Any) -> dict[str, Any]:
-    (result,) = execute([(chosen, folder)], Runtime(**place), listener)
+def finish(folder: Path, chosen: RunConfig, listener: Listener | None = None, **runtime: Any) -> dict[str, Any]:
+    (result,) = execute([(chosen, folder)], Runtime(**runtime), listener)
     return result
 
 
-def halted(folder: Path, chosen: RunConfig, after: int = 3, **place: Any) -> Path:
+def halted(folder: Path, chosen: RunConfig, after: int = 3, **runtime: Any) -> Path:
     """A run folder that was left in the middle of its run."""
     with pytest.raises(Halt):
-        finish(folder, chosen, Watcher(after), **place)
+        finish(folder, chosen, Watcher(after), **runtime)
     return folder
 
 

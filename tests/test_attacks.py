@@ -262,9 +262,9 @@ def test_who_was_refused_leaves_no_control_variate() -> None:
     *_, last = simulate([RunSpec(Scaffold(SGD(0.1)), federation, 3, tamper=flip)], make_model(), rounds=4,
                         batch_size=BATCH, guard="standard")  # fmt: skip
     server, refused = last[0].state.server, last[0].measured["screened"]
-    heard = [i for i, name in enumerate(federation.names) if refused.get(name, "clipped") == "clipped"]
+    received = [i for i, name in enumerate(federation.names) if refused.get(name, "clipped") == "clipped"]
     assert "agent 3" in refused
-    torch.testing.assert_close(server.c, server.c_i[heard].mean(dim=0))
+    torch.testing.assert_close(server.c, server.c_i[received].mean(dim=0))
 
 
 def test_the_guard_is_cheap() -> None:

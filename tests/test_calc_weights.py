@@ -20,8 +20,8 @@ from waffle_fl.errors import WaffleError
 TINY_FLOATS = st.floats(-100, 100, allow_subnormal=False)
 
 
-def now(agents: int, r: int = 1, of: int = 100, alice: int = 0, heard: list[bool] | None = None) -> Round:
-    ones, present = torch.ones(agents, dtype=torch.int64), torch.tensor(heard or [True] * agents)
+def now(agents: int, r: int = 1, of: int = 100, alice: int = 0, received: list[bool] | None = None) -> Round:
+    ones, present = torch.ones(agents, dtype=torch.int64), torch.tensor(received or [True] * agents)
     return Round(r, of, torch.tensor(alice), present, present, ones, ones, 32)
 
 
@@ -229,7 +229,7 @@ def test_no_threshold_passed() -> None:
 def test_unheard_agents_weigh_nothing() -> None:
     """An agent that was not heard has weight 0, stays out of dM and dm, and its history goes to the others."""
     dy = torch.tensor([[0.0], [1.0], [500.0], [2.0]], dtype=torch.float64)
-    alpha_bar, alpha, _ = calc_weights(dy, past(4), now(4, heard=[True, True, False, True]), 0.5, 0.5)
+    alpha_bar, alpha, _ = calc_weights(dy, past(4), now(4, received=[True, True, False, True]), 0.5, 0.5)
     three = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
     assert alpha[[0, 1, 3]].tolist() == pytest.approx(calc_weights(three, past(3), now(3), 0.5, 0.5)[1].tolist())
     assert alpha_bar[2] == 0
@@ -239,7 +239,7 @@ def test_unheard_agents_weigh_nothing() -> None:
 def test_nobody_else_is_heard() -> None:
     """With every other agent gone the round is a local step."""
     dy = torch.zeros(3, 2, dtype=torch.float64)
-    alpha_bar, _, _ = calc_weights(dy, past(3), now(3, heard=[True, False, False]), 0.9, 0.9)
+    alpha_bar, _, _ = calc_weights(dy, past(3), now(3, received=[True, False, False]), 0.9, 0.9)
     assert alpha_bar.tolist() == [1, 0, 0]
 
 

@@ -31,19 +31,19 @@ LEADERS = [APFL(STEP), Ditto(STEP)]
 both = pytest.mark.parametrize("leader", LEADERS, ids=["apfl", "ditto"])
 
 
-def cell(algorithm: Algorithm, federation: Federation, seed: int = 1) -> RunSpec:
+def spec(algorithm: Algorithm, federation: Federation, seed: int = 1) -> RunSpec:
     """As an experiment has it: only Alice's own model is asked for."""
-    return RunSpec(algorithm, federation, seed, asked=frozenset([federation.alice]))
+    return RunSpec(algorithm, federation, seed, requested=frozenset([federation.alice]))
 
 
-def rounds(cells: Sequence[RunSpec], model: FlatModel | None = None, **options: Any) -> list[list[Outcome]]:
-    return list(simulate(cells, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))
+def rounds(specs: Sequence[RunSpec], model: FlatModel | None = None, **options: Any) -> list[list[Outcome]]:
+    return list(simulate(specs, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))
 
 
-def same_as_alone(cells: Sequence[RunSpec], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
+def same_as_alone(specs: Sequence[RunSpec], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
     """Each cell has the rounds, errors, numbers and bits that it has by itself."""
-    for i, one in enumerate(cells):
-        mine = [outcome for done in together for outcome in done if outcome.cell == i]
+    for i, one in enumerate(specs):
+        mine = [outcome for done in together for outcome in done if outcome.index == i]
         alone = [outcome for (outcome,) in rounds([one], model)]
         if [str(o.error) for o in mine] != [str(o.error) for o in alone]:
             return False
@@ -58,16 +58,16 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[RunSpec]]:
     made: list[list[RunSpec]] = []
     build = StackedBackend.__init__
 
-    def noted(backend: StackedBackend, cells: Sequence[RunSpec], *args: Any) -> None:
-        made.append(list(cells))
-        build(backend, cells, *args)
+    def noted(backend: StackedBackend, specs: Sequence[RunSpec], *args: Any) -> None:
+        made.append(list(specs))
+        build(backend, specs, *args)
 
     monkeypatch.setattr(StackedBackend, "__init__", noted)
     return made
 
 
 def methods(made: list[list[RunSpec]]) -> list[list[str]]:
-    return [[type(one.algorithm).__name__ for one in cells] for cells in made]
+    return [[type(one.algorithm).__name__ for one in specs] for specs in made]
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.25])
@@ -80,10 +80,10 @@ def test_fedavg_has_the_record_that_it_has_alone(
     settings = config("fedavg", model=network, precision=precision, validation=validation).settings
     federation = federation_of(settings)
     model = model_of(settings, federation, Runtime(), torch.device("cpu"))
-    cells = [cell(FedAvg(STEP), federation), cell(leader, federation)]
-    together = rounds(cells, model)
+    specs = [spec(FedAvg(STEP), federation), spec(leader, federation)]
+    together = rounds(specs, model)
     assert methods(trained) == [[type(leader).__name__]]
-    assert same_as_alone(cells, together, model)
+    assert same_as_alone(specs, together, model)
     expected = {"round", "accuracy", "loss", "weights", "norms", "seconds"}
     more = {"validation_accuracy", "validation_loss"} if validation else set()
     assert all(set(outcome.measured) == expected | more for done in together for outcome in done)
@@ -100,19 +100,19 @@ def test_also_with_statistics_of_batches_and_with_one_agent(
 
     federation = make_federation(sizes)
     for model in (FlatModel(build, precision="float32"), make_model()):
-        cells = [cell(leader, federation), cell(FedAvg(STEP), federation)]
-        assert families_of(cells) == [[0, 1]]
-        assert same_as_alone(cells, rounds(cells, model, workers=workers), model)
+        specs = [spec(leader, federation), spec(FedAvg(STEP), federation)]
+        assert families_of(specs) == [[0, 1]]
+        assert same_as_alone(specs, rounds(specs, model, workers=workers), model)
 
 
 @both
 def test_what_trains_or_averages_otherwise_is_not_carried(leader: Algorithm) -> None:
     federation = make_federation()
-    first, plain = cell(leader, federation), cell(FedAvg(STEP), federation)
+    first, plain = spec(leader, federation), spec(FedAvg(STEP), federation)
     others = [
-        *(cell(FedAvg(STEP, **{key: value}), federation) for key, value in OTHERWISE.items()),
-        cell(FedAvg(SGD(0.1)), federation),
-        cell(ALGORITHMS["fedprox"](sgd=STEP), federation),  # type: ignore[call-arg]
+        *(spec(FedAvg(STEP, **{key: value}), federation) for key, value in OTHERWISE.items()),
+        spec(FedAvg(SGD(0.1)), federation),
+        spec(ALGORITHMS["fedprox"](sgd=STEP), federation),  # type: ignore[call-arg]
         replace(plain, seed=2),
         replace(plain, federation=make_federation()),
         replace(plain, tamper=lambda up, r: up),
@@ -132,8 +132,8 @@ OTHERWISE: dict[str, Any] = {"weighting": "samples", "aggregation": "median", "c
 
 def test_of_two_that_could_carry_it_the_first_does() -> None:
     federation = make_federation()
-    cells = [cell(algorithm, federation) for algorithm in (FedAvg(STEP), *LEADERS)]
-    assert families_of(cells) == [[1, 0], [2]]
+    specs = [spec(algorithm, federation) for algorithm in (FedAvg(STEP), *LEADERS)]
+    assert families_of(specs) == [[1, 0], [2]]
 
 
 @both
@@ -141,12 +141,12 @@ def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
     leader: Algorithm, trained: list[list[RunSpec]]
 ) -> None:
     federation = make_federation()
-    cells = [cell(FedAvg(STEP), replace(federation, alice=i)) for i in range(4)]
-    cells += [cell(leader, replace(federation, alice=i)) for i in (2, 0)]
-    assert families_of(cells) == [[4, 5, 0, 1, 2, 3]]
-    together = rounds(cells)
-    assert [[one.asked for one in made] for made in trained] == [[{0, 2}]]
-    for i, one in enumerate(cells):
+    specs = [spec(FedAvg(STEP), replace(federation, alice=i)) for i in range(4)]
+    specs += [spec(leader, replace(federation, alice=i)) for i in (2, 0)]
+    assert families_of(specs) == [[4, 5, 0, 1, 2, 3]]
+    together = rounds(specs)
+    assert [[one.requested for one in made] for made in trained] == [[{0, 2}]]
+    for i, one in enumerate(specs):
         for done, (alone,) in zip(together, rounds([one]), strict=True):
             assert {**done[i].measured, "seconds": 0} == {**alone.measured, "seconds": 0}
             assert all(map(torch.equal, done[i].state.server, alone.state.server))
@@ -156,27 +156,27 @@ def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
 @both
 def test_who_goes_on_from_equal_servers_is_carried_again(leader: Algorithm, trained: list[list[RunSpec]]) -> None:
     federation = make_federation()
-    cells = [cell(FedAvg(STEP), federation), cell(leader, federation)]
-    whole = rounds(cells)
+    specs = [spec(FedAvg(STEP), federation), spec(leader, federation)]
+    whole = rounds(specs)
     states = [State(*(type(part)(*map(torch.clone, part)) for part in outcome.state)) for outcome in whole[1]]
-    resumed = [replace(one, state=state) for one, state in zip(cells, states, strict=True)]
+    resumed = [replace(one, state=state) for one, state in zip(specs, states, strict=True)]
     rest = rounds(resumed, start=2)
     assert methods(trained) == 2 * [[type(leader).__name__]]
     pairs = zip(chain.from_iterable(rest), chain.from_iterable(whole[2:]), strict=True)
     assert all(alike(found, expected) for found, expected in pairs)
     elsewhere = replace(resumed[0], state=whole[0][0].state)
-    assert carriers([elsewhere, resumed[1]]) == carriers([cells[0], resumed[1]]) == {}
+    assert carriers([elsewhere, resumed[1]]) == carriers([specs[0], resumed[1]]) == {}
 
 
 def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[RunSpec]]) -> None:
     """Ditto's own model diverges after a few rounds by too strong a pull; FedAvg goes on from where it stood."""
     federation = make_federation()
-    cells = [cell(FedAvg(STEP), federation), cell(Ditto(STEP, lam=1e30), federation)]
-    together = rounds(cells)
+    specs = [spec(FedAvg(STEP), federation), spec(Ditto(STEP, lam=1e30), federation)]
+    together = rounds(specs)
     assert [bool(outcome.error) for done in together[:1] for outcome in done] == [False, False]
-    assert any(outcome.error for done in together for outcome in done if outcome.cell == 1)
+    assert any(outcome.error for done in together for outcome in done if outcome.index == 1)
     assert methods(trained) == [["Ditto"], ["FedAvg"]]
-    assert same_as_alone(cells, together)
+    assert same_as_alone(specs, together)
 
 
 @pytest.mark.parametrize("since", [1, 3])
@@ -192,10 +192,10 @@ def test_a_leader_that_tries_again_is_left(leader: Algorithm, since: int, monkey
 
     monkeypatch.setattr(engine, "outcome_of", strict)
     federation = make_federation()
-    cells = [cell(leader, federation), cell(FedAvg(STEP), federation)]
-    together = rounds(cells)
+    specs = [spec(leader, federation), spec(FedAvg(STEP), federation)]
+    together = rounds(specs)
     assert not torch.equal(*(outcome.state.server.x for outcome in together[-1]))
-    assert same_as_alone(cells, together)
+    assert same_as_alone(specs, together)
 
 
 @pytest.mark.parametrize("alice", [0, 2])
@@ -204,9 +204,9 @@ def test_an_alice_who_cannot_train_diverges_alone(leader: Algorithm, alice: int)
     """Agent 2 has unusable data: FedAvg and its leader end where each of them would alone, for her or for another."""
     federation = make_federation()
     federation.x[federation.train[2]] = torch.inf
-    cells = [cell(leader, federation), cell(FedAvg(STEP), replace(federation, alice=alice))]
-    assert same_as_alone(cells, rounds(cells))
-    assert same_as_alone(cells[::-1], rounds(cells[::-1]))
+    specs = [spec(leader, federation), spec(FedAvg(STEP), replace(federation, alice=alice))]
+    assert same_as_alone(specs, rounds(specs))
+    assert same_as_alone(specs[::-1], rounds(specs[::-1]))
 
 
 # --- runs in folders

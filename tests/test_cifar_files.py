@@ -76,11 +76,11 @@ def python_2_batch(images: np.ndarray, labels: np.ndarray) -> bytes:
 @pytest.fixture(scope="session")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with the six batches of the binary version, of the official size."""
-    place = tmp_path_factory.mktemp("cifar") / "cifar10" / "cifar-10-batches-bin"
-    place.mkdir(parents=True)
+    runtime = tmp_path_factory.mktemp("cifar") / "cifar10" / "cifar-10-batches-bin"
+    runtime.mkdir(parents=True)
     for seed, name in enumerate(CIFAR_BINARY):
-        (place / name).write_bytes(binary_batch(*cifar_arrays(seed)))
-    return place
+        (runtime / name).write_bytes(binary_batch(*cifar_arrays(seed)))
+    return runtime
 
 
 def few(monkeypatch: pytest.MonkeyPatch, n: int = 60) -> None:
@@ -93,11 +93,11 @@ def small_binaries(n: int = 60) -> dict[str, bytes]:
 
 
 def unpacked(root: Path, batches: dict[str, bytes]) -> Path:
-    place = root / "cifar10" / "cifar-10-batches-bin"
-    place.mkdir(parents=True)
+    runtime = root / "cifar10" / "cifar-10-batches-bin"
+    runtime.mkdir(parents=True)
     for name, content in batches.items():
-        (place / name).write_bytes(content)
-    return place
+        (runtime / name).write_bytes(content)
+    return runtime
 
 
 def make_archive(root: Path, batches: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, official: bool = True) -> Path:
@@ -153,9 +153,9 @@ def test_binary_set_loads_unverified(binaries: Path) -> None:
 def test_images_known_to_be_inexact_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test batch known by its checksum to hold inexact images loses them, and the data set says so."""
     few(monkeypatch)
-    place = unpacked(tmp_path, small_binaries())
+    runtime = unpacked(tmp_path, small_binaries())
     whole = data.load("cifar10", str(tmp_path), allow_unverified=True)
-    monkeypatch.setitem(CIFAR_INEXACT, f"sha256:{checksum(place / 'test_batch.bin', 'sha256')}", (3, 59))
+    monkeypatch.setitem(CIFAR_INEXACT, f"sha256:{checksum(runtime / 'test_batch.bin', 'sha256')}", (3, 59))
     found = data.load("cifar10", str(tmp_path), allow_unverified=True)
     kept = [i for i in range(60) if i not in (3, 59)]
     assert np.array_equal(found.x_test, whole.x_test[kept])
@@ -226,17 +226,17 @@ def test_python_2_batch_is_read(tmp_path: Path) -> None:
 def test_python_folder_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of the python version is found, read in order, and counts as unverified unless its checksums fit."""
     few(monkeypatch)
-    place = tmp_path / "cifar-10-batches-py"
-    place.mkdir()
+    runtime = tmp_path / "cifar-10-batches-py"
+    runtime.mkdir()
     for seed, name in enumerate(CIFAR_PYTHON):
-        (place / name).write_bytes(python_2_batch(*cifar_arrays(seed, 60)))
-    assert str(place / "data_batch_1") in refusal(data.load, "cifar10", str(tmp_path))
+        (runtime / name).write_bytes(python_2_batch(*cifar_arrays(seed, 60)))
+    assert str(runtime / "data_batch_1") in refusal(data.load, "cifar10", str(tmp_path))
     found = data.load("cifar10", str(tmp_path), allow_unverified=True)
     assert found.verified is False
     assert found.y_train[::60].tolist() == [0, 1, 2, 3, 4]
     assert found.y_test[0] == 5
     for name in CIFAR_PYTHON:
-        monkeypatch.setitem(CIFAR_PYTHON, name, f"md5:{checksum(place / name, 'md5')}")
+        monkeypatch.setitem(CIFAR_PYTHON, name, f"md5:{checksum(runtime / name, 'md5')}")
     assert data.load("cifar10", str(tmp_path)).verified is True
 
 
@@ -520,9 +520,9 @@ def test_cut_batch_beside_its_archive_is_mended(tmp_path: Path, monkeypatch: pyt
     batches = small_binaries()
     make_archive(tmp_path, batches, monkeypatch)
     batches["data_batch_5.bin"] = batches["data_batch_5.bin"][:-1]
-    place = unpacked(tmp_path, batches)
+    runtime = unpacked(tmp_path, batches)
     assert AGAIN in refusal(data.load, "cifar10", str(tmp_path))
-    (place / "data_batch_5.bin").unlink()
+    (runtime / "data_batch_5.bin").unlink()
     data.fetch("cifar10", str(tmp_path))
     assert data.load("cifar10", str(tmp_path)).verified is True
 
@@ -541,10 +541,10 @@ def test_python_batches_are_not_covered_by_the_binary_archive(tmp_path: Path, mo
     """D4: the checksum of the binary archive says nothing about a folder of the python version beside it."""
     few(monkeypatch)
     make_archive(tmp_path, small_binaries(), monkeypatch)
-    place = tmp_path / "cifar10" / "cifar-10-batches-py"
-    place.mkdir()
+    runtime = tmp_path / "cifar10" / "cifar-10-batches-py"
+    runtime.mkdir()
     for seed, name in enumerate(CIFAR_PYTHON):
-        (place / name).write_bytes(python_2_batch(*cifar_arrays(seed + 50, 60)))
+        (runtime / name).write_bytes(python_2_batch(*cifar_arrays(seed + 50, 60)))
     assert "not the official file" in refusal(data.load, "cifar10", str(tmp_path))
 
 
@@ -552,22 +552,22 @@ def test_python_batches_are_not_covered_by_the_binary_archive(tmp_path: Path, mo
 def test_cifar_is_found_where_it_usually_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str) -> None:
     """The unpacked folder is found under cifar10, under cifar-10, and in the data folder itself."""
     few(monkeypatch)
-    place = tmp_path / parent / "cifar-10-batches-bin"
-    place.mkdir(parents=True)
+    runtime = tmp_path / parent / "cifar-10-batches-bin"
+    runtime.mkdir(parents=True)
     for name, content in small_binaries().items():
-        (place / name).write_bytes(content)
+        (runtime / name).write_bytes(content)
     found = data.load("cifar10", str(tmp_path), allow_unverified=True)
-    assert found.origin == str(place)
+    assert found.origin == str(runtime)
     assert found.verified is False
 
 
 def test_missing_batch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D13: of six batches only the missing one is asked for, with its exact path."""
     few(monkeypatch)
-    place = unpacked(tmp_path, small_binaries())
-    (place / "data_batch_5.bin").unlink()
+    runtime = unpacked(tmp_path, small_binaries())
+    (runtime / "data_batch_5.bin").unlink()
     text = refusal(data.load, "cifar10", str(tmp_path), allow_unverified=True)
-    assert str(place / "data_batch_5.bin") in text
+    assert str(runtime / "data_batch_5.bin") in text
     assert "data_batch_4.bin" not in text
     assert "`waffle data cifar10`" in text
 
@@ -575,10 +575,10 @@ def test_missing_batch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_test_batch_alone_has_no_official_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D4: with five official batches and no archive the test batch is refused, for want of a published checksum."""
     few(monkeypatch)
-    place = unpacked(tmp_path, small_binaries())
+    runtime = unpacked(tmp_path, small_binaries())
     for name in list(CIFAR_BINARY)[:5]:
-        monkeypatch.setitem(CIFAR_BINARY, name, f"sha256:{checksum(place / name, 'sha256')}")
+        monkeypatch.setitem(CIFAR_BINARY, name, f"sha256:{checksum(runtime / name, 'sha256')}")
     text = refusal(data.load, "cifar10", str(tmp_path))
-    assert str(place / "test_batch.bin") in text
+    assert str(runtime / "test_batch.bin") in text
     assert "no official checksum" in text
     assert data.load("cifar10", str(tmp_path), allow_unverified=True).verified is False

@@ -91,14 +91,14 @@ def test_fedamp_draws_models_together() -> None:
 def test_attention_is_a_convex_combination(points: list[float], sigma: float, alpha: float, absent: int) -> None:
     """Rows of xi are weights: none negative, sum 1, nothing on an agent that was not heard, more on nearer ones."""
     w = torch.tensor(points, dtype=torch.float64)[:, None]
-    heard = torch.arange(len(points)) != absent
-    xi = attention(w, heard, alpha, sigma)
+    received = torch.arange(len(points)) != absent
+    xi = attention(w, received, alpha, sigma)
     assert (xi >= -1e-12).all()
     torch.testing.assert_close(xi.sum(dim=1), torch.ones(len(points), dtype=torch.float64))
     for i in range(len(points)):
         others = [j for j in range(len(points)) if j != i]
-        assert all(xi[i, j] == 0 for j in others if not heard[j])
-        ranked = sorted((j for j in others if heard[j]), key=lambda j: abs(points[i] - points[j]))
+        assert all(xi[i, j] == 0 for j in others if not received[j])
+        ranked = sorted((j for j in others if received[j]), key=lambda j: abs(points[i] - points[j]))
         assert all(xi[i, a] >= xi[i, b] - 1e-15 for a, b in pairwise(ranked))
 
 
@@ -147,16 +147,16 @@ def test_cfl_parts_two_camps() -> None:
 def test_the_bipartition_is_the_best_of_all(agents: int, seed: int, absent: int) -> None:
     """Cutting the weakest link gives the parts that trying them all gives; who was not heard stays with the first."""
     dy = torch.randn(agents, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    heard = torch.arange(agents) != absent
-    together = heard & heard[:, None]
-    members = [i for i in range(agents) if heard[i]]
-    label = parted(torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, heard)
+    received = torch.arange(agents) != absent
+    together = received & received[:, None]
+    members = [i for i in range(agents) if received[i]]
+    label = parted(torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received)
     if len(members) < 2:
         assert label.tolist() == [0] * agents
         return
     parts = {frozenset(i for i in members if label[i] == k) for k in label[members].tolist()}
     assert parts == {frozenset(part) for part in bipartition(members, dict(enumerate(dy)))}
-    assert all(label[i] == label[members[0]] == 0 for i in range(agents) if not heard[i])
+    assert all(label[i] == label[members[0]] == 0 for i in range(agents) if not received[i])
     assert all(int(k) == min(i for i in members if label[i] == k) for k in label[members].unique() if k)
 
 
@@ -212,7 +212,7 @@ def test_apple_with_all_proportion_on_itself_is_local() -> None:
     server, agents = initial_state(RunSpec(apple, federation, 3), model)
     samples = federation.samples.double()
     shift = torch.eye(4, dtype=torch.float64) - samples / samples.sum()
-    last = run(apple, state=State(server._replace(samples=samples, heard=samples > 0, shift=shift), agents))[-1]
+    last = run(apple, state=State(server._replace(samples=samples, received=samples > 0, shift=shift), agents))[-1]
     torch.testing.assert_close(models(apple, last), local_models(), rtol=1e-11, atol=1e-12)
     assert last.measured["weights"] == pytest.approx([1, 0, 0, 0], abs=1e-12)
 

@@ -117,4 +117,4 @@ def test_there_is_one_writer_of_csv() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name)
     }
-    assert writers <= {("tables.py", "spreadsheet"), ("use.py", "found")}
+    assert writers <= {("tables.py", "spreadsheet"), ("inference.py", "found")}

@@ -26,14 +26,14 @@ def rows_of(seed: int, agents: int = 7, length: int = 5) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal((agents, length)))
 
 
-def everyone(rows: torch.Tensor) -> torch.Tensor:
+def broadcast_to(rows: torch.Tensor) -> torch.Tensor:
     return torch.ones(len(rows), dtype=torch.bool)
 
 
-def applied(text: str, rows: torch.Tensor, heard: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def applied(text: str, rows: torch.Tensor, received: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     rule = parse(text)
     assert rule is not None
-    return rule(rows, everyone(rows) if heard is None else heard)
+    return rule(rows, broadcast_to(rows) if received is None else received)
 
 
 def test_by_hand() -> None:
@@ -80,29 +80,29 @@ def test_order_does_not_matter(text: str) -> None:
 def test_who_was_not_heard_does_not_count(text: str, gone: tuple[int, ...]) -> None:
     """A row that was not heard changes nothing and has no share; with one row left, that is the aggregate."""
     rows = rows_of(2)
-    heard = everyone(rows)
-    heard[list(gone)] = False
-    blank = torch.where(heard[:, None], rows, 0.0)
-    aggregate, shares = applied(text, blank, heard)
-    expected, few = applied(text, rows[heard])
+    received = broadcast_to(rows)
+    received[list(gone)] = False
+    blank = torch.where(received[:, None], rows, 0.0)
+    aggregate, shares = applied(text, blank, received)
+    expected, few = applied(text, rows[received])
     torch.testing.assert_close(aggregate, expected)
-    torch.testing.assert_close(shares[heard], few)
-    assert not shares[~heard].any()
-    if heard.sum() == 1:
-        torch.testing.assert_close(aggregate, rows[heard][0])
+    torch.testing.assert_close(shares[received], few)
+    assert not shares[~received].any()
+    if received.sum() == 1:
+        torch.testing.assert_close(aggregate, rows[received][0])
 
 
 @every
 def test_many_federations_at_once(text: str) -> None:
     """Under vmap a rule gives what it gives one by one."""
     stack = torch.stack([rows_of(seed) for seed in range(3)])
-    heard = torch.ones(3, 7, dtype=torch.bool)
-    heard[1, 4] = False
+    received = torch.ones(3, 7, dtype=torch.bool)
+    received[1, 4] = False
     stack[1, 4] = 0.0
     rule: Any = parse(text)
-    together = torch.vmap(rule)(stack, heard)
+    together = torch.vmap(rule)(stack, received)
     for i in range(3):
-        for a, b in zip(rule(stack[i], heard[i]), together, strict=True):
+        for a, b in zip(rule(stack[i], received[i]), together, strict=True):
             torch.testing.assert_close(a, b[i])
 
 
@@ -153,7 +153,7 @@ def test_the_geometric_median_is_the_point_of_least_distance(lie: str) -> None:
     rows = torch.cat([honest, LIES[lie](honest)])
     found, shares = applied("geometric-median", rows)
     start, exact = rows.mean(dim=0), torch.tensor(1e-12)
-    best = weiszfeld(rows, everyone(rows), start, exact, 3000)[0]
+    best = weiszfeld(rows, broadcast_to(rows), start, exact, 3000)[0]
     assert (found - best).norm() < 1e-4 * honest.norm(dim=1).median()
     if lie != "the mean":
         assert shares[7:].sum() < 0.5
@@ -172,9 +172,9 @@ def test_beside_byzfl(byzfl: Any, seed: int, f: int) -> None:
     }
     for text, rule in theirs.items():
         np.testing.assert_allclose(applied(text, rows)[0].numpy(), rule(rows.numpy()), rtol=1e-12, atol=1e-12)
-    found = weiszfeld(rows, everyone(rows), torch.zeros_like(rows[0]), torch.tensor(0.1), 5)[0]
+    found = weiszfeld(rows, broadcast_to(rows), torch.zeros_like(rows[0]), torch.tensor(0.1), 5)[0]
     np.testing.assert_allclose(found.numpy(), byzfl.GeometricMedian(0.1, 5)(rows.numpy()), rtol=1e-12, atol=1e-12)
-    found = clipped_mean(rows, everyone(rows), torch.tensor(1.5), 4)[0]
+    found = clipped_mean(rows, broadcast_to(rows), torch.tensor(1.5), 4)[0]
     np.testing.assert_allclose(
         found.numpy(), byzfl.CenteredClipping(None, 4, 1.5)(rows.numpy()), rtol=1e-12, atol=1e-12
     )

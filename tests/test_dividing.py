@@ -18,15 +18,15 @@ from waffle_fl.models import FlatModel
 DIVISIBLE = [name for name, kind in ALGORITHMS.items() if hasattr(kind, "helper")]
 
 
-def cell(method: str, alice: int = 0, seed: int = 1, asked: frozenset[int] | None = frozenset()) -> RunSpec:
+def spec(method: str, alice: int = 0, seed: int = 1, requested: frozenset[int] | None = frozenset()) -> RunSpec:
     """For Alice alone, or for those who are asked for."""
     algorithm = ALGORITHMS[method](sgd=SGD(0.1, momentum=0.5), clip=0.5)  # type: ignore[call-arg]
-    asked = frozenset([alice]) if asked == frozenset() else asked
-    return RunSpec(algorithm, make_federation(alice=alice), seed, asked=asked)
+    requested = frozenset([alice]) if requested == frozenset() else requested
+    return RunSpec(algorithm, make_federation(alice=alice), seed, requested=requested)
 
 
-def rounds(cells: list[RunSpec], model: FlatModel | None = None, **options: object) -> list[list[Outcome]]:
-    return list(simulate(cells, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))  # type: ignore[arg-type]
+def rounds(specs: list[RunSpec], model: FlatModel | None = None, **options: object) -> list[list[Outcome]]:
+    return list(simulate(specs, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))  # type: ignore[arg-type]
 
 
 def numbers(outcome: Outcome) -> dict[str, object]:
@@ -50,8 +50,8 @@ def test_apfl_and_ditto_can_be_divided() -> None:
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("method", DIVISIBLE)
 def test_alice_and_the_server_get_the_same_bits(method: str, stacked: bool, workers: int) -> None:
-    alone = [cell(method, alice=2), cell(method, alice=0, seed=2)]
-    whole = [replace(some, asked=None) for some in alone]
+    alone = [spec(method, alice=2), spec(method, alice=0, seed=2)]
+    whole = [replace(some, requested=None) for some in alone]
     model = make_model(stacked=stacked)
     for few, all_ in zip(rounds(alone, model, workers=workers), rounds(whole, model, workers=workers), strict=True):
         for some, a, b in zip(alone, few, all_, strict=True):
@@ -61,7 +61,7 @@ def test_alice_and_the_server_get_the_same_bits(method: str, stacked: bool, work
 
 @pytest.mark.parametrize("method", DIVISIBLE)
 def test_who_only_helps_keeps_what_it_had(method: str) -> None:
-    some = cell(method, alice=2)
+    some = spec(method, alice=2)
     first, *_, last = (outcome.state.agents for (outcome,) in rounds([some]))
     for before, after in zip(first, last, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not torch.equal(a, b)]
@@ -71,7 +71,7 @@ def test_who_only_helps_keeps_what_it_had(method: str) -> None:
 
 @pytest.mark.parametrize("method", DIVISIBLE)
 def test_a_run_goes_on_from_where_it_stood(method: str) -> None:
-    some = cell(method, alice=1)
+    some = spec(method, alice=1)
     whole = [outcome for (outcome,) in rounds([some])]
     rest = [outcome for (outcome,) in rounds([replace(some, state=whole[1].state)], start=2)]
     assert [numbers(outcome) for outcome in rest] == [numbers(outcome) for outcome in whole[2:]]
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_where_it_stood(method: str) -> None:
 
 @pytest.mark.parametrize("method", DIVISIBLE)
 def test_a_family_asks_for_all_its_members(method: str) -> None:
-    members = [cell(method, alice=i) for i in (0, 2)]
+    members = [spec(method, alice=i) for i in (0, 2)]
     for together, *alone in zip(rounds(members), *(rounds([some]) for some in members), strict=True):
         for some, outcome, (own,) in zip(members, together, alone, strict=True):
             assert numbers(outcome) == numbers(own)
@@ -97,14 +97,14 @@ def test_helpers_train_one_model_a_row(method: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(FlatModel, "grad", counted)
     agents = make_federation().agents
-    for asked, most in ((None, 2 * agents), (frozenset(), agents - 1)):
+    for requested, most in ((None, 2 * agents), (frozenset(), agents - 1)):
         trained.clear()
-        rounds([cell(method, asked=asked)], make_model(stacked=True), rounds=1, workers=1)
+        rounds([spec(method, requested=requested)], make_model(stacked=True), rounds=1, workers=1)
         assert max(trained) == most
 
 
 def test_only_what_nobody_asks_for_is_left_out() -> None:
     federation = make_federation()
     everybody = frozenset(range(federation.agents))
-    assert helping([cell("apfl", asked=None), cell("apfl", asked=everybody), cell("fedavg")]) == [[], [], []]
-    assert helping([cell("apfl", alice=1)]) == [[i for i in range(federation.agents) if i != 1]]
+    assert helping([spec("apfl", requested=None), spec("apfl", requested=everybody), spec("fedavg")]) == [[], [], []]
+    assert helping([spec("apfl", alice=1)]) == [[i for i in range(federation.agents) if i != 1]]

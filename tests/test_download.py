@@ -444,10 +444,10 @@ def test_unpacked_cifar_needs_no_fetching(server: Server, tmp_path: Path, monkey
     source = SOURCES["cifar10"]
     file = server.file(source.files[0].name)
     monkeypatch.setitem(SOURCES, "cifar10", replace(source, files=(file,)))
-    place = tmp_path / "a" / "cifar-10-batches-bin"
-    place.mkdir(parents=True)
+    runtime = tmp_path / "a" / "cifar-10-batches-bin"
+    runtime.mkdir(parents=True)
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        (place / name).write_bytes(b"x")
+        (runtime / name).write_bytes(b"x")
     assert data.fetch("cifar10", str(tmp_path / "a")) == []
     assert server.asked == []
     assert data.fetch("cifar10", str(tmp_path / "b")) == [tmp_path / "b" / "cifar10" / file.name]

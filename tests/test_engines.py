@@ -33,22 +33,22 @@ NORMALISED = FlatModel(
 )
 
 
-def rounds(cells: Sequence[RunSpec], model: FlatModel, **options: Any) -> list[list[Outcome]]:
+def rounds(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> list[list[Outcome]]:
     settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, **options}
-    return list(simulate(cells, model, **settings))
+    return list(simulate(specs, model, **settings))
 
 
-def assert_alike(cells: Sequence[RunSpec], model: FlatModel, **options: Any) -> None:
+def assert_alike(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> None:
     """Both engines give the same models, measurements and errors to 1e-12."""
-    expected = rounds(cells, model, engine="loop", **options)
-    found = rounds(cells, model, **options)
-    assert [[o.cell for o in line] for line in found] == [[o.cell for o in line] for line in expected]
+    expected = rounds(specs, model, engine="loop", **options)
+    found = rounds(specs, model, **options)
+    assert [[o.index for o in line] for line in found] == [[o.index for o in line] for line in expected]
     for one, other in ((a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True)):
         assert (one.round, one.attempt, str(one.error)) == (other.round, other.attempt, str(other.error))
         assert one.measured.keys() - {"seconds"} == other.measured.keys()
         for key in other.measured:
             close_to(one.measured[key], other.measured[key])  # type: ignore[literal-required]
-        nets = [own_net(cells[o.cell], o.state, model) for o in (one, other)]
+        nets = [own_net(specs[o.index], o.state, model) for o in (one, other)]
         for a, b in zip(*nets, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -100,16 +100,16 @@ def test_attacks_and_the_guard() -> None:
     def tamper(up: Any, r: int) -> Any:
         return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
 
-    cell = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
-    assert_alike([cell], make_model(), guard="standard")
+    spec = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
+    assert_alike([spec], make_model(), guard="standard")
 
 
 def test_divergence_ends_a_run_in_both_engines() -> None:
     """Runs whose Alice has unusable data end with the same error, and the others go on."""
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
-    cells = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
-    assert_alike(cells, make_model())
+    specs = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
+    assert_alike(specs, make_model())
 
 
 @pytest.fixture(params=["run workers", "row workers", "aggregate together", "no helper agents"])
@@ -119,11 +119,11 @@ def switched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(workers, "START", 0.0)
     monkeypatch.setattr(workers, "WARM_UP", 0.0)
     if request.param == "row workers":
-        monkeypatch.setattr(run_workers, "applies", lambda cells, model, cores: False)
+        monkeypatch.setattr(run_workers, "applies", lambda specs, model, cores: False)
     if request.param == "aggregate together":
         monkeypatch.setattr(aggregation, "applies", lambda model: True)
     if request.param == "no helper agents":
-        monkeypatch.setattr(helper_agents, "applies", lambda cells: False)
+        monkeypatch.setattr(helper_agents, "applies", lambda specs: False)
     return {"workers": 2 if "workers" in request.param else 1}
 
 
@@ -132,8 +132,8 @@ def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any
     """Workers, batched aggregation and helper agents change nothing but the speed."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
     federations = [make_federation(alice=1), make_federation(alice=1, seed=5)]
-    cells = [RunSpec(algorithm, federation, 1, asked=frozenset([1])) for federation in federations]
-    assert_alike(cells, make_model(), **switched)
+    specs = [RunSpec(algorithm, federation, 1, requested=frozenset([1])) for federation in federations]
+    assert_alike(specs, make_model(), **switched)
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
@@ -182,13 +182,13 @@ def test_few_frames_lie_between_a_round_and_its_gradient(monkeypatch: pytest.Mon
 def test_a_gpu_agrees_with_the_loop(method: str) -> None:
     """On a GPU in float64, with CUDA graphs and batched aggregation, models agree to 1e-9."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    cells = [RunSpec(algorithm, make_federation(alice=1, seed=seed), 1, asked=frozenset([1])) for seed in (0, 5)]
+    specs = [RunSpec(algorithm, make_federation(alice=1, seed=seed), 1, requested=frozenset([1])) for seed in (0, 5)]
     build = lambda: mlp((FEATURES,), CLASSES, hidden=6)  # noqa: E731
     on_gpu = FlatModel(build, precision="float64", device="cuda")
     on_cpu = FlatModel(build, precision="float64")
-    found, expected = rounds(cells, on_gpu)[-1], rounds(cells, on_cpu, engine="loop")[-1]
+    found, expected = rounds(specs, on_gpu)[-1], rounds(specs, on_cpu, engine="loop")[-1]
     for one, other in zip(found, expected, strict=True):
-        nets = [own_net(cells[o.cell], o.state, model) for o, model in ((one, on_gpu), (other, on_cpu))]
+        nets = [own_net(specs[o.index], o.state, model) for o, model in ((one, on_gpu), (other, on_cpu))]
         torch.testing.assert_close(nets[0].params.cpu(), nets[1].params, rtol=1e-9, atol=1e-9)
 
 

@@ -23,8 +23,8 @@ def everyone(method: str, federation: Federation, **options: object) -> list[Run
     return [RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(federation.agents)]
 
 
-def outcomes(cells: list[RunSpec], rounds: int = 4) -> list[list[Outcome]]:
-    return list(simulate(cells, make_model(), rounds=rounds, batch_size=BATCH))
+def outcomes(specs: list[RunSpec], rounds: int = 4) -> list[list[Outcome]]:
+    return list(simulate(specs, make_model(), rounds=rounds, batch_size=BATCH))
 
 
 def alike(found: Outcome, expected: Outcome) -> bool:
@@ -38,12 +38,12 @@ def alike(found: Outcome, expected: Outcome) -> bool:
 
 @pytest.mark.parametrize("method", [*BLIND, "local", "waffle", "weight-erosion"])
 def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
-    cells = everyone(method, make_federation())
-    assert len(families_of(cells)) == (1 if method in BLIND else len(cells))
-    together = outcomes(cells)
-    for i, cell in enumerate(cells):
-        for done, (alone,) in zip(together, outcomes([cell]), strict=True):
-            assert done[i].cell == i
+    specs = everyone(method, make_federation())
+    assert len(families_of(specs)) == (1 if method in BLIND else len(specs))
+    together = outcomes(specs)
+    for i, spec in enumerate(specs):
+        for done, (alone,) in zip(together, outcomes([spec]), strict=True):
+            assert done[i].index == i
             assert alike(done[i], alone)
 
 
@@ -52,10 +52,10 @@ def test_validation_data_are_each_agent_s_own(method: str) -> None:
     """An Alice without validation data has no score on the first one's; her weights, and attackers', are her own."""
     federation = make_federation()
     held = (federation.train[0][:4], *(rows[:0] for rows in federation.train[1:]))
-    cells = [replace(cell, attackers=(3,)) for cell in everyone(method, replace(federation, validation=held))]
-    together = outcomes(cells)
-    for i, cell in enumerate(cells):
-        for mine, (alone,) in zip(together, outcomes([cell]), strict=True):
+    specs = [replace(spec, attackers=(3,)) for spec in everyone(method, replace(federation, validation=held))]
+    together = outcomes(specs)
+    for i, spec in enumerate(specs):
+        for mine, (alone,) in zip(together, outcomes([spec]), strict=True):
             assert alike(mine[i], alone)
             assert ("validation_loss" in mine[i].measured) == (i == 0)
 
@@ -78,11 +78,11 @@ def test_an_agent_that_cannot_train_does_not_end_the_others(broken: int) -> None
     """Whose own data are unusable diverges as it would alone, first of the family or not; the others go on."""
     federation = make_federation()
     federation.x[federation.train[broken]] = torch.inf
-    cells = everyone("fedavg", federation)
-    together = outcomes(cells)
-    for i, cell in enumerate(cells):
-        alone = [one for (one,) in outcomes([cell])]
-        mine = [o for done in together for o in done if o.cell == i]
+    specs = everyone("fedavg", federation)
+    together = outcomes(specs)
+    for i, spec in enumerate(specs):
+        alone = [one for (one,) in outcomes([spec])]
+        mine = [o for done in together for o in done if o.index == i]
         assert [bool(o.error) for o in mine] == [bool(o.error) for o in alone]
         assert all(alike(a, b) for a, b in zip(mine, alone, strict=True))
 
@@ -90,11 +90,11 @@ def test_an_agent_that_cannot_train_does_not_end_the_others(broken: int) -> None
 def test_other_seeds_starts_and_data_are_other_families() -> None:
     federation = make_federation()
     first, *_ = everyone("fedavg", federation)
-    cells = [
+    specs = [
         first,
         replace(first, federation=replace(federation, alice=1)),
         replace(first, seed=2),
         replace(first, federation=make_federation()),
         replace(first, tamper=lambda up, r: up),
     ]
-    assert families_of(cells) == [[0, 1], [2], [3], [4]]
+    assert families_of(specs) == [[0, 1], [2], [3], [4]]

@@ -285,11 +285,11 @@ def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> 
     twin = bits(simulated(config(), tmp_path / "twin"))
     wanted = config()
     for k in range(3, 15, 2):
-        out, heard = tmp_path / f"run-{k}", []
+        out, received = tmp_path / f"run-{k}", []
 
-        def die(name: str, request: Message, reply: Message, k: int = k, heard: list[int] = heard) -> Message:
-            heard.append(1)
-            if len(heard) == k:
+        def die(name: str, request: Message, reply: Message, k: int = k, received: list[int] = received) -> Message:
+            received.append(1)
+            if len(received) == k:
                 raise KeyboardInterrupt
             return reply
 
@@ -532,12 +532,12 @@ def test_a_run_of_which_little_is_told_is_watched(
     main(folder, Grid(folder, evil), job.name)
     for result in (tmp_path / "run").rglob("result.json"):
         result.rename(result.with_suffix(".kept"))
-    with ProgressDisplay(Console(file=text, width=200)) as heard:
-        job_watcher._follow(None, "1", job, 0, heard)
+    with ProgressDisplay(Console(file=text, width=200)) as received:
+        job_watcher._follow(None, "1", job, 0, received)
     for result in (tmp_path / "run").rglob("result.kept"):
         result.rename(result.with_suffix(".json"))
-    with ProgressDisplay(Console(file=text, width=200)) as heard:
-        job_watcher._follow(None, "1", job, 0, heard)
+    with ProgressDisplay(Console(file=text, width=200)) as received:
+        job_watcher._follow(None, "1", job, 0, received)
     with job.conducting():
         assert job_watcher.watch(folder, job, ProgressFlags(quiet=True)) == 0
     assert "note: c: [/evil] [31m[bold] no" in text.getvalue()

@@ -352,7 +352,7 @@ def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
         for _ in range(3):
             task, payload = course.task(0)
             reply = honest.server.order(honest.facts, course, (task.to_json(), payload))
-            course.hear(0, reply.words["courses"]["course"], reply.payloads.get("course"))
+            course.receive(0, reply.words["courses"]["course"], reply.payloads.get("course"))
             course.turn(1)
         assert course.finished
 

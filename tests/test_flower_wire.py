@@ -80,11 +80,11 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rounds of a run in which b sends something else each round, its sites in this process."""
-    place = tmp_path_factory.mktemp("lies")
-    folder = federation(place / "federation", SITES)
+    runtime = tmp_path_factory.mktemp("lies")
+    folder = federation(runtime / "federation", SITES)
     scheduled(folder, b=one_each(REFUSED))
-    conduct(folder, config(len(REFUSED) + 2), place / "run", lying(folder))
-    return bits(place / "run")[1]
+    conduct(folder, config(len(REFUSED) + 2), runtime / "run", lying(folder))
+    return bits(runtime / "run")[1]
 
 
 @pytest.mark.parametrize("lie", REFUSED)
@@ -296,11 +296,11 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     course, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
     honest = seal(course._up, 0, course.inbox.envelope, 1)
     for agent in (A, B):
-        course.hear(agent, {}, honest)
+        course.receive(agent, {}, honest)
     course.turn(1)
     assert course.closed
     for agent, words, payload in said:
-        course.hear(agent, words, payload)
+        course.receive(agent, words, payload)
         settled, _ = course.turn(1)
         lines += [settled.measured] if settled else []
     json.dumps([lines, summary(lines, "finished")], allow_nan=False)
@@ -330,8 +330,8 @@ MODEL_BYTES = 8 * (64 * HIDDEN + HIDDEN + 10 * HIDDEN + 10)
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The same against Flower's own processes: b lies each round, c joins it in one, Alice once."""
-    place = tmp_path_factory.mktemp("real")
-    folder, out = federation(place / "federation", SITES, deadline=300), place / "run"
+    runtime = tmp_path_factory.mktemp("real")
+    folder, out = federation(runtime / "federation", SITES, deadline=300), runtime / "run"
     alone, retried = len(REAL) + 2, len(REAL) + 3
     scheduled(folder, a={retried: "W1 NaN"}, b=one_each((*REAL, "W1 NaN")), c={alone: "rubbish"})
     wanted = {**SETTINGS, "rounds": retried + 1, "model": OWN_MODEL}
@@ -339,8 +339,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         change(folder / "sites" / site / "site.toml", imports=[OWN_MODEL], max_exposed=1.0)
     flags = [word for key, value in wanted.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     deployment = Deployment(folder)
-    lies = search_path(place / "lies")
-    deployment.environment["PYTHONPATH"] = os.pathsep.join([lies, with_model(place / "network", HIDDEN)])
+    lies = search_path(runtime / "lies")
+    deployment.environment["PYTHONPATH"] = os.pathsep.join([lies, with_model(runtime / "network", HIDDEN)])
     with deployed(deployment):
         running = deployment.start_run("run", "scaffold", *flags, "--out", out)
         peaks: dict[int, int] = {}

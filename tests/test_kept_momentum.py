@@ -21,8 +21,8 @@ from waffle_fl.engines.shared_training import carriers
 KEEP = SGD(0.1, 0.5, momentum_between_rounds="keep")
 
 
-def rounds(cells: list[RunSpec], start: int = 0, until: int = 4) -> list[list[Outcome]]:
-    stream = simulate(cells, make_model(), rounds=4, start=start, batch_size=BATCH)
+def rounds(specs: list[RunSpec], start: int = 0, until: int = 4) -> list[list[Outcome]]:
+    stream = simulate(specs, make_model(), rounds=4, start=start, batch_size=BATCH)
     return [outcomes for outcomes, _ in zip(stream, range(until - start), strict=False)]
 
 
@@ -30,19 +30,19 @@ def same(a: Any, b: Any) -> bool:
     return type(a)._fields == type(b)._fields and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def asked(algorithm: Algorithm) -> RunSpec:
+def requested(algorithm: Algorithm) -> RunSpec:
     """As an experiment has it: only Alice's own model is requested."""
     federation = make_federation(alice=2)
-    return RunSpec(algorithm, federation, 1, asked=frozenset([federation.alice]))
+    return RunSpec(algorithm, federation, 1, requested=frozenset([federation.alice]))
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_a_run_resumes_to_the_same_bits(method: str) -> None:
     """The state after a round holds the velocity, so a run that stops there and goes on is the unbroken run."""
-    cell = RunSpec(ALGORITHMS[method](sgd=KEEP), make_federation(), 1)
-    whole = [o[0] for o in rounds([cell])]
+    spec = RunSpec(ALGORITHMS[method](sgd=KEEP), make_federation(), 1)
+    whole = [o[0] for o in rounds([spec])]
     assert [name for name in whole[0].state.agents._fields if name.endswith("velocity")]
-    later = [o[0] for o in rounds([replace(cell, state=whole[1].state)], start=2)]
+    later = [o[0] for o in rounds([replace(spec, state=whole[1].state)], start=2)]
     assert same(later[-1].state.agents, whole[-1].state.agents)
     assert same(later[-1].state.server, whole[-1].state.server)
 
@@ -69,7 +69,7 @@ def test_without_momentum_there_is_nothing_to_keep() -> None:
 @pytest.mark.parametrize("kind", [APFL, Ditto])
 def test_helper_agents_keep_their_velocity(kind: Any) -> None:
     """Agents that only help train FedAvg's model; Alice and the server get the bits of a run without helpers."""
-    few, whole = asked(kind(KEEP)), replace(asked(kind(KEEP)), asked=None)
+    few, whole = requested(kind(KEEP)), replace(requested(kind(KEEP)), requested=None)
     for (a,), (b,) in zip(rounds([few]), rounds([whole]), strict=True):
         assert same(a.state.server, b.state.server)
         assert torch.equal(a.state.agents.velocity, b.state.agents.velocity)
@@ -79,7 +79,7 @@ def test_helper_agents_keep_their_velocity(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [APFL, Ditto])
 def test_fedavg_beside_a_method_that_trains_it_anyway(kind: Any) -> None:
     """FedAvg shares that training, and its state is the one it has alone: it can go on by itself."""
-    fedavg, leader = (replace(asked(algorithm)) for algorithm in (FedAvg(KEEP), kind(KEEP)))
+    fedavg, leader = (replace(requested(algorithm)) for algorithm in (FedAvg(KEEP), kind(KEEP)))
     leader = replace(leader, federation=fedavg.federation)
     fitted = [replace(c, algorithm=for_model(c.algorithm, make_model().layers)) for c in (fedavg, leader)]
     assert carriers(fitted) == {0: 1}

@@ -13,7 +13,7 @@ CHECK = """
 import torch
 import torch.nn.functional as F
 from waffle_fl.models import kernels
-from waffle_fl.models import FlatModel, LeNet5, stacked
+from waffle_fl.models import FlatModel, LeNet5, folded
 from waffle_fl.models.flat import Batch
 from waffle_fl.models.folded import StackedConvolution
 
@@ -55,7 +55,7 @@ for channels, size, kernel, padding, window, rectified in pooled:
     for a, b in zip(*(torch.autograd.grad(y, (x, weight, bias), slope) for y in (found, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
-stacked.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter is the GPU
+folded.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter is the GPU
 
 
 class Branches(torch.nn.Module):

@@ -167,24 +167,24 @@ def test_an_absent_package_is_named(here: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_several_listeners_hear_all() -> None:
     """What one is told, each is told."""
-    heard: list[str] = []
+    received: list[str] = []
 
     class Ear(Listener):
         def planned(self, *_: Any) -> None:
-            heard.append("planned")
+            received.append("planned")
 
         def advanced(self, *_: Any) -> None:
-            heard.append("advanced")
+            received.append("advanced")
 
         def ended(self, *_: Any) -> None:
-            heard.append("ended")
+            received.append("ended")
 
         def warned(self, message: str) -> None:
-            heard.append(message)
+            received.append(message)
 
     several: Any = Several([Ear(), Ear()])
     several.planned([], 0)
     several.advanced(None, {})
     several.ended(None, {})
     several.warned("note")
-    assert heard == [word for word in ("planned", "advanced", "ended", "note") for _ in range(2)]
+    assert received == [word for word in ("planned", "advanced", "ended", "note") for _ in range(2)]

@@ -271,7 +271,7 @@ def test_a_class_that_lacks_a_function(function: str) -> None:
         ("agregate", "aggregate"),
         ("help", "helper"),
         ("answers", "answer"),
-        ("pull", "pulls"),
+        ("new_control_variate", "new_control_variates"),
         ("for_models", "for_model"),
         ("check_agent", "check_agents"),
         ("for_alic", "for_alice"),

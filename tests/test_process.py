@@ -79,8 +79,8 @@ def small(method: str, **settings: Any) -> RunConfig:
     return check_run(method, given, {})
 
 
-def finish(config: RunConfig, folder: Path, **place: Any) -> dict[str, Any]:
-    (result,) = execute([(config, folder)], Runtime(**place))
+def finish(config: RunConfig, folder: Path, **runtime: Any) -> dict[str, Any]:
+    (result,) = execute([(config, folder)], Runtime(**runtime))
     return result
 
 
@@ -122,7 +122,7 @@ import torch._dynamo  # the first round would import it
 from waffle_fl import cli, experiment, manifest, records, tensorfile
 from waffle_fl.cli import commands
 
-experiment.materials._dataset("digits", "", False)
+experiment.factories._dataset("digits", "", False)
 gc.freeze()
 
 
@@ -298,8 +298,8 @@ def dying(point, phase):
 
 
 def attempt(prepare):
-    place = experiment.Place(checkpoint_seconds=every)
-    return ended(fork(lambda: experiment.execute([(config, folder)], place), prepare), block=True)
+    runtime = experiment.Runtime(checkpoint_seconds=every)
+    return ended(fork(lambda: experiment.execute([(config, folder)], runtime), prepare), block=True)
 
 
 for every in (0, 1000):
@@ -616,7 +616,7 @@ def test_the_divergence_of_one_run_does_not_stop_its_neighbour() -> None:
     assert error is not None
     assert "round 3: the training of Alice (agent 0) diverged" in str(error)
     beside = [outcomes[-1] for outcomes in together]
-    assert all(outcome.cell == 1 and outcome.error is None for outcome in beside)
+    assert all(outcome.index == 1 and outcome.error is None for outcome in beside)
     for a, b in zip(alone, beside, strict=True):
         assert {**a.measured, "seconds": 0} == {**b.measured, "seconds": 0}
         assert torch.equal(a.state.server.x, b.state.server.x)

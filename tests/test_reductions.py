@@ -159,7 +159,7 @@ def test_a_clipped_agent_is_compared_by_what_it_sent() -> None:
     algorithm = Waffle(LR, compared="gradients")
     server, _ = algorithm.init(Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0).double()), 4)
     up, now = random_up(0)
-    cut = now._replace(intact=now.heard & (torch.arange(4) != 2))
+    cut = now._replace(intact=now.received & (torch.arange(4) != 2))
     after, info = algorithm.aggregate(server, up, cut)
     assert torch.equal(after.c_i[2], server.c_i[2])
     new_control_variates = algorithm.new_control_variates(server, up, now.steps)

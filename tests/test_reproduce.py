@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paper import claims, drift, figures, momentum, page, studies
+from paper import claims, drift, momentum, page, studies
 from paper import run_missing as running
 from paper.convergence import compare, p_value, rounds_needed
 from paper.printed_table import METHODS, P_D, SLOPE, SPLITS, TABLE
@@ -33,6 +33,7 @@ from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Runtime
 from waffle_fl.manifest import seal
 from waffle_fl.partition import concept_shift
+from waffle_fl.report.charts import to_svg
 from waffle_fl.results import PROTOCOLS, FinishedRun, Score, condense, read_condensed, scores
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir()
     (tmp_path / "experiments" / "tiny.toml").write_text(TINY)
     (tmp_path / "experiments" / "mnist.toml").write_text(TINY)
+    (tmp_path / "paper").symlink_to(ROOT / "paper")
     monkeypatch.setattr(studies, "STUDIES", {"tiny": ("tiny",)})
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -193,7 +195,7 @@ def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
 def test_processes_share_a_study(clone: Path) -> None:
     """Shares are whole columns and make up the study; processes that make them at the same time lose no run."""
     planned = read_part(clone, "tiny").planned()
-    shares = [run_missing._share(planned, k, 3) for k in (1, 2, 3)]
+    shares = [running._share(planned, k, 3) for k in (1, 2, 3)]
     assert sorted(name for share in shares for name in share) == sorted(planned)
     columns = [{name.rsplit("/", 2)[0] for name in share} for share in shares]
     assert sum(map(len, columns)) == len(set().union(*columns))
@@ -209,7 +211,7 @@ def test_who_comes_later_takes_nobody_else_s_share(clone: Path) -> None:
         run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), share=(k, 2))
         done = {cell_of(name, run.config) for name, runs in read_part(clone, "tiny").runs.items() for run in runs}
         planned = read_part(clone, "tiny").planned()
-        assert done == set().union(*(run_missing._share(planned, i, 2) for i in range(1, k + 1)))
+        assert done == set().union(*(running._share(planned, i, 2) for i in range(1, k + 1)))
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])
@@ -238,8 +240,8 @@ def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.Monke
 def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two runs that end together the second waits for the next minute, not for the next run to end."""
     now, kept = [0.0], list[float]()
-    monkeypatch.setattr(run_missing.time, "monotonic", lambda: now[0])
-    keeper = run_missing._Keeper(Listener(), lambda: kept.append(now[0]))
+    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
+    keeper = running._Keeper(Listener(), lambda: kept.append(now[0]))
     config = RunConfig(method="fedavg", settings=Settings())
     for now[0] in (100.0, 100.1):
         keeper.ended(config, {})
@@ -256,15 +258,15 @@ def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
     content = json.loads(about.read_text())
     about.write_text(json.dumps({**content, "binding": {**content["binding"], "results_version": 0}}))
     seal(about.parent)
-    heard: list[str] = []
+    received: list[str] = []
 
     class Hearing(Listener):
         def warned(self, message: str) -> None:
-            heard.append(message)
+            received.append(message)
 
     run_missing(clone, "tiny", clone / "runs", Runtime(), Hearing())
     assert len(read_part(clone, "tiny").missing()) == 1
-    assert any("used other software" in message for message in heard)
+    assert any("used other software" in message for message in received)
 
 
 def test_running_stops_in_time_and_goes_on(clone: Path) -> None:
@@ -319,7 +321,9 @@ def test_a_cell_that_is_none(clone: Path) -> None:
 def test_the_command_for_bare_machines() -> None:
     """python -m paper is refused in one line outside of a clone."""
     command = [sys.executable, "-m", "paper", "mnist"]
-    done = subprocess.run(command, cwd=os.sep, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=os.sep, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "waffle: `waffle reproduce` works in a clone of the repository: no experiments/ and results/ here"
@@ -478,7 +482,7 @@ def test_a_page_of_a_few_runs(kept: str, runs: list[FinishedRun], records: Recor
     part = replace(records.parts["mnist-6000"], runs={"mnist-6000": few})
     some = replace(records, parts={**records.parts, "mnist": replace(part, name="mnist"), "mnist-6000": part})
     assert f"{175 - len(few)} of 175 runs" in page.page(some)
-    assert all(figures.to_svg(chart()) for _, _, chart in page.pictures(some))
+    assert all(to_svg(chart()) for _, _, chart in page.pictures(some))
 
 
 def test_what_the_page_says_of_distances(records: Records) -> None:
@@ -525,7 +529,7 @@ def test_what_the_page_says_of_distances(records: Records) -> None:
 
 def test_the_figures_are_their_records(records: Records) -> None:
     """Every figure is there as text, small, and drawn from the committed records; no other is."""
-    drawn = {name: figures.to_svg(chart()) for name, _, chart in page.pictures(records)}
+    drawn = {name: to_svg(chart()) for name, _, chart in page.pictures(records)}
     folder = ROOT / "docs" / "figures"
     assert {path.name for path in folder.iterdir()} == {f"{name}.svg" for name in drawn}
     for name, svg in drawn.items():

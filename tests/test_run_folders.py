@@ -205,12 +205,12 @@ def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["a file", "under a file", "proc"])
 def test_an_unwritable_folder_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runtime: str
 ) -> None:
     """A run folder that cannot be made is one line and exit code 2 at the start, not at the first save."""
     file = tmp_path / "file"
     file.write_text("in the way")
-    folder = {"a file": file, "under a file": file / "run", "proc": Path("/proc/waffle/run")}[place]
+    folder = {"a file": file, "under a file": file / "run", "proc": Path("/proc/waffle/run")}[runtime]
     monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     arguments = ["run", "local", "--data", "synthetic", "--model", "linear", "--rounds", 3, "--quiet"]
     assert command(monkeypatch, *arguments, "--out", folder) == 2

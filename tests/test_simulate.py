@@ -53,10 +53,10 @@ def test_waffle_finds_alice_s_optimum() -> None:
 def test_a_batch_of_one_cannot_be_normalised() -> None:
     """BatchNorm and a last batch of a single sample are refused before any work, naming the agent."""
     model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
-    cell = RunSpec(FedAvg(), make_federation((16, 9)), 1)
+    spec = RunSpec(FedAvg(), make_federation((16, 9)), 1)
     with pytest.raises(WaffleError, match="agent 1 has 9 samples"):
-        next(simulate([cell], model, rounds=1, batch_size=BATCH))
-    assert next(simulate([cell], model, rounds=1, batch_size=7))
+        next(simulate([spec], model, rounds=1, batch_size=BATCH))
+    assert next(simulate([spec], model, rounds=1, batch_size=7))
 
 
 def test_normalised_models_train() -> None:
@@ -86,8 +86,8 @@ def test_a_stack_must_train_alike() -> None:
                 [RunSpec(FedAvg(SGD(0.1)), federation, 1), RunSpec(FedAvg(SGD(0.2)), federation, 1)], model, rounds=1
             )
         )
-    cells = [RunSpec(Waffle(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
-    assert len(next(simulate(cells, model, rounds=5, batch_size=BATCH))) == 2
+    specs = [RunSpec(Waffle(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
+    assert len(next(simulate(specs, model, rounds=5, batch_size=BATCH))) == 2
 
 
 def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     from waffle_fl.engines import row_training as module
 
     def run(workers: int) -> torch.Tensor:
-        cell = RunSpec(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
-        return last_state(cell, make_model(torch.float32), rounds=4, workers=workers)[-1].state.server.x
+        spec = RunSpec(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
+        return last_state(spec, make_model(torch.float32), rounds=4, workers=workers)[-1].state.server.x
 
     together = run(1)
     monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": 3 * 16 * 57 * 4})
@@ -133,7 +133,7 @@ def test_shuffles_are_fair() -> None:
     """Each position is equally likely for each element, within five standard deviations."""
     keys = torch.tensor([derive(0, "fair", i) for i in range(6000)])
     orders = shuffle(keys, torch.full((6000,), 6), 6)
-    counts = torch.stack([(orders[:, place, None] == torch.arange(6)).sum(dim=0) for place in range(6)])
+    counts = torch.stack([(orders[:, runtime, None] == torch.arange(6)).sum(dim=0) for runtime in range(6)])
     assert (counts - 1000).abs().max() < 5 * (6000 * 5 / 36) ** 0.5
     assert len(torch.unique(noise(keys, 50))) == 300000
     assert (noise(keys, 50) >= 0).all()

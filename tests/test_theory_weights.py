@@ -278,8 +278,8 @@ def test_kinship_counts_common_labels(shared: int) -> None:
     shares f of C labels with Alice has the cosine (f − 1)/(C − 1) with hers: of ten labels, who shares 5 or fewer has
     no part in her head, and who shares 7 or more the whole."""
     C = 10
-    moved = torch.arange(shared, C).roll(1)
-    labels = torch.stack([torch.arange(C), torch.cat([torch.arange(shared), moved])])
+    apply_update = torch.arange(shared, C).roll(1)
+    labels = torch.stack([torch.arange(C), torch.cat([torch.arange(shared), apply_update])])
     features = torch.eye(C, dtype=torch.float64)  # one sample a class, at the corners of a simplex
     head = torch.zeros(2, C, C, dtype=torch.float64, requires_grad=True)
     loss = torch.nn.functional.cross_entropy((features @ head).flatten(0, 1), labels.flatten(), reduction="sum")

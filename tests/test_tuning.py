@@ -315,16 +315,16 @@ def test_the_winner_as_a_command() -> None:
 
 def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
     """A front end is told of each trial when it ends, beside the best so far."""
-    heard = []
+    received = []
 
     class Ear(Watcher):
         def told(self, trial: Any, found: Any) -> None:
-            heard.append((trial.number, found.best.score))
+            received.append((trial.number, found.best.score))
 
     config = check_run("local", {"rounds": 4, "validation": 0.3, "samples_per_agent": 30, "model": "linear"}, {})
     found = search(Wish(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Runtime(workers=1), Ear())
-    assert [number for number, _ in heard] == [0, 1, 2]
-    assert heard[-1][1] == found.best.score
+    assert [number for number, _ in received] == [0, 1, 2]
+    assert received[-1][1] == found.best.score
 
 
 def test_every_space_names_what_exists() -> None:

@@ -16,7 +16,14 @@ import waffle_fl
 from waffle_fl.versions import RESULTS_VERSION
 
 KNOWN = json.loads(fingerprints.KEPT.read_text())
-EDITED = ("algorithms/waffle.py", "algorithms/contract.py", "models/flat.py", "batches.py", "wire.py", "deploy/site.py")
+EDITED = (
+    "algorithms/waffle.py",
+    "algorithms/contract.py",
+    "models/flat.py",
+    "batches.py",
+    "update_encoding.py",
+    "deploy/site.py",
+)
 
 
 def test_the_fingerprints_are_of_this_version() -> None:
@@ -51,11 +58,11 @@ import json, sys
 from pathlib import Path
 from waffle_fl.config import check_run
 from waffle_fl.deploy.site import software
-from waffle_fl.experiment import Place, execute
+from waffle_fl.experiment import Runtime, execute
 
 def run(until=None):
     settings = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3}
-    [result] = execute([(check_run("waffle", settings, {}), Path("run"))], Place(device="cpu"), until=until)
+    [result] = execute([(check_run("waffle", settings, {}), Path("run"))], Runtime(device="cpu"), until=until)
     print(json.dumps({**result, "software": software()}))
 
 """

@@ -196,9 +196,9 @@ def test_w7_guard_by_hand() -> None:
 def test_w7_guard_off_is_the_paper() -> None:
     """W7: with the guard off, zeros and far updates are weighed as the paper weighs them."""
     rows = torch.tensor([[1.0], [0.0], [-5.0], [100.0]])
-    up, heard, codes = screen(Up(rows, torch.zeros(4, 0)), ALICE_ROW, torch.ones(4, dtype=torch.bool), "off")
+    up, received, codes = screen(Up(rows, torch.zeros(4, 0)), ALICE_ROW, torch.ones(4, dtype=torch.bool), "off")
     assert torch.equal(up.dy, rows)
-    assert heard.all()
+    assert received.all()
     assert codes.tolist() == [OK] * 4
 
 

@@ -56,14 +56,14 @@ def cells_of(method: str, count: int = 3) -> list[RunSpec]:
 def numbers(outcomes: list[list[Outcome]]) -> list[Any]:
     """All that a run said, its times apart; tensors as lists, so that every bit is compared."""
     return [
-        (o.cell, {k: v for k, v in o.measured.items() if k != "seconds"}, [t.tolist() for s in o.state for t in s])
+        (o.index, {k: v for k, v in o.measured.items() if k != "seconds"}, [t.tolist() for s in o.state for t in s])
         for round_ in outcomes
         for o in round_
     ]
 
 
-def run(cells: list[RunSpec], model: FlatModel, cores: int, rounds: int = 5) -> list[Any]:
-    return numbers(list(simulate(cells, model, rounds=rounds, batch_size=BATCH, workers=cores)))
+def run(specs: list[RunSpec], model: FlatModel, cores: int, rounds: int = 5) -> list[Any]:
+    return numbers(list(simulate(specs, model, rounds=rounds, batch_size=BATCH, workers=cores)))
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -71,20 +71,20 @@ def run(cells: list[RunSpec], model: FlatModel, cores: int, rounds: int = 5) -> 
 def test_workers_change_no_bit(method: str, stacked: bool, hired: list[int]) -> None:
     """Whole cells or single rows done by workers: the bits of one process, in every round and every state."""
     model = make_model(torch.float32, stacked=stacked)
-    for cells, cores in ((cells_of(method), 2), (cells_of(method), 3), (cells_of(method, 1), 3)):
-        alone = run(cells, model, 1)
+    for specs, cores in ((cells_of(method), 2), (cells_of(method), 3), (cells_of(method, 1), 3)):
+        alone = run(specs, model, 1)
         assert not hired
-        assert run(cells, model, cores) == alone
+        assert run(specs, model, cores) == alone
         assert len(hired) == cores - 1
         hired.clear()
 
 
 def test_chunks_of_workers_change_no_bit(hired: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it matter how many rows of a worker's share go at once."""
-    cells, model = cells_of("waffle", 1), make_model(torch.float32)
-    alone = run(cells, model, 1)
+    specs, model = cells_of("waffle", 1), make_model(torch.float32)
+    alone = run(specs, model, 1)
     monkeypatch.setattr(row_training, "CHUNK_BYTES", {"cpu": 2 * 16 * 57 * 4})
-    assert run(cells, model, 2) == alone
+    assert run(specs, model, 2) == alone
     assert hired
 
 
@@ -97,9 +97,9 @@ def test_short_runs_hire_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cores", [2, 4])
 def test_an_early_end_leaves_nobody_behind(cores: int, hired: list[int]) -> None:
     """Workers end with the last round, with a generator that is closed, and with one that is dropped."""
-    cells, model = cells_of("fedavg"), make_model()
+    specs, model = cells_of("fedavg"), make_model()
     for rounds, end in ((5, list), (9, lambda stream: stream.close()), (9, lambda stream: None)):
-        stream = simulate(cells, model, rounds=rounds, batch_size=BATCH, workers=cores)
+        stream = simulate(specs, model, rounds=rounds, batch_size=BATCH, workers=cores)
         for _ in range(3):
             next(stream)
         assert len(hired) == cores - 1
@@ -180,24 +180,24 @@ def test_a_worker_holds_no_file_of_its_parent(tmp_path: Path) -> None:
 def overshooting(starts: tuple[float, ...]) -> tuple[list[RunSpec], FlatModel]:
     """Steps that are too long: who starts in the optimum stays there, others leave it nine times as far a step."""
     pool = make_federation((4, 4))
-    cells = [
+    specs = [
         RunSpec(FedAvg(SGD(10.0)), Federation(**{**pool.__dict__, "x": torch.full_like(pool.x, start)}), 1)
         for start in starts
     ]
-    return cells, FlatModel(lambda: Quadratic(torch.ones(5)), loss=output_is_loss)
+    return specs, FlatModel(lambda: Quadratic(torch.ones(5)), loss=output_is_loss)
 
 
 @pytest.mark.parametrize("tampered", [False, True])
 def test_a_cell_drops_out_of_its_workers(tampered: bool, hired: list[int]) -> None:
     """A diverged cell tries again without workers and is gone; the others go on with new ones, their bits the same."""
-    cells, model = overshooting((0.0, 1e-3, 0.0))
+    specs, model = overshooting((0.0, 1e-3, 0.0))
     if tampered:  # then rows are shared out, not cells
-        cells[0] = RunSpec(cells[0].algorithm, cells[0].federation, 1, tamper=lambda up, r: up)
-    alone, together = (list(simulate(cells, model, rounds=14, batch_size=BATCH, workers=cores)) for cores in (1, 2))
+        specs[0] = RunSpec(specs[0].algorithm, specs[0].federation, 1, tamper=lambda up, r: up)
+    alone, together = (list(simulate(specs, model, rounds=14, batch_size=BATCH, workers=cores)) for cores in (1, 2))
     assert numbers(together) == numbers(alone)
     (dropped,) = [k for k, outcomes in enumerate(together) if any(o.error for o in outcomes)]
     assert 3 < dropped < 12
-    assert [o.cell for o in together[-1]] == [0, 2]
+    assert [o.index for o in together[-1]] == [0, 2]
     assert len(hired) == 2
     assert all(gone(process) for process in hired)
 
@@ -212,8 +212,8 @@ def test_tampering_may_keep_what_it_saw(hired: list[int]) -> None:
             kept.append(up)
             return kept[max(0, r - 3)]
 
-        cell = RunSpec(Waffle(SGD(0.1)), make_federation(), 1, tamper=replay)
-        states.append(run([cell], make_model(torch.float32), cores, rounds=7))
+        spec = RunSpec(Waffle(SGD(0.1)), make_federation(), 1, tamper=replay)
+        states.append(run([spec], make_model(torch.float32), cores, rounds=7))
     assert states[0] == states[1]
     assert hired
 

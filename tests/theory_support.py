@@ -53,8 +53,8 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-9) -> bool:
 
 
 def round_of(r: int, of: int, agents: int, steps: int = 1) -> Round:
-    everyone, each = torch.ones(agents, dtype=torch.bool), torch.full((agents,), steps)
-    return Round(r, of, torch.tensor(0), everyone, everyone, each, each, 1)
+    broadcast_to, each = torch.ones(agents, dtype=torch.bool), torch.full((agents,), steps)
+    return Round(r, of, torch.tensor(0), broadcast_to, broadcast_to, each, each, 1)
 
 
 def weights_at(distances: Sequence[float], omega: float, denominator: str = "max") -> Tensor:

@@ -123,8 +123,8 @@ def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[Peer]:
     """
     if not installed():
         return
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as runtime:
+        folder = Path(runtime)
         work = {
             "network": network,
             "start": plain.x,

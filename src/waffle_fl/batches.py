@@ -85,14 +85,14 @@ class Batches:
         within = (t % per_epoch)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
         epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
-        place = torch.cat(orders, dim=1).gather(1, position)
-        samples = table.gather(1, place).view(within.shape)
+        runtime = torch.cat(orders, dim=1).gather(1, position)
+        samples = table.gather(1, runtime).view(within.shape)
         count = torch.tensor(steps, device=self.device)
         active = t < count[:, None]
         weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
         turned = weight[:, :, :0].bool()
         if self._turns is not None:
-            turned = (self._turns[rows].gather(1, place) < r / self._rounds).view(within.shape)
+            turned = (self._turns[rows].gather(1, runtime) < r / self._rounds).view(within.shape)
         keys = self._keys("dropout", rows, r, attempt)
         return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, turned)
 

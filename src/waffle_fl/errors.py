@@ -27,12 +27,12 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def writable(place: Path) -> Iterator[None]:
+def writable(runtime: Path) -> Iterator[None]:
     """Turn a refusal of the file system into one line."""
     try:
         yield
     except OSError as error:
-        raise WaffleError(f"cannot write {place}: {error.strerror}") from None
+        raise WaffleError(f"cannot write {runtime}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

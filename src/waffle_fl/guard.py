@@ -49,9 +49,9 @@ def screen(
         if guard == "standard":
             up, code = _closeness(up, alice, norms, code, present, new_control_variates)
     code = torch.where(present, code, ABSENT)
-    heard = (code == OK) | (code == CLIPPED)
-    blanked = [torch.where(heard[:, None], field, 0.0) for field in up]
-    return type(up)(*blanked), heard, code
+    received = (code == OK) | (code == CLIPPED)
+    blanked = [torch.where(received[:, None], field, 0.0) for field in up]
+    return type(up)(*blanked), received, code
 
 
 def _closeness(

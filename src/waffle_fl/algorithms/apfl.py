@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients, inner
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, gradients, inner
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -65,16 +65,16 @@ class APFL:
         return fedavg.FedAvg(self.sgd, self.clip)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        rows, stats = everyone(net, agents)
+        rows, stats = broadcast_to(net, agents)
         mix = torch.full((agents,), self.mix, dtype=net.params.dtype, device=net.params.device)
         return Server(*net), Agents(rows, rows, stats, mix)
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(*everyone(Net(server.x, server.stats), agents))
+        return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
     def begin(self, down: Down, agents: Agents) -> Local:
         first = torch.ones(len(down.x), dtype=torch.bool, device=down.x.device)
-        rest = self.sgd.rest(down.x)
+        rest = self.sgd.zero_velocity(down.x)
         return Local(down.x, down.stats, rest, agents.v, agents.mixed_stats, rest, agents.mix, first)
 
     def step(self, local: Local, grad: Grad) -> Local:

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, inner
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, broadcast_to, inner
 from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -24,7 +24,7 @@ class Server(NamedTuple):
     shift: Tensor  # (N, N), float64: row i, how far p_i has moved from p0
     taken: Tensor  # (N, N), float64: row i, p_i of the last round
     samples: Tensor  # (N,), float64, as registered; unknown, 0, before the first round
-    heard: Tensor  # (N,), bool: whose core models are there to be sent
+    received: Tensor  # (N,), bool: whose core models are there to be sent
     pull: Tensor  # lambda(r) mu of the next round
     r: Tensor
 
@@ -97,20 +97,20 @@ class APPLE:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        rows, stats = everyone(net, agents)
+        rows, stats = broadcast_to(net, agents)
         zeros = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
         r = torch.zeros((), dtype=torch.int64, device=zeros.device)
         pull = torch.full((), self.mu if self.global_share else 0.0, dtype=torch.float64, device=zeros.device)
         return Server(rows.clone(), zeros, zeros, zeros[0], zeros[0] > 0, pull, r), Agents(rows, rows, stats)
 
     def offer(self, server: Server) -> Offer:
-        return best_others(server.taken.abs(), server.heard, self.models, self.explore, server.r)
+        return best_others(server.taken.abs(), server.received, self.models, self.explore, server.r)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         offer = self.offer(server)
         p0 = self._shares(server, offer)
-        moved = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
-        p = p0 + torch.where(p0 > 0, moved, 0.0)
+        apply_update = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
+        p = p0 + torch.where(p0 > 0, apply_update, 0.0)
         return Down(packed(server.core, offer), offer.offered, p0, p, server.pull.expand(agents))
 
     def _shares(self, server: Server, offer: Offer) -> Tensor:
@@ -121,7 +121,7 @@ class APPLE:
 
     def begin(self, down: Down, agents: Agents) -> Local:
         there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1).double()
-        rest = self.sgd.rest(agents.core)
+        rest = self.sgd.zero_velocity(agents.core)
         return Local(agents.core, agents.stats, rest, down.p * there, down.theta, there, down.p0, down.pull)
 
     def step(self, local: Local, grad: Grad) -> Local:
@@ -141,12 +141,12 @@ class APPLE:
         offer, intact = self.offer(server), now.intact[:, None]
         core = torch.where(intact, server.core + up.dy, server.core)
         taken = torch.where(intact, spread(up.p[:, 1:], offer) + torch.diag(up.p[:, 0]), server.taken)
-        moved = up.p - self._shares(server, offer)
+        apply_update = up.p - self._shares(server, offer)
         known = spread(torch.ones_like(up.p[:, 1:]), offer) + torch.eye(len(core), dtype=up.p.dtype, device=core.device)
-        shift = spread(moved[:, 1:], offer) + torch.diag(moved[:, 0])
+        shift = spread(apply_update[:, 1:], offer) + torch.diag(apply_update[:, 0])
         shift = torch.where(intact & (known > 0), shift, server.shift)
         pull = torch.full_like(server.pull, self.mu * self.loss_schedule(now.r, now.of))
-        return Server(core, shift, taken, now.samples.double(), now.heard, pull, server.r + 1), Info()
+        return Server(core, shift, taken, now.samples.double(), now.received, pull, server.r + 1), Info()
 
     def loss_schedule(self, r: int, rounds: int) -> float:
         """lambda(r): half a cosine from 1 to 0 over the first rounds, r counted from 0."""
@@ -154,7 +154,7 @@ class APPLE:
         return (math.cos(math.pi * r / last) + 1) / 2 if r < last else 0.0
 
     def relations(self, server: Server) -> Tensor:
-        size = server.taken.abs() * server.heard
+        size = server.taken.abs() * server.received
         return size / size.sum(dim=1, keepdim=True).clamp(min=TINY)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

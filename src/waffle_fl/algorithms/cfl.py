@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone, lengths
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, broadcast_to, lengths
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -84,7 +84,7 @@ class CFL:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        rows, stats = everyone(net, agents)
+        rows, stats = broadcast_to(net, agents)
         one = torch.zeros(agents, dtype=torch.int64, device=net.params.device)
         none = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
         return Server(rows.clone(), stats.clone(), one, none), Agents()
@@ -103,16 +103,16 @@ class CFL:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         same = server.label == server.label[:, None]
-        members = (same & now.heard).double()
+        members = (same & now.received).double()
         weights = members / members.sum(dim=1, keepdim=True).clamp(min=1)
         mean = (weights @ up.dy.double()).index_select(0, server.label)  # of a cluster all rows are one
         x = (server.x.double() + mean).to(server.x.dtype)
         stats = (weights @ up.stats.double()).to(server.stats.dtype)
         stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
-        longest = torch.where(same & now.heard, lengths(up.dy), 0.0).max(dim=1).values
+        longest = torch.where(same & now.received, lengths(up.dy), 0.0).max(dim=1).values
         apart = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
-        together = same & now.heard & now.heard[:, None]
-        label = parted(server.label, bottlenecks(cosines(up.dy), together), together, apart & now.heard)
+        together = same & now.received & now.received[:, None]
+        label = parted(server.label, bottlenecks(cosines(up.dy), together), together, apart & now.received)
         clusters = (label == torch.arange(len(label), device=label.device)).sum()
         return Server(x, stats, label, weights), Info(clusters)
 
@@ -120,4 +120,4 @@ class CFL:
         return server.weights
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)

@@ -55,7 +55,7 @@ class Round(NamedTuple):
     r: int  # 1-based, as in the paper
     of: int  # R
     alice: Tensor  # i*, a number
-    heard: Tensor  # (N,) bool: the agents whose update arrived and was admitted
+    received: Tensor  # (N,) bool: the agents whose update arrived and was admitted
     intact: Tensor  # (N,) bool: those of them whose update was taken as it was sent, not clipped
     samples: Tensor  # (N,) registered sample counts
     steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
@@ -139,7 +139,7 @@ class SGD:
             return torch.addcmul(y, g, shorter, value=-self.lr), velocity
         return torch.add(y, g, alpha=-self.lr), velocity
 
-    def rest(self, y: Rows) -> Rows:
+    def zero_velocity(self, y: Rows) -> Rows:
         """A velocity of zero; without momentum it takes no memory."""
         return torch.zeros_like(y) if self.momentum else y[:, :0]
 
@@ -173,7 +173,7 @@ def gradients(grad: Grad, *nets: Net) -> list[Net]:
     return [Net(*part) for part in zip(params.chunk(len(nets)), stats.chunk(len(nets)), strict=True)]
 
 
-def everyone(net: Net, agents: int) -> Net:
+def broadcast_to(net: Net, agents: int) -> Net:
     """The same model for every agent, as rows that share memory."""
     return Net(net.params.expand(agents, -1), net.stats.expand(agents, -1))
 
@@ -220,9 +220,9 @@ def weighted_sum(weights: Weights, rows: Rows) -> Vector:
     return total
 
 
-def uniform(heard: Tensor) -> Weights:
+def uniform(received: Tensor) -> Weights:
     """Equal weights for the agents that were heard."""
-    return normalised(heard.double(), heard)
+    return normalised(received.double(), received)
 
 
 def normalised(weights: Weights, fallback: Tensor) -> Weights:
@@ -244,7 +244,7 @@ def row_of(rows: Rows, agent: Tensor) -> Vector:
     return rows.index_select(0, agent.view(1)).squeeze(0)
 
 
-def moved(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
+def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
     """x + eta_g * sum_i weights_i dy_i."""
     return (x.double() + eta_g * weighted_sum(weights, dy)).to(x.dtype)
 

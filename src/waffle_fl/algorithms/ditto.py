@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -56,13 +56,13 @@ class Ditto:
         return fedavg.FedAvg(self.sgd, self.clip)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return Server(*net), Agents(*everyone(net, agents))
+        return Server(*net), Agents(*broadcast_to(net, agents))
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(*everyone(Net(server.x, server.stats), agents))
+        return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        rest = self.sgd.rest(down.x)
+        rest = self.sgd.zero_velocity(down.x)
         return Local(down.x, down.stats, rest, agents.v, agents.v_stats, rest, down.x)
 
     def step(self, local: Local, grad: Grad) -> Local:

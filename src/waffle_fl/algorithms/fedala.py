@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 
 from waffle_fl.algorithms import fedavg, partial_sharing
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.algorithms.partial_sharing import Runs, cut, joined
 from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
@@ -70,7 +70,7 @@ class FedALA:
         return replace(self, runs=partial_sharing.parts(layers, head).params)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        rows, stats = everyone(net, agents)
+        rows, stats = broadcast_to(net, agents)
         return Server(*net), Agents(rows, stats, torch.ones_like(cut(rows, self.runs)[1]))
 
     def broadcast(self, server: Server, agents: int) -> Down:
@@ -79,7 +79,7 @@ class FedALA:
     def begin(self, down: Down, agents: Agents) -> Local:
         (body, x), (_, own) = cut(down.x, self.runs), cut(agents.y, self.runs)
         y = joined(body, torch.lerp(own, x, agents.W), self.runs)
-        return Local(y, down.stats, self.sgd.rest(y), agents.W, own, x)
+        return Local(y, down.stats, self.sgd.zero_velocity(y), agents.W, own, x)
 
     def rehearse(self, local: Local, grad: Grad) -> Local:
         (body, _), (_, g) = cut(local.y, self.runs), cut(grad(local.y, local.stats).params, self.runs)

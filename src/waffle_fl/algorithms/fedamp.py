@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, lengths
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, lengths
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
@@ -46,11 +46,11 @@ class Info(NamedTuple):
     pass
 
 
-def attention(w: Rows, heard: Tensor, alpha: float, sigma: float) -> Tensor:
+def attention(w: Rows, received: Tensor, alpha: float, sigma: float) -> Tensor:
     """xi: xi_ij = alpha A'(|w_i - w_j|^2) for j other than i, and xi_ii what is left of 1."""
     squared = torch.stack([lengths(w, row) for row in w]) ** 2
     own = torch.eye(len(w), dtype=torch.float64, device=w.device)
-    others = alpha / sigma * torch.exp(-squared / sigma) * heard.double() * (1 - own)
+    others = alpha / sigma * torch.exp(-squared / sigma) * received.double() * (1 - own)
     # Differs from the paper: near models must not push each other past their mean, so others weigh 1 at most in all.
     others = others / others.sum(dim=1, keepdim=True).clamp(min=1)
     return others + own * (1 - others.sum(dim=1, keepdim=True))
@@ -84,7 +84,7 @@ class FedAMP:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        rows, stats = everyone(net, agents)
+        rows, stats = broadcast_to(net, agents)
         xi = torch.eye(agents, dtype=torch.float64, device=net.params.device)
         return Server(rows.clone(), xi), Agents(rows, stats)
 
@@ -92,7 +92,7 @@ class FedAMP:
         return Down((server.xi @ server.w.double()).to(server.w.dtype))
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return Local(agents.w, agents.stats, self.sgd.rest(agents.w), down.u)
+        return Local(agents.w, agents.stats, self.sgd.zero_velocity(agents.w), down.u)
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.w, local.stats)
@@ -105,7 +105,7 @@ class FedAMP:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         w = torch.where(now.intact[:, None], server.w + up.dy, server.w)
-        return Server(w, attention(w, now.heard, self.alpha, self.sigma)), Info()
+        return Server(w, attention(w, now.received, self.alpha, self.sigma)), Info()
 
     def relations(self, server: Server) -> Tensor:
         return server.xi

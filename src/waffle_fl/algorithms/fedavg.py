@@ -16,9 +16,9 @@ from waffle_fl.algorithms.contract import (
     Rows,
     Vector,
     Weights,
+    apply_update,
     averaged,
-    everyone,
-    moved,
+    broadcast_to,
     normalised,
     uniform,
 )
@@ -59,12 +59,12 @@ Weighting: TypeAlias = Literal["equal", "samples"]
 
 
 def send(server: Server, agents: int) -> Down:
-    return Down(*everyone(Net(server.x, server.stats), agents))
+    return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
 
 def begin(sgd: SGD, net: Net | Down) -> Local:
     params, stats = net
-    return Local(params, stats, sgd.rest(params))
+    return Local(params, stats, sgd.zero_velocity(params))
 
 
 def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
@@ -78,11 +78,13 @@ def aggregate(
 ) -> tuple[Server, Info]:
     """The mean of what was heard, each agent counted once or as often as it has samples; or what a rule makes of it."""
     if rule:
-        dy, shares = rule(up.dy, now.heard)
-        stats = averaged(server.stats, normalised(shares, now.heard), up.stats)
+        dy, shares = rule(up.dy, now.received)
+        stats = averaged(server.stats, normalised(shares, now.received), up.stats)
         return Server((server.x.double() + dy).to(server.x.dtype), stats), Info(shares)
-    weights = uniform(now.heard) if weighting == "equal" else normalised(now.heard * now.samples.double(), now.heard)
-    x = moved(server.x, weights, up.dy)
+    weights = (
+        uniform(now.received) if weighting == "equal" else normalised(now.received * now.samples.double(), now.received)
+    )
+    x = apply_update(server.x, weights, up.dy)
     stats = averaged(server.stats, weights, up.stats)
     return Server(x, stats), Info(weights)
 
@@ -135,4 +137,4 @@ class FedAvg:
         return aggregate(server, up, now, self.weighting, parse(self.aggregation))
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, Vector, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, Vector, broadcast_to
 from waffle_fl.algorithms.fedavg import Info, Local, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -60,10 +60,12 @@ class FedAvgFT:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return Server(*net, torch.zeros((), dtype=torch.bool, device=net.params.device)), Agents(*everyone(net, agents))
+        return Server(*net, torch.zeros((), dtype=torch.bool, device=net.params.device)), Agents(
+            *broadcast_to(net, agents)
+        )
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(*everyone(Net(server.x, server.stats), agents), server.tuned.expand(agents))
+        return Down(*broadcast_to(Net(server.x, server.stats), agents), server.tuned.expand(agents))
 
     def begin(self, down: Down, agents: Agents) -> Local:
         y, stats = (torch.where(down.tuned[:, None], own, new) for own, new in zip(agents, down[:2], strict=True))

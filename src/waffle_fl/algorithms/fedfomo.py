@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, broadcast_to
 from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -25,7 +25,7 @@ class Server(NamedTuple):
         Tensor  # (N, N), float64: row i, the gains that agent i has reported of each other, summed over the rounds
     )
     taken: Tensor  # (N, N), float64: row i, the weights by which agent i mixed last
-    heard: Tensor  # (N,), bool: whose models are there to be sent
+    received: Tensor  # (N,), bool: whose models are there to be sent
     r: Tensor
 
 
@@ -106,17 +106,17 @@ class FedFomo:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        rows, stats = everyone(net, agents)
+        rows, stats = broadcast_to(net, agents)
         device = net.params.device
         none = torch.zeros(agents, agents, dtype=torch.float64, device=device)
-        heard, r = (
+        received, r = (
             torch.zeros(agents, dtype=torch.bool, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
         )
-        return Server(rows.clone(), stats.clone(), none, none, heard, r), Agents(rows, stats, rows, stats)
+        return Server(rows.clone(), stats.clone(), none, none, received, r), Agents(rows, stats, rows, stats)
 
     def offer(self, server: Server) -> Offer:
-        return best_others(server.affinity, server.heard, self.models, self.explore, server.r)
+        return best_others(server.affinity, server.received, self.models, self.explore, server.r)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         offer = self.offer(server)
@@ -131,7 +131,7 @@ class FedFomo:
         gain = gains(down, agents)
         weight = weights(gain)
         y, stats = mixed(weight, agents.y, down.theta), mixed(weight, agents.stats, down.stats)
-        return Local(y, stats, self.sgd.rest(y), y, stats, gain)
+        return Local(y, stats, self.sgd.zero_velocity(y), y, stats, gain)
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.y, local.stats)
@@ -144,12 +144,12 @@ class FedFomo:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         offer, intact = self.offer(server), now.intact[:, None]
-        weight = weights(up.gains) * now.heard[:, None]
+        weight = weights(up.gains) * now.received[:, None]
         taken = spread(weight[:, 1:], offer) + torch.diag(weight[:, 0])
         y = torch.where(intact, server.y + up.dy, server.y)
         stats = torch.where(intact, up.stats, server.stats)
         return Server(
-            y, stats, server.affinity + spread(up.gains[:, 1:], offer), taken, now.heard, server.r + 1
+            y, stats, server.affinity + spread(up.gains[:, 1:], offer), taken, now.received, server.r + 1
         ), Info()
 
     def relations(self, server: Server) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Server, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -53,7 +53,7 @@ class FedProx:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return Local(down.x, down.stats, self.sgd.rest(down.x), down.x)
+        return Local(down.x, down.stats, self.sgd.zero_velocity(down.x), down.x)
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.y, local.stats)
@@ -68,4 +68,4 @@ class FedProx:
         return fedavg.aggregate(server, up, now, self.weighting)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)

@@ -61,7 +61,7 @@ class FedRep:
 
     def begin(self, down: Down, agents: Agents) -> Local:
         _, stats = partial_sharing.whole(self.parts, down, agents)
-        return Local(down.x, agents.own, stats, self.sgd.rest(down.x), self.sgd.rest(agents.own))
+        return Local(down.x, agents.own, stats, self.sgd.zero_velocity(down.x), self.sgd.zero_velocity(agents.own))
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(joined(local.body, local.head, self.parts.params), local.stats)

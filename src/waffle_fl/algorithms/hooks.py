@@ -108,12 +108,12 @@ class ChecksAgents(Protocol):
 
 HOOKS = {
     "helper": HasHelper,
-    "judged_on": HasCandidates,
+    "scored_on": HasCandidates,
     "candidates": HasCandidates,
     "rehearsed": HasWarmUp,
     "rehearse": HasWarmUp,
     "relations": HasRelations,
-    "pulls": HasControlVariates,
+    "new_control_variates": HasControlVariates,
     "answer": Answers,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,

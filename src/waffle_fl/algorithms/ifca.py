@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, averaged, moved, normalised
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, apply_update, averaged, normalised
 from waffle_fl.constraints import at_least, check_fields, parameter
 from waffle_fl.randomness import noise
 
@@ -107,7 +107,7 @@ class IFCA:
 
     def begin(self, down: Down, agents: Agents) -> Local:
         y = taken(down.theta, best(down))
-        return Local(y, taken(down.stats, best(down)), self.sgd.rest(y))
+        return Local(y, taken(down.stats, best(down)), self.sgd.zero_velocity(y))
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.y, local.stats)
@@ -122,10 +122,10 @@ class IFCA:
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         theta, stats = [], []
         for x, x_stats, members in zip(server.theta, server.stats, up.chosen.T, strict=True):
-            weights = normalised(members * now.heard, torch.zeros_like(now.heard))  # all 0 where nobody took it
-            theta.append(moved(x, weights, up.dy))
+            weights = normalised(members * now.received, torch.zeros_like(now.received))  # all 0 where nobody took it
+            theta.append(apply_update(x, weights, up.dy))
             stats.append(torch.where(weights.sum() > 0, averaged(x_stats, weights, up.stats), x_stats))
-        chosen = up.chosen * now.heard[:, None]
+        chosen = up.chosen * now.received[:, None]
         return Server(torch.stack(theta), torch.stack(stats), chosen), Info()
 
     def relations(self, server: Server) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, everyone
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, broadcast_to
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
@@ -80,7 +80,7 @@ class KNNPer:
         return fedavg.aggregate(server, up, now)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)
 
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
         """Logarithms of the mixed probabilities; of numbers to predict, their mixed value."""

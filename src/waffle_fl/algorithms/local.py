@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
-from waffle_fl.algorithms.contract import CLIP, SGD, About, Grad, Net, Round, Rows, Weights, everyone, one_hot
+from waffle_fl.algorithms.contract import CLIP, SGD, About, Grad, Net, Round, Rows, Weights, broadcast_to, one_hot
 from waffle_fl.constraints import at_least, check_fields, parameter
 
 
@@ -58,13 +58,13 @@ class Local:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return Server(), Agents(*everyone(net, agents))
+        return Server(), Agents(*broadcast_to(net, agents))
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return Down()
 
     def begin(self, down: Down, agents: Agents) -> Training:
-        return Training(agents.y, agents.stats, self.sgd.rest(agents.y))
+        return Training(agents.y, agents.stats, self.sgd.zero_velocity(agents.y))
 
     def step(self, local: Training, grad: Grad) -> Training:
         g, stats = grad(local.y, local.stats)
@@ -75,7 +75,7 @@ class Local:
         return Agents(local.y, local.stats), Up()
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return server, Info(one_hot(now.alice, len(now.heard)))
+        return server, Info(one_hot(now.alice, len(now.received)))
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return Net(agents.y, agents.stats)

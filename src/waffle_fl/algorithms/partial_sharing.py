@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import Net, Rows, everyone
+from waffle_fl.algorithms.contract import Net, Rows, broadcast_to
 from waffle_fl.algorithms.fedavg import Down, Server, Up
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers, Stretches
@@ -66,7 +66,7 @@ def _known(runs: Runs) -> list[int]:
 def start(parts: Parts, net: Net, agents: int) -> tuple[Server, Agents]:
     """The server starts with what is shared, every agent with the same numbers of its own."""
     (x, own), (stats, own_stats) = cut(net.params, parts.params), cut(net.stats, parts.stats)
-    return Server(x, stats), Agents(*everyone(Net(own, own_stats), agents))
+    return Server(x, stats), Agents(*broadcast_to(Net(own, own_stats), agents))
 
 
 def whole(parts: Parts, shared: Down | Net, agents: Agents) -> Net:
@@ -82,4 +82,4 @@ def finish(parts: Parts, down: Down, trained: Net) -> tuple[Agents, Up]:
 
 
 def personal(parts: Parts, server: Server, agents: Agents, count: int) -> Net:
-    return whole(parts, everyone(Net(server.x, server.stats), count), agents)
+    return whole(parts, broadcast_to(Net(server.x, server.stats), count), agents)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, everyone, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
@@ -64,14 +64,14 @@ class PerFedAvg:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return Server(*net), Agents(*everyone(net, agents))
+        return Server(*net), Agents(*broadcast_to(net, agents))
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
         d = down.x[:, :0] if self.variant == "first-order" else down.x
-        return Local(down.x, down.stats, self.sgd.rest(down.x), down.x, d, *agents)
+        return Local(down.x, down.stats, self.sgd.zero_velocity(down.x), down.x, d, *agents)
 
     @property
     def batches_an_update(self) -> int:

@@ -16,9 +16,9 @@ from waffle_fl.algorithms.contract import (
     Net,
     Round,
     Rows,
+    apply_update,
     averaged,
-    everyone,
-    moved,
+    broadcast_to,
     uniform,
 )
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
@@ -67,13 +67,13 @@ class PFedMe:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        return Server(*net), Agents(*everyone(net, agents))
+        return Server(*net), Agents(*broadcast_to(net, agents))
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return Local(down.x, down.x, down.stats, self.sgd.rest(down.x))
+        return Local(down.x, down.x, down.stats, self.sgd.zero_velocity(down.x))
 
     def step(self, local: Local, grad: Grad) -> Local:
         w, theta, stats, velocity = local
@@ -86,8 +86,8 @@ class PFedMe:
         return Agents(local.theta, local.stats), Up(local.w - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        weights = uniform(now.heard)
-        x = moved(server.x, weights, up.dy, self.beta)
+        weights = uniform(now.received)
+        x = apply_update(server.x, weights, up.dy, self.beta)
         return Server(x, averaged(server.stats, weights, up.stats)), Info(weights)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

@@ -39,8 +39,8 @@ def krum(f: float = 1.0) -> Rule:
     """Blanchard et al. 2017: the one update whose n - f - 1 nearest others lie nearest (squared distances)."""
     expected = _whole("krum", f)
 
-    def rule(dy: Rows, heard: Tensor) -> tuple[Vector, Weights]:
-        shares = one_hot(_scatter(dy, heard, expected).argmin(), len(dy))
+    def rule(dy: Rows, received: Tensor) -> tuple[Vector, Weights]:
+        shares = one_hot(_scatter(dy, received, expected).argmin(), len(dy))
         return weighted_sum(shares, dy), shares
 
     return rule
@@ -50,9 +50,9 @@ def multi_krum(f: float = 1.0) -> Rule:
     """The mean of the n - f updates that Krum likes best."""
     expected = _whole("multi-krum", f)
 
-    def rule(dy: Rows, heard: Tensor) -> tuple[Vector, Weights]:
-        place = _scatter(dy, heard, expected).argsort(stable=True).argsort(stable=True)
-        shares = uniform(heard & (place < heard.sum() - _bearable(expected, heard)))
+    def rule(dy: Rows, received: Tensor) -> tuple[Vector, Weights]:
+        runtime = _scatter(dy, received, expected).argsort(stable=True).argsort(stable=True)
+        shares = uniform(received & (runtime < received.sum() - _bearable(expected, received)))
         return weighted_sum(shares, dy), shares
 
     return rule
@@ -61,12 +61,12 @@ def multi_krum(f: float = 1.0) -> Rule:
 def trimmed_mean(f: float = 1.0) -> Rule:
     """Yin et al. 2018: in each coordinate the mean without its f largest and f smallest values."""
     expected = _whole("trimmed-mean", f)
-    return lambda dy, heard: _trimmed(dy, heard, _bearable(expected, heard))
+    return lambda dy, received: _trimmed(dy, received, _bearable(expected, received))
 
 
 def median() -> Rule:
     """Yin et al. 2018: the median of each coordinate."""
-    return lambda dy, heard: _trimmed(dy, heard, (heard.sum() - 1).clamp(min=0) // 2)
+    return lambda dy, received: _trimmed(dy, received, (received.sum() - 1).clamp(min=0) // 2)
 
 
 def geometric_median() -> Rule:
@@ -76,9 +76,9 @@ def geometric_median() -> Rule:
     coordinate, and not at zero.
     """
 
-    def rule(dy: Rows, heard: Tensor) -> tuple[Vector, Weights]:
-        start, _ = median()(dy, heard)
-        return weiszfeld(dy, heard, start, SMOOTHING * _middle(lengths(dy), heard), WEISZFELD)
+    def rule(dy: Rows, received: Tensor) -> tuple[Vector, Weights]:
+        start, _ = median()(dy, received)
+        return weiszfeld(dy, received, start, SMOOTHING * _middle(lengths(dy), received), WEISZFELD)
 
     return rule
 
@@ -91,7 +91,7 @@ def centered_clipping(radius: float = 1.0) -> Rule:
     """
     if not radius > 0:
         raise WaffleError(f"centered-clipping needs a radius above 0, got {radius:g}")
-    return lambda dy, heard: clipped_mean(dy, heard, radius * _middle(lengths(dy), heard), CLIPPINGS)
+    return lambda dy, received: clipped_mean(dy, received, radius * _middle(lengths(dy), received), CLIPPINGS)
 
 
 RULES: dict[str, Callable[..., Rule]] = {
@@ -123,53 +123,55 @@ def check_agents(text: str, agents: int) -> None:
             )
 
 
-def weiszfeld(dy: Rows, heard: Tensor, start: Vector, smoothing: Tensor, steps: int) -> tuple[Vector, Weights]:
+def weiszfeld(dy: Rows, received: Tensor, start: Vector, smoothing: Tensor, steps: int) -> tuple[Vector, Weights]:
     """Weigh each row by 1 / its distance from the centre, and move the centre to their mean."""
-    centre, shares = start, uniform(heard)
+    centre, shares = start, uniform(received)
     for _ in range(steps):
-        shares = normalised(heard / lengths(dy, centre).clamp(min=TINY).maximum(smoothing), heard)
+        shares = normalised(received / lengths(dy, centre).clamp(min=TINY).maximum(smoothing), received)
         centre = weighted_sum(shares, dy)
     return centre, shares
 
 
-def clipped_mean(dy: Rows, heard: Tensor, radius: Tensor, steps: int) -> tuple[Vector, Weights]:
+def clipped_mean(dy: Rows, received: Tensor, radius: Tensor, steps: int) -> tuple[Vector, Weights]:
     """Move the centre by the mean of the differences to it, each shortened to the radius."""
     centre = torch.zeros(dy.shape[1], dtype=torch.float64, device=dy.device)
-    shares = equal = uniform(heard)
+    shares = equal = uniform(received)
     for _ in range(steps):
         shares = equal * (radius / lengths(dy, centre).clamp(min=TINY)).clamp(max=1)
         centre = (1 - shares.sum()) * centre + weighted_sum(shares, dy)
     return centre, shares
 
 
-def _trimmed(dy: Rows, heard: Tensor, cut: Tensor) -> tuple[Vector, Weights]:
+def _trimmed(dy: Rows, received: Tensor, cut: Tensor) -> tuple[Vector, Weights]:
     """In each coordinate the mean of the heard values but the `cut` outermost on either side."""
-    values, order = torch.where(heard[:, None], dy.double(), math.inf).sort(dim=0, stable=True)
-    place = torch.arange(len(dy), device=dy.device)
-    kept = (place >= cut) & (place < heard.sum() - cut)
+    values, order = torch.where(received[:, None], dy.double(), math.inf).sort(dim=0, stable=True)
+    runtime = torch.arange(len(dy), device=dy.device)
+    kept = (runtime >= cut) & (runtime < received.sum() - cut)
     inner = kept.double() / kept.sum().clamp(min=1)
     mean = torch.where(kept[:, None], values * inner[:, None], 0.0).sum(dim=0)
     shares = torch.zeros_like(values).scatter(0, order, inner[:, None].expand_as(values)).mean(dim=1)
     return mean, shares
 
 
-def _scatter(dy: Rows, heard: Tensor, f: int) -> Weights:
+def _scatter(dy: Rows, received: Tensor, f: int) -> Weights:
     """Krum's score: the mean squared distance to the n - f - 1 nearest others; infinite for who was not heard."""
     square = torch.stack([lengths(dy, dy[i]) for i in range(len(dy))]) ** 2
-    nearest = torch.where(heard, square, math.inf).sort(dim=1).values
-    place = torch.arange(len(dy), device=dy.device)
-    counted = (place >= 1) & (place < heard.sum() - _bearable(f, heard))  # the nearest of all is the row itself
+    nearest = torch.where(received, square, math.inf).sort(dim=1).values
+    runtime = torch.arange(len(dy), device=dy.device)
+    counted = (runtime >= 1) & (
+        runtime < received.sum() - _bearable(f, received)
+    )  # the nearest of all is the row itself
     score = torch.where(counted, nearest, 0.0).sum(dim=1) / counted.sum().clamp(min=1)
-    return torch.where(heard, score, math.inf)
+    return torch.where(received, score, math.inf)
 
 
-def _bearable(f: int, heard: Tensor) -> Tensor:
+def _bearable(f: int, received: Tensor) -> Tensor:
     """f, or as many as leave a majority of those heard."""
-    return ((heard.sum() - 1) // 2).clamp(min=0, max=f)
+    return ((received.sum() - 1) // 2).clamp(min=0, max=f)
 
 
-def _middle(values: Weights, heard: Tensor) -> Tensor:
-    return torch.where(heard, values, torch.nan).nanmedian(dim=0).values
+def _middle(values: Weights, received: Tensor) -> Tensor:
+    return torch.where(received, values, torch.nan).nanmedian(dim=0).values
 
 
 def _whole(rule: str, f: float) -> int:

@@ -22,9 +22,9 @@ from waffle_fl.algorithms.contract import (
     Rows,
     Vector,
     Weights,
+    apply_update,
     averaged,
-    everyone,
-    moved,
+    broadcast_to,
     uniform,
     weighted_sum,
 )
@@ -101,13 +101,13 @@ def start(net: Net, agents: int) -> tuple[Server, Agents]:
 
 def send(server: Shared, agents: int) -> Down:
     """A2.3: communicate (x, c) to all agents."""
-    return Down(*everyone(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
+    return Down(*broadcast_to(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
 
 
 def begin(sgd: SGD, share: float, down: Down, agents: Agents) -> Local:
     """A2.5: y_i <- x."""
     steps = torch.zeros(len(down.x), dtype=torch.int64, device=down.x.device)
-    return Local(down.x, down.stats, sgd.rest(down.x), share * (down.c - agents.c_i), steps)
+    return Local(down.x, down.stats, sgd.zero_velocity(down.x), share * (down.c - agents.c_i), steps)
 
 
 def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
@@ -165,18 +165,18 @@ class Scaffold:
         return finish(self.sgd, self.correction, down, agents, local)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        weights = uniform(now.heard)
+        weights = uniform(now.received)
         c_i = received_control_variates(server, up, now, self.sgd.lr, self.correction)
         every = now.samples > 0
         if now.suspect is None:
             c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
         else:  # what a suspect left in c would steer everyone for ever
             c = weighted_sum(uniform(every & ~now.suspect), c_i).to(server.c.dtype)
-        x = moved(server.x, weights, up.dy, self.eta_g)
+        x = apply_update(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
 
     def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)

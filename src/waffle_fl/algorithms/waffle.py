@@ -29,10 +29,10 @@ from waffle_fl.algorithms.contract import (
     Vector,
     Weights,
     angular_distance,
+    apply_update,
     averaged,
-    everyone,
+    broadcast_to,
     lengths,
-    moved,
     normalised,
     one_hot,
     row_of,
@@ -89,7 +89,7 @@ def calc_weights(
 ) -> tuple[Weights, Weights, Weights]:
     """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
-    others = now.heard & ~is_alice
+    others = now.received & ~is_alice
     d = apart(dy, row_of(dy, now.alice))  # A1.2
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
@@ -110,7 +110,7 @@ def calc_weights(
     past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alone) for earlier in past])
     alpha_bar = (past[0] + past[1] + alpha) / 3  # A1.10
     # Differs from the paper: an agent that was not heard has nothing to weigh, so the others share its history.
-    alpha_bar = normalised(torch.where(now.heard, alpha_bar, 0.0), alone)
+    alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alone)
     return alpha_bar, alpha, d
 
 
@@ -191,7 +191,7 @@ class Waffle:
 
     def combine(self, server: Server, up: Up, c_i: Rows, alpha_bar: Weights) -> Server:
         """A2.15-16: move the model and the control variate by the weighted updates."""
-        x = moved(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
+        x = apply_update(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
         if self.control == "anchored":
             # Differs from the paper: c is the weighted mean itself, so it cannot drift.
             c = weighted_sum(alpha_bar, c_i)
@@ -208,4 +208,4 @@ class Waffle:
         return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)

@@ -26,8 +26,8 @@ from waffle_fl.algorithms.contract import (
     Vector,
     Weights,
     averaged,
+    broadcast_to,
     cosines,
-    everyone,
     normalised,
     one_hot,
     row_of,
@@ -114,7 +114,7 @@ class WaffleKin:
             )
         nothing = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
         none_yet = torch.zeros(agents, dtype=net.params.dtype, device=net.params.device)
-        held = Agents(*everyone(net, agents), none_yet)
+        held = Agents(*broadcast_to(net, agents), none_yet)
         y = net.params.repeat(agents, 1)
         return Server(*net, y, nothing + 1, nothing, nothing, nothing[0], *held), held
 
@@ -133,16 +133,16 @@ class WaffleKin:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         is_alice = torch.arange(len(up.dy), device=up.dy.device) == now.alice
-        s, t, length = self._compare(up.dy, now, now.heard & ~is_alice, server.share)
+        s, t, length = self._compare(up.dy, now, now.received & ~is_alice, server.share)
         evidence, agreement = server.evidence + length * s**4, server.agreement + length * s**5
         strife = server.strife + (-t).clamp(min=0) ** 2
         kinship = torch.where(evidence > 0, agreement / evidence.clamp(min=TINY), KIN)
         share = torch.minimum(self._alike(kinship), torch.exp(-self.yielding * strife))
-        share = torch.where(now.heard[:, None], share, server.share)
+        share = torch.where(now.received[:, None], share, server.share)
         share = torch.where(is_alice[:, None], 1.0, share)
         starts = self.broadcast(server, len(up.dy))
-        y = torch.where(now.heard[:, None], starts.x + up.dy, server.y)
-        alone, counted = one_hot(now.alice, len(up.dy)), torch.where(now.heard[:, None], share, 0.0)
+        y = torch.where(now.received[:, None], starts.x + up.dy, server.y)
+        alone, counted = one_hot(now.alice, len(up.dy)), torch.where(now.received[:, None], share, 0.0)
         alpha = [normalised(shares, alone) for shares in counted.unbind(dim=1)]
         layers = torch.split(y, list(self.cut.sizes), dim=1)
         x = torch.cat([weighted_sum(weights, rows) for weights, rows in zip(alpha, layers, strict=True)])
@@ -154,7 +154,7 @@ class WaffleKin:
         return new, Info(overall, alpha[-1])
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        held = self._held(agents, everyone(Net(server.x, server.stats), count))
+        held = self._held(agents, broadcast_to(Net(server.x, server.stats), count))
         return Net(held.mean, held.mean_stats)
 
     def _held(self, agents: Agents, latest: Net) -> Agents:

@@ -21,10 +21,10 @@ from waffle_fl.algorithms.contract import (
     Rows,
     Vector,
     Weights,
+    apply_update,
     averaged,
-    everyone,
+    broadcast_to,
     lengths,
-    moved,
     normalised,
     one_hot,
     row_of,
@@ -86,7 +86,7 @@ class WeightErosion:
         return Server(net.params, net.stats, alpha), Agents()
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(*everyone(Net(server.x, server.stats), agents))
+        return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
     def begin(self, down: Down, agents: Agents) -> Local:
         return self._training.begin(down, agents)
@@ -106,10 +106,10 @@ class WeightErosion:
         size = now.samples if self.counted == "samples" else now.steps
         reuses = (((now.r - 1) * now.batch_size) // size.clamp(min=1)).double()
         eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
-        alpha = torch.where(now.heard, eroded, server.alpha)  # an absent agent returns with the weight it had
-        weights = normalised(torch.where(now.heard, alpha, 0.0), one_hot(now.alice, len(alpha)))
-        x = moved(server.x, weights, up.dy)
+        alpha = torch.where(now.received, eroded, server.alpha)  # an absent agent returns with the weight it had
+        weights = normalised(torch.where(now.received, alpha, 0.0), one_hot(now.alice, len(alpha)))
+        x = apply_update(server.x, weights, up.dy)
         return Server(x, averaged(server.stats, weights, up.stats), alpha), Info(weights, alpha, d)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return everyone(Net(server.x, server.stats), count)
+        return broadcast_to(Net(server.x, server.stats), count)

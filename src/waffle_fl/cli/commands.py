@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("alone", Annotated[bool, tyro.conf.arg(help=ALONE_HELP)], field(default=False)),
-            ("place", Runtime, field(default_factory=Runtime)),
+            ("runtime", Runtime, field(default_factory=Runtime)),
             ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
     )
@@ -70,11 +70,11 @@ def run(arguments: Sequence[str]) -> int:
     everyone = config.settings.alice == ALL_ALICES
     compared = not everyone and config.settings.is_own and config.method != "local" and not args.alone
     if not args.out:
-        runs = _for_everyone(config, folder, args.place) if everyone else _compared(config, folder, compared)
-        folder = default_folder(folder, runs, args.place, args.output)
+        runs = _for_everyone(config, folder, args.runtime) if everyone else _compared(config, folder, compared)
+        folder = default_folder(folder, runs, args.runtime, args.output)
     if everyone:
-        return _finish_everyone(config, folder, args.place, args.output)
-    return _finish(config, folder, args.place, args.output, compared)
+        return _finish_everyone(config, folder, args.runtime, args.output)
+    return _finish(config, folder, args.runtime, args.output, compared)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -88,15 +88,15 @@ def resume(arguments: Sequence[str]) -> int:
         """The run's folder."""
         trust: bool = False
         """Import the code (module:name) that the run folder names."""
-        place: Runtime = field(default_factory=Runtime)
+        runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Resume, arguments, "resume")
     if read_json(args.run / "config.json") is None:
         raise WaffleError(f"{args.run} is no run folder: it has no config.json")
-    config = config_of(args.run, args.trust, args.place.force)
+    config = config_of(args.run, args.trust, args.runtime.force)
     compared = (args.run / "local" / "config.json").exists()
-    return _finish(config, args.run, args.place, args.output, compared)
+    return _finish(config, args.run, args.runtime, args.output, compared)
 
 
 def _compared(config: RunConfig, folder: Path, compared: bool) -> list[tuple[RunConfig, Path]]:
@@ -104,7 +104,7 @@ def _compared(config: RunConfig, folder: Path, compared: bool) -> list[tuple[Run
     return companions(config, folder) if compared else [(config, folder)]
 
 
-def _for_everyone(config: RunConfig, folder: Path, place: Runtime) -> list[tuple[RunConfig, Path]]:
+def _for_everyone(config: RunConfig, folder: Path, runtime: Runtime) -> list[tuple[RunConfig, Path]]:
     """One run per agent, each agent the Alice of its own."""
     s = config.settings
     grid = Experiment(
@@ -114,23 +114,23 @@ def _for_everyone(config: RunConfig, folder: Path, place: Runtime) -> list[tuple
         settings=s,
         options={config.method: config.options},
     )
-    return plan(grid, folder, place)
+    return plan(grid, folder, runtime)
 
 
-def _finish(config: RunConfig, folder: Path, place: Runtime, output: ProgressFlags, compared: bool = False) -> int:
+def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags, compared: bool = False) -> int:
     """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
     runs = _compared(config, folder, compared)
     with live(output) as listener:
-        result, *others = execute(runs, place, listener)
+        result, *others = execute(runs, runtime, listener)
     if result["status"] == "diverged":
         if output.json:
             print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
     says, compared = [], compared and all(other["status"] == "finished" for other in others)
     if compared:
-        note_distances(config.settings, place, folder)
-        finished = read_back([run for _, run in runs], place)
-        says = sentences(page_of(finished, folder, folder, force=place.force, warn=no_warning))
+        note_distances(config.settings, runtime, folder)
+        finished = read_back([run for _, run in runs], runtime)
+        says = sentences(page_of(finished, folder, folder, force=runtime.force, warn=no_warning))
     if output.json:
         more = {"page": str(folder / PAGE), "says": says} if compared else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
@@ -142,11 +142,11 @@ def _finish(config: RunConfig, folder: Path, place: Runtime, output: ProgressFla
     return 0
 
 
-def _finish_everyone(config: RunConfig, folder: Path, place: Runtime, output: ProgressFlags) -> int:
+def _finish_everyone(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags) -> int:
     """Bring the runs of all agents to their end, trained together, and show them."""
-    s, runs = config.settings, _for_everyone(config, folder, place)
+    s, runs = config.settings, _for_everyone(config, folder, runtime)
     with live(output) as listener:
-        results = execute(runs, place, listener)
+        results = execute(runs, runtime, listener)
     if output.json:
         print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
     else:
@@ -181,7 +181,7 @@ def bench(arguments: Sequence[str]) -> int:
         """Print the plan and stop."""
         check: bool = False
         """Run nothing; exit with 1 unless the committed record is the file's and every claim it states holds."""
-        place: Runtime = field(default_factory=Runtime)
+        runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Bench, arguments, "bench")
@@ -193,13 +193,13 @@ def bench(arguments: Sequence[str]) -> int:
     folders = [Path(*experiment.name.split("/")[1:]) for experiment in experiments]
     if not args.out:
         grids = zip(experiments, folders, strict=True)
-        runs = [run for experiment, folder in grids for run in plan(experiment, out / folder, args.place)]
-        out = default_folder(out, runs, args.place, args.output)
+        runs = [run for experiment, folder in grids for run in plan(experiment, out / folder, args.runtime)]
+        out = default_folder(out, runs, args.runtime, args.output)
     for experiment, folder in zip(experiments, folders, strict=True):
         if args.plan:
-            print("\n".join(str(run) for _, run in plan(experiment, out / folder, args.place)))
+            print("\n".join(str(run) for _, run in plan(experiment, out / folder, args.runtime)))
         else:
-            _grid(experiment, out / folder, args.place, args.output, f"{experiment.name}: {experiment.settings.data}")
+            _grid(experiment, out / folder, args.runtime, args.output, f"{experiment.name}: {experiment.settings.data}")
     return 0
 
 
@@ -214,11 +214,11 @@ def _check(file: Path, output: ProgressFlags) -> int:
     return 1 if wrong or not all(verdict.holds for verdict in judged) else 0
 
 
-def _grid(experiment: Experiment, out: Path, place: Runtime, output: ProgressFlags, title: str) -> int:
-    runs = plan(experiment, out, place)
+def _grid(experiment: Experiment, out: Path, runtime: Runtime, output: ProgressFlags, title: str) -> int:
+    runs = plan(experiment, out, runtime)
     with live(output) as listener:
-        results = execute(runs, place, listener)
-    finished = read_back([folder for _, folder in runs], place)
+        results = execute(runs, runtime, listener)
+    finished = read_back([folder for _, folder in runs], runtime)
     page = write_report(finished, out / "report", title)
     if output.json:
         entries = [{"run": str(f), "config": c.to_json(), **r} for (c, f), r in zip(runs, results, strict=True)]
@@ -239,13 +239,13 @@ def demo(arguments: Sequence[str]) -> int:
 
         out: Path = Path("demo")
         """Folder of the runs and of the report."""
-        place: Runtime = field(default_factory=Runtime)
+        runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Demo, arguments, "demo")
     with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
         experiment = load_experiment(file)
-    return _grid(experiment, args.out, args.place, args.output, "WAFFLE and its companions on digits")
+    return _grid(experiment, args.out, args.runtime, args.output, "WAFFLE and its companions on digits")
 
 
 def report(arguments: Sequence[str]) -> int:

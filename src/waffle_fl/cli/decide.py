@@ -55,7 +55,7 @@ def decide_command(arguments: Sequence[str]) -> int:
             ("data", Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="A data set by name, or a folder.")]),
             ("comparison", DecisionFlags, field(default_factory=DecisionFlags)),
             ("settings", settings, field(default_factory=settings)),
-            ("place", Runtime, field(default_factory=Runtime)),
+            ("runtime", Runtime, field(default_factory=Runtime)),
             ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
     )
@@ -72,22 +72,22 @@ def decide_command(arguments: Sequence[str]) -> int:
     out = Path(asked.out or Path("runs") / f"{s.data_name}-decision")
     check_name(out.name)
     metric: Metric | None = None if asked.metric == "auto" else asked.metric
-    runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.place, metric=metric)
+    runs = runs_for(s, asked.methods, asked.seeds, asked.without, out, args.runtime, metric=metric)
     if not asked.out:
-        wanted, out = out, default_folder(out, runs, args.place, args.output)
+        wanted, out = out, default_folder(out, runs, args.runtime, args.output)
         runs = moved(runs, wanted, out)
     with live(args.output) as listener:
-        execute(runs, args.place, listener)
-    note_distances(s, args.place, out)
-    finished = read_back([folder for _, folder in runs], args.place)
-    decision = page_of(finished, out, out, metric, args.place.force, no_warning)
+        execute(runs, args.runtime, listener)
+    note_distances(s, args.runtime, out)
+    finished = read_back([folder for _, folder in runs], args.runtime)
+    decision = page_of(finished, out, out, metric, args.runtime.force, no_warning)
     _tell(decision, out / PAGE, args.output)
     return 0
 
 
-def read_back(folders: Sequence[Path], place: Runtime) -> list[FinishedRun]:
+def read_back(folders: Sequence[Path], runtime: Runtime) -> list[FinishedRun]:
     """Runs that were just brought to their end: their configs are the user's own, and `execute` has warned of them."""
-    return read_runs(folders, trust=True, force=place.force, warn=no_warning)
+    return read_runs(folders, trust=True, force=runtime.force, warn=no_warning)
 
 
 def page_of(
@@ -107,10 +107,10 @@ def page_of(
     return decision
 
 
-def note_distances(settings: Settings, place: Runtime, out: Path) -> None:
+def note_distances(settings: Settings, runtime: Runtime, out: Path) -> None:
     """Measure how unlike the agents are, and keep it beside the runs."""
-    federation = all_alices_of(settings, place)
-    found = distances(federation, model_of(settings, federation, place, device_of(place.device)))
+    federation = all_alices_of(settings, runtime)
+    found = distances(federation, model_of(settings, federation, runtime, device_of(runtime.device)))
     with writable(out):
         write_json(out / UNLIKE, found.to_json())
 

@@ -37,9 +37,9 @@ def add_site(arguments: Sequence[str]) -> int:
 
     args = parse(AddSite, arguments, "deploy add-site")
     folder = args.folder.resolve()
-    place = membership.add_site(folder, args.name)
+    runtime = membership.add_site(folder, args.name)
     if args.key is None:
-        print(f"hand over:  {place}, then there: waffle deploy join {args.name}")
+        print(f"hand over:  {runtime}, then there: waffle deploy join {args.name}")
         print(f"then here:  waffle deploy add-site {args.name} --key {args.name}.pub --folder {args.folder}")
         return 0
     print(f"{args.name} is known by the key {membership.accept_key(folder, args.name, args.key)}")

@@ -70,7 +70,7 @@ def _follow(link: Any, number: str | None, job: Any, position: int, listener: Li
     from waffle_fl.deploy.control_client import FINISHED, UNKNOWN
 
     told: dict[Path, int] = {}
-    heard, status = time.monotonic(), ""
+    received, status = time.monotonic(), ""
     while True:
         lines, position = job.journal.since(position)
         for config, folder in runs_in(job.out):
@@ -80,18 +80,18 @@ def _follow(link: Any, number: str | None, job: Any, position: int, listener: Li
                 told[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
             for measured in read_rounds(folder / "rounds.jsonl")[told[folder] :]:
                 listener.advanced(config, measured)
-                told[folder], heard = told[folder] + 1, time.monotonic()
+                told[folder], received = told[folder] + 1, time.monotonic()
         for line in lines:
-            heard = time.monotonic()
+            received = time.monotonic()
             if line.get("note"):
                 listener.warned(str(line["note"]))
             if line.get("error"):
                 raise WaffleError(str(line["error"]))
             if line.get("done"):
                 return
-        if not lines and time.monotonic() - heard > ASK:
+        if not lines and time.monotonic() - received > ASK:
             before, status = status, link.status(number) if number else FINISHED
-            heard = time.monotonic()
+            received = time.monotonic()
             if status == UNKNOWN != before:
                 listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
             ended = status.startswith(FINISHED) and not job.conducted

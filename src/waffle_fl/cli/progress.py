@@ -60,9 +60,9 @@ class Notes:
             print(f"note: {line}", file=sys.stderr)
 
 
-def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], place: Runtime, output: Output) -> Path:
+def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, output: Output) -> Path:
     """The folder that no --out named: the wanted one or, where it holds runs with other settings, a numbered one."""
-    if place.force:
+    if runtime.force:
         return wanted
     folder, reason = free_folder(wanted, runs)
     if reason and not output.quiet:

@@ -107,7 +107,7 @@ def tune(arguments: Sequence[str]) -> int:
             ("budget", Budget, field(default_factory=Budget)),
             ("settings", settings, field(default_factory=settings)),
             ("options", options_class(method), field(default_factory=options_class(method))),
-            ("place", Runtime, field(default_factory=Runtime)),
+            ("runtime", Runtime, field(default_factory=Runtime)),
             ("output", Output, field(default_factory=Output)),
         ],
     )
@@ -120,7 +120,7 @@ def tune(arguments: Sequence[str]) -> int:
     check_name(out.name)
     with ExitStack() as stack:
         watcher = Watcher() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
-        found = search(wish, out, args.place, watcher)
+        found = search(wish, out, args.runtime, watcher)
     write(found, wish.space, out)
     if args.output.json:
         entries = list(record(found, wish.space))

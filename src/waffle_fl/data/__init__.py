@@ -75,12 +75,12 @@ def fetch(name: str, folder: str = "", progress: Progress = lambda name, done, t
     if name not in SOURCES or (name == "cifar10" and _is_whole(_cifar_folder(data_dir(folder)))):
         return []
     source = SOURCES[name]
-    place = data_dir(folder) / source.folder
-    missing = [file for file in source.files if not (place / file.name).exists()]
+    runtime = data_dir(folder) / source.folder
+    missing = [file for file in source.files if not (runtime / file.name).exists()]
     try:
-        return [download(file, place, progress) for file in missing]
+        return [download(file, runtime, progress) for file in missing]
     except WaffleError as error:
-        others = [f"{f.url} at {place / f.name}" for f in missing if not (place / f.name).exists()][1:]
+        others = [f"{f.url} at {runtime / f.name}" for f in missing if not (runtime / f.name).exists()][1:]
         raise WaffleError(f"{error}" + (f"; likewise {', '.join(others)}" if others else "")) from None
 
 
@@ -113,42 +113,42 @@ def _synthetic() -> Dataset:
 
 def _idx_set(name: str, root: Path, allow_unverified: bool) -> Dataset:
     source = SOURCES[name]
-    place = root / source.folder
-    _require(name, place, source.files)
-    verified = [verify(place / f.name, f.checksum, allow_unverified) for f in source.files]
+    runtime = root / source.folder
+    _require(name, runtime, source.files)
+    verified = [verify(runtime / f.name, f.checksum, allow_unverified) for f in source.files]
     shapes = ((60000, 28, 28), (60000,), (10000, 28, 28), (10000,))
-    x, y, x_test, y_test = (read_idx(place / f.name, shape) for f, shape in zip(source.files, shapes, strict=True))
+    x, y, x_test, y_test = (read_idx(runtime / f.name, shape) for f, shape in zip(source.files, shapes, strict=True))
     for labels, file in ((y, source.files[1]), (y_test, source.files[3])):
         bad = np.flatnonzero(labels > 9)
         if len(bad):
-            raise WaffleError(f"{place / file.name}: expected labels 0 to 9, got {labels[bad[0]]} at index {bad[0]}")
-    return _images(name, source, x[:, None], y, x_test[:, None], y_test, str(place), all(verified))
+            raise WaffleError(f"{runtime / file.name}: expected labels 0 to 9, got {labels[bad[0]]} at index {bad[0]}")
+    return _images(name, source, x[:, None], y, x_test[:, None], y_test, str(runtime), all(verified))
 
 
 def _cifar_folder(root: Path) -> Path | None:
     """The unpacked official folder, binary or python, wherever it usually lies."""
     names = ("cifar-10-batches-bin", "cifar-10-batches-py")
     places = (root / "cifar10" / n for n in names), (root / n for n in names), (root / "cifar-10" / n for n in names)
-    return next((place for group in places for place in group if place.is_dir()), None)
+    return next((runtime for group in places for runtime in group if runtime.is_dir()), None)
 
 
 def _cifar10(root: Path, allow_unverified: bool) -> Dataset:
     source = SOURCES["cifar10"]
     (packed,) = source.files
-    place = _cifar_folder(root)
-    if place is None or (not _is_whole(place) and (place.parent / packed.name).is_file()):
-        place = _unpacked(root / source.folder, packed, allow_unverified)
-    members, read = _cifar_members(place), read_binary if place.name.endswith("bin") else read_python
-    _require("cifar10", place, [File(name, "", 0, "") for name in members])
-    verified = [verify(place / name, digest, allow_unverified) for name, digest in members.items()]
-    batches = [read(place / name) for name in members]
+    runtime = _cifar_folder(root)
+    if runtime is None or (not _is_whole(runtime) and (runtime.parent / packed.name).is_file()):
+        runtime = _unpacked(root / source.folder, packed, allow_unverified)
+    members, read = _cifar_members(runtime), read_binary if runtime.name.endswith("bin") else read_python
+    _require("cifar10", runtime, [File(name, "", 0, "") for name in members])
+    verified = [verify(runtime / name, digest, allow_unverified) for name, digest in members.items()]
+    batches = [read(runtime / name) for name in members]
     x = np.concatenate([images for images, _ in batches[:5]])
     y = np.concatenate([labels for _, labels in batches[:5]])
     x_test, y_test = batches[5]
-    left_out = _inexact(place / list(members)[5]) if not verified[5] else ()
+    left_out = _inexact(runtime / list(members)[5]) if not verified[5] else ()
     if left_out:
         x_test, y_test = np.delete(x_test, left_out, axis=0), np.delete(y_test, left_out)
-    found = _images("cifar10", source, x, y, x_test, y_test, str(place), all(verified))
+    found = _images("cifar10", source, x, y, x_test, y_test, str(runtime), all(verified))
     note = f"{len(left_out)} test images left out: this copy does not hold them exactly" if left_out else ""
     return replace(found, note=note)
 
@@ -158,30 +158,30 @@ def _inexact(path: Path) -> tuple[int, ...]:
     return next((images for digest, images in CIFAR_INEXACT.items() if is_official(path, digest)), ())
 
 
-def _cifar_members(place: Path) -> dict[str, str]:
+def _cifar_members(runtime: Path) -> dict[str, str]:
     """The batches of an unpacked folder and their checksums; an official archive beside it vouches for the rest."""
-    if not place.name.endswith("bin"):
+    if not runtime.name.endswith("bin"):
         return CIFAR_PYTHON
     (packed,) = SOURCES["cifar10"].files
-    archive = place.parent / packed.name
+    archive = runtime.parent / packed.name
     if not archive.is_file() or not is_official(archive, packed.checksum):
         return CIFAR_BINARY
     with _archive(archive) as members:
         return {name: f"sha256:{hashlib.sha256(members(name)).hexdigest()}" for name in CIFAR_BINARY}
 
 
-def _is_whole(place: Path | None) -> bool:
-    members = CIFAR_BINARY if place and place.name.endswith("bin") else CIFAR_PYTHON
-    return place is not None and all((place / name).is_file() for name in members)
+def _is_whole(runtime: Path | None) -> bool:
+    members = CIFAR_BINARY if runtime and runtime.name.endswith("bin") else CIFAR_PYTHON
+    return runtime is not None and all((runtime / name).is_file() for name in members)
 
 
-def _unpacked(place: Path, packed: File, allow_unverified: bool) -> Path:
+def _unpacked(runtime: Path, packed: File, allow_unverified: bool) -> Path:
     """Unpack the official archive beside itself: its six known batches only, each under its own plain name."""
-    _require("cifar10", place, [packed])
-    verify(place / packed.name, packed.checksum, allow_unverified)
-    target = place / "cifar-10-batches-bin"
+    _require("cifar10", runtime, [packed])
+    verify(runtime / packed.name, packed.checksum, allow_unverified)
+    target = runtime / "cifar-10-batches-bin"
     target.mkdir(exist_ok=True)
-    with _archive(place / packed.name) as members:
+    with _archive(runtime / packed.name) as members:
         for name in CIFAR_BINARY:
             (target / name).write_bytes(members(name))
     return target
@@ -207,10 +207,10 @@ def _archive(path: Path) -> Iterator[Callable[[str], bytes]]:
         raise WaffleError(f"{path} is damaged ({error}); delete it and fetch it again") from None
 
 
-def _require(name: str, place: Path, files: tuple[File, ...] | list[File]) -> None:
-    missing = [file for file in files if not (place / file.name).is_file()]
+def _require(name: str, runtime: Path, files: tuple[File, ...] | list[File]) -> None:
+    missing = [file for file in files if not (runtime / file.name).is_file()]
     if missing:
-        sources = "; ".join(f"{place / f.name}" + (f" from {f.url}" if f.url else "") for f in missing)
+        sources = "; ".join(f"{runtime / f.name}" + (f" from {f.url}" if f.url else "") for f in missing)
         raise WaffleError(
             f"{name} is not complete: run `waffle data {name}` where there is a network, or put {sources}"
         )

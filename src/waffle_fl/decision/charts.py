@@ -97,8 +97,8 @@ def company_chart(view: View, decision: Decision, method: str) -> dict[str, Any]
         shares, top = mean_over(rounds, part), 0.0
         for i in (own, *others):
             low, top = top, top + shares[i]
-            place = {"first": part.start + 0.5, "last": part.stop + 0.5, "low": round(low, 4), "high": round(top, 4)}
-            values.append({**place, "agent": decision.names[i], "share": round(shares[i], 4)})
+            runtime = {"first": part.start + 0.5, "last": part.stop + 0.5, "low": round(low, 4), "high": round(top, 4)}
+            values.append({**runtime, "agent": decision.names[i], "share": round(shares[i], 4)})
     colors = [OWN, *(PALETTE[k % len(PALETTE)] for k in range(len(others)))]
     scale = alt.Scale(domain=[0.5, len(rounds) + 0.5], nice=False)
     chart = (

@@ -20,14 +20,14 @@ def heat(
     most = 1.0 if percent else max(1.0, *(max(line) for line in values))
     body = []
     for row, line in zip(rows, values, strict=True):
-        cells = []
+        specs = []
         for column, value in zip(columns, line, strict=True):
             text = f"{100 * value:.0f}" if percent else f"{value:.2f}"
             mark = ' class="own"' if row == column else ""
-            cells.append(
+            specs.append(
                 f'<td{mark} style="background-color: rgba(76, 120, 168, {SHADE * value / most:.3f})">{text}</td>'
             )
-        body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
+        body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(specs)}</tr>')
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     wide = " wide" if len(columns) >= WIDE else ""
     return (

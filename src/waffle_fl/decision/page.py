@@ -147,9 +147,9 @@ def _standings_table(decision: Decision, view: View) -> str:
         won = standing.gains.get(decision.metric)
         ends = (verdict_text.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
         spread = " to ".join(dict.fromkeys(ends))
-        cells = [interval(standing.scores[m], m) for m in metrics]
-        cells += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
-        rows.append(f'<tr><th scope="row">{escape(title_of(method))}</th>{"".join(cells)}</tr>')
+        specs = [interval(standing.scores[m], m) for m in metrics]
+        specs += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
+        rows.append(f'<tr><th scope="row">{escape(title_of(method))}</th>{"".join(specs)}</tr>')
     return table(head, rows, f"{view.name}: all figures, with 95 % intervals")
 
 
@@ -157,9 +157,9 @@ def _gains_table(decision: Decision, method: str) -> str:
     rows = []
     for view, won in gainers(decision.views, method, decision.metric):
         scores = [view.standings[m].scores[decision.metric] for m in (ALONE, method)]
-        cells = "".join(interval(found, decision.metric) for found in scores) + gain(won, decision.metric)
+        specs = "".join(interval(found, decision.metric) for found in scores) + gain(won, decision.metric)
         samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
-        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
+        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{specs}{samples}</tr>')
     unit = verdict_text.METRIC_TITLES[decision.metric]
     return table(
         ["agent", "alone", title_of(method), "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"

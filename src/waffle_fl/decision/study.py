@@ -93,7 +93,7 @@ def runs_for(
     seeds: Sequence[int],
     without: Sequence[str],
     out: Path,
-    place: Runtime,
+    runtime: Runtime,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     metric: Metric | None = None,
 ) -> list[tuple[RunConfig, Path]]:
@@ -105,8 +105,8 @@ def runs_for(
     grid = Experiment(
         methods=methods, splits=(settings.split,), seeds=tuple(seeds), settings=settings, options=options or {}
     )
-    runs = plan(grid, out, place)
-    whole = all_alices_of(settings, place)
+    runs = plan(grid, out, runtime)
+    whole = all_alices_of(settings, runtime)
     chosen = {index_of(config.settings.alice, whole.names): config.settings.alice for config, _ in runs}
     _check_metric(metric, whole, list(chosen))
     asked = list(chosen) if ALL_ALICES in without else [index_of(name, whole.names) for name in without]

@@ -57,7 +57,7 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
             more = {"known": facts.known, **spec, "tasks": [task.to_json()]}
             reply = _answered(site, Message({**words, **more}, {plan.course: payload}))
             said.append((title, reply))
-            course.hear(0, reply.words["courses"][plan.course], reply.payloads.get(plan.course))
+            course.receive(0, reply.words["courses"][plan.course], reply.payloads.get(plan.course))
             course.turn(1)
     for title, reply in said:
         yield from _listed(title, reply)

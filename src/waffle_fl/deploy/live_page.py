@@ -251,7 +251,7 @@ def page() -> Page:
     """The page with its style and script inside."""
     files = resources.files("waffle_fl.deploy")
     text, style, script = (
-        files.joinpath(f"watch_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+        files.joinpath(f"live_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; connect-src 'self'; "

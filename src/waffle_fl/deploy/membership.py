@@ -53,16 +53,16 @@ def init(
 def hand_over(folder: Path, name: str, data: str = "") -> Path:
     """Make the folder that a site gets from the operator; nothing in it is secret."""
     s = read_server(folder)
-    place = folder / "sites" / name
+    runtime = folder / "sites" / name
     local = FIRST_LOCAL_PORT + s.sites.index(name)
-    with writable(place):
-        place.mkdir(parents=True, exist_ok=True)
+    with writable(runtime):
+        runtime.mkdir(parents=True, exist_ok=True)
         for file in ("ca.crt", OPERATOR_PUBLIC):
-            (place / file).write_bytes((folder / "keys" / file).read_bytes())
-        if not (place / SITE_FILE).exists():
+            (runtime / file).write_bytes((folder / "keys" / file).read_bytes())
+        if not (runtime / SITE_FILE).exists():
             text = site_text(name, s.address, s.port, local, data, s.insecure)
-            (place / SITE_FILE).write_text(text, encoding="utf-8")
-    return place
+            (runtime / SITE_FILE).write_text(text, encoding="utf-8")
+    return runtime
 
 
 def join(home: Path, rotate: bool = False) -> bytes:

@@ -300,7 +300,7 @@ class JobRunner:
                 own = said.get(label) if isinstance(said, dict) else None
                 if error or not isinstance(own, dict):
                     own = {"error": error or "no answer to what was asked"}
-                entry.course.hear(entry.members.index(i), own, reply.payloads.get(label))
+                entry.course.receive(entry.members.index(i), own, reply.payloads.get(label))
 
     def _letter(self, site: str, entries: list[Entry], facts: Survey) -> Message:
         """What is asked of a site, by all courses that wait for it."""

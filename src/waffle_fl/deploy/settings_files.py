@@ -276,8 +276,8 @@ def data_of(folder: Path, settings: SiteSettings) -> str:
 def make_private(home: Path, *names: str) -> None:
     """Take what lies under these names away from other users of this machine: folders 0700, files 0600."""
     home.chmod(0o700)
-    for place in (home / name for name in names):
-        for path in (place, *place.rglob("*")) if place.is_dir() else [place] * place.exists():
+    for runtime in (home / name for name in names):
+        for path in (runtime, *runtime.rglob("*")) if runtime.is_dir() else [runtime] * runtime.exists():
             if not path.is_symlink():
                 path.chmod(0o700 if path.is_dir() else 0o600)
 

@@ -332,7 +332,7 @@ class RequestHandler:
             )
 
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
-        return next(filter(is_ours, (self.site.folder / "models" / place for place in names)))
+        return next(filter(is_ours, (self.site.folder / "models" / runtime for runtime in names)))
 
     def _model(self, down: Any, agents: Any, net: Net) -> bytes | None:
         """Alice's model, where it is hers alone and she lets it out."""

@@ -221,11 +221,11 @@ def _check_moments(column: Column, train: Table, most: int) -> None:
         )
 
 
-def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:
+def _check_texts(name: str, texts: Sequence[str], specs: int = 0) -> None:
     """Refuse before they leave: so many different texts, or one for each of the cells, are those of an identifier."""
     if len(texts) > MOST_CATEGORIES:
         raise Refused(f"column {name!r} has more than {MOST_CATEGORIES} different texts, which stay here")
-    if FEWEST < len(texts) == cells:
+    if FEWEST < len(texts) == specs:
         raise Refused(f"column {name!r} has another text in every row: they stay here")
 
 
@@ -304,7 +304,7 @@ def _training(
 
 def _tell_counts(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
     table, samples = _training(rules, own, how, known)
-    return {**samples, "counts": {name: list(count_cells(cells)) for name, cells in table.columns.items()}}
+    return {**samples, "counts": {name: list(count_cells(specs)) for name, specs in table.columns.items()}}
 
 
 def _tell_columns(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:

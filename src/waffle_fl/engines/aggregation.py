@@ -57,18 +57,18 @@ def registered(federation: Federation, settings: RoundSettings, device: torch.de
     return Registered(samples, steps, torch.tensor(federation.alice, device=device))
 
 
-def receive(cell: RunSpec, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
+def receive(spec: RunSpec, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
     """The updates after an attack and after the wire, where the run has them."""
     present = known.samples > 0
-    if cell.tamper:
-        up = cell.tamper(tree_map(torch.clone, up), r)  # it may keep tensors that workers write over
-    if not cell.post:
+    if spec.tamper:
+        up = spec.tamper(tree_map(torch.clone, up), r)  # it may keep tensors that workers write over
+    if not spec.post:
         return Arrived(up, present, [])
     steps = known.steps.tolist()
-    envelope = Header(f"simulation {cell.seed}", r, model.fingerprint())
+    envelope = Header(f"simulation {spec.seed}", r, model.fingerprint())
     inbox = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, envelope, steps)
-    for agent in range(cell.federation.agents):
-        for reply in cell.post(agent, r, seal(up, agent, envelope, steps[agent])):
+    for agent in range(spec.federation.agents):
+        for reply in spec.post(agent, r, seal(up, agent, envelope, steps[agent])):
             inbox.deliver(agent, reply)
     received, arrived = inbox.updates(type(up))
     up = type(up)(*(value.to(model.device) for value in received))
@@ -83,14 +83,14 @@ def admit(
     c_new = None
     if guard != "off" and hasattr(algorithm, "new_control_variates"):
         c_new = algorithm.new_control_variates(server, up, known.steps)
-    up, heard, codes = screen(up, known.alice, present, guard, c_new)
-    intact = heard & (codes == OK)
-    suspect = present & ~heard if guard != "off" else None
+    up, received, codes = screen(up, known.alice, present, guard, c_new)
+    intact = received & (codes == OK)
+    suspect = present & ~received if guard != "off" else None
     now = Round(
         r,
         settings.rounds,
         known.alice,
-        heard,
+        received,
         intact,
         known.samples,
         known.steps,
@@ -128,7 +128,7 @@ def aggregate(
     net = algorithm.personal(server, agents, len(present))
     own = Net(row_of(net.params, known.alice), row_of(net.stats, known.alice))
     measured = diagnostics(algorithm, server, up, info, known.alice)
-    return Aggregated(server, agents, own, {**measured, "heard": now.heard, "codes": codes})
+    return Aggregated(server, agents, own, {**measured, "received": now.received, "codes": codes})
 
 
 def applies(model: FlatModel) -> bool:

@@ -35,7 +35,7 @@ class CandidateLosses:
         self.model, self._candidates = model, getattr(algorithm, "candidates", None)
         if self._candidates is None:
             return
-        held_out = getattr(algorithm, "judged_on", "training") == "validation"
+        held_out = getattr(algorithm, "scored_on", "training") == "validation"
         judged = [replace(f, train=tuple(_some(part) for part in _judged_by(f, held_out))) for f in federations]
         self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 

@@ -132,8 +132,8 @@ class Evaluator:
         """Each Alice's model on her own test data, and on validation data where she has some, as she sees them now."""
         scores = self.score(algorithms, federations, [f.test[f.alice] for f in federations], nets, moment)
         judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
-        asked, theirs = [algorithms[k] for k in judged], [federations[k] for k in judged]
-        more = self.score(asked, theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
+        requested, theirs = [algorithms[k] for k in judged], [federations[k] for k in judged]
+        more = self.score(requested, theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
         for k, found in zip(judged, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
         attacked = [(k, f, f.backdoor) for k, f in enumerate(federations) if f.backdoor is not None]

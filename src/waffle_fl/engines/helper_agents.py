@@ -20,17 +20,17 @@ from waffle_fl.engines.tree import tree_map
 from waffle_fl.models import FlatModel
 
 
-def applies(cells: Sequence[RunSpec]) -> bool:
-    return any(helping(cells))
+def applies(specs: Sequence[RunSpec]) -> bool:
+    return any(helping(specs))
 
 
-def helping(cells: Sequence[RunSpec]) -> list[list[int]]:
+def helping(specs: Sequence[RunSpec]) -> list[list[int]]:
     """The agents of each run that only help; none where all models are needed, or the method has no helper."""
     return [
-        [i for i in range(cell.federation.agents) if i not in cell.asked]
-        if cell.asked is not None and hasattr(cell.algorithm, "helper")
+        [i for i in range(spec.federation.agents) if i not in spec.requested]
+        if spec.requested is not None and hasattr(spec.algorithm, "helper")
         else []
-        for cell in cells
+        for spec in specs
     ]
 
 
@@ -46,9 +46,9 @@ class TwoTrainings:
         training: Callable[[Algorithm, Sequence[Sequence[int]]], RowTraining],
     ) -> None:
         helper: Algorithm = algorithm.helper()  # type: ignore[attr-defined]
-        asked = [sorted({*range(size)}.difference(some)) for size, some in zip(sizes, helpers, strict=True)]
-        self._own, self._helping = training(algorithm, asked), training(helper, helpers)
-        self._rows = [_on(model.device, some) for some in asked]
+        requested = [sorted({*range(size)}.difference(some)) for size, some in zip(sizes, helpers, strict=True)]
+        self._own, self._helping = training(algorithm, requested), training(helper, helpers)
+        self._rows = [_on(model.device, some) for some in requested]
         self._helpers = [_on(model.device, some) for some in helpers]
         self._orders = [torch.cat(pair).argsort() for pair in zip(self._rows, self._helpers, strict=True)]
         self._kept = helper.init(model.init(0), 1)[1]  # what a helper keeps: nothing, or its velocity
@@ -56,10 +56,10 @@ class TwoTrainings:
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
         """As `RowTraining.round`; of the agents that only help, only the helper's own state changes."""
         states = zip(given, self._rows, strict=True)
-        asked = [(_picked(down, rows), _picked(agents, rows)) for (down, agents), rows in states]
+        requested = [(_picked(down, rows), _picked(agents, rows)) for (down, agents), rows in states]
         states = zip(given, self._helpers, strict=True)
         helping = [(_picked(down, rows), _picked(_common(agents, self._kept), rows)) for (down, agents), rows in states]
-        own = self._own.round(asked, r, attempt, rounds_left)
+        own = self._own.round(requested, r, attempt, rounds_left)
         helped = self._helping.round(helping, r, attempt, rounds_left)
         parts = zip(given, self._rows, self._helpers, self._orders, own, helped, strict=True)
         return [

@@ -25,12 +25,12 @@ from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
 
 
-def run(cell: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0, index: int = 0) -> Iterator[Outcome]:
+def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0, index: int = 0) -> Iterator[Outcome]:
     """Train one federation and yield the outcome of each round; the run ends when Alice's training diverges."""
-    algorithm, federation, agents_count = cell.algorithm, cell.federation, cell.federation.agents
-    training = AgentTraining(algorithm, model, cell, settings)
+    algorithm, federation, agents_count = spec.algorithm, spec.federation, spec.federation.agents
+    training = AgentTraining(algorithm, model, spec, settings)
     known, evaluator = registered(federation, settings, model.device), Evaluator(model)
-    state = cell.state or initial_state(cell, model)  # A2.1
+    state = spec.state or initial_state(spec, model)  # A2.1
     for r in range(start + 1, settings.rounds + 1):  # A2.2
         for attempt in range(ATTEMPTS):
             server, before = state
@@ -40,16 +40,18 @@ def run(cell: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
                 for i in range(agents_count)  # A2.4-12
             ]
             agents, up = (stack(rows) for rows in zip(*trained, strict=True))
-            arrived = receive(cell, model, up, r, known)
+            arrived = receive(spec, model, up, r, known)
             up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
             server, info = algorithm.aggregate(server, up, now)  # A2.13-16
             agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
             after = State(server, agents)
-            net = own_net(cell, after, model)
+            net = own_net(spec, after, model)
             (scores,) = evaluator.evaluate([algorithm], [federation], [net], r / settings.rounds)
             measured = {**scores, **diagnostics(algorithm, server, up, info, known.alice)}
-            (numbers,) = to_numbers([{**measured, "heard": now.heard, "codes": codes, "refused": arrived.refused}])
-            outcome = outcome_of(index, cell, numbers, after, state, r, attempt)
+            (numbers,) = to_numbers(
+                [{**measured, "received": now.received, "codes": codes, "refused": arrived.refused}]
+            )
+            outcome = outcome_of(index, spec, numbers, after, state, r, attempt)
             if not outcome.error:
                 break
         yield outcome
@@ -61,9 +63,9 @@ def run(cell: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
 class AgentTraining:
     """The training of single agents: mini-batches in the run's order, gradients by autograd on the module itself."""
 
-    def __init__(self, algorithm: Algorithm, model: FlatModel, cell: RunSpec, s: RoundSettings) -> None:
+    def __init__(self, algorithm: Algorithm, model: FlatModel, spec: RunSpec, s: RoundSettings) -> None:
         self.algorithm, self.model = algorithm, model
-        federations, seeds = [cell.federation], [cell.seed]
+        federations, seeds = [spec.federation], [spec.seed]
         self.batches = Batches(federations, seeds, s.batch_size, s.epochs, model.dtype, s.augment, s.rounds)
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 

@@ -17,23 +17,23 @@ ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
 
 
 def outcome_of(
-    index: int, cell: RunSpec, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
+    index: int, spec: RunSpec, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
 ) -> Outcome:
     """The outcome of a round; one that Alice could not train has an error and leaves the state as it was."""
-    names, alice = cell.federation.names, cell.federation.alice
-    heard, codes, refused = measured.pop("heard"), measured.pop("codes"), measured.pop("refused", [])
+    names, alice = spec.federation.names, spec.federation.alice
+    received, codes, refused = measured.pop("received"), measured.pop("codes"), measured.pop("refused", [])
     for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
         if key in measured and not math.isfinite(measured[key]):
             measured[key] = None
-    screened = screened_of(codes, names, cell.federation.samples.tolist())
+    screened = screened_of(codes, names, spec.federation.samples.tolist())
     if screened:
         measured["screened"] = screened
     if refused:
         measured["refused"] = [[names[agent], reason] for agent, reason in refused]
-    if cell.attackers and "weights" in measured:
-        measured["attackers_weight"] = sum(measured["weights"][agent] for agent in cell.attackers)
+    if spec.attackers and "weights" in measured:
+        measured["attackers_weight"] = sum(measured["weights"][agent] for agent in spec.attackers)
     line = cast(Measured, {"round": r, **measured})
-    if heard[alice] and measured["loss"] is not None:
+    if received[alice] and measured["loss"] is not None:
         return Outcome(index, r, line, after, attempt)
     return Outcome(index, r, line, before, attempt, diverged(r, names[alice]))
 

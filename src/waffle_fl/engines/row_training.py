@@ -57,8 +57,8 @@ class RowTraining:
         if not self._workers and self._hiring.pays(rounds_left):
             self._hire()
         if self._workers:
-            for place, states in zip(self._shared, zip(*given, strict=True), strict=False):
-                stack_into(place, states)
+            for runtime, states in zip(self._shared, zip(*given, strict=True), strict=False):
+                stack_into(runtime, states)
             self._workers(r, attempt)
             agents, up = self._shared[2:]
         else:
@@ -81,8 +81,8 @@ class RowTraining:
 
         def work(share: int, r: int, attempt: int) -> None:
             for chunk in chunks[share::shares]:
-                for place, state in zip(made, self._train(down, agents, r, attempt, chunk), strict=True):
-                    tree_map(lambda out, rows: out.copy_(rows), rows_of(place, chunk), state)
+                for runtime, state in zip(made, self._train(down, agents, r, attempt, chunk), strict=True):
+                    tree_map(lambda out, rows: out.copy_(rows), rows_of(runtime, chunk), state)
 
         self._workers = Workers(work, shares)
 

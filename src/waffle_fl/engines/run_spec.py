@@ -49,7 +49,7 @@ class RunSpec:
     tamper: Tamper | None = None  # changes the updates on their way, as tensors
     post: Transport | None = None  # changes them as bytes: every update is packed, posted and unpacked
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
-    asked: frozenset[int] | None = None  # the agents whose own models are needed; None: all
+    requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
@@ -90,7 +90,7 @@ class Measured(TypedDict, total=False):
 class Outcome:
     """The result of one round of one run."""
 
-    cell: int  # the run's place in the list that was given to `simulate`
+    index: int  # of the run in the list given to `simulate`
     round: int
     measured: Measured
     state: State  # after this round; a Cell that is given it resumes here
@@ -104,25 +104,25 @@ def prepared(model: FlatModel, federation: Federation) -> FlatModel:
     return model.prepared(federation.x[some], federation.y[some]) if len(some) else model
 
 
-def fitted(cell: RunSpec, model: FlatModel) -> RunSpec:
+def fitted(spec: RunSpec, model: FlatModel) -> RunSpec:
     """The cell with its algorithm prepared for the model's layers."""
-    return replace(cell, algorithm=for_model(cell.algorithm, model.layers))
+    return replace(spec, algorithm=for_model(spec.algorithm, model.layers))
 
 
-def own_net(cell: RunSpec, state: State, model: FlatModel) -> Net:
+def own_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
     """Alice's model in this state."""
-    alice, algorithm = cell.federation.alice, fitted(cell, model).algorithm
-    net = algorithm.personal(state.server, state.agents, cell.federation.agents)
+    alice, algorithm = spec.federation.alice, fitted(spec, model).algorithm
+    net = algorithm.personal(state.server, state.agents, spec.federation.agents)
     return Net(net.params[alice], net.stats[alice])
 
 
-def on_device(cells: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:
+def on_device(specs: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:
     """The cells with their data where the model is; what some of them share is moved once and goes on being shared."""
     moved: dict[int, Any] = {}
-    return [replace(cell, federation=cell.federation.to(model.device, model.dtype, moved)) for cell in cells]
+    return [replace(spec, federation=spec.federation.to(model.device, model.dtype, moved)) for spec in specs]
 
 
-def initial_state(cell: RunSpec, model: FlatModel) -> State:
+def initial_state(spec: RunSpec, model: FlatModel) -> State:
     """A2.1: one random model for all agents."""
-    server, agents = fitted(cell, model).algorithm.init(model.init(cell.seed), cell.federation.agents)
+    server, agents = fitted(spec, model).algorithm.init(model.init(spec.seed), spec.federation.agents)
     return State(server, agents)

@@ -21,9 +21,9 @@ from waffle_fl.engines.workers import Hiring, Workers, shared
 from waffle_fl.models import FlatModel
 
 
-def applies(cells: Sequence[RunSpec], model: FlatModel, cores: int) -> bool:
-    honest = not any(cell.tamper or cell.post for cell in cells)
-    return honest and model.stacked and len(cells) >= cores > 1
+def applies(specs: Sequence[RunSpec], model: FlatModel, cores: int) -> bool:
+    honest = not any(spec.tamper or spec.post for spec in specs)
+    return honest and model.stacked and len(specs) >= cores > 1
 
 
 class RunWorkers:
@@ -49,8 +49,8 @@ class RunWorkers:
             with self._hiring.watched():
                 self._results = self._compute(work)
             return self._results
-        for place, state in zip(self._states, work.states, strict=True):
-            tree_map(Tensor.copy_, place, state)
+        for runtime, state in zip(self._states, work.states, strict=True):
+            tree_map(Tensor.copy_, runtime, state)
         self._workers(work.r, work.attempt)
         return [
             run._replace(server=_copied(run.server), agents=_copied(run.agents))
@@ -65,8 +65,8 @@ class RunWorkers:
         def compute_share(share: int, r: int, attempt: int) -> None:
             own = slice(cores - 1 - share, None, cores)
             done = self._compute(Work(work.runs[own], tuple(states[own]), r, attempt))
-            for place, result in zip(results[own], done, strict=True):
-                tree_map(Tensor.copy_, place, result)
+            for runtime, result in zip(results[own], done, strict=True):
+                tree_map(Tensor.copy_, runtime, result)
 
         self._states, self._results, self._workers = states, results, Workers(compute_share, cores)
 

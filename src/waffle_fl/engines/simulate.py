@@ -35,7 +35,7 @@ Engine: TypeAlias = Literal["fast", "loop"]
 
 
 def simulate(
-    cells: Sequence[RunSpec],
+    specs: Sequence[RunSpec],
     model: FlatModel,
     *,
     rounds: int,
@@ -59,37 +59,37 @@ def simulate(
         raise WaffleError(f"workers: expected an integer of at least 0, got {workers!r}")
     if engine not in get_args(Engine):
         raise WaffleError(f"engine: unknown {engine!r}{suggest(str(engine), get_args(Engine))}")
-    if not cells:
+    if not specs:
         raise WaffleError("cells: expected at least one Cell, got none")
-    model = prepared(model, cells[0].federation)
-    cells = [fitted(cell, model) for cell in cells]
-    check_model(cells, model, batch_size)
-    for cell in cells:
-        check_agents(cell.algorithm, cell.federation.agents)
+    model = prepared(model, specs[0].federation)
+    specs = [fitted(spec, model) for spec in specs]
+    check_model(specs, model, batch_size)
+    for spec in specs:
+        check_agents(spec.algorithm, spec.federation.agents)
     if engine == "loop":
-        return _loop(on_device(cells, model), model, settings, start)
-    families = shared_training.families_of(cells) if guard == "off" else [[i] for i in range(len(cells))]
-    check_stack([cells[first] for first, *_ in families])
-    cells, rounds_of = on_device(cells, model), partial(_rounds, model, settings, workers)
-    if len(families) == len(cells):
-        return rounds_of(cells, start)
-    return shared_training.once_per_family(rounds_of, families, cells, model, start, rounds)
+        return _loop(on_device(specs, model), model, settings, start)
+    families = shared_training.families_of(specs) if guard == "off" else [[i] for i in range(len(specs))]
+    check_stack([specs[first] for first, *_ in families])
+    specs, rounds_of = on_device(specs, model), partial(_rounds, model, settings, workers)
+    if len(families) == len(specs):
+        return rounds_of(specs, start)
+    return shared_training.once_per_family(rounds_of, families, specs, model, start, rounds)
 
 
-def check_stack(cells: Sequence[RunSpec]) -> None:
+def check_stack(specs: Sequence[RunSpec]) -> None:
     """Refuse runs that cannot train in one stack."""
-    if len({training_key(cell.algorithm) for cell in cells}) > 1:
+    if len({training_key(spec.algorithm) for spec in specs}) > 1:
         raise WaffleError(
             "cells in one stack must train their rows alike: give them methods of one kind and the same step settings"
         )
 
 
-def check_model(cells: Sequence[RunSpec], model: FlatModel, batch_size: int) -> None:
+def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int) -> None:
     """Refuse batches of one sample for a model with BatchNorm."""
     if not model.normalises:
         return
-    for cell in cells:
-        for name, n in zip(cell.federation.names, cell.federation.samples.tolist(), strict=True):
+    for spec in specs:
+        for name, n in zip(spec.federation.names, spec.federation.samples.tolist(), strict=True):
             if n and (batch_size == 1 or n % batch_size == 1):
                 raise WaffleError(
                     f"{name} has {n} samples, so a batch of {batch_size} leaves one alone, and BatchNorm cannot "
@@ -97,9 +97,9 @@ def check_model(cells: Sequence[RunSpec], model: FlatModel, batch_size: int) -> 
                 )
 
 
-def _loop(cells: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
+def _loop(specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
     """The runs by the readable engine, in step with each other."""
-    runs = [loop.run(cell, model, settings, start, i) for i, cell in enumerate(cells)]
+    runs = [loop.run(spec, model, settings, start, i) for i, spec in enumerate(specs)]
     for _ in range(start, settings.rounds):
         with one_thread(), products(model.precision):
             outcomes = [outcome for run in runs if (outcome := next(run, None))]
@@ -109,16 +109,16 @@ def _loop(cells: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, s
 
 
 def _rounds(
-    model: FlatModel, settings: RoundSettings, workers: int, cells: Sequence[RunSpec], start: int
+    model: FlatModel, settings: RoundSettings, workers: int, specs: Sequence[RunSpec], start: int
 ) -> Iterator[list[Outcome]]:
     """The rounds of the runs by the fast engine; a run whose Alice sends nothing finite in any attempt drops out."""
     cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
-    by_runs = run_workers.applies(cells, model, cores)
+    by_runs = run_workers.applies(specs, model, cores)
     with (
-        closing(StackedBackend(cells, model, settings, 1 if by_runs else cores)) as backend,
+        closing(StackedBackend(specs, model, settings, 1 if by_runs else cores)) as backend,
         closing(RunWorkers(round_of(backend), cores if by_runs else 1, settings.rounds)) as compute,
     ):
-        states: dict[int, State] = {i: cell.state or initial_state(cell, model) for i, cell in enumerate(cells)}
+        states: dict[int, State] = {i: spec.state or initial_state(spec, model) for i, spec in enumerate(specs)}
         clock = time.perf_counter()
         for r in range(start + 1, settings.rounds + 1):  # A2.2
             done: dict[int, Outcome] = {}
@@ -129,7 +129,7 @@ def _rounds(
                     measured = to_numbers([run.measured for run in computed])
                 for i, run, numbers in zip(pending, computed, measured, strict=True):
                     after = State(run.server, run.agents)
-                    done[i] = outcome_of(i, cells[i], numbers, after, states[i], r, attempt)
+                    done[i] = outcome_of(i, specs[i], numbers, after, states[i], r, attempt)
                 pending = tuple(i for i in pending if done[i].error)
                 if not pending:
                     break

@@ -25,9 +25,9 @@ from waffle_fl.models import FlatModel
 class StackedBackend:
     """Trains, aggregates and evaluates runs whose data lies on the model's device."""
 
-    def __init__(self, cells: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, cores: int) -> None:
-        self.cells, self.model, self.settings, self._cores = cells, model, settings, cores
-        self._registered = [registered(cell.federation, settings, model.device) for cell in cells]
+    def __init__(self, specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, cores: int) -> None:
+        self.specs, self.model, self.settings, self._cores = specs, model, settings, cores
+        self._registered = [registered(spec.federation, settings, model.device) for spec in specs]
         self._graphs = Graphs(model)
         self._evaluator = Evaluator(model, cores)
         self._trainings: dict[tuple[int, ...], RowTraining | TwoTrainings] = {}
@@ -42,7 +42,7 @@ class StackedBackend:
     def train(self, work: Work) -> list[Trained]:
         """A2.3-12 for all rows of the runs."""
         given = [
-            (self.cells[i].algorithm.broadcast(server, self.cells[i].federation.agents), agents)  # A2.3
+            (self.specs[i].algorithm.broadcast(server, self.specs[i].federation.agents), agents)  # A2.3
             for i, (server, agents) in zip(work.runs, work.states, strict=True)
         ]
         if work.runs not in self._trainings:
@@ -53,8 +53,8 @@ class StackedBackend:
         return self._trainings[work.runs].round(given, work.r, work.attempt, left)
 
     def _training(self, work: Work) -> RowTraining | TwoTrainings:
-        s, cells = self.settings, [self.cells[i] for i in work.runs]
-        federations, seeds = [cell.federation for cell in cells], [cell.seed for cell in cells]
+        s, specs = self.settings, [self.specs[i] for i in work.runs]
+        federations, seeds = [spec.federation for spec in specs], [spec.seed for spec in specs]
         cores = 1 if work.attempt else self._cores  # a few runs that are repeated are soon done
 
         def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
@@ -64,15 +64,15 @@ class StackedBackend:
             return RowTraining(algorithm, self.model, batches, self._graphs, list(map(len, agents)), cores, losses)
 
         sizes = [federation.agents for federation in federations]
-        if helper_agents.applies(cells):
-            return TwoTrainings(cells[0].algorithm, self.model, sizes, helper_agents.helping(cells), training)
-        return training(cells[0].algorithm, [range(size) for size in sizes])
+        if helper_agents.applies(specs):
+            return TwoTrainings(specs[0].algorithm, self.model, sizes, helper_agents.helping(specs), training)
+        return training(specs[0].algorithm, [range(size) for size in sizes])
 
     def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]:
         """A2.13-16 for every run. Nothing here waits for a GPU, where runs of one kind are aggregated together."""
         inputs, refused = {}, {}
         for i, before, (agents, up) in zip(work.runs, work.states, trained, strict=True):
-            arrived = receive(self.cells[i], self.model, up, work.r, self._registered[i])
+            arrived = receive(self.specs[i], self.model, up, work.r, self._registered[i])
             inputs[i] = (before.server, before.agents, agents, arrived.up, arrived.present, self._registered[i])
             refused[i] = arrived.refused
         done: dict[int, Aggregated] = {}
@@ -92,13 +92,13 @@ class StackedBackend:
         """Runs of one algorithm and one number of agents."""
         groups: dict[tuple[Algorithm, int], list[int]] = {}
         for i in runs:
-            groups.setdefault((self.cells[i].algorithm, self.cells[i].federation.agents), []).append(i)
+            groups.setdefault((self.specs[i].algorithm, self.specs[i].federation.agents), []).append(i)
         return [(algorithm, group) for (algorithm, _), group in groups.items()]
 
     def evaluate(self, work: Work, aggregated: Sequence[Aggregated]) -> list[Aggregated]:
         """Add the scores of each Alice's model to the measurements of her run."""
-        cells, nets = [self.cells[i] for i in work.runs], [run.own for run in aggregated]
-        algorithms, federations = [cell.algorithm for cell in cells], [cell.federation for cell in cells]
+        specs, nets = [self.specs[i] for i in work.runs], [run.own for run in aggregated]
+        algorithms, federations = [spec.algorithm for spec in specs], [spec.federation for spec in specs]
         scores = self._evaluator.evaluate(algorithms, federations, nets, work.r / self.settings.rounds)
         return [
             run._replace(measured={**scored, **run.measured}) for run, scored in zip(aggregated, scores, strict=True)

@@ -30,7 +30,7 @@ class ActiveRun:
 
     config: RunConfig
     run: Run
-    cell: RunSpec
+    spec: RunSpec
     start: int
     compiled: bool
     next_save: float
@@ -60,15 +60,15 @@ def save_some(jobs: Sequence[ActiveRun], every: float, round_seconds: float) -> 
             return
 
 
-def close(job: ActiveRun, cell: RunSpec, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
+def close(job: ActiveRun, spec: RunSpec, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
     """The end of a run, its cell's data where the model is."""
     result = summary(read_rounds(job.run.folder / "rounds.jsonl"), status, message)
-    state = job.latest[1] if job.latest else cell.state
+    state = job.latest[1] if job.latest else spec.state
     if status != "finished" or state is None:
         job.run.close(result)
         return result
-    own, federation = own_net(cell, state, model), cell.federation
-    said = predictions(model, answering(cell.algorithm, model, own, federation), federation)
+    own, federation = own_net(spec, state, model), spec.federation
+    said = predictions(model, answering(spec.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(said["output"], said["target"])}
     job.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in said.items()})
     return result

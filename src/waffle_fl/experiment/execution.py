@@ -44,24 +44,24 @@ FILES_A_RUN, SPARE_FILES = 2, 200
 
 
 def execute(
-    runs: Sequence[tuple[RunConfig, Path]], place: Runtime, listener: Listener | None = None, until: int | None = None
+    runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, listener: Listener | None = None, until: int | None = None
 ) -> list[dict[str, Any]]:
     """Bring every run to its end and return the results, in order. Finished runs are not run again.
 
     With `until` they pause after that round, saved: the result of a run that has not ended says `paused`.
     """
     listener = listener or Listener()
-    if place.workers < 0 or place.stack < 1 or not place.minutes >= 0:
-        given = f"{place.workers}, {place.stack} and {place.minutes}"
+    if runtime.workers < 0 or runtime.stack < 1 or not runtime.minutes >= 0:
+        given = f"{runtime.workers}, {runtime.stack} and {runtime.minutes}"
         raise WaffleError(f"expected workers >= 0, stack >= 1 and minutes >= 0, got {given}")
-    device = device_of(place.device)
+    device = device_of(runtime.device)
     _allow_files(FILES_A_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}
     findings: list[Finding] = []
-    with enough_memory(), contextlib.ExitStack() as stack, _stop_requests(place.minutes) as stopped:
+    with enough_memory(), contextlib.ExitStack() as stack, _stop_requests(runtime.minutes) as stopped:
         jobs = []
         for config, folder in runs:
-            job = _open(stack, config, folder, place, device, listener, findings)
+            job = _open(stack, config, folder, runtime, device, listener, findings)
             if isinstance(job, ActiveRun):
                 jobs.append(job)
             else:
@@ -73,8 +73,8 @@ def execute(
             if job.start:
                 listener.resumed(job.config, job.start)
         waiting = [job for job in jobs if until is None or job.start < until]
-        for group in _groups(waiting, place.stack):
-            for job, result in _train(group, place, device, listener, stopped, until):
+        for group in _groups(waiting, runtime.stack):
+            for job, result in _train(group, runtime, device, listener, stopped, until):
                 results[job.run.folder] = result
                 listener.ended(job.config, result)
     return [results.get(folder, {"status": "paused", "rounds": until}) for _, folder in runs]
@@ -93,25 +93,25 @@ def _open(
     stack: contextlib.ExitStack,
     config: RunConfig,
     folder: Path,
-    place: Runtime,
+    runtime: Runtime,
     device: torch.device,
     listener: Listener,
     findings: list[Finding],
 ) -> ActiveRun | dict[str, Any]:
     """Lock a run's folder and find out where it stands; a run that has ended gives its result, and what it is worth."""
     s = config.settings
-    whole = federation_of(s, place.data_dir, place.allow_unverified)
+    whole = federation_of(s, runtime.data_dir, runtime.allow_unverified)
     alone = config.method == "local"  # nobody else's training could matter
     federation = whole.only(whole.alice) if alone else whole
     if s.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {s.data} has samples of shape {federation.shape}")
-    model = model_of(s, federation, place, device)
+    model = model_of(s, federation, runtime, device)
     check_once(s, model, federation)
-    cell = fitted(_cell(config, federation), model)
-    check_model([cell], model, s.batch_size)
-    check_agents(cell.algorithm, federation.agents)
+    spec = fitted(_cell(config, federation), model)
+    check_model([spec], model, s.batch_size)
+    check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
-    notes = advice(config, federation, getattr(cell.algorithm, "parts", None))
+    notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
         whole.digest(),
@@ -123,7 +123,7 @@ def _open(
         classes=list(whole.class_names),
         sample=list(whole.shape),
         **({"shifted": dict(whole.shifted)} if whole.shifted else {}),
-        **origin(s, place),
+        **origin(s, runtime),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         model=model_name(s, whole.shape),
         parameters=model.size,
@@ -131,7 +131,7 @@ def _open(
         notes=notes,
         **({"attackers": [whole.names[i] for i in attackers_of(whole, s.attackers)]} if s.attack != NONE else {}),
     )
-    run = stack.enter_context(Run.opened(folder, config, description, place.force))
+    run = stack.enter_context(Run.opened(folder, config, description, runtime.force))
     result = run.result
     if result is not None:
         findings += run.findings
@@ -142,25 +142,25 @@ def _open(
         run.keep("preprocessing.json", federation.preprocessing.to_json())
     for note in notes:
         listener.warned(f"{folder.name}: {note}")
-    template = tensors_of(initial_state(cell, model))
+    template = tensors_of(initial_state(spec, model))
     start, tensors, warnings = run.resume(template)
     if start > s.rounds:
         raise WaffleError(f"{folder} has come to round {start} already, {s.rounds} are asked for")
     for warning in warnings:
         listener.warned(warning)
-    state = state_of(tensors, initial_state(cell, model)) if tensors else None
-    next_save = time.monotonic() + place.checkpoint_seconds
-    return ActiveRun(config, run, replace(cell, state=state), start, model.compiled, next_save)
+    state = state_of(tensors, initial_state(spec, model)) if tensors else None
+    next_save = time.monotonic() + runtime.checkpoint_seconds
+    return ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
 
 
 def _cell(config: RunConfig, federation: Federation) -> RunSpec:
     """The run as the engine sees it; who trains alone is nobody's victim."""
     s = config.settings
-    cell = RunSpec(config.algorithm(), federation, s.seed, asked=frozenset([federation.alice]))
+    spec = RunSpec(config.algorithm(), federation, s.seed, requested=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
-        return cell
+        return spec
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed)
-    return replace(cell, tamper=tamper, attackers=attackers_of(federation, s.attackers))
+    return replace(spec, tamper=tamper, attackers=attackers_of(federation, s.attackers))
 
 
 def _groups(jobs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
@@ -172,7 +172,7 @@ def _groups(jobs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
             continue
         s = job.config.settings
         key = (
-            training_key(job.cell.algorithm),
+            training_key(job.spec.algorithm),
             s.data,
             s.model,
             s.rounds,
@@ -182,7 +182,7 @@ def _groups(jobs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
             s.guard,
             s.precision,
         )
-        f = job.cell.federation
+        f = job.spec.federation
         several = [job, *(jobs[k] for k, carrier in carried.items() if carrier == i)]
         groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(several)
     pieces = [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
@@ -195,13 +195,13 @@ def _carried(jobs: Sequence[ActiveRun]) -> dict[int, int]:
     for i, job in enumerate(jobs):
         if job.config.settings.guard == "off":  # a guard goes by Alice: under one nothing is shared
             alike.setdefault((job.config.settings, job.start), []).append(i)
-    found = ((some, carriers([jobs[i].cell for i in some])) for some in alike.values())
+    found = ((some, carriers([jobs[i].spec for i in some])) for some in alike.values())
     return {some[k]: some[carrier] for some, pairs in found for k, carrier in pairs.items()}
 
 
 def _train(
     jobs: Sequence[ActiveRun],
-    place: Runtime,
+    runtime: Runtime,
     device: torch.device,
     listener: Listener,
     stopped: Callable[[], int],
@@ -210,10 +210,10 @@ def _train(
     """Train one stack to its end, or to its pause, logging every round and saving every few seconds."""
     s = jobs[0].config.settings
     last = s.rounds if until is None else min(until, s.rounds)
-    model = model_of(s, jobs[0].cell.federation, place, device)
-    cells = on_device([job.cell for job in jobs], model)
+    model = model_of(s, jobs[0].spec.federation, runtime, device)
+    specs = on_device([job.spec for job in jobs], model)
     stream = simulate(
-        cells,
+        specs,
         model,
         rounds=s.rounds,
         start=jobs[0].start,
@@ -221,21 +221,21 @@ def _train(
         epochs=s.epochs,
         augment=s.augment,
         guard=s.guard,
-        workers=place.workers,
-        engine=place.engine,
+        workers=runtime.workers,
+        engine=runtime.engine,
     )
     began, ended = time.monotonic(), False
     try:
         for outcomes in islice(stream, last - jobs[0].start):
             for outcome in outcomes:
-                job = jobs[outcome.cell]
+                job = jobs[outcome.index]
                 if outcome.error:
                     save(job)
-                    yield job, close(job, cells[outcome.cell], model, "diverged", str(outcome.error))
+                    yield job, close(job, specs[outcome.index], model, "diverged", str(outcome.error))
                 else:
                     log(job, outcome, listener)
             if outcomes[0].round < last:
-                save_some(jobs, place.checkpoint_seconds, time.monotonic() - began)
+                save_some(jobs, runtime.checkpoint_seconds, time.monotonic() - began)
             if stopped():
                 raise Interrupted(stopped())
             began = time.monotonic()
@@ -244,9 +244,9 @@ def _train(
         for job in jobs:
             if not ended and job.run.result is None:
                 save(job)
-    for job, cell in zip(jobs, cells, strict=True):
+    for job, spec in zip(jobs, specs, strict=True):
         if ended and job.run.result is None:
-            yield job, close(job, cell, model, "finished")
+            yield job, close(job, spec, model, "finished")
 
 
 def _device_name(device: torch.device) -> str:

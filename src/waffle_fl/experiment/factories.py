@@ -60,11 +60,11 @@ def _attacked(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     return poisoned(federation_of(replace(s, attack=NONE), data_dir, allow_unverified), s.attack, s.attackers)
 
 
-def _own_folder(name: str, place: str) -> Path | None:
+def _own_folder(name: str, runtime: str) -> Path | None:
     """A folder of the user's own: a path, or a name beside the data sets."""
     if os.sep in name or Path(name).is_dir():
         return Path(name)
-    beside = data_folder(place) / name
+    beside = data_folder(runtime) / name
     return beside if beside.is_dir() else None
 
 
@@ -94,11 +94,11 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
     return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
 
 
-def origin(s: Settings, place: Runtime) -> dict[str, Any]:
+def origin(s: Settings, runtime: Runtime) -> dict[str, Any]:
     """What the record says of where the data came from."""
     if s.is_own:
         return {}
-    dataset = _dataset(s.data, place.data_dir, place.allow_unverified)
+    dataset = _dataset(s.data, runtime.data_dir, runtime.allow_unverified)
     return {"data_verified": dataset.verified, **({"data_note": dataset.note} if dataset.note else {})}
 
 
@@ -135,7 +135,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
     return notes
 
 
-def model_of(s: Settings, federation: Federation, place: Runtime, device: torch.device) -> FlatModel:
+def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torch.device) -> FlatModel:
     """The model that the settings describe, on its device."""
     build_module = builder(s.model, s.data, federation.shape, federation.outputs)
     steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
@@ -145,8 +145,8 @@ def model_of(s: Settings, federation: Federation, place: Runtime, device: torch.
         loss=squared_error if federation.task == "regression" else cross_entropy,
         precision=s.precision,
         device=device,
-        stacked=None if place.rows == "auto" else place.rows == "stacked",
-        compiled=pays if place.compile == "auto" else place.compile == "on",
+        stacked=None if runtime.rows == "auto" else runtime.rows == "stacked",
+        compiled=pays if runtime.compile == "auto" else runtime.compile == "on",
     )
 
 

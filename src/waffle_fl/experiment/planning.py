@@ -15,9 +15,9 @@ from waffle_fl.records import other_settings
 from waffle_fl.shifts import Drift, Swap, read_shifts
 
 
-def plan(experiment: Experiment, out: Path, place: Runtime | None = None) -> list[tuple[RunConfig, Path]]:
+def plan(experiment: Experiment, out: Path, runtime: Runtime | None = None) -> list[tuple[RunConfig, Path]]:
     """The runs of a grid, each with its folder. An option that is a table is read at the run's split."""
-    place = place or Runtime()
+    runtime = runtime or Runtime()
     runs = []
     shifts = experiment.shifts or (experiment.settings.shift,)
     for method, kind, shift, seed in product(experiment.methods, experiment.splits, shifts, experiment.seeds):
@@ -25,7 +25,7 @@ def plan(experiment: Experiment, out: Path, place: Runtime | None = None) -> lis
         options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
         given = {k: v for k, v in options.items() if v is not None}
         settings = _of_column(experiment.settings, kind, shift, seed)
-        for alice in alices(settings, place):
+        for alice in alices(settings, runtime):
             config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
             runs.append((config, out / config.label))
     return runs
@@ -36,7 +36,9 @@ def free_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]]) -> tuple[P
     reason = ""
     for number in count(1):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        changes = chain.from_iterable(other_settings(place, config) for config, place in moved(runs, wanted, folder))
+        changes = chain.from_iterable(
+            other_settings(runtime, config) for config, runtime in moved(runs, wanted, folder)
+        )
         change = next(changes, "")
         if not change:
             return folder, reason
@@ -56,21 +58,21 @@ def _of_column(s: Settings, kind: str, shift: str, seed: int) -> Settings:
     return replace(s, split=kind, shift=shift, seed=seed, permutation_seed=seed_of_labels)
 
 
-def alices(s: Settings, place: Runtime) -> list[str]:
+def alices(s: Settings, runtime: Runtime) -> list[str]:
     """The agents that a model is wanted for: the one who is named, or each who can be."""
     if s.alice != ALL_ALICES:
         return [s.alice]
-    federation = all_alices_of(s, place)
+    federation = all_alices_of(s, runtime)
     able = [
         (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
     ]
     return [handle(i, name) for i, name in able]
 
 
-def all_alices_of(s: Settings, place: Runtime) -> Federation:
+def all_alices_of(s: Settings, runtime: Runtime) -> Federation:
     """The federation of all agents, whoever is Alice."""
     wanted = replace(s, alice=ALL_ALICES if s.is_own else "0", leave_out=())
-    return federation_of(wanted, place.data_dir, place.allow_unverified)
+    return federation_of(wanted, runtime.data_dir, runtime.allow_unverified)
 
 
 def handle(agent: int, name: str) -> str:

@@ -277,12 +277,12 @@ def _described(value: Any) -> str:
 
 
 def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net, list[dict[str, Any]]]:
-    s, cell = config.settings, RunSpec(config.algorithm(), agents, config.settings.seed)
+    s, spec = config.settings, RunSpec(config.algorithm(), agents, config.settings.seed)
     history, state = [], None
-    for (outcome,) in simulate([cell], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs):
+    for (outcome,) in simulate([spec], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs):
         if outcome.error:
             raise outcome.error
         history.append(dict(outcome.measured))
         state = outcome.state
     assert state is not None
-    return own_net(cell, state, model), history
+    return own_net(spec, state, model), history

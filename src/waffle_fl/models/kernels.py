@@ -59,11 +59,11 @@ def _forward(  # type: ignore[no-untyped-def]
     corner, inside = _corners(m, C, H, W, HP, WP, S), m < IMAGES * HP * WP
     best = tl.full((BM, BN), float("-inf"), tl.float32)
     where = tl.zeros((BM, BN), tl.int32)
-    for place in tl.static_range(S * S):
+    for runtime in tl.static_range(S * S):
         total = tl.zeros((BM, BN), tl.float32)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
-            patch = _patches(x, corner + (place // S) * W + place % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
+            patch = _patches(x, corner + (runtime // S) * W + runtime % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
             taps = (k < K)[:, None] & (n < OUT)[None, :]
             kernel = tl.load(weight + n[None, :] * K + k[:, None], mask=taps, other=0.0)
             total = tl.dot(patch, kernel, total, input_precision=PRECISION)
@@ -72,7 +72,7 @@ def _forward(  # type: ignore[no-untyped-def]
         else:
             better = (total > best) | (total != total)
             best = tl.where(better, total, best)
-            where = tl.where(better, place, where)
+            where = tl.where(better, runtime, where)
     if BIAS:
         best += tl.load(bias + row * OUT + n, mask=n < OUT, other=0.0)[None, :]
     target = (row * IMAGES + m // (HP * WP)) * (OUT * HP * WP) + m % (HP * WP)
@@ -116,11 +116,11 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
             total = tl.dot(slope, patch, total, input_precision=PRECISION)
         else:
             place_of = tl.load(chosen + source, mask=held, other=255)
-            for place in tl.static_range(S * S):
-                patch = _patches(x, corner + (place // S) * W + place % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
-                total = tl.dot(tl.where(place_of == place, slope, 0.0), patch, total, input_precision=PRECISION)
-    place = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
-    tl.store(partial + place, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
+            for runtime in tl.static_range(S * S):
+                patch = _patches(x, corner + (runtime // S) * W + runtime % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
+                total = tl.dot(tl.where(place_of == runtime, slope, 0.0), patch, total, input_precision=PRECISION)
+    runtime = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
+    tl.store(partial + runtime, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,11 +134,11 @@ def _pool(  # type: ignore[no-untyped-def]
     corner = (m // (HO * WO)) * (H * W) + ((m // WO) % HO) * (S * W) + (m % WO) * S
     best = tl.load(x + corner, mask=m < TOTAL, other=0.0)
     where = tl.zeros((BM,), tl.uint8)
-    for place in tl.static_range(1, S * S):
-        value = tl.load(x + corner + (place // S) * W + place % S, mask=m < TOTAL, other=0.0)
+    for runtime in tl.static_range(1, S * S):
+        value = tl.load(x + corner + (runtime // S) * W + runtime % S, mask=m < TOTAL, other=0.0)
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
-        where = tl.where(better, place, where).to(tl.uint8)
+        where = tl.where(better, runtime, where).to(tl.uint8)
     if RECTIFIED:
         where = tl.where(best <= 0, S * S, where).to(tl.uint8)  # nobody is chosen: no slope flows back
         best = tl.where(best <= 0, 0.0, best)

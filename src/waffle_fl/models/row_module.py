@@ -154,12 +154,12 @@ class RowModule:
 
 def copy_each(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Each part into its place: those that lie alike in a few kernels; `torch.cat` would copy the others twice."""
-    alike = [place.stride() == part.stride() for place, part in zip(places, parts, strict=True)]
+    alike = [runtime.stride() == part.stride() for runtime, part in zip(places, parts, strict=True)]
     if any(alike):
         torch._foreach_copy_(list(compress(places, alike)), list(compress(parts, alike)))
-    for place, part, same in zip(places, parts, alike, strict=True):
+    for runtime, part, same in zip(places, parts, alike, strict=True):
         if not same:
-            place.copy_(part)
+            runtime.copy_(part)
 
 
 @cache

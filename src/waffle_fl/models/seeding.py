@@ -21,8 +21,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with _ALONE, torch.random.fork_rng(devices=cuda):
         ours, numpys = random.getstate(), np.random.get_state()
         torch.default_generator.manual_seed(seed)
-        for place in cuda:
-            with torch.cuda.device(place):
+        for runtime in cuda:
+            with torch.cuda.device(runtime):
                 torch.cuda.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)

@@ -48,9 +48,9 @@ def _samples(federation: Federation, covariates: Sequence[Covariate], seed: int)
     low, high = federation.x[rows].min(), federation.x[rows].max()
     grey = (255 * (seen - low) / (high - low)).clamp(0, 255).byte().numpy()
     values = [
-        {"group": "Alice's" if not group else str(group), "sample": k, "picture": _png(grey[place])}
+        {"group": "Alice's" if not group else str(group), "sample": k, "picture": _png(grey[runtime])}
         for group, places in enumerate(parts["train"])
-        for k, place in enumerate(places.tolist())
+        for k, runtime in enumerate(places.tolist())
     ]
     return (
         alt.Chart(alt.InlineData(values=values))

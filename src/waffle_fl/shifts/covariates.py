@@ -161,8 +161,8 @@ def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
             row, column = i.floor() + top, j.floor() + left
             weight = (1 - (i - row).abs()) * (1 - (j - column).abs())
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-            place = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
-            pixels = light.flatten(2)[:, :, place.flatten()].view(x.shape)
+            runtime = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
+            pixels = light.flatten(2)[:, :, runtime.flatten()].view(x.shape)
             found += pixels * (weight * inside).to(x.dtype)
     return found + black.view(-1, 1, 1)
 

@@ -85,27 +85,27 @@ class Watcher(Listener):
     def told(self, trial: Trial, found: Found) -> None: ...
 
 
-def search(wish: Wish, out: Path, place: Runtime, watcher: Watcher) -> Found:
+def search(wish: Wish, out: Path, runtime: Runtime, watcher: Watcher) -> Found:
     """Search until the trials or the minutes are spent. The same wish in the same folder goes on where it stopped."""
     needed()
     if wish.trials < 1 or wish.together < 1:
         raise WaffleError(f"expected trials >= 1 and together >= 1, got {wish.trials} and {wish.together}")
     check_drawn(wish.space, wish.config)
-    _check_validation(wish.config, place)
+    _check_validation(wish.config, runtime)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         _settle(wish, out)
         with Study.opened(out, wish.config.settings.seed, wish.pruning) as study:
-            return _Search(wish, out, place, watcher, study).run()
+            return _Search(wish, out, runtime, watcher, study).run()
 
 
 class _Search:
     """A search on its way."""
 
-    def __init__(self, wish: Wish, out: Path, place: Runtime, watcher: Watcher, study: Study) -> None:
-        self.wish, self.out, self.place, self.watcher, self.study = wish, out, place, watcher, study
-        self._end = time.monotonic() + 60 * place.minutes if place.minutes else math.inf
+    def __init__(self, wish: Wish, out: Path, runtime: Runtime, watcher: Watcher, study: Study) -> None:
+        self.wish, self.out, self.runtime, self.watcher, self.study = wish, out, runtime, watcher, study
+        self._end = time.monotonic() + 60 * runtime.minutes if runtime.minutes else math.inf
         self._first = {_key(wish.config): DEFAULT}  # which trial drew a config first
         self._trials = {
             trial.number: self._judged(trial.number, STATES[trial.state.name], self._config(trial))
@@ -185,8 +185,8 @@ class _Search:
         left = (self._end - time.monotonic()) / 60
         if left <= 0:
             raise Interrupted(signal.SIGALRM)
-        place = replace(self.place, minutes=left if math.isfinite(left) else 0.0)
-        results = execute(runs, place, self.watcher, until)
+        runtime = replace(self.runtime, minutes=left if math.isfinite(left) else 0.0)
+        results = execute(runs, runtime, self.watcher, until)
         return {folder: result for (_, folder), result in zip(runs, results, strict=True)}
 
     def _folder(self, number: int, config: RunConfig) -> Path:
@@ -194,7 +194,7 @@ class _Search:
         return self.out / ("default" if first == DEFAULT else f"trial-{first:04d}")
 
     def _runs(self, number: int, config: RunConfig) -> Runs:
-        return plan(_grid(config), self._folder(number, config), self.place)
+        return plan(_grid(config), self._folder(number, config), self.runtime)
 
     def _config(self, trial: Any) -> RunConfig:
         return drawn(self.wish.space, self.wish.config, _Known(trial.params))
@@ -202,7 +202,7 @@ class _Search:
     def _judged(self, number: int, state: str, config: RunConfig) -> Trial:
         runs = self._runs(number, config)
         folders = [folder for _, folder in runs if (folder / "config.json").exists()]
-        verify_all(folders, (LOG,), self.place.force, warn=self.watcher.warned)
+        verify_all(folders, (LOG,), self.runtime.force, warn=self.watcher.warned)
         made = min(len(read_rounds(folder / "rounds.jsonl")) for _, folder in runs)
         diverged = any((read_json(folder / "result.json") or {}).get("status") == "diverged" for _, folder in runs)
         scores = (None, None, ACCURACY) if diverged else _score(runs, made)
@@ -255,9 +255,9 @@ def _merit(line: Mapping[str, Any]) -> float:
     return float(line["validation_accuracy"]) + TIE * math.exp(-float(line["validation_loss"]))
 
 
-def _check_validation(config: RunConfig, place: Runtime) -> None:
-    for run, _ in plan(_grid(config), Path(), place):
-        federation = federation_of(run.settings, place.data_dir, place.allow_unverified)
+def _check_validation(config: RunConfig, runtime: Runtime) -> None:
+    for run, _ in plan(_grid(config), Path(), runtime):
+        federation = federation_of(run.settings, runtime.data_dir, runtime.allow_unverified)
         if not len(federation.validation[federation.alice]):
             name = federation.names[federation.alice]
             raise WaffleError(

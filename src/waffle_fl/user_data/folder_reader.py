@@ -165,10 +165,12 @@ def _from_images(paths: Mapping[str, Path], how: ReadOptions) -> CollectedData:
     if how.task == "regression":
         raise WaffleError("images in folders by class have classes, not numbers: leave task at auto")
     places = {n: [p / "train", p / "test"] if (p / "train").is_dir() else [p] for n, p in paths.items()}
-    for place in (place for given in places.values() for place in given):
-        if not place.is_dir():
-            raise WaffleError(f"there is no {place}: expected `train` and `test`, or a folder for each class")
-    classes = sorted({c for given in places.values() for place in given for c in images.classes_of(place)})
+    for runtime in (runtime for given in places.values() for runtime in given):
+        if not runtime.is_dir():
+            raise WaffleError(f"there is no {runtime}: expected `train` and `test`, or a folder for each class")
+    classes = sorted({c for given in places.values() for runtime in given for c in images.classes_of(runtime)})
     check_classes("classification", classes)
-    arrays = [(n, [a for place in given for a in images.read_images(place, classes)]) for n, given in places.items()]
+    arrays = [
+        (n, [a for runtime in given for a in images.read_images(runtime, classes)]) for n, given in places.items()
+    ]
     return gather(arrays, how, classes)

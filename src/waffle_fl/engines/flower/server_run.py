@@ -118,7 +118,7 @@ class ServerRun:
         """What to ask of an agent, and the payload that goes with it."""
         plan, now = self.plan, self.now
         trains = self.training and agent not in self.inbox.rows
-        asked = Request(
+        requested = Request(
             plan.course,
             plan.handle,
             now.versions[agent],
@@ -134,9 +134,9 @@ class ServerRun:
             own = self._copy_of(agent)
             assert own is not None
             tensors = {**tensors, **{f"agents.{name}": value for name, value in own._asdict().items()}}
-        return asked, pack(tensors, {"run": plan.run, "course": plan.course, "round": str(asked.round)})
+        return requested, pack(tensors, {"run": plan.run, "course": plan.course, "round": str(requested.round)})
 
-    def hear(self, agent: int, words: Mapping[str, Any], payload: bytes | None) -> None:
+    def receive(self, agent: int, words: Mapping[str, Any], payload: bytes | None) -> None:
         """Take in what the transport says came from this agent."""
         if words.get("error"):
             self.notes.append((agent, one_line(words["error"])))
@@ -208,8 +208,8 @@ class ServerRun:
         with one_thread(), products(self.model.precision):
             done = aggregate(plan.algorithm, before.round + 1, settings, *states, up, present, self._registered)
         (measured,) = to_numbers([done.measured])
-        heard, codes = measured.pop("heard"), measured.pop("codes")
-        if not heard[plan.alice]:
+        received, codes = measured.pop("received"), measured.pop("codes")
+        if not received[plan.alice]:
             return False
         screened = screened_of(codes, plan.names, plan.samples)
         refused = [[plan.names[i], one_line(reason)] for i, reason in (*self.inbox.log, *self.notes)]
