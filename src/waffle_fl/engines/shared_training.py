@@ -87,7 +87,7 @@ def once_per_family(
         done: list[Outcome] = []
         for trained in next(stream, []):
             first = leaders[trained.index]
-            outcome = replace(trained, spec=first)
+            outcome = replace(trained, index=first)
             with one_thread(), products(model.precision):
                 shared, lost = _shared(outcome, followers[first], specs, model, evaluator, r / rounds)
             done += [outcome, *shared]
@@ -97,7 +97,7 @@ def once_per_family(
             for follower in shared:
                 states[follower.index] = follower.state
         for i, own in strays.items():
-            done += [replace(outcome, spec=i) for outcome in next(own, [])]
+            done += [replace(outcome, index=i) for outcome in next(own, [])]
         if not done:
             return
         yield sorted(done, key=lambda outcome: outcome.index)
@@ -132,7 +132,7 @@ def _shared(
     common = {key: value for key, value in outcome.measured.items() if not _examined(key)}
     lines = {i: {**common, **found, **_weights(specs[i], states[i])} for i, found in zip(able, scores, strict=True)}
     shared = {
-        i: replace(outcome, spec=i, measured=cast(Measured, lines[i]), state=states[i])
+        i: replace(outcome, index=i, measured=cast(Measured, lines[i]), state=states[i])
         for i, found in zip(able, scores, strict=True)
         if math.isfinite(found["loss"])
     }
