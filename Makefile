@@ -9,7 +9,7 @@ LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --unive
   --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
   --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower test test-flower test-thorough lint bench setup lock sbom release clean
+.PHONY: demo demo-flower test test-flower test-thorough lint bench docs docs-serve setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -33,6 +33,14 @@ lint: $(READY)
 
 bench: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.cpu
+
+# Strict: a broken link, a page that the navigation lacks, or a public name without a docstring fails.
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: $(READY)
+	$(BIN)/mkdocs serve
 
 setup: $(READY)
 
@@ -67,14 +75,19 @@ sbom: $(READY)
 	mkdir -p dist
 	$(BIN)/python packaging/sbom.py dist
 
+# Builds and checks what is published. The wheel is installed into a clean environment per Python.
 release: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz
 	$(MAKE) sbom
+	$(BIN)/python tools/check_release.py $(PYTHONS)
 	@ls -l dist
-	@echo "Next: install dist/*.whl in a clean environment (docs/install-server.md) and run waffle demo there, tag the"
-	@echo "commit with the version, sign and upload what is in dist/ (twine upload), and build the image from the tag."
+	@echo "Next, as a maintainer:"
+	@echo "  1. Date the version in CHANGELOG.md and CITATION.cff, and commit."
+	@echo "  2. Tag the commit: git tag --sign v$$($(BIN)/python -c 'import waffle_fl; print(waffle_fl.__version__)') && git push --tags"
+	@echo "  3. Approve the release workflow, which publishes dist/ by trusted publishing."
+	@echo "  4. Attach dist/*.cdx.json to the release, and build the image from the tag (docs/install-server.md)."
 
 clean:
-	rm -rf $(VENV) $(PEERS) demo demo-flower runs
+	rm -rf $(VENV) $(PEERS) demo demo-flower runs site dist
