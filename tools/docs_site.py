@@ -149,11 +149,8 @@ def cli_page() -> str:
     plain = [name for name in menu.COMMANDS if name not in ("run", "tune", "deploy")]
     commands = [["run"], ["run", "waffle"], ["tune", "waffle"], *([name] for name in plain), ["deploy"]]
     commands += [["deploy", name] for name in DEPLOY_COMMANDS]
-    parts = [f"## waffle {' '.join(command)}
-
-{_block(_help(command))}" for command in commands]
-    return "
-".join([CLI_INTRODUCTION, _block(menu.usage().replace(str(Path.home()), "~")), *parts])
+    parts = [f"## waffle {' '.join(command)}\n\n{_block(_help(command))}" for command in commands]
+    return "\n".join([CLI_INTRODUCTION, _block(menu.usage().replace(str(Path.home()), "~")), *parts])
 
 
 def _block(text: str) -> str:
@@ -172,8 +169,7 @@ def _help(command: list[str]) -> str:
 
 def settings_page() -> str:
     """Return the table of all settings."""
-    return f"{SETTINGS_INTRODUCTION}
-{_fields(Settings, {field.name for field in dataclasses.fields(Settings)})}"
+    return f"{SETTINGS_INTRODUCTION}\n{_fields(Settings, {field.name for field in dataclasses.fields(Settings)})}"
 
 
 def methods_page() -> str:
@@ -183,15 +179,11 @@ def methods_page() -> str:
         about = kind.about  # type: ignore[attr-defined]
         options = option_types(name)
         parts += [
-            f"## {about.title}
-",
-            f"`{name}` ({about.cite}). {summary_of(kind)} [More](../algorithms/{name}.md)
-",
-            _fields(algorithm_of(name), set(options)) if options else "It has no hyperparameters of its own.
-",
+            f"## {about.title}\n",
+            f"`{name}` ({about.cite}). {summary_of(kind)} [More](../algorithms/{name}.md)\n",
+            _fields(algorithm_of(name), set(options)) if options else "It has no hyperparameters of its own.\n",
         ]
-    return "
-".join(parts)
+    return "\n".join(parts)
 
 
 def _fields(kind: Any, names: set[str]) -> str:
