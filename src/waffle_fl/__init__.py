@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 # Torch takes seconds to import, so each name is fetched when it is first used. The classes of methods are those that
 # the registry of algorithms finds; type checkers know the ones above.
-_HOMES = {
+_LAZY_MODULES = {
     **dict.fromkeys(("SGD", "Algorithm", "Grad", "Net", "Round"), "algorithms.contract"),
     **dict.fromkeys(("Measured", "Outcome", "RunSpec"), "engines.run_spec"),
     "Dataset": "data",
@@ -84,10 +84,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _LAZY_MODULES:
+        return getattr(import_module(f"{__name__}.{_LAZY_MODULES[name]}"), name)
     if name == "__all__":
-        return sorted({*_HOMES, *_methods()})
+        return sorted({*_LAZY_MODULES, *_methods()})
     found = _methods().get(name) if name[:1].isupper() else None
     if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", *_HOMES, *_methods()})
+    return sorted({"__version__", *_LAZY_MODULES, *_methods()})
 
 
 def _methods() -> dict[str, Any]:

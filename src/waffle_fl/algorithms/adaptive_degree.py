@@ -37,19 +37,19 @@ class GradientStatistics(NamedTuple):
 
 
 def start(device: torch.device) -> GradientStatistics:
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    return GradientStatistics(nothing, nothing, nothing, nothing + 1)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return GradientStatistics(zero, zero, zero, zero + 1)
 
 
-def observe(before: GradientStatistics, c_i: Rows, now: Round) -> GradientStatistics:
+def observe(previous: GradientStatistics, c_i: Rows, now: Round) -> GradientStatistics:
     """The witness after a round that left the agents with the control variates c_i."""
     is_alice = torch.arange(len(c_i), device=c_i.device) == now.alice
     others = now.intact & ~is_alice & (now.samples > 0)
-    own = row_of(c_i, now.alice).double()
-    s = (cosines(c_i, own).clamp(min=0) * uniform(others)).sum()
-    t = cosines(weighted_sum(uniform(others), c_i)[None], own).squeeze(0)
-    squares, cubes = before.squares + s**2, before.cubes + s**3
+    alice_c = row_of(c_i, now.alice).double()
+    s = (cosines(c_i, alice_c).clamp(min=0) * uniform(others)).sum()
+    t = cosines(weighted_sum(uniform(others), c_i)[None], alice_c).squeeze(0)
+    squares, cubes = previous.squares + s**2, previous.cubes + s**3
     kinship = cubes / squares.clamp(min=TINY)
-    strife = before.strife + (HELPFUL - t).clamp(min=0)
+    strife = previous.strife + (HELPFUL - t).clamp(min=0)
     degree = kinship + (1 - kinship) * torch.exp(-strife)
-    return GradientStatistics(squares, cubes, strife, torch.minimum(before.degree, degree))
+    return GradientStatistics(squares, cubes, strife, torch.minimum(previous.degree, degree))

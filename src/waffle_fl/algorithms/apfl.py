@@ -74,8 +74,8 @@ class APFL:
 
     def begin(self, down: Down, agents: Agents) -> Local:
         first = torch.ones(len(down.x), dtype=torch.bool, device=down.x.device)
-        rest = self.sgd.zero_velocity(down.x)
-        return Local(down.x, down.stats, rest, agents.v, agents.mixed_stats, rest, agents.mix, first)
+        velocity = self.sgd.zero_velocity(down.x)
+        return Local(down.x, down.stats, velocity, agents.v, agents.mixed_stats, velocity, agents.mix, first)
 
     def step(self, local: Local, grad: Grad) -> Local:
         share = local.mix[:, None]

@@ -49,7 +49,7 @@ class Local(NamedTuple):
     velocity: Rows
     p: Tensor
     theta: Tensor
-    there: Tensor  # (N, 1 + M): 1 for models that are there, 0 for empty places
+    available: Tensor  # (N, 1 + M): 1 for models that are there, 0 for empty places
     p0: Tensor
     pull: Tensor
 
@@ -109,8 +109,8 @@ class APPLE:
     def broadcast(self, server: Server, agents: int) -> Down:
         offer = self.offer(server)
         p0 = self._shares(server, offer)
-        apply_update = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
-        p = p0 + torch.where(p0 > 0, apply_update, 0.0)
+        offset = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
+        p = p0 + torch.where(p0 > 0, offset, 0.0)
         return Down(packed(server.core, offer), offer.offered, p0, p, server.pull.expand(agents))
 
     def _shares(self, server: Server, offer: Offer) -> Tensor:
@@ -120,17 +120,17 @@ class APPLE:
         return samples / samples.sum(dim=1, keepdim=True)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1).double()
-        rest = self.sgd.zero_velocity(agents.core)
-        return Local(agents.core, agents.stats, rest, down.p * there, down.theta, there, down.p0, down.pull)
+        available = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1).double()
+        velocity = self.sgd.zero_velocity(agents.core)
+        return Local(agents.core, agents.stats, velocity, down.p * available, down.theta, available, down.p0, down.pull)
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(mixed(local.p, local.core, local.theta), local.stats)
-        along = [inner(g, core).double() for core in (local.core, *local.theta.unbind(1))]
-        slope = torch.stack(along, dim=1) + local.pull[:, None] * (local.p - local.p0)
+        products = [inner(g, core).double() for core in (local.core, *local.theta.unbind(1))]
+        slope = torch.stack(products, dim=1) + local.pull[:, None] * (local.p - local.p0)
         own = local.p[:, :1] / (local.p0[:, :1] if self.core_step == "lr" else 1)
         core, velocity = self.sgd.step(local.core, local.velocity, own.to(g.dtype) * g, clip=self.clip)
-        p = local.p - self.eta_p * local.there * slope
+        p = local.p - self.eta_p * local.available * slope
         return local._replace(core=core, stats=stats, velocity=velocity, p=p)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
@@ -141,10 +141,10 @@ class APPLE:
         offer, intact = self.offer(server), now.intact[:, None]
         core = torch.where(intact, server.core + up.dy, server.core)
         taken = torch.where(intact, spread(up.p[:, 1:], offer) + torch.diag(up.p[:, 0]), server.taken)
-        apply_update = up.p - self._shares(server, offer)
-        known = spread(torch.ones_like(up.p[:, 1:]), offer) + torch.eye(len(core), dtype=up.p.dtype, device=core.device)
-        shift = spread(apply_update[:, 1:], offer) + torch.diag(apply_update[:, 0])
-        shift = torch.where(intact & (known > 0), shift, server.shift)
+        offset = up.p - self._shares(server, offer)
+        reported = spread(torch.ones_like(up.p[:, 1:]), offer) + torch.eye(len(core), dtype=up.p.dtype, device=core.device)
+        shift = spread(offset[:, 1:], offer) + torch.diag(offset[:, 0])
+        shift = torch.where(intact & (reported > 0), shift, server.shift)
         pull = torch.full_like(server.pull, self.mu * self.loss_schedule(now.r, now.of))
         return Server(core, shift, taken, now.samples.double(), now.received, pull, server.r + 1), Info()
 

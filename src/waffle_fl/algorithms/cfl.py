@@ -45,7 +45,7 @@ def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
     return links
 
 
-def parted(label: Tensor, links: Tensor, together: Tensor, apart: Tensor) -> Tensor:
+def split_clusters(label: Tensor, links: Tensor, together: Tensor, split: Tensor) -> Tensor:
     """New labels: where `apart`, a cluster falls in two at its weakest link, which is the paper's best bipartition.
 
     Those on the side of its first agent that was heard keep the label, and so do all that were not heard.
@@ -53,9 +53,9 @@ def parted(label: Tensor, links: Tensor, together: Tensor, apart: Tensor) -> Ten
     numbers = torch.arange(len(label), device=label.device)
     weakest = torch.where(together, links, torch.inf).min(dim=1).values
     first = torch.where(together, numbers, len(label) - 1).min(dim=1).values
-    leaves = apart & (numbers != first) & (links.gather(1, first[:, None])[:, 0] <= weakest)
-    gone = together & leaves & leaves[:, None]
-    return torch.where(leaves, torch.where(gone, numbers, len(label)).min(dim=1).values, label)
+    leaving = split & (numbers != first) & (links.gather(1, first[:, None])[:, 0] <= weakest)
+    new_part = together & leaving & leaving[:, None]
+    return torch.where(leaving, torch.where(new_part, numbers, len(label)).min(dim=1).values, label)
 
 
 @final
@@ -85,9 +85,9 @@ class CFL:
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = broadcast_to(net, agents)
-        one = torch.zeros(agents, dtype=torch.int64, device=net.params.device)
-        none = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
-        return Server(rows.clone(), stats.clone(), one, none), Agents()
+        label = torch.zeros(agents, dtype=torch.int64, device=net.params.device)
+        weights = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
+        return Server(rows.clone(), stats.clone(), label, weights), Agents()
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return Down(server.x, server.stats)
@@ -110,9 +110,9 @@ class CFL:
         stats = (weights @ up.stats.double()).to(server.stats.dtype)
         stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
         longest = torch.where(same & now.received, lengths(up.dy), 0.0).max(dim=1).values
-        apart = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
+        split = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
         together = same & now.received & now.received[:, None]
-        label = parted(server.label, bottlenecks(cosines(up.dy), together), together, apart & now.received)
+        label = split_clusters(server.label, bottlenecks(cosines(up.dy), together), together, split & now.received)
         clusters = (label == torch.arange(len(label), device=label.device)).sum()
         return Server(x, stats, label, weights), Info(clusters)
 

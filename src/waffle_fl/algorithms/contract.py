@@ -134,9 +134,9 @@ class SGD:
         if correction is not None:
             g = g + correction
         if clip:
-            longest = clip / (1 - self.momentum)
-            shorter = longest / g.norm(dim=1, keepdim=True).clamp(min=longest)
-            return torch.addcmul(y, g, shorter, value=-self.lr), velocity
+            limit = clip / (1 - self.momentum)
+            scale = limit / g.norm(dim=1, keepdim=True).clamp(min=limit)
+            return torch.addcmul(y, g, scale, value=-self.lr), velocity
         return torch.add(y, g, alpha=-self.lr), velocity
 
     def zero_velocity(self, y: Rows) -> Rows:
@@ -206,8 +206,8 @@ def cosines(rows: Rows, vector: Vector) -> Weights:
 
 def angular_distance(rows: Rows, vector: Vector) -> Weights:
     """|rows_i / |rows_i| - vector / |vector||: how far directions are apart; a row without one is at right angles."""
-    short = 1 - cosines(rows, vector.double())  # of a cosine of 1
-    return torch.where(short <= NEARLY_EQUAL, 0.0, 2 * short).sqrt()  # not what rounding left of the same way
+    gap = 1 - cosines(rows, vector.double())  # of a cosine of 1
+    return torch.where(gap <= NEARLY_EQUAL, 0.0, 2 * gap).sqrt()  # not what rounding left of the same way
 
 
 def weighted_sum(weights: Weights, rows: Rows) -> Vector:

@@ -62,8 +62,8 @@ class Ditto:
         return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        rest = self.sgd.zero_velocity(down.x)
-        return Local(down.x, down.stats, rest, agents.v, agents.v_stats, rest, down.x)
+        velocity = self.sgd.zero_velocity(down.x)
+        return Local(down.x, down.stats, velocity, agents.v, agents.v_stats, velocity, down.x)
 
     def step(self, local: Local, grad: Grad) -> Local:
         (g_w, stats), (g_v, v_stats) = gradients(grad, Net(local.w, local.stats), Net(local.v, local.v_stats))

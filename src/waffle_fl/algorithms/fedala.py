@@ -15,7 +15,7 @@ import torch
 from waffle_fl.algorithms import fedavg, partial_sharing
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
-from waffle_fl.algorithms.partial_sharing import Runs, cut, joined
+from waffle_fl.algorithms.partial_sharing import Runs, cut, join
 from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
@@ -78,13 +78,13 @@ class FedALA:
 
     def begin(self, down: Down, agents: Agents) -> Local:
         (body, x), (_, own) = cut(down.x, self.runs), cut(agents.y, self.runs)
-        y = joined(body, torch.lerp(own, x, agents.W), self.runs)
+        y = join(body, torch.lerp(own, x, agents.W), self.runs)
         return Local(y, down.stats, self.sgd.zero_velocity(y), agents.W, own, x)
 
     def rehearse(self, local: Local, grad: Grad) -> Local:
         (body, _), (_, g) = cut(local.y, self.runs), cut(grad(local.y, local.stats).params, self.runs)
         W = (local.W - self.eta_w * g * (local.x - local.own)).clamp(0, 1)
-        return local._replace(y=joined(body, torch.lerp(local.own, local.x, W), self.runs), W=W)
+        return local._replace(y=join(body, torch.lerp(local.own, local.x, W), self.runs), W=W)
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.y, local.stats)

@@ -67,16 +67,16 @@ def gains(down: Down, agents: Agents) -> Tensor:
     thetas = torch.cat([agents.y[:, None], down.theta], dim=1)
     distance = torch.stack([(theta - agents.before).double().norm(dim=1) for theta in thetas.unbind(1)], dim=1)
     gain = (down.losses[:, :1] - down.losses[:, 1:]) / distance.clamp(min=TINY)
-    there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1)
-    return torch.where(there & (distance > 0) & torch.isfinite(gain), gain, 0.0)
+    available = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1)
+    return torch.where(available & (distance > 0) & torch.isfinite(gain), gain, 0.0)
 
 
 def weights(gain: Tensor) -> Tensor:
     """(N, 1 + M): shares of what gains; where nothing does, the agent goes on with its own model."""
     gain = gain.clamp(min=0)
     total = gain.sum(dim=1, keepdim=True)
-    alone = (torch.arange(gain.shape[1], device=gain.device) == 0).to(gain)
-    return torch.where(total > 0, gain / total.clamp(min=TINY), alone)
+    own_only = (torch.arange(gain.shape[1], device=gain.device) == 0).to(gain)
+    return torch.where(total > 0, gain / total.clamp(min=TINY), own_only)
 
 
 @final
@@ -108,12 +108,12 @@ class FedFomo:
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = broadcast_to(net, agents)
         device = net.params.device
-        none = torch.zeros(agents, agents, dtype=torch.float64, device=device)
+        zeros = torch.zeros(agents, agents, dtype=torch.float64, device=device)
         received, r = (
             torch.zeros(agents, dtype=torch.bool, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
         )
-        return Server(rows.clone(), stats.clone(), none, none, received, r), Agents(rows, stats, rows, stats)
+        return Server(rows.clone(), stats.clone(), zeros, zeros, received, r), Agents(rows, stats, rows, stats)
 
     def offer(self, server: Server) -> Offer:
         return best_others(server.affinity, server.received, self.models, self.explore, server.r)

@@ -49,7 +49,7 @@ class FedPer:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return fedavg.begin(self.sgd, partial_sharing.whole(self.parts, down, agents))
+        return fedavg.begin(self.sgd, partial_sharing.full_model(self.parts, down, agents))
 
     def step(self, local: Local, grad: Grad) -> Local:
         return fedavg.step(self.sgd, self.clip, local, grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 from waffle_fl.algorithms import fedavg, partial_sharing
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
-from waffle_fl.algorithms.partial_sharing import Agents, Parts, cut, joined
+from waffle_fl.algorithms.partial_sharing import Agents, Parts, cut, join
 from waffle_fl.constraints import at_least, check_fields, fraction, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
@@ -60,11 +60,11 @@ class FedRep:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        _, stats = partial_sharing.whole(self.parts, down, agents)
+        _, stats = partial_sharing.full_model(self.parts, down, agents)
         return Local(down.x, agents.own, stats, self.sgd.zero_velocity(down.x), self.sgd.zero_velocity(agents.own))
 
     def step(self, local: Local, grad: Grad) -> Local:
-        g, stats = grad(joined(local.body, local.head, self.parts.params), local.stats)
+        g, stats = grad(join(local.body, local.head, self.parts.params), local.stats)
         g_body, g_head = cut(g, self.parts.params)
         body, body_velocity = self.sgd.step(local.body, local.body_velocity, g_body, clip=self.clip)
         head, head_velocity = self.sgd.step(local.head, local.head_velocity, g_head, clip=self.clip)

@@ -76,7 +76,7 @@ class HasControlVariates(Protocol):
 
 
 @runtime_checkable
-class Answers(Protocol):
+class PredictsWithTrainingData(Protocol):
     """Predicts with the agent's training data at hand, so that its model is of no use without them."""
 
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ HOOKS = {
     "rehearse": HasWarmUp,
     "relations": HasRelations,
     "new_control_variates": HasControlVariates,
-    "answer": Answers,
+    "answer": PredictsWithTrainingData,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
 }

@@ -64,7 +64,7 @@ def best(down: Down) -> Tensor:
     return torch.where(torch.isfinite(down.losses), down.losses, torch.inf).argmin(dim=1)
 
 
-def taken(stack: Tensor, cluster: Tensor) -> Rows:
+def select_model(stack: Tensor, cluster: Tensor) -> Rows:
     """Row i of model cluster_i, out of (N, k, P)."""
     return stack.gather(1, cluster[:, None, None].expand(-1, 1, stack.shape[2])).squeeze(1)
 
@@ -94,9 +94,9 @@ class IFCA:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        nobody = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)
-        server = Server(starts(net, self.clusters), net.stats.repeat(self.clusters, 1), nobody)
-        return server, Agents(nobody)
+        unassigned = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)
+        server = Server(starts(net, self.clusters), net.stats.repeat(self.clusters, 1), unassigned)
+        return server, Agents(unassigned)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         unknown = torch.zeros(agents, self.clusters, dtype=torch.float64, device=server.theta.device)
@@ -106,8 +106,8 @@ class IFCA:
         return Net(down.theta, down.stats)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        y = taken(down.theta, best(down))
-        return Local(y, taken(down.stats, best(down)), self.sgd.zero_velocity(y))
+        y = select_model(down.theta, best(down))
+        return Local(y, select_model(down.stats, best(down)), self.sgd.zero_velocity(y))
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.y, local.stats)
@@ -117,7 +117,7 @@ class IFCA:
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
         cluster = best(down)
         chosen = (cluster[:, None] == torch.arange(self.clusters, device=cluster.device)).double()
-        return Agents(chosen), Up(local.y - taken(down.theta, cluster), local.stats, chosen)
+        return Agents(chosen), Up(local.y - select_model(down.theta, cluster), local.stats, chosen)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         theta, stats = [], []

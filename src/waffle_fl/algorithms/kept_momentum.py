@@ -43,10 +43,10 @@ def _inner_agents(agents: State) -> State:
     return inner(*agents[: len(inner._fields)])
 
 
-def _extended(own: State, local: State) -> State:
+def _extended(inner_state: State, local: State) -> State:
     """The method's own state, and the velocities that local training ended with."""
-    names, kind = _velocities(local), cast(Any, type(own))
-    return _with_velocities(kind, names)(*own, *(getattr(local, name) for name in names))
+    names, kind = _velocities(local), cast(Any, type(inner_state))
+    return _with_velocities(kind, names)(*inner_state, *(getattr(local, name) for name in names))
 
 
 @final
@@ -64,17 +64,17 @@ class KeptMomentum:
         """The optional hooks of the method, where it has them."""
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
-        found = getattr(self.inner, name)
+        attribute = getattr(self.inner, name)
         if name == "helper":
-            return lambda: KeptMomentum(found())
+            return lambda: KeptMomentum(attribute())
         if name == "candidates":
-            return lambda down, agents: found(down, _inner_agents(agents))
-        return found
+            return lambda down, agents: attribute(down, _inner_agents(agents))
+        return attribute
 
     def init(self, net: Net, agents: int) -> tuple[State, State]:
-        server, own = self.inner.init(net, agents)
-        local = self.inner.begin(self.inner.broadcast(server, agents), own)
-        return server, _extended(own, local)
+        server, inner_state = self.inner.init(net, agents)
+        local = self.inner.begin(self.inner.broadcast(server, agents), inner_state)
+        return server, _extended(inner_state, local)
 
     def broadcast(self, server: State, agents: int) -> State:
         return self.inner.broadcast(server, agents)
@@ -87,8 +87,8 @@ class KeptMomentum:
         return self.inner.step(local, grad)
 
     def finish(self, down: State, agents: State, local: State) -> tuple[State, State]:
-        own, up = self.inner.finish(down, _inner_agents(agents), local)
-        return _extended(own, local), up
+        inner_state, up = self.inner.finish(down, _inner_agents(agents), local)
+        return _extended(inner_state, local), up
 
     def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]:
         return self.inner.aggregate(server, up, now)

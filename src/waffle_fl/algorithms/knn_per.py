@@ -18,19 +18,19 @@ from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, broadcas
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
-PAIRS = 1 << 24  # distances that are held at a time
-IMPROBABLE = 1e-30  # where no neighbour is of a class its logarithm must stay finite
+MAX_DISTANCES = 1 << 24  # distances that are held at a time
+MIN_PROBABILITY = 1e-30  # where no neighbour is of a class its logarithm must stay finite
 
 
-def neighbours(features: Tensor, known: Tensor, said: Tensor, k: int, scale: float) -> Tensor:
+def neighbours(features: Tensor, known: Tensor, targets: Tensor, k: int, scale: float) -> Tensor:
     """What the k nearest known samples say of each sample: their mean, weighed by exp(-|a - b|^2 / (D scale))."""
-    found = []
-    for part in torch.split(features, max(1, PAIRS // len(known))):
+    parts = []
+    for part in torch.split(features, max(1, MAX_DISTANCES // len(known))):
         distance = torch.cdist(part, known, compute_mode="donot_use_mm_for_euclid_dist")
-        near, ids = distance.topk(min(k, len(known)), largest=False)
-        weight = torch.softmax(-(near.double() ** 2) / (features.shape[1] * scale), dim=1)
-        found.append((weight[:, :, None] * said[ids].double()).sum(dim=1))
-    return torch.cat(found)
+        nearest_distances, ids = distance.topk(min(k, len(known)), largest=False)
+        weight = torch.softmax(-(nearest_distances.double() ** 2) / (features.shape[1] * scale), dim=1)
+        parts.append((weight[:, :, None] * targets[ids].double()).sum(dim=1))
+    return torch.cat(parts)
 
 
 @final
@@ -85,8 +85,8 @@ class KNNPer:
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
         """Logarithms of the mixed probabilities; of numbers to predict, their mixed value."""
         numbers = labels.is_floating_point()
-        said = labels[:, None] if numbers else F.one_hot(labels, output.shape[1])
-        nearest = neighbours(features, known, said, self.k, self.scale)
+        targets = labels[:, None] if numbers else F.one_hot(labels, output.shape[1])
+        nearest = neighbours(features, known, targets, self.k, self.scale)
         own = output.double().view(len(output), -1) if numbers else output.double().softmax(dim=1)
         mixed = torch.lerp(own, nearest, self.mix)
-        return (mixed if numbers else mixed.clamp(min=IMPROBABLE).log()).to(output.dtype).view(output.shape)
+        return (mixed if numbers else mixed.clamp(min=MIN_PROBABILITY).log()).to(output.dtype).view(output.shape)

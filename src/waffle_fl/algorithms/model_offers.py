@@ -28,8 +28,8 @@ def best_others(score: Tensor, available: Tensor, models: int, explore: float, r
     drawn = draws < explore * models / max(1, agents - 1)
     score = torch.where(able, torch.where(drawn, torch.inf, score), -torch.inf)
     ids = score.argsort(dim=1, descending=True, stable=True)[:, :models]
-    free = models - ids.shape[1]
-    return Offer(F.pad(ids, (0, free)), F.pad(able.gather(1, ids), (0, free)))
+    padding = models - ids.shape[1]
+    return Offer(F.pad(ids, (0, padding)), F.pad(able.gather(1, ids), (0, padding)))
 
 
 def packed(rows: Tensor, offer: Offer) -> Tensor:

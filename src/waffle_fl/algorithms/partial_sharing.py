@@ -46,18 +46,18 @@ def _runs(stretches: Stretches, own: Set[str]) -> Runs:
 
 def cut(flat: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """(what is shared, what is own) of vectors or rows."""
-    pieces = torch.split(flat, _known(runs), dim=-1)
+    pieces = torch.split(flat, _require_layers(runs), dim=-1)
     return torch.cat(pieces[::2], dim=-1), torch.cat(pieces[1::2], dim=-1)
 
 
-def joined(shared: Tensor, own: Tensor, runs: Runs) -> Tensor:
+def join(shared: Tensor, own: Tensor, runs: Runs) -> Tensor:
     """The whole again, each number in its place."""
-    known = _known(runs)
-    pieces = zip(torch.split(shared, known[::2], dim=-1), torch.split(own, known[1::2], dim=-1), strict=True)
+    lengths = _require_layers(runs)
+    pieces = zip(torch.split(shared, lengths[::2], dim=-1), torch.split(own, lengths[1::2], dim=-1), strict=True)
     return torch.cat(list(chain.from_iterable(pieces)), dim=-1)
 
 
-def _known(runs: Runs) -> list[int]:
+def _require_layers(runs: Runs) -> list[int]:
     if not runs:
         raise WaffleError("this method must know the model's layers: give it those by for_model(method, model.layers)")
     return list(runs)
@@ -69,10 +69,10 @@ def start(parts: Parts, net: Net, agents: int) -> tuple[Server, Agents]:
     return Server(x, stats), Agents(*broadcast_to(Net(own, own_stats), agents))
 
 
-def whole(parts: Parts, shared: Down | Net, agents: Agents) -> Net:
+def full_model(parts: Parts, shared: Down | Net, agents: Agents) -> Net:
     """Every agent's model: what it was sent around what is its own."""
     params, stats = shared
-    return Net(joined(params, agents.own, parts.params), joined(stats, agents.own_stats, parts.stats))
+    return Net(join(params, agents.own, parts.params), join(stats, agents.own_stats, parts.stats))
 
 
 def finish(parts: Parts, down: Down, trained: Net) -> tuple[Agents, Up]:
@@ -82,4 +82,4 @@ def finish(parts: Parts, down: Down, trained: Net) -> tuple[Agents, Up]:
 
 
 def personal(parts: Parts, server: Server, agents: Agents, count: int) -> Net:
-    return whole(parts, broadcast_to(Net(server.x, server.stats), count), agents)
+    return full_model(parts, broadcast_to(Net(server.x, server.stats), count), agents)

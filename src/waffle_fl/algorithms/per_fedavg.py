@@ -74,27 +74,27 @@ class PerFedAvg:
         return Local(down.x, down.stats, self.sgd.zero_velocity(down.x), down.x, d, *agents)
 
     @property
-    def batches_an_update(self) -> int:
+    def batches_per_update(self) -> int:
         return 2 if self.variant == "first-order" else 3
 
     def step(self, local: Local, grad: Grad) -> Local:
-        phase = grad.t % self.batches_an_update
+        phase = grad.t % self.batches_per_update
         at = torch.where(phase == 1, local.adapted, local.w)
         if self.variant == "first-order":
             g, stats = grad(at, local.stats)
             d, moving, direction = local.d, phase == 1, g
         else:
-            aside = torch.where(phase == 2, self.delta * local.d, 0.0)
-            (g, stats), (behind, _) = gradients(grad, Net(at + aside, local.stats), Net(at - aside, local.stats))
-            curvature = (g - behind) / (2 * self.delta)
+            offset = torch.where(phase == 2, self.delta * local.d, 0.0)
+            (g, stats), (g_minus, _) = gradients(grad, Net(at + offset, local.stats), Net(at - offset, local.stats))
+            curvature = (g - g_minus) / (2 * self.delta)
             d, moving, direction = torch.where(phase == 1, g, local.d), phase == 2, local.d - self.inner_lr * curvature
         adapted = torch.where(phase == 0, local.w - self.inner_lr * g, local.adapted)
-        w, velocity = self._moved(local, direction, moving)
+        w, velocity = self._step_where(local, direction, moving)
         first = grad.t == 0
         v, v_stats = torch.where(first, adapted, local.v), torch.where(first, stats, local.v_stats)
         return Local(w, stats, velocity, adapted, d, v, v_stats)
 
-    def _moved(self, local: Local, direction: Rows, moving: Tensor) -> tuple[Rows, Rows]:
+    def _step_where(self, local: Local, direction: Rows, moving: Tensor) -> tuple[Rows, Rows]:
         w, velocity = self.sgd.step(local.w, local.velocity, direction, clip=self.clip)
         return torch.where(moving, w, local.w), torch.where(moving, velocity, local.velocity)
 

@@ -20,25 +20,25 @@ from waffle_fl.importing import import_named
 
 CONTRACT = ("init", "broadcast", "begin", "step", "finish", "aggregate", "personal")
 ATTRIBUTES = ("about", "for_alice", "trains_as")
-ALIKE = 0.8  # of difflib: a name as near as this to a hook's is taken for a misspelt one
+MIN_SIMILARITY = 0.8  # of difflib: a name as near as this to a hook's is taken for a misspelt one
 
 
 def check_method(kind: Any, name: str) -> None:
     """Raise a WaffleError that says what a class lacks to be a method, or which hook it probably misspells."""
     if not isinstance(kind, type):
         raise WaffleError(f"{name}: expected a class, got {type(kind).__name__}")
-    lacking = [function for function in CONTRACT if not callable(getattr(kind, function, None))]
+    missing = [function for function in CONTRACT if not callable(getattr(kind, function, None))]
     named = [*vars(kind), *getattr(kind, "__annotations__", {})]
     fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     for found in dict.fromkeys(named):
         known = (*CONTRACT, *HOOKS, *ATTRIBUTES)
-        near = difflib.get_close_matches(found, known, n=1, cutoff=ALIKE)
-        if near and found not in (*known, *fields) and not found.startswith("_"):
+        close_matches = difflib.get_close_matches(found, known, n=1, cutoff=MIN_SIMILARITY)
+        if close_matches and found not in (*known, *fields) and not found.startswith("_"):
             raise WaffleError(
-                f"{name}: {found!r} is not part of the contract, did you mean {near[0]!r}? "
+                f"{name}: {found!r} is not part of the contract, did you mean {close_matches[0]!r}? "
                 "If not, begin its name with _"
             )
-    if lacking:
+    if missing:
         raise WaffleError(f"{name} lacks {', '.join(f'{function}()' for function in lacking)} of the contract")
     if not fields or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise WaffleError(f"{name}: expected a frozen dataclass, add @dataclass(frozen=True)")
@@ -62,13 +62,13 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 def methods_in(package: ModuleType) -> dict[str, type[Algorithm]]:
     """The methods that the modules of a package define, by name and in the order of tables."""
-    kinds = sorted(_described(package), key=lambda kind: (kind.about.order, kind.about.name))
+    kinds = sorted(_method_classes(package), key=lambda kind: (kind.about.order, kind.about.name))
     for kind in kinds:
         check_method(kind, kind.about.name)
     return {kind.about.name: kind for kind in kinds}
 
 
-def _described(package: ModuleType) -> Iterator[Any]:
+def _method_classes(package: ModuleType) -> Iterator[Any]:
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         module = import_module(found.name)
         for kind in vars(module).values():

@@ -30,17 +30,17 @@ from waffle_fl.errors import WaffleError
 
 Rule: TypeAlias = Callable[[Rows, Tensor], tuple[Vector, Weights]]  # (dy, heard) -> (aggregate, shares)
 
-WEISZFELD = 16  # steps
+WEISZFELD_STEPS = 16  # steps
 SMOOTHING = 1e-6  # of the median length: nearer than this a row pulls no harder
-CLIPPINGS = 3
+CLIPPING_STEPS = 3
 
 
 def krum(f: float = 1.0) -> Rule:
     """Blanchard et al. 2017: the one update whose n - f - 1 nearest others lie nearest (squared distances)."""
-    expected = _whole("krum", f)
+    expected = _agent_count("krum", f)
 
     def rule(dy: Rows, received: Tensor) -> tuple[Vector, Weights]:
-        shares = one_hot(_scatter(dy, received, expected).argmin(), len(dy))
+        shares = one_hot(_krum_scores(dy, received, expected).argmin(), len(dy))
         return weighted_sum(shares, dy), shares
 
     return rule
@@ -48,11 +48,11 @@ def krum(f: float = 1.0) -> Rule:
 
 def multi_krum(f: float = 1.0) -> Rule:
     """The mean of the n - f updates that Krum likes best."""
-    expected = _whole("multi-krum", f)
+    expected = _agent_count("multi-krum", f)
 
     def rule(dy: Rows, received: Tensor) -> tuple[Vector, Weights]:
-        runtime = _scatter(dy, received, expected).argsort(stable=True).argsort(stable=True)
-        shares = uniform(received & (runtime < received.sum() - _bearable(expected, received)))
+        rank = _krum_scores(dy, received, expected).argsort(stable=True).argsort(stable=True)
+        shares = uniform(received & (rank < received.sum() - _tolerated(expected, received)))
         return weighted_sum(shares, dy), shares
 
     return rule
@@ -60,8 +60,8 @@ def multi_krum(f: float = 1.0) -> Rule:
 
 def trimmed_mean(f: float = 1.0) -> Rule:
     """Yin et al. 2018: in each coordinate the mean without its f largest and f smallest values."""
-    expected = _whole("trimmed-mean", f)
-    return lambda dy, received: _trimmed(dy, received, _bearable(expected, received))
+    expected = _agent_count("trimmed-mean", f)
+    return lambda dy, received: _trimmed(dy, received, _tolerated(expected, received))
 
 
 def median() -> Rule:
@@ -78,7 +78,7 @@ def geometric_median() -> Rule:
 
     def rule(dy: Rows, received: Tensor) -> tuple[Vector, Weights]:
         start, _ = median()(dy, received)
-        return weiszfeld(dy, received, start, SMOOTHING * _middle(lengths(dy), received), WEISZFELD)
+        return weiszfeld(dy, received, start, SMOOTHING * _median_of_received(lengths(dy), received), WEISZFELD_STEPS)
 
     return rule
 
@@ -91,7 +91,7 @@ def centered_clipping(radius: float = 1.0) -> Rule:
     """
     if not radius > 0:
         raise WaffleError(f"centered-clipping needs a radius above 0, got {radius:g}")
-    return lambda dy, received: clipped_mean(dy, received, radius * _middle(lengths(dy), received), CLIPPINGS)
+    return lambda dy, received: clipped_mean(dy, received, radius * _median_of_received(lengths(dy), received), CLIPPING_STEPS)
 
 
 RULES: dict[str, Callable[..., Rule]] = {
@@ -145,36 +145,36 @@ def clipped_mean(dy: Rows, received: Tensor, radius: Tensor, steps: int) -> tupl
 def _trimmed(dy: Rows, received: Tensor, cut: Tensor) -> tuple[Vector, Weights]:
     """In each coordinate the mean of the heard values but the `cut` outermost on either side."""
     values, order = torch.where(received[:, None], dy.double(), math.inf).sort(dim=0, stable=True)
-    runtime = torch.arange(len(dy), device=dy.device)
-    kept = (runtime >= cut) & (runtime < received.sum() - cut)
+    rank = torch.arange(len(dy), device=dy.device)
+    kept = (rank >= cut) & (rank < received.sum() - cut)
     inner = kept.double() / kept.sum().clamp(min=1)
     mean = torch.where(kept[:, None], values * inner[:, None], 0.0).sum(dim=0)
     shares = torch.zeros_like(values).scatter(0, order, inner[:, None].expand_as(values)).mean(dim=1)
     return mean, shares
 
 
-def _scatter(dy: Rows, received: Tensor, f: int) -> Weights:
+def _krum_scores(dy: Rows, received: Tensor, f: int) -> Weights:
     """Krum's score: the mean squared distance to the n - f - 1 nearest others; infinite for who was not heard."""
     square = torch.stack([lengths(dy, dy[i]) for i in range(len(dy))]) ** 2
     nearest = torch.where(received, square, math.inf).sort(dim=1).values
-    runtime = torch.arange(len(dy), device=dy.device)
-    counted = (runtime >= 1) & (
-        runtime < received.sum() - _bearable(f, received)
+    rank = torch.arange(len(dy), device=dy.device)
+    counted = (rank >= 1) & (
+        rank < received.sum() - _tolerated(f, received)
     )  # the nearest of all is the row itself
     score = torch.where(counted, nearest, 0.0).sum(dim=1) / counted.sum().clamp(min=1)
     return torch.where(received, score, math.inf)
 
 
-def _bearable(f: int, received: Tensor) -> Tensor:
+def _tolerated(f: int, received: Tensor) -> Tensor:
     """f, or as many as leave a majority of those heard."""
     return ((received.sum() - 1) // 2).clamp(min=0, max=f)
 
 
-def _middle(values: Weights, received: Tensor) -> Tensor:
+def _median_of_received(values: Weights, received: Tensor) -> Tensor:
     return torch.where(received, values, torch.nan).nanmedian(dim=0).values
 
 
-def _whole(rule: str, f: float) -> int:
+def _agent_count(rule: str, f: float) -> int:
     if f != int(f) or f < 0:
         raise WaffleError(f"{rule} expects a whole number of malicious agents, got {f:g}")
     return int(f)

@@ -84,13 +84,13 @@ def calc_weights(
     omega: Degree,
     psi: Degree,
     denominator: Literal["max", "range"] = "max",
-    ends_alone: bool = True,
-    apart: Callable[[Rows, Vector], Weights] = lengths,
+    local_at_end: bool = True,
+    distance: Callable[[Rows, Vector], Weights] = lengths,
 ) -> tuple[Weights, Weights, Weights]:
     """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
     others = now.received & ~is_alice
-    d = apart(dy, row_of(dy, now.alice))  # A1.2
+    d = distance(dy, row_of(dy, now.alice))  # A1.2
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
     d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
@@ -103,14 +103,14 @@ def calc_weights(
     limit = 0.0 if denominator == "max" else (1 - omega) / (2 - _at_most_1(omega))
     ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
-    alone = one_hot(now.alice, len(dy))
-    if ends_alone and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
-        alpha = alone  # A1.8
-    alpha = normalised(alpha, alone)  # A1.9
-    past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alone) for earlier in past])
+    alice_only = one_hot(now.alice, len(dy))
+    if local_at_end and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
+        alpha = alice_only  # A1.8
+    alpha = normalised(alpha, alice_only)  # A1.9
+    past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alice_only) for earlier in past])
     alpha_bar = (past[0] + past[1] + alpha) / 3  # A1.10
     # Differs from the paper: an agent that was not heard has nothing to weigh, so the others share its history.
-    alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alone)
+    alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alice_only)
     return alpha_bar, alpha, d
 
 
@@ -175,18 +175,18 @@ class Waffle:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         c_i = scaffold.received_control_variates(server, up, now, self.sgd.lr, self.correction)
-        witness = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
+        statistics = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
         if ADAPTIVE in (self.omega, self.psi):
-            witness = adaptive_degree.observe(witness, c_i, now)
-        omega, psi = self._degree("omega", now, witness), self._degree("psi", now, witness)
-        ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
-        reading = (self.denominator, ends_alone)
+            statistics = adaptive_degree.observe(statistics, c_i, now)
+        omega, psi = self._degree("omega", now, statistics), self._degree("psi", now, statistics)
+        local_at_end = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
+        options = (self.denominator, local_at_end)
         # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
         rows = up.dy if self.compared == "updates" else self.new_control_variates(server, up, now.steps)
-        apart = angular_distance if self.compared == "directions" else lengths
-        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading, apart)  # A2.13
+        distance = angular_distance if self.compared == "directions" else lengths
+        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *options, distance)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
-        server = server._replace(past=past, **witness._asdict())
+        server = server._replace(past=past, **statistics._asdict())
         return self.combine(server, up, c_i, alpha_bar), Info(alpha_bar, alpha, d, omega, psi)
 
     def combine(self, server: Server, up: Up, c_i: Rows, alpha_bar: Weights) -> Server:
@@ -200,9 +200,9 @@ class Waffle:
         stats = averaged(server.stats, alpha_bar, up.stats)
         return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i)
 
-    def _degree(self, name: Literal["omega", "psi"], now: Round, witness: adaptive_degree.GradientStatistics) -> Degree:
+    def _degree(self, name: Literal["omega", "psi"], now: Round, statistics: adaptive_degree.GradientStatistics) -> Degree:
         schedule = getattr(self, name)
-        return witness.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
+        return statistics.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
     def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)

@@ -38,7 +38,7 @@ from waffle_fl.constraints import at_least, between, check_fields, model_depende
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers
 
-STRANGERS, KIN = 0.45, 0.6  # kinship at which a head is not shared at all, and wholly
+NOT_SHARED, FULLY_SHARED = 0.45, 0.6  # kinship at which a head is not shared at all, and wholly
 
 
 class Server(NamedTuple):
@@ -112,14 +112,14 @@ class WaffleKin:
             raise WaffleError(
                 "this method must know the model's layers: give it those by for_model(method, model.layers)"
             )
-        nothing = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
-        none_yet = torch.zeros(agents, dtype=net.params.dtype, device=net.params.device)
-        held = Agents(*broadcast_to(net, agents), none_yet)
+        zeros = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
+        no_rounds = torch.zeros(agents, dtype=net.params.dtype, device=net.params.device)
+        means = Agents(*broadcast_to(net, agents), no_rounds)
         y = net.params.repeat(agents, 1)
-        return Server(*net, y, nothing + 1, nothing, nothing, nothing[0], *held), held
+        return Server(*net, y, zeros + 1, zeros, zeros, zeros[0], *means), means
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return Down(self._starts(server), server.stats.expand(len(server.y), -1))
+        return Down(self._start_models(server), server.stats.expand(len(server.y), -1))
 
     def begin(self, down: Down, agents: Agents) -> Local:
         return fedavg.begin(self.sgd, down)
@@ -129,62 +129,62 @@ class WaffleKin:
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
         up = Up(local.y - down.x, local.stats)
-        return self._held(agents, self._between(down, up)), up
+        return self._add_to_mean(agents, self._interpolate(down, up)), up
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         is_alice = torch.arange(len(up.dy), device=up.dy.device) == now.alice
         s, t, length = self._compare(up.dy, now, now.received & ~is_alice, server.share)
         evidence, agreement = server.evidence + length * s**4, server.agreement + length * s**5
         strife = server.strife + (-t).clamp(min=0) ** 2
-        kinship = torch.where(evidence > 0, agreement / evidence.clamp(min=TINY), KIN)
-        share = torch.minimum(self._alike(kinship), torch.exp(-self.yielding * strife))
+        kinship = torch.where(evidence > 0, agreement / evidence.clamp(min=TINY), FULLY_SHARED)
+        share = torch.minimum(self._head_shares(kinship), torch.exp(-self.yielding * strife))
         share = torch.where(now.received[:, None], share, server.share)
         share = torch.where(is_alice[:, None], 1.0, share)
         starts = self.broadcast(server, len(up.dy))
         y = torch.where(now.received[:, None], starts.x + up.dy, server.y)
-        alone, counted = one_hot(now.alice, len(up.dy)), torch.where(now.received[:, None], share, 0.0)
-        alpha = [normalised(shares, alone) for shares in counted.unbind(dim=1)]
+        alice_only, counted = one_hot(now.alice, len(up.dy)), torch.where(now.received[:, None], share, 0.0)
+        alpha = [normalised(shares, alice_only) for shares in counted.unbind(dim=1)]
         layers = torch.split(y, list(self.cut.sizes), dim=1)
         x = torch.cat([weighted_sum(weights, rows) for weights, rows in zip(alpha, layers, strict=True)])
         parts = [n / sum(self.cut.sizes) for n in self.cut.sizes]
         overall = torch.stack([part * weights for part, weights in zip(parts, alpha, strict=True)]).sum(dim=0)
         stats = averaged(server.stats, overall, up.stats)
-        held = self._held_now(server, starts, up, now)
-        new = Server(x.to(server.x.dtype), stats, y, share, evidence, agreement, strife, *held)
+        means = self._means_after_round(server, starts, up, now)
+        new = Server(x.to(server.x.dtype), stats, y, share, evidence, agreement, strife, *means)
         return new, Info(overall, alpha[-1])
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        held = self._held(agents, broadcast_to(Net(server.x, server.stats), count))
-        return Net(held.mean, held.mean_stats)
+        means = self._add_to_mean(agents, broadcast_to(Net(server.x, server.stats), count))
+        return Net(means.mean, means.mean_stats)
 
-    def _held(self, agents: Agents, latest: Net) -> Agents:
+    def _add_to_mean(self, agents: Agents, latest: Net) -> Agents:
         """The mean with one more model: after r rounds that weighs 1 / (averaging r), at first all."""
-        pace = (1 / (self.averaging * agents.rounds)).clamp(max=1)[:, None]
-        mean, stats = torch.lerp(agents.mean, latest.params, pace), torch.lerp(agents.mean_stats, latest.stats, pace)
+        weight = (1 / (self.averaging * agents.rounds)).clamp(max=1)[:, None]
+        mean, stats = torch.lerp(agents.mean, latest.params, weight), torch.lerp(agents.mean_stats, latest.stats, weight)
         return Agents(mean, stats, agents.rounds + 1)
 
-    def _between(self, down: Down, up: Up) -> Net:
+    def _interpolate(self, down: Down, up: Up) -> Net:
         """A model on the way from what an agent was sent to what it made of that."""
         return Net(torch.add(down.x, up.dy, alpha=self.own), torch.lerp(down.stats, up.stats, self.own))
 
-    def _held_now(self, server: Server, starts: Down, up: Up, now: Round) -> Agents:
+    def _means_after_round(self, server: Server, starts: Down, up: Up, now: Round) -> Agents:
         """What the agents hold after this round, by the server's account."""
-        before = Agents(server.mean, server.mean_stats, server.rounds)
-        mean, stats, rounds = self._held(before, self._between(starts, up))
+        previous = Agents(server.mean, server.mean_stats, server.rounds)
+        mean, stats, rounds = self._add_to_mean(previous, self._interpolate(starts, up))
         intact = now.intact[:, None]
         mean, stats = torch.where(intact, mean, server.mean), torch.where(intact, stats, server.mean_stats)
         return Agents(mean, stats, torch.where(now.intact, rounds, server.rounds))
 
-    def _starts(self, server: Server) -> Rows:
+    def _start_models(self, server: Server) -> Rows:
         """Where each agent begins: in every layer between its own and Alice's."""
         columns = zip(server.share.to(server.x.dtype).unbind(dim=1), self.cut.sizes, strict=True)
         share = torch.cat([column[:, None].expand(-1, n) for column, n in columns], dim=1)
         return torch.lerp(server.y, server.x.expand_as(server.y), share)
 
-    def _alike(self, kinship: Tensor) -> Tensor:
+    def _head_shares(self, kinship: Tensor) -> Tensor:
         """In the head: how much the agents mean the same as Alice, by their kinship."""
-        alike = ((kinship - STRANGERS) / (KIN - STRANGERS)).clamp(0, 1)
-        columns = zip(alike.unbind(dim=1), self.cut.heads, strict=True)
+        shares = ((kinship - NOT_SHARED) / (FULLY_SHARED - NOT_SHARED)).clamp(0, 1)
+        columns = zip(shares.unbind(dim=1), self.cut.heads, strict=True)
         return torch.stack([column if head else torch.ones_like(column) for column, head in columns], dim=1)
 
     def _compare(self, dy: Rows, now: Round, others: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:

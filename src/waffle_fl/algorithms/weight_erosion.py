@@ -47,9 +47,9 @@ class Info(NamedTuple):
 
 def relative_distances(dy: Rows, alice: Tensor) -> Weights:
     """|g_i - g_A| / |g_A| (the learning rate cancels); 0 where Alice did not move, so that nothing erodes."""
-    alice_s = row_of(dy, alice)
-    scale = alice_s.double().norm()
-    return torch.where(scale > 0, lengths(dy, alice_s) / torch.where(scale > 0, scale, 1.0), 0.0)
+    alice_dy = row_of(dy, alice)
+    scale = alice_dy.double().norm()
+    return torch.where(scale > 0, lengths(dy, alice_dy) / torch.where(scale > 0, scale, 1.0), 0.0)
 
 
 @final
