@@ -150,7 +150,9 @@ def test_the_bipartition_is_the_best_of_all(agents: int, seed: int, absent: int)
     received = torch.arange(agents) != absent
     together = received & received[:, None]
     members = [i for i in range(agents) if received[i]]
-    label = split_clusters(torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received)
+    label = split_clusters(
+        torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received
+    )
     if len(members) < 2:
         assert label.tolist() == [0] * agents
         return

@@ -1,8 +1,8 @@
-"""CFL (Sattler et al. 2020): one model for all, until agents pull apart; then a cluster is parted in two, each its own.
+"""CFL (Sattler et al. 2020): one model per cluster; a cluster whose updates conflict is split in two.
 
-A cluster trains as in FedAvg. Once its mean update is short (eps_mean: the common model has settled) though an agent's
-is long (eps_max: it would rather be elsewhere), the cluster is parted so that the largest cosine between updates across
-the parts is the smallest possible. Parts start from the model that they shared.
+A cluster trains as in FedAvg. If its mean update is short (below eps_mean: the shared model has converged) although an
+agent's update is long (above eps_max: that agent's optimum is elsewhere), the cluster is split so that the largest
+cosine between updates across the two parts is as small as possible. Both parts continue from the model they shared.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
-    x: Rows  # row i: the model of agent i's cluster, which is what agent i is sent
+    x: Rows  # row i: the model of agent i's cluster
     stats: Rows
-    label: Tensor  # (N,): of its cluster, the number of its first agent
-    weights: Tensor  # (N, N), float64: row i, of the updates in x_i
+    label: Tensor  # (N,): the cluster of each agent, named by the index of its first agent
+    weights: Tensor  # (N, N), float64: row i holds the weights of the updates in x_i
 
 
 class Info(NamedTuple):
-    clusters: Tensor  # how many there are
+    clusters: Tensor  # number of clusters
 
 
 def cosines(dy: Rows) -> Tensor:
-    """(N, N), float64."""
+    """Return the cosines between all pairs of updates, (N, N), float64."""
     directions = dy.double() / lengths(dy).clamp(min=TINY)[:, None]
     return directions @ directions.T
 
 
 def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
-    """How similar two agents are through others: the weakest link of the best chain between them in their cluster."""
+    """Return for each pair of agents in a cluster the weakest link of the best chain between them."""
     own = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     links = torch.where(own, torch.inf, torch.where(together, similarity, -torch.inf))
     for k in range(len(links)):
@@ -46,9 +46,9 @@ def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
 
 
 def split_clusters(label: Tensor, links: Tensor, together: Tensor, split: Tensor) -> Tensor:
-    """New labels: where `apart`, a cluster falls in two at its weakest link, which is the paper's best bipartition.
+    """Return new labels: where `split`, a cluster is split at its weakest link, which is the paper's best bipartition.
 
-    Those on the side of its first agent that was heard keep the label, and so do all that were not heard.
+    The part with the first received agent keeps the label, and so do agents whose update was not received.
     """
     numbers = torch.arange(len(label), device=label.device)
     weakest = torch.where(together, links, torch.inf).min(dim=1).values
@@ -61,13 +61,13 @@ def split_clusters(label: Tensor, links: Tensor, together: Tensor, split: Tensor
 @final
 @dataclass(frozen=True)
 class CFL:
-    """A model for every cluster of agents; a cluster is parted when its agents pull in different directions."""
+    """A model for every cluster of agents; a cluster is split when its updates point in different directions."""
 
     about: ClassVar[About] = About(
         name="cfl",
         title="CFL",
         trains_model_for="each agent",
-        in_words="one model for everybody, parted in two whenever the agents pull in different directions",
+        in_words="one model per group of agents; a group is split when its updates point in different directions",
         cite="Sattler et al., IEEE TNNLS 2020",
         order=200,
     )
@@ -76,9 +76,9 @@ class CFL:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     eps_mean: float = parameter(0.4, at_least(0), server_side=True)
-    """A cluster may be parted once its mean update is shorter than this; 0 is FedAvg."""
+    """Split a cluster only if its mean update is shorter than this; 0 never splits, which is FedAvg."""
     eps_max: float = parameter(1.6, at_least(0), server_side=True)
-    """And while its longest update is longer than this."""
+    """Split a cluster only if its longest update is longer than this."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -105,7 +105,7 @@ class CFL:
         same = server.label == server.label[:, None]
         members = (same & now.received).double()
         weights = members / members.sum(dim=1, keepdim=True).clamp(min=1)
-        mean = (weights @ up.dy.double()).index_select(0, server.label)  # of a cluster all rows are one
+        mean = (weights @ up.dy.double()).index_select(0, server.label)  # all agents of a cluster have the same row
         x = (server.x.double() + mean).to(server.x.dtype)
         stats = (weights @ up.stats.double()).to(server.stats.dtype)
         stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
