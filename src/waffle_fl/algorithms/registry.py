@@ -39,7 +39,7 @@ def check_method(kind: Any, name: str) -> None:
                 "If not, begin its name with _"
             )
     if missing:
-        raise WaffleError(f"{name} lacks {', '.join(f'{function}()' for function in lacking)} of the contract")
+        raise WaffleError(f"{name} lacks {', '.join(f'{function}()' for function in missing)} of the contract")
     if not fields or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise WaffleError(f"{name}: expected a frozen dataclass, add @dataclass(frozen=True)")
     try:
