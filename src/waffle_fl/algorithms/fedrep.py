@@ -71,8 +71,8 @@ class FedRep:
         if not body.shape[1] or not head.shape[1]:  # the only part is trained in every step
             return Local(body, head, stats, body_velocity, head_velocity)
         on_head = grad.t < self._head_steps(grad.steps)
-        alone = grad.steps == 1  # a single step trains both parts
-        trains_head, trains_body = (on_head | alone)[:, None], (~on_head | alone)[:, None]
+        single_step = grad.steps == 1  # a single step trains both parts
+        trains_head, trains_body = (on_head | single_step)[:, None], (~on_head | single_step)[:, None]
         return Local(
             torch.where(trains_body, body, local.body),
             torch.where(trains_head, head, local.head),

@@ -121,7 +121,7 @@ def _at_most_1(degree: Degree) -> Degree:
 @final
 @dataclass(frozen=True)
 class Waffle:
-    """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
+    """A model for Alice: global training first, then more and more weight on agents with similar updates."""
 
     about: ClassVar[About] = About(
         name="waffle",
