@@ -48,7 +48,8 @@ def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
 def split_clusters(label: Tensor, links: Tensor, together: Tensor, split: Tensor) -> Tensor:
     """Return new labels: where `split`, a cluster is split at its weakest link, which is the paper's best bipartition.
 
-    The part that contains the first agent with a received update keeps the label, and so do agents whose update was not received.
+    The part that contains the first agent with a received update keeps the label. Agents without a received update keep
+    theirs too.
     """
     numbers = torch.arange(len(label), device=label.device)
     weakest = torch.where(together, links, torch.inf).min(dim=1).values
