@@ -19,7 +19,7 @@ from reference.collaboration import bipartition, nearest
 from test_families import alike, everyone, outcomes
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
 from waffle_fl.algorithms.apple import APPLE
-from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, parted
+from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, split_clusters
 from waffle_fl.algorithms.fedala import FedALA
 from waffle_fl.algorithms.fedamp import FedAMP, attention
 from waffle_fl.algorithms.fedavg import FedAvg
@@ -150,7 +150,9 @@ def test_the_bipartition_is_the_best_of_all(agents: int, seed: int, absent: int)
     received = torch.arange(agents) != absent
     together = received & received[:, None]
     members = [i for i in range(agents) if received[i]]
-    label = parted(torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received)
+    label = split_clusters(
+        torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received
+    )
     if len(members) < 2:
         assert label.tolist() == [0] * agents
         return

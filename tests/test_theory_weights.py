@@ -218,7 +218,7 @@ def test_noise_makes_a_twin_a_relative_at_worst(length: float) -> None:
     far = calc_weights(rows, past, now, 1.0, 1.0)[2]
     assert far[1].square().item() == pytest.approx(length**2, rel=0.01)
     assert far[1] > far[2] > 1.4
-    turned = calc_weights(rows, past, now, 1.0, 1.0, apart=angular_distance)[2]
+    turned = calc_weights(rows, past, now, 1.0, 1.0, distance=angular_distance)[2]
     assert turned[1].item() == pytest.approx(turned[3].item(), rel=0.003)
     assert turned[1] < turned[2]
 

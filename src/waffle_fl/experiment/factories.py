@@ -110,7 +110,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
     if parts and not any(parts.params[::2]):
         notes.append("every layer of this model stays with its agent: this is Local")
     if config.method == "per-fedavg":
-        s, needed = config.settings, config.algorithm().batches_an_update  # type: ignore[attr-defined]
+        s, needed = config.settings, config.algorithm().batches_per_update  # type: ignore[attr-defined]
         steps = (s.epochs * -(-n // s.batch_size) for n in federation.samples.tolist())
         short = [name for name, k in zip(federation.names, steps, strict=True) if 0 < k < needed]
         if short:
