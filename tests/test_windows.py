@@ -246,8 +246,8 @@ def test_a_row_has_the_modules_gradient(build: Callable[[], nn.Module]) -> None:
     """With a rewriting where it fits, without one where the first gradient shows that it does not."""
     model = FlatModel(build, precision="float64")
     torch.testing.assert_close(*gradients(model, 8), rtol=1e-9, atol=1e-12)
-    (habits,) = model.passes._vessels()[0]._habits.values()
-    assert habits.rewritten == (build is LeNet5)
+    (traits,) = model.passes._row_modules()[0]._traits.values()
+    assert traits.rewritten == (build is LeNet5)
 
 
 def test_the_same_bits_each_time() -> None:

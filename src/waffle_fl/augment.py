@@ -22,9 +22,9 @@ def crop_and_flip(x: Tensor, keys: Tensor, border: Tensor) -> Tensor:
     j = torch.arange(width, device=x.device)
     j = torch.where((flip % 2 == 0)[..., None], j, width - 1 - j) + (across % (2 * PADDING + 1) - PADDING)[..., None]
     inside = _within(i, height)[..., :, None] & _within(j, width)[..., None, :]  # (N, B, H, W)
-    runtime = i.clamp(0, height - 1)[..., :, None] * width + j.clamp(0, width - 1)[..., None, :]
-    runtime = runtime.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
-    moved = x.flatten(3).gather(3, runtime).view(x.shape)
+    source = i.clamp(0, height - 1)[..., :, None] * width + j.clamp(0, width - 1)[..., None, :]
+    source = source.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
+    moved = x.flatten(3).gather(3, source).view(x.shape)
     return torch.where(inside[:, :, None], moved, border.view(-1, 1, 1))
 
 

@@ -23,7 +23,7 @@ class BatchPlan(NamedTuple):
     steps: Tensor  # (rows,), K_i
     relabel: Tensor  # (rows, classes), and where somebody drifts as many again for the later concepts
     keys: Tensor  # (rows,), the seeds of this round's dropout
-    turned: Tensor  # (rows, steps, batch): is the sample called by the later concept? Empty where nobody drifts
+    drifted: Tensor  # (rows, steps, batch): is the sample called by the later concept? Empty where nobody drifts
 
 
 class Batches:
@@ -50,16 +50,16 @@ class Batches:
             for f, seed, offset, some in zip(federations, seeds, offsets, agents, strict=True)
             for i in some
         ]
-        self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
+        self._agent_keys = [(seed, f.ids[i]) for f, seed, _, i in rows]
         self.lengths = [len(f.train[i]) for f, _, _, i in rows]
         samples = [f.train[i] + offset for f, _, offset, i in rows]
         self._table = _padded(samples)
         self._relabel = torch.stack([f.relabel[i] for f, _, _, i in rows])
         self._classes, self._rounds = self._relabel.shape[1], rounds
-        self._turns: Tensor | None = None
+        self._drift_times: Tensor | None = None
         if any(f.later is not None for f in federations):
-            turns = [_turns(f, i) for f, _, _, i in rows]
-            self._turns = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
+            turns = [_drift_times(f, i) for f, _, _, i in rows]
+            self._drift_times = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
             later = torch.stack([(f.relabel if f.later is None else f.later)[i] for f, _, _, i in rows])
             self._relabel = torch.cat([self._relabel, later], dim=1)
         self.steps = [epochs * -(-n // batch_size) for n in self.lengths]
@@ -85,27 +85,27 @@ class Batches:
         within = (t % per_epoch)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
         epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
-        runtime = torch.cat(orders, dim=1).gather(1, position)
-        samples = table.gather(1, runtime).view(within.shape)
+        order = torch.cat(orders, dim=1).gather(1, position)
+        samples = table.gather(1, order).view(within.shape)
         count = torch.tensor(steps, device=self.device)
         active = t < count[:, None]
         weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
-        turned = weight[:, :, :0].bool()
-        if self._turns is not None:
-            turned = (self._turns[rows].gather(1, runtime) < r / self._rounds).view(within.shape)
+        drifted = weight[:, :, :0].bool()
+        if self._drift_times is not None:
+            drifted = (self._drift_times[rows].gather(1, order) < r / self._rounds).view(within.shape)
         keys = self._keys("dropout", rows, r, attempt)
-        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, turned)
+        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, drifted)
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
-        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]
+        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._agent_keys[rows]]
         return torch.tensor(keys, device=self.device)
 
     def batch(self, plan: BatchPlan, t: Tensor, size: int) -> Batch:
         """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
         samples = plan.samples.index_select(1, t)[:, 0, :size]
         labels = self.y[samples]
-        if self._turns is not None:
-            labels = labels + self._classes * plan.turned.index_select(1, t)[:, 0, :size]
+        if self._drift_times is not None:
+            labels = labels + self._classes * plan.drifted.index_select(1, t)[:, 0, :size]
         y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
         x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
         keys = plan.keys + (t << 16)
@@ -121,7 +121,7 @@ def _padded(samples: Sequence[Tensor]) -> Tensor:
     return torch.where(table < 0, first, table)
 
 
-def _turns(federation: Federation, agent: int) -> Tensor:
+def _drift_times(federation: Federation, agent: int) -> Tensor:
     rows = federation.train[agent]
     if federation.turn is None:
         return torch.full((len(rows),), torch.inf, dtype=torch.float64, device=rows.device)

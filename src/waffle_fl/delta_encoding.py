@@ -15,15 +15,15 @@ def since(before: Tables, now: Tables) -> dict[str, Any]:
         for name, table in now.items()
     }
     gone = {name: [k for k in before[name] if k not in table] for name, table in now.items()}
-    told = {name: table for name, table in changed.items() if table}
+    delta = {name: table for name, table in changed.items() if table}
     lost = {name: keys for name, keys in gone.items() if keys}
-    return {**told, **({"gone": lost} if lost else {})}
+    return {**delta, **({"gone": lost} if lost else {})}
 
 
-def after(before: Tables, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def after(before: Tables, delta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The tables that `since` told of."""
-    gone = told.get("gone", {})
+    gone = delta.get("gone", {})
     return {
-        name: {**{k: v for k, v in table.items() if k not in gone.get(name, ())}, **told.get(name, {})}
+        name: {**{k: v for k, v in table.items() if k not in gone.get(name, ())}, **delta.get(name, {})}
         for name, table in before.items()
     }

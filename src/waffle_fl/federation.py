@@ -111,14 +111,14 @@ class Federation:
             shifted=tuple((shift, kept(groups)) for shift, groups in self.shifted),
         )
 
-    def labels(self, agent: int, rows: Tensor, moment: float = 0.0) -> Tensor:
+    def labels(self, agent: int, rows: Tensor, progress: float = 0.0) -> Tensor:
         """What the agent calls these samples after this share of the rounds; numbers have no names to change."""
         if self.y.is_floating_point():
             return self.y[rows]
         called = self.relabel[agent][self.y[rows]]
         if self.later is None or self.turn is None:
             return called
-        return torch.where(self.turn[rows] < moment, self.later[agent][self.y[rows]], called)
+        return torch.where(self.turn[rows] < progress, self.later[agent][self.y[rows]], called)
 
     def drifts(self, agent: int) -> bool:
         """Will the agent call labels otherwise before the last round?"""

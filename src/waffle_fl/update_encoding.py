@@ -33,10 +33,10 @@ class Header:
         return {"run": self.run, "round": str(self.round), "model": self.model, "steps": str(steps)}
 
 
-def seal(up: Any, row: int, envelope: Header, steps: int) -> bytes:
+def seal(up: Any, row: int, header: Header, steps: int) -> bytes:
     """One agent's update as bytes."""
     tensors = {name: value[row] for name, value in up._asdict().items()}
-    return pack(tensors, envelope.metadata(steps))
+    return pack(tensors, header.metadata(steps))
 
 
 @dataclass
@@ -44,7 +44,7 @@ class UpdateCollector:
     """The replies of one round. The first valid reply of each agent counts; everything else is logged."""
 
     template: Mapping[str, Tensor]  # one agent's update: names, shapes, types
-    envelope: Header
+    header: Header
     steps: list[int]  # K_i as planned
     rows: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     log: list[tuple[int, str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class UpdateCollector:
             if agent in self.rows:
                 raise WaffleError("a second reply in one round")
             metadata, tensors = unpack(payload, self.template, IGNORED)
-            for name, expected in self.envelope.metadata(self.steps[agent]).items():
+            for name, expected in self.header.metadata(self.steps[agent]).items():
                 if metadata.get(name) != expected:
                     raise WaffleError(f"{name} is {metadata.get(name)!r}, expected {expected!r}")
         except WaffleError as error:

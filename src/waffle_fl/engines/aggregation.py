@@ -65,14 +65,14 @@ def receive(spec: RunSpec, model: FlatModel, up: Any, r: int, known: Registered)
     if not spec.post:
         return Arrived(up, present, [])
     steps = known.steps.tolist()
-    envelope = Header(f"simulation {spec.seed}", r, model.fingerprint())
-    inbox = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, envelope, steps)
+    header = Header(f"simulation {spec.seed}", r, model.fingerprint())
+    collector = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, header, steps)
     for agent in range(spec.federation.agents):
-        for reply in spec.post(agent, r, seal(up, agent, envelope, steps[agent])):
-            inbox.deliver(agent, reply)
-    received, arrived = inbox.updates(type(up))
+        for reply in spec.post(agent, r, seal(up, agent, header, steps[agent])):
+            collector.deliver(agent, reply)
+    received, arrived = collector.updates(type(up))
     up = type(up)(*(value.to(model.device) for value in received))
-    return Arrived(up, present & arrived.to(model.device), inbox.log)
+    return Arrived(up, present & arrived.to(model.device), collector.log)
 
 
 def admit(

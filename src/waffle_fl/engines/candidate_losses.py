@@ -36,8 +36,10 @@ class CandidateLosses:
         if self._candidates is None:
             return
         held_out = getattr(algorithm, "scored_on", "training") == "validation"
-        judged = [replace(f, train=tuple(_some(part) for part in _judged_by(f, held_out))) for f in federations]
-        self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype, rounds=rounds)
+        scored = [
+            replace(f, train=tuple(_subsample(part) for part in _scored_samples(f, held_out))) for f in federations
+        ]
+        self._batches = Batches(scored, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
     def into(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
         """Return `down` with the mean loss of each candidate, by the labels of round r, in its field `losses`."""
@@ -57,11 +59,11 @@ class CandidateLosses:
         return down._replace(losses=total / count.clamp(min=1))
 
 
-def _judged_by(federation: Federation, held_out: bool) -> list[Tensor]:
+def _scored_samples(federation: Federation, held_out: bool) -> list[Tensor]:
     pairs = zip(federation.train, federation.validation, strict=True)
     return [validation if held_out and len(validation) else train for train, validation in pairs]
 
 
-def _some(rows: Tensor) -> Tensor:
+def _subsample(rows: Tensor) -> Tensor:
     """At most SAMPLES of them, evenly spaced."""
     return rows[:: max(1, -(-len(rows) // SAMPLES))]

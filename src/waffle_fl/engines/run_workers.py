@@ -17,7 +17,7 @@ from waffle_fl.engines.aggregation import Aggregated
 from waffle_fl.engines.backend import Compute, Work
 from waffle_fl.engines.run_spec import RunSpec, State
 from waffle_fl.engines.tree import tree_map
-from waffle_fl.engines.workers import Hiring, Workers, shared
+from waffle_fl.engines.workers import WorkerPolicy, Workers, shared
 from waffle_fl.models import FlatModel
 
 
@@ -32,7 +32,7 @@ class RunWorkers:
     def __init__(self, compute: Compute, cores: int, rounds: int) -> None:
         self._compute, self._cores, self._rounds = compute, cores, rounds
         self._runs: tuple[int, ...] = ()  # those that the workers compute
-        self._hiring = Hiring(1)
+        self._policy = WorkerPolicy(1)
         self._workers: Workers | None = None
         self._states: list[State] = []  # in shared memory
         self._results: list[Aggregated] = []
@@ -42,31 +42,31 @@ class RunWorkers:
             return self._compute(work)
         if work.runs != self._runs:  # the first round, or a run has diverged
             self.close()
-            self._runs, self._hiring = work.runs, Hiring(min(self._cores, len(work.runs)))
-        if not self._workers and self._hiring.pays(self._rounds - work.r + 1):
-            self._hire(work)
+            self._runs, self._policy = work.runs, WorkerPolicy(min(self._cores, len(work.runs)))
+        if not self._workers and self._policy.pays(self._rounds - work.r + 1):
+            self._start_workers(work)
         if not self._workers:
-            with self._hiring.watched():
+            with self._policy.timed():
                 self._results = self._compute(work)
             return self._results
-        for runtime, state in zip(self._states, work.states, strict=True):
-            tree_map(Tensor.copy_, runtime, state)
+        for target, state in zip(self._states, work.states, strict=True):
+            tree_map(Tensor.copy_, target, state)
         self._workers(work.r, work.attempt)
         return [
             run._replace(server=_copied(run.server), agents=_copied(run.agents))
             for run in self._results  # the rest is read before the workers write again
         ]
 
-    def _hire(self, work: Work) -> None:
+    def _start_workers(self, work: Work) -> None:
         """Start the workers; states and results lie in shared memory from now on."""
         states, results = [shared(state) for state in work.states], [shared(run) for run in self._results]
-        cores = self._hiring.cores
+        cores = self._policy.cores
 
         def compute_share(share: int, r: int, attempt: int) -> None:
             own = slice(cores - 1 - share, None, cores)
             done = self._compute(Work(work.runs[own], tuple(states[own]), r, attempt))
-            for runtime, result in zip(results[own], done, strict=True):
-                tree_map(Tensor.copy_, runtime, result)
+            for target, result in zip(results[own], done, strict=True):
+                tree_map(Tensor.copy_, target, result)
 
         self._states, self._results, self._workers = states, results, Workers(compute_share, cores)
 

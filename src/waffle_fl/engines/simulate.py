@@ -68,12 +68,12 @@ def simulate(
         check_agents(spec.algorithm, spec.federation.agents)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
-    families = shared_training.families_of(specs) if guard == "off" else [[i] for i in range(len(specs))]
-    check_stack([specs[first] for first, *_ in families])
+    groups = shared_training.groups_of(specs) if guard == "off" else [[i] for i in range(len(specs))]
+    check_stack([specs[first] for first, *_ in groups])
     specs, rounds_of = on_device(specs, model), partial(_rounds, model, settings, workers)
-    if len(families) == len(specs):
+    if len(groups) == len(specs):
         return rounds_of(specs, start)
-    return shared_training.once_per_family(rounds_of, families, specs, model, start, rounds)
+    return shared_training.train_once_per_group(rounds_of, groups, specs, model, start, rounds)
 
 
 def check_stack(specs: Sequence[RunSpec]) -> None:

@@ -23,9 +23,9 @@ def stack(states: Sequence[Any]) -> Any:
     return tree_map(lambda *fields: torch.cat(fields), *states)
 
 
-def stack_into(runtime: Any, states: Sequence[Any]) -> None:
+def stack_into(target: Any, states: Sequence[Any]) -> None:
     """The same, in memory that is there already."""
-    tree_map(lambda out, *fields: torch.cat(fields, out=out), runtime, *states)
+    tree_map(lambda out, *fields: torch.cat(fields, out=out), target, *states)
 
 
 def rows_of(state: Any, rows: slice) -> Any:

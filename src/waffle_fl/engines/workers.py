@@ -34,13 +34,13 @@ ROUND = 0.01  # seconds that a round must take for workers to gain more than the
 START = 0.2  # seconds that workers must save in all, to be worth their start
 WARM_UP = 0.3  # seconds of a first round that say nothing of the next ones
 NO_MEMORY = 12  # the exit status of a worker that ran out of it
-_ORDER = struct.Struct("qq")  # round, attempt
+_COMMAND = struct.Struct("qq")  # round, attempt
 KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the one before gave back
-ON_REQUEST = 1 << 25  # bytes from which on memory is asked of the system piece by piece; the C library allows no more
+MAPPED = 1 << 25  # bytes from which on memory is asked of the system piece by piece; the C library allows no more
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h has them
 
 
-class Hiring:
+class WorkerPolicy:
     """Whether workers would pay, judged by the seconds that a round takes without them."""
 
     def __init__(self, cores: int) -> None:
@@ -49,7 +49,7 @@ class Hiring:
         self._seconds = -math.inf
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         """A round without workers; the first also warms up, so that only a long one tells anything."""
         began = time.perf_counter() + (WARM_UP if self._seconds == -math.inf else 0)
         yield
@@ -82,12 +82,12 @@ class Workers:
 
     def __init__(self, work: Work, shares: int) -> None:
         self._work = work
-        self._lines: dict[int, socket.socket] = {}  # by process
-        _keep_memory()
+        self._sockets: dict[int, socket.socket] = {}  # by process
+        _keep_freed_memory()
         for share in range(1, shares):
-            self._hire(share)
+            self._start(share)
 
-    def _hire(self, share: int) -> None:
+    def _start(self, share: int) -> None:
         ours, theirs = socket.socketpair()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # and so it stays there
         try:
@@ -99,26 +99,26 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._lines[process] = ours
+        self._sockets[process] = ours
 
     def __call__(self, r: int, attempt: int) -> None:
         """Do all shares of a round."""
-        for process, line in self._lines.items():
+        for process, connection in self._sockets.items():
             try:
-                line.sendall(_ORDER.pack(r, attempt))
+                connection.sendall(_COMMAND.pack(r, attempt))
             except ConnectionError:
-                self._lost(process)
+                self._raise_ended(process)
         self._work(0, r, attempt)
-        for process, line in self._lines.items():
+        for process, connection in self._sockets.items():
             try:
-                done = line.recv(1)
+                done = connection.recv(1)
             except ConnectionError:
                 done = b""
             if not done:
-                self._lost(process)
+                self._raise_ended(process)
 
-    def _lost(self, process: int) -> None:
-        self._lines.pop(process).close()
+    def _raise_ended(self, process: int) -> None:
+        self._sockets.pop(process).close()
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
         why = "is there enough memory?" if code in (NO_MEMORY, -signal.SIGKILL) else "its traceback stands above"
@@ -126,23 +126,23 @@ class Workers:
 
     def close(self) -> None:
         """End all workers, wherever they are in their work: nothing is theirs to lose."""
-        for process, line in self._lines.items():
+        for process, connection in self._sockets.items():
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-            line.close()
-        self._lines = {}
+            connection.close()
+        self._sockets = {}
 
 
-def _serve(work: Work, share: int, line: socket.socket) -> None:
+def _serve(work: Work, share: int, connection: socket.socket) -> None:
     """A worker's life. What it inherited is never collected: that would copy its pages, and could end other workers."""
     code = 1
     try:
         gc.freeze()
-        _keep_open(line.fileno())
-        while order := line.recv(_ORDER.size, socket.MSG_WAITALL):
-            work(share, *_ORDER.unpack(order))
-            line.sendall(b".")
+        _close_all_but(connection.fileno())
+        while command := connection.recv(_COMMAND.size, socket.MSG_WAITALL):
+            work(share, *_COMMAND.unpack(command))
+            connection.sendall(b".")
         code = 0
     except ConnectionError:
         code = 0
@@ -155,15 +155,15 @@ def _serve(work: Work, share: int, line: socket.socket) -> None:
         os._exit(code)
 
 
-def _keep_memory() -> None:
+def _keep_freed_memory() -> None:
     """Memory that goes back to the system after every step comes again as pages of zeros, a tenth of a small step."""
     allocate = getattr(ctypes.CDLL(None), "mallopt", None)  # of the GNU C library
     if allocate:
         allocate(_TRIM_THRESHOLD, KEPT)
-        allocate(_MMAP_THRESHOLD, ON_REQUEST)
+        allocate(_MMAP_THRESHOLD, MAPPED)
 
 
-def _keep_open(line: int) -> None:
+def _close_all_but(connection: int) -> None:
     """Close all other files but the standard ones: a lock that the parent holds on one must end with the parent."""
-    os.closerange(3, line)
-    os.closerange(line + 1, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, connection)
+    os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))

@@ -15,7 +15,7 @@ from waffle_fl.errors import WaffleError, suggest
 
 Precision: TypeAlias = Literal["float32", "float64", "tf32", "bf16"]
 Factory: TypeAlias = Callable[[], nn.Module]
-TO_GIVE = "a torch.nn.Module, or a function without arguments that returns one"
+EXPECTED_MODEL = "a torch.nn.Module, or a function without arguments that returns one"
 
 
 def factory_of(model: Any) -> Factory:
@@ -24,7 +24,7 @@ def factory_of(model: Any) -> Factory:
         start = copied(model)
         return lambda: copied(start)
     if not callable(model):
-        raise WaffleError(f"expected {TO_GIVE}, got {_described(model)}")
+        raise WaffleError(f"expected {EXPECTED_MODEL}, got {_described(model)}")
     _check_signature(model)
     return model  # type: ignore[no-any-return]
 
@@ -87,7 +87,7 @@ def sized(factory: Factory, x: Tensor) -> Factory:
             like = next(known, torch.empty(0))
             with torch.no_grad():
                 training = module.training
-                answered(module.eval(), x.to(like.device, like.dtype))
+                call_module(module.eval(), x.to(like.device, like.dtype))
                 module.train(training)
         return module
 
@@ -111,12 +111,12 @@ def ready(factory: Factory, shape: Sequence[int]) -> Factory:
 def _takes_integers(module: nn.Module, x: Tensor) -> bool:
     with torch.no_grad():
         try:
-            return answered(copied(module).eval(), x)[1]
+            return call_module(copied(module).eval(), x)[1]
         except WaffleError:  # which is reported when the model meets the data
             return False
 
 
-def answered(module: nn.Module, x: Tensor) -> tuple[Any, bool]:
+def call_module(module: nn.Module, x: Tensor) -> tuple[Any, bool]:
     """Return what the module makes of the samples, and whether they had to be integers (as nn.Embedding needs)."""
     try:
         return module(x), False
@@ -155,8 +155,8 @@ def _why(module: nn.Module, x: Tensor, error: Exception) -> str:
         else:
             return
         if expected != got:
-            called = f"its layer {name} ({type(layer).__name__})" if name else f"this {type(layer).__name__}"
-            found.append(f"{called} expects {expected} {what}, got {got}: build the model for this data")
+            description = f"its layer {name} ({type(layer).__name__})" if name else f"this {type(layer).__name__}"
+            found.append(f"{description} expects {expected} {what}, got {got}: build the model for this data")
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda layer, given: compare(name, layer, given)

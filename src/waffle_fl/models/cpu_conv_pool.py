@@ -123,9 +123,9 @@ class Later(Tensor):
                 pooled = later.rewriting.product(later.conv, window, later.rectified)
                 if pooled is not None:
                     return pooled
-        return func(*_settled(args), **_settled(kwargs))
+        return func(*_resolve(args), **_resolve(kwargs))
 
-    def settled(self) -> Tensor:
+    def resolve(self) -> Tensor:
         """The library's result; it trains, as it would have where the convolution was called."""
         if self.value is None:
             with torch.enable_grad():
@@ -135,13 +135,13 @@ class Later(Tensor):
         return self.value
 
 
-def _settled(value: Any) -> Any:
+def _resolve(value: Any) -> Any:
     """The same arguments with everything done that was put off."""
     if isinstance(value, Later):
-        return value.settled()
+        return value.resolve()
     if isinstance(value, dict):
-        return {key: _settled(item) for key, item in value.items()}
-    return type(value)(_settled(item) for item in value) if type(value) in (tuple, list) else value
+        return {key: _resolve(item) for key, item in value.items()}
+    return type(value)(_resolve(item) for item in value) if type(value) in (tuple, list) else value
 
 
 def _convolution(
@@ -155,7 +155,7 @@ def _convolution(
 ) -> Convolution | None:
     """What may be put off. That which trains cannot change before it is read, since its gradient needs it as it is."""
     if isinstance(input, Later):
-        input = input.settled()
+        input = input.resolve()
     trains = torch.is_grad_enabled() and weight.requires_grad and not torch.is_autocast_enabled("cpu")
     usual = input.ndim == 4 and not isinstance(padding, str) and _pair(stride) == _pair(dilation) == (1, 1)
     return Convolution(input, weight, bias, _pair(padding)) if trains and usual and groups == 1 else None

@@ -18,7 +18,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.models.batch import Batch, Loss, Net, cross_entropy, output_is_loss, squared_error
 from waffle_fl.models.building import (
     Precision,
-    answered,
+    call_module,
     built,
     check_losses,
     check_output,
@@ -34,7 +34,7 @@ from waffle_fl.models.building import (
 from waffle_fl.models.layers import Layers
 from waffle_fl.models.passes import Passes
 from waffle_fl.models.seeding import seeded
-from waffle_fl.models.stacking_trial import conduct, say_once, stacking_mode
+from waffle_fl.models.stacking_trial import observe_forward, warn_once, stacking_mode
 from waffle_fl.models.traced import TracedGradients
 from waffle_fl.randomness import derive
 
@@ -68,21 +68,21 @@ class FlatModel:
         check_precision(precision)
         self._build, self._loss, self.precision, self.device = factory_of(model), loss, precision, device_named(device)
         self.dtype = torch.float64 if precision == "float64" else torch.float32
-        self._wish, self._compile = stacked, compiled
+        self._stacked_option, self._compile = stacked, compiled
         self._own = threading.local()
         self._known = False  # is it known what the module does with samples?
-        self._folds: bool | None = None  # does the folded pass fit this module? None: not tried
-        self._single = False  # was stacking found wrong?
+        self._uses_folded: bool | None = None  # does the folded pass fit this module? None: not tried
+        self._never_stack = False  # was stacking found wrong?
         module = built(self._build, 0)
         self._unsized = unsized(module)
         if not self._unsized:
-            self._lay_out(module)
+            self._set_layout(module)
 
-    def _lay_out(self, module: nn.Module) -> None:
+    def _set_layout(self, module: nn.Module) -> None:
         passes = self.passes = Passes(copied(module).to(self.device, self.dtype), self._loss, self.precision)
         self.layers = Layers.of(passes.template, passes.params, passes.stats)
         self._check()
-        self.stacked = self._stacks_well() if self._wish is None else self._wish
+        self.stacked = self._stacks_well() if self._stacked_option is None else self._stacked_option
         if self.stacked and (self.stats_size or self.normalises):
             raise WaffleError(
                 "a model with statistics of its batches trains row by row: leave `stacked` unset or false"
@@ -137,9 +137,9 @@ class FlatModel:
         return per sample. Further calls change nothing.
         """
         x, y = x.to(self.device, self.dtype), y.to(self.device)
-        self._meet(x)
+        self._observe(x)
         self._try_stacking(x, y, outputs)
-        self.stacked = self.stacked and not self._single
+        self.stacked = self.stacked and not self._never_stack
         return self
 
     @property
@@ -147,23 +147,23 @@ class FlatModel:
         """Can its steps be recorded as a CUDA graph? Not where each step seeds its draws, or depends on numbers."""
         return not self.passes.seeded
 
-    def _meet(self, x: Tensor) -> None:
+    def _observe(self, x: Tensor) -> None:
         """Find out what the module does with samples."""
         if self._known or not len(x):
             return
         x = x[[0, -1]]
         if self._unsized:
             self._build = sized(self._build, x)
-            self._lay_out(built(self._build, 0))
+            self._set_layout(built(self._build, 0))
         template = self.passes.template
         with torch.no_grad(), seeded(0, self.device):
-            output, integers = answered(copied(template).eval(), x.clone())
+            output, integers = call_module(copied(template).eval(), x.clone())
         check_output(output, len(x))
         if integers:
-            self.passes.enter_by(to_integers)
-        found = conduct(template, x)
+            self.passes.add_input_hook(to_integers)
+        found = observe_forward(template, x)
         if found.overwrites:
-            self.passes.enter_by(to_copies)
+            self.passes.add_input_hook(to_copies)
         self.passes.seeded = found.draws or found.reads
         if self.passes.seeded and self.stacked:
             draws, reads = "its forward pass draws random numbers", "its forward pass depends on the numbers it reads"
@@ -172,30 +172,32 @@ class FlatModel:
 
     def _try_stacking(self, x: Tensor, y: Tensor, outputs: int | None = None) -> None:
         """Compare the gradients of stacked rows with those of single ones, in float64 and on the CPU."""
-        if self._folds is not None:
+        if self._uses_folded is not None:
             return
         x, y = x[[0, -1]], y[[0, -1]]
         with torch.no_grad(), seeded(0, self.device):
             check_losses(self._loss, self.module()(x), y, outputs)
-        if self.stacked and not self._single:
-            twin = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
+        if self.stacked and not self._never_stack:
+            reference = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
             x, y = (part.double() if part.is_floating_point() else part for part in (x.cpu(), y.cpu()))
-            twin._meet(x)
-            way, reason = stacking_mode(twin.passes, torch.stack([twin.init(seed).params for seed in range(3)]), x, y)
-            self._folds = way == "folded"
+            reference._observe(x)
+            way, reason = stacking_mode(
+                reference.passes, torch.stack([reference.init(seed).params for seed in range(3)]), x, y
+            )
+            self._uses_folded = way == "folded"
             if way is None:
                 self._train_singly(reason)
         else:
-            self._folds = False
+            self._uses_folded = False
 
     def _train_singly(self, reason: str) -> None:
-        self._single = True
-        say_once(type(self.passes.template).__name__, reason)
+        self._never_stack = True
+        warn_once(type(self.passes.template).__name__, reason)
 
-    def _settle(self, batch: Batch) -> None:
+    def _prepare_from(self, batch: Batch) -> None:
         """Where `prepared` was not called: find out the same from the first row of a batch."""
-        if self._folds is None:
-            self._meet(batch.x[0])
+        if self._uses_folded is None:
+            self._observe(batch.x[0])
             self._try_stacking(batch.x[0], batch.y[0])
 
     def init(self, seed: int) -> Net:
@@ -213,8 +215,8 @@ class FlatModel:
         models = len(params) // len(batch.x)
         if models > 1:
             batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
-        self._settle(batch)
-        stacks = self.stacked and not self._single
+        self._prepare_from(batch)
+        stacks = self.stacked and not self._never_stack
         if self.device.type == "cuda" or self.passes.seeded or not (stacks or len(params) <= REPLAYED_ROWS):
             return self._grad(params, stats, *batch)
         if not hasattr(self._own, "replays"):
@@ -225,9 +227,9 @@ class FlatModel:
         batch, passes = Batch(*parts), self.passes
         if not self.stacked:
             return passes.single(params, stats, batch, self.compiled)
-        if self._single:
+        if self._never_stack:
             return Net(passes.single_without_padding(params, stats, batch), stats)
-        return Net(passes.folded(params, batch) if self._folds else passes.vmapped(params, batch), stats)
+        return Net(passes.folded(params, batch) if self._uses_folded else passes.vmapped(params, batch), stats)
 
     def plain_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
         """As `grad`, without stacking, tracing or rewriting: autograd on the module, one row after another."""
@@ -243,12 +245,12 @@ class FlatModel:
     @torch.no_grad()
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
         """Outputs of one model, its statistics frozen."""
-        self._meet(x)
+        self._observe(x)
         return self.passes.output(params, stats, x)
 
     def features(self, params: Tensor, stats: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of one model, and what its last linear layer was given; the samples, where it has no such layer."""
-        self._meet(x)
+        self._observe(x)
         seen = [x]
         layers = [part for part in self.module().modules() if isinstance(part, nn.Linear)]
         hooks = [layer.register_forward_pre_hook(lambda _, given: seen.extend(given[:1])) for layer in layers]
@@ -262,15 +264,15 @@ class FlatModel:
     @torch.no_grad()
     def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:
         """Outputs of many models without running statistics, each on samples of its own: (N, B, ...)."""
-        if self._folds:
+        if self._uses_folded:
             return self.passes.folded_outputs(params, x)
         return torch.stack([self.predict(p, p[:0], samples) for p, samples in zip(params, x, strict=True)])
 
     @torch.no_grad()
     def batch_losses(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
         """(N, B): what each row's model, its statistics frozen, loses on each sample of its batch; 0 on padding."""
-        self._settle(batch)
-        if self._folds:
+        self._prepare_from(batch)
+        if self._uses_folded:
             pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one adds up in another order
             output = self.predict_rows(pair, batch.x.expand(len(pair), *batch.x.shape[1:]))[: len(params)]
         else:

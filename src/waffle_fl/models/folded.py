@@ -30,8 +30,8 @@ class _Pending(NamedTuple):
     source: Tensor | StackedConvolution
     rectified: bool
 
-    def made(self) -> Tensor:
-        source = self.source.made() if isinstance(self.source, StackedConvolution) else self.source
+    def compute(self) -> Tensor:
+        source = self.source.compute() if isinstance(self.source, StackedConvolution) else self.source
         return torch.relu(source) if self.rectified else source
 
 
@@ -50,15 +50,15 @@ class Stacking(TorchFunctionMode):
         if func is F.max_pool2d and not kwargs.pop("return_indices", False):
             pending = self._known(args[0])
             return max_pool2d(pending.source, pending.rectified, *args[1:], **kwargs)
-        if func in RELU and not kwargs.get("inplace") and self._can_wait(args[0]):
+        if func in RELU and not kwargs.get("inplace") and self._can_defer(args[0]):
             return self._stand_in(args[0].shape, self._known(args[0]).source, rectified=True)
-        args, kwargs = self.settled(args), self.settled(kwargs)
+        args, kwargs = self.resolve(args), self.resolve(kwargs)
         if func is F.linear and args[1].ndim == 3:
             return linear(self.rows, *args, **kwargs)
         if func is F.conv2d and args[1].ndim == 5:
             convolution = StackedConvolution(self.rows, self.precision, *args, **kwargs)
             fuses = convolution.has_kernel and convolution.weight[0, 0].numel() <= SMALL_PATCH
-            return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.made()
+            return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.compute()
         if func is F.conv1d and args[1].ndim == 4:
             return StackedConvolution(self.rows, self.precision, *args, **kwargs).of_signals()
         if func is F.dropout:
@@ -66,22 +66,22 @@ class Stacking(TorchFunctionMode):
             return dropout(self.keys + self.dropouts, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def settled(self, value: Any) -> Any:
+    def resolve(self, value: Any) -> Any:
         """The value, and in place of every stand-in what it stands for."""
         if type(value) in (list, tuple):
-            return type(value)(self.settled(part) for part in value)
+            return type(value)(self.resolve(part) for part in value)
         if type(value) is dict:
-            return {key: self.settled(part) for key, part in value.items()}
+            return {key: self.resolve(part) for key, part in value.items()}
         if id(value) not in self._pending:
             return value
-        made = self._pending[id(value)].made()
-        self._pending[id(value)] = _Pending(value, made, rectified=False)
-        return made
+        compute = self._pending[id(value)].compute()
+        self._pending[id(value)] = _Pending(value, compute, rectified=False)
+        return compute
 
     def _known(self, value: Tensor) -> _Pending:
         return self._pending.get(id(value)) or _Pending(value, value, rectified=False)
 
-    def _can_wait(self, value: Tensor) -> bool:
+    def _can_defer(self, value: Tensor) -> bool:
         return id(value) in self._pending or (has_kernels(value) and value.ndim == 4)
 
     def _stand_in(self, shape: Sequence[int], source: Tensor | StackedConvolution, rectified: bool) -> Tensor:
@@ -165,7 +165,7 @@ class StackedConvolution(NamedTuple):
             *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in extents),
         )
 
-    def made(self) -> Tensor:
+    def compute(self) -> Tensor:
         if self.groups != 1 or isinstance(self.padding, str):
             raise NotImplementedError("grouped or named-padding convolution in a stack")
         if not self.has_kernel:
@@ -180,7 +180,7 @@ class StackedConvolution(NamedTuple):
             raise NotImplementedError("named padding of a convolution in a stack")
         stride, padding, dilation = (_pair(value)[0] for value in (self.stride, self.padding, self.dilation))
         lines = self._replace(x=self.x.unsqueeze(2), weight=self.weight.unsqueeze(3), stride=(1, stride))
-        return lines._replace(padding=(0, padding), dilation=(1, dilation)).made().squeeze(2)
+        return lines._replace(padding=(0, padding), dilation=(1, dilation)).compute().squeeze(2)
 
     def pooled(self, size: int, rectified: bool) -> Tensor:
         """Its largest (rectified: or 0) output in each window, in one pass."""
@@ -218,7 +218,7 @@ def max_pool2d(
     if isinstance(of, StackedConvolution):
         if plain:
             return of.pooled(window[0], rectified)
-        of = of.made()
+        of = of.compute()
     if plain and has_kernels(of):
         from waffle_fl.models import kernels
 

@@ -59,11 +59,11 @@ def _forward(  # type: ignore[no-untyped-def]
     corner, inside = _corners(m, C, H, W, HP, WP, S), m < IMAGES * HP * WP
     best = tl.full((BM, BN), float("-inf"), tl.float32)
     where = tl.zeros((BM, BN), tl.int32)
-    for runtime in tl.static_range(S * S):
+    for position in tl.static_range(S * S):
         total = tl.zeros((BM, BN), tl.float32)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
-            patch = _patches(x, corner + (runtime // S) * W + runtime % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
+            patch = _patches(x, corner + (position // S) * W + position % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
             taps = (k < K)[:, None] & (n < OUT)[None, :]
             kernel = tl.load(weight + n[None, :] * K + k[:, None], mask=taps, other=0.0)
             total = tl.dot(patch, kernel, total, input_precision=PRECISION)
@@ -72,7 +72,7 @@ def _forward(  # type: ignore[no-untyped-def]
         else:
             better = (total > best) | (total != total)
             best = tl.where(better, total, best)
-            where = tl.where(better, runtime, where)
+            where = tl.where(better, position, where)
     if BIAS:
         best += tl.load(bias + row * OUT + n, mask=n < OUT, other=0.0)[None, :]
     target = (row * IMAGES + m // (HP * WP)) * (OUT * HP * WP) + m % (HP * WP)
@@ -110,17 +110,19 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         held = (n < OUT)[:, None]
         if not EVEN:
             held = held & inside[None, :]
-        slope = tl.load(dy + source, mask=held, other=0.0)
+        gradient = tl.load(dy + source, mask=held, other=0.0)
         if S == 1:
             patch = _patches(x, corner, inside, k, EVEN, 1.0, C, H, W, KH, KW)
-            total = tl.dot(slope, patch, total, input_precision=PRECISION)
+            total = tl.dot(gradient, patch, total, input_precision=PRECISION)
         else:
-            place_of = tl.load(chosen + source, mask=held, other=255)
-            for runtime in tl.static_range(S * S):
-                patch = _patches(x, corner + (runtime // S) * W + runtime % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
-                total = tl.dot(tl.where(place_of == runtime, slope, 0.0), patch, total, input_precision=PRECISION)
-    runtime = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
-    tl.store(partial + runtime, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
+            chosen_position = tl.load(chosen + source, mask=held, other=255)
+            for position in tl.static_range(S * S):
+                patch = _patches(x, corner + (position // S) * W + position % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
+                total = tl.dot(
+                    tl.where(chosen_position == position, gradient, 0.0), patch, total, input_precision=PRECISION
+                )
+    position = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
+    tl.store(partial + position, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,11 +136,11 @@ def _pool(  # type: ignore[no-untyped-def]
     corner = (m // (HO * WO)) * (H * W) + ((m // WO) % HO) * (S * W) + (m % WO) * S
     best = tl.load(x + corner, mask=m < TOTAL, other=0.0)
     where = tl.zeros((BM,), tl.uint8)
-    for runtime in tl.static_range(1, S * S):
-        value = tl.load(x + corner + (runtime // S) * W + runtime % S, mask=m < TOTAL, other=0.0)
+    for position in tl.static_range(1, S * S):
+        value = tl.load(x + corner + (position // S) * W + position % S, mask=m < TOTAL, other=0.0)
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
-        where = tl.where(better, runtime, where).to(tl.uint8)
+        where = tl.where(better, position, where).to(tl.uint8)
     if RECTIFIED:
         where = tl.where(best <= 0, S * S, where).to(tl.uint8)  # nobody is chosen: no slope flows back
         best = tl.where(best <= 0, 0.0, best)
@@ -161,7 +163,7 @@ def _pool_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lay_back(  # type: ignore[no-untyped-def]
+def _add_patches(  # type: ignore[no-untyped-def]
     patches, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, PH: tl.constexpr,
     PW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +237,7 @@ def conv2d_input_gradient(
     patches = valid_conv2d(dy, by_patch, None, precision, torch.bfloat16 if precision == "tf32" else torch.float32)
     dx = dy.new_empty(len(dy), weight.shape[2], *size)
     blocks, geometry = (triton.cdiv(dx.numel(), 256),), (*size, *dy.shape[2:], *padding, *weight.shape[3:])
-    _lay_back[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=4)
+    _add_patches[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=4)
     return dx
 
 

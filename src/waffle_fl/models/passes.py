@@ -38,7 +38,7 @@ class Passes:
         self.seeded = False  # must each forward pass be seeded?
         self._own = threading.local()
 
-    def enter_by(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
+    def add_input_hook(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
         """Let what the module is given go through the hook first."""
         self.template.register_forward_pre_hook(hook)
         self._own = threading.local()
@@ -63,7 +63,7 @@ class Passes:
         """Gradient of one row by autograd on the module itself: what the faster ways must agree with."""
         leaf = params.detach().clone().requires_grad_()
         carried = {name: part.clone() for name, part in self.stats.unflatten(stats).items()}
-        with torch.enable_grad(), self._governed(batch.key), SeededDropout(batch.key):
+        with torch.enable_grad(), self._seeded_for(batch.key), SeededDropout(batch.key):
             output = self._call({**self.params.unflatten(leaf), **carried}, batch.x)
             loss = (self.loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
             (gradient,) = torch.autograd.grad(loss, leaf)
@@ -75,14 +75,14 @@ class Passes:
         gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
         for start in range(0, len(params), self.abreast):
             rows = range(start, min(start + self.abreast, len(params)))
-            vessels = self._vessels()[: len(rows)]
-            with abreast(vessels):
-                for vessel, i in zip(vessels, rows, strict=True):
-                    with torch.cuda.stream(vessel.stream) if vessel.stream else nullcontext():
-                        vessel.fill(params[i], stats[i])
-                        self._row_grad(vessel, Batch(*(part[i] for part in batch)), gradient[i], compiled)
+            row_modules = self._row_modules()[: len(rows)]
+            with abreast(row_modules):
+                for row_module, i in zip(row_modules, rows, strict=True):
+                    with torch.cuda.stream(row_module.stream) if row_module.stream else nullcontext():
+                        row_module.fill(params[i], stats[i])
+                        self._row_grad(row_module, Batch(*(part[i] for part in batch)), gradient[i], compiled)
                         if self.stats.size:
-                            after[i] = vessel.settled()
+                            after[i] = row_module.current_stats()
         return Net(gradient, after)
 
     def single_without_padding(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
@@ -95,21 +95,21 @@ class Passes:
                 gradient[row] = self.single(params[row], stats[row], Batch(x, y, weight, batch.key[row])).params
         return gradient
 
-    def _row_grad(self, vessel: RowModule, batch: Batch, gradient: Tensor, compiled: bool) -> None:
-        with torch.enable_grad(), self._governed(batch.key):
-            output = self._in_precision(vessel, batch.x, batch.key, compiled and not self.seeded)
-            vessel.differentiate(self.loss(output, batch.y), batch.weight, gradient)
+    def _row_grad(self, row_module: RowModule, batch: Batch, gradient: Tensor, compiled: bool) -> None:
+        with torch.enable_grad(), self._seeded_for(batch.key):
+            output = self._in_precision(row_module, batch.x, batch.key, compiled and not self.seeded)
+            row_module.differentiate(self.loss(output, batch.y), batch.weight, gradient)
 
-    def _governed(self, key: Tensor | None) -> AbstractContextManager[None]:
+    def _seeded_for(self, key: Tensor | None) -> AbstractContextManager[None]:
         """Draws depend on the key of the row's step; in evaluation, which has none, they are always the same."""
         if not self.seeded:
             return nullcontext()
         return seeded(derive(0 if key is None else int(key), "forward pass"), self.device)
 
-    def _vessels(self) -> list[RowModule]:
-        if not hasattr(self._own, "vessels"):
-            self._own.vessels = [RowModule(self.template, self.params, self.stats) for _ in range(self.abreast)]
-        return self._own.vessels  # type: ignore[no-any-return]
+    def _row_modules(self) -> list[RowModule]:
+        if not hasattr(self._own, "row_modules"):
+            self._own.row_modules = [RowModule(self.template, self.params, self.stats) for _ in range(self.abreast)]
+        return self._own.row_modules  # type: ignore[no-any-return]
 
     def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.precision != "bf16":
@@ -125,7 +125,7 @@ class Passes:
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             with Stacking(batch.key, self.products) as stack:
-                output = stack.settled(self._call(self.params.unflatten(leaf), batch.x.flatten(0, 1)))
+                output = stack.resolve(self._call(self.params.unflatten(leaf), batch.x.flatten(0, 1)))
             losses = self.loss(output, batch.y.flatten(0, 1)).view(rows, -1)
             per_row = (losses * batch.weight).sum(dim=1) / batch.weight.sum(dim=1).clamp(min=1)
             (gradient,) = torch.autograd.grad(per_row.sum(), leaf)
@@ -147,7 +147,7 @@ class Passes:
     def output(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
         """Outputs of one model, its statistics frozen."""
         tensors = {**self.params.unflatten(params), **self.stats.unflatten(stats)}
-        with self._governed(None):
+        with self._seeded_for(None):
             return torch.func.functional_call(self.module(training=False), tensors, (x,))  # type: ignore[no-any-return]
 
     def folded_outputs(self, params: Tensor, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Passes:
         with Stacking(keys, self.products) as stack:
             tensors = self.params.unflatten(params)
             output = torch.func.functional_call(self.module(training=False), tensors, (x.flatten(0, 1),))
-            output = stack.settled(output)
+            output = stack.resolve(output)
         return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
 
     def tensors(self, net: Net) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class Layout:
         return {n: part.view((*rows, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
-class _Habits(NamedTuple):
+class _Traits(NamedTuple):
     """What a module does that the caller must know."""
 
     takes_last: bool  # it minds no images that lie channels last
@@ -59,7 +59,7 @@ class RowModule:
         self.module = copy.deepcopy(template).train()
         self._layout = params
         self._rewriting = Rewriting()
-        self._habits: dict[torch.Size, _Habits] = {}  # found out at the first call with a batch of that shape
+        self._traits: dict[torch.Size, _Traits] = {}  # found out at the first call with a batch of that shape
         first = next(self.module.parameters())
         self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
         self.stream = torch.cuda.Stream() if first.is_cuda else None  # type: ignore[no-untyped-call]
@@ -69,10 +69,10 @@ class RowModule:
             if name in named:
                 named[name].data = part
         self._buffers = {name: part for name, part in carried.items() if name not in named}
-        self._place()
+        self._attach_buffers()
         self._leaves = [named[name].requires_grad_() for name in trained]
 
-    def _place(self) -> None:
+    def _attach_buffers(self) -> None:
         for name, part in self._buffers.items():
             owner, _, last = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[last] = part
@@ -84,15 +84,15 @@ class RowModule:
 
     def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
         """The forward pass; images lie channels last, which both CPU and GPU convolve faster."""
-        if x.shape not in self._habits:
+        if x.shape not in self._traits:
             with seeded(0, x.device):  # what is drawn here must not move what is drawn afterwards
-                self._habits[x.shape] = self._observed(x.clone(), key)
-        habits = self._habits[x.shape]
-        x = _channels_last(x) if habits.takes_last and not habits.rewritten else x
-        if habits.drops or habits.rewritten:
+                self._traits[x.shape] = self._observe(x.clone(), key)
+        traits = self._traits[x.shape]
+        x = _channels_last(x) if traits.takes_last and not traits.rewritten else x
+        if traits.drops or traits.rewritten:
             with (
-                self._rewriting if habits.rewritten else nullcontext(),
-                SeededDropout(key) if habits.drops else nullcontext(),
+                self._rewriting if traits.rewritten else nullcontext(),
+                SeededDropout(key) if traits.drops else nullcontext(),
             ):
                 return self.module(x)  # type: ignore[no-any-return]
         if not compiled or len(x) < COMPILED_BATCH:
@@ -100,18 +100,18 @@ class RowModule:
         return _compiled_pass()(self.module, x)
 
     @torch.no_grad()
-    def _observed(self, x: Tensor, key: Tensor) -> _Habits:
+    def _observe(self, x: Tensor, key: Tensor) -> _Traits:
         """Try a copy of the module on two samples, and the rewriting on all of them."""
         rewritten = self._gains_by_rewriting(x, key)
         with SeededDropout(key) as seeded:
             if x.ndim == 4 and (x.is_cuda or x.dtype != torch.float64):  # in float64 a CPU minds them very much
                 try:
                     copy.deepcopy(self.module)(_channels_last(x[:2]))
-                    return _Habits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
+                    return _Traits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
                 except RuntimeError:
                     seeded.dropouts = 0
             copy.deepcopy(self.module)(x[:2])
-        return _Habits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
+        return _Traits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
 
     def _gains_by_rewriting(self, x: Tensor, key: Tensor) -> bool:
         """Are all of its convolutions better done as products, and is the gradient the same?"""
@@ -143,23 +143,23 @@ class RowModule:
         else:
             torch.cat([part.reshape(-1) for part in parts], out=gradient)
 
-    def settled(self) -> Tensor:
+    def current_stats(self) -> Tensor:
         """The statistics after a pass, also those that a module replaced instead of changing."""
         for name, now in self.module.named_buffers():
             if name in self._buffers and now is not self._buffers[name]:
                 self._buffers[name].copy_(now)
-        self._place()
+        self._attach_buffers()
         return self.stats
 
 
-def copy_each(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+def copy_each(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Each part into its place: those that lie alike in a few kernels; `torch.cat` would copy the others twice."""
-    alike = [runtime.stride() == part.stride() for runtime, part in zip(places, parts, strict=True)]
+    alike = [target.stride() == part.stride() for target, part in zip(targets, parts, strict=True)]
     if any(alike):
-        torch._foreach_copy_(list(compress(places, alike)), list(compress(parts, alike)))
-    for runtime, part, same in zip(places, parts, alike, strict=True):
+        torch._foreach_copy_(list(compress(targets, alike)), list(compress(parts, alike)))
+    for target, part, same in zip(targets, parts, alike, strict=True):
         if not same:
-            runtime.copy_(part)
+            target.copy_(part)
 
 
 @cache
@@ -173,9 +173,9 @@ def _forward_pass(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def abreast(vessels: Sequence[RowModule]) -> Iterator[None]:
+def abreast(modules: Sequence[RowModule]) -> Iterator[None]:
     """Each vessel's work on its stream begins after all that was asked for before, and ends before what comes next."""
-    streams = [vessel.stream for vessel in vessels if vessel.stream]
+    streams = [module.stream for module in modules if module.stream]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     yield
@@ -186,5 +186,5 @@ def abreast(vessels: Sequence[RowModule]) -> Iterator[None]:
 def _channels_last(images: Tensor) -> Tensor:
     """The same images with channels innermost; said in so many words, for one channel looks like either layout."""
     n, channels, height, width = images.shape
-    laid = images.new_empty(n, height, width, channels)
-    return laid.permute(0, 3, 1, 2).copy_(images)
+    copied = images.new_empty(n, height, width, channels)
+    return copied.permute(0, 3, 1, 2).copy_(images)

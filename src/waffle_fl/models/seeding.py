@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-_ALONE = threading.RLock()  # the generators belong to the whole process, and models are evaluated in several threads
+_LOCK = threading.RLock()  # the generators belong to the whole process, and models are evaluated in several threads
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Start the generators of torch, NumPy and Python from the seed, and put them back afterwards."""
     cuda = [device] if device.type == "cuda" else []
-    with _ALONE, torch.random.fork_rng(devices=cuda):
-        ours, numpys = random.getstate(), np.random.get_state()
+    with _LOCK, torch.random.fork_rng(devices=cuda):
+        pythons, numpys = random.getstate(), np.random.get_state()
         torch.default_generator.manual_seed(seed)
-        for runtime in cuda:
-            with torch.cuda.device(runtime):
+        for gpu in cuda:
+            with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
             yield
         finally:
-            random.setstate(ours)
+            random.setstate(pythons)
             np.random.set_state(numpys)
 
 

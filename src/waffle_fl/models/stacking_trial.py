@@ -61,20 +61,20 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def conduct(module: nn.Module, x: Tensor) -> ForwardTraits:
+def observe_forward(module: nn.Module, x: Tensor) -> ForwardTraits:
     """Watch a copy of the module in training and in evaluation."""
     draws = overwrites = False
-    watch = _Reads()
+    reads_mode = _Reads()
     for training in (True, False):
         given, key = x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-        watched = copy.deepcopy(module).train(training)
+        observed = copy.deepcopy(module).train(training)
         with seeded(0, x.device):
             before = generator_states(x.device)
-            with SeededDropout(key), watch:
-                watched(given)
+            with SeededDropout(key), reads_mode:
+                observed(given)
             draws |= before != generator_states(x.device)
         overwrites |= not torch.allclose(given, x, rtol=0, atol=0, equal_nan=True)
-    return ForwardTraits(draws, watch.found, overwrites)
+    return ForwardTraits(draws, reads_mode.found, overwrites)
 
 
 def stacking_mode(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way | None, str]:
@@ -117,7 +117,7 @@ def stacking_mode(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple
 
 
 @cache
-def say_once(name: str, reason: str) -> None:
+def warn_once(name: str, reason: str) -> None:
     """Tell the user that a model trains row by row: a line of the log, once."""
     shown = reason if len(reason) <= 160 else f"{reason[:157]}..."
     log.warning("%s trains row by row, which is slower than stacked rows: %s", name, shown)

@@ -40,18 +40,18 @@ class TracedGradients:
     def __init__(self, function: Function) -> None:
         self._function = function
         self._spent: dict[Any, float] = {}
-        self._lines: dict[Any, Function] = {}
+        self._traces: dict[Any, Function] = {}
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        if key in self._lines:
+        if key in self._traces:
             with torch.no_grad():
-                return self._lines[key](*tensors)
+                return self._traces[key](*tensors)
         began = time.perf_counter()
         result = self._function(*tensors)
         spent = self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - began
         if spent > TRACED_AFTER:
-            self._lines[key] = traced(self._function, tensors) or self._function
+            self._traces[key] = traced(self._function, tensors) or self._function
         return result
 
 
@@ -61,16 +61,16 @@ def traced(function: Function, tensors: tuple[Tensor, ...]) -> Function | None:
 
     try:
         trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-        line = _straightened(trace)
+        replay = _to_function(trace)
         with torch.no_grad():
-            found = line(*tensors)
+            found = replay(*tensors)
         expected = function(*tensors)
     except Exception:  # whatever a user's module did that cannot be traced, it can still be called
         return None
-    return line if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) else None
+    return replay if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) else None
 
 
-def _straightened(trace: torch.fx.GraphModule) -> Function:
+def _to_function(trace: torch.fx.GraphModule) -> Function:
     """The trace as a plain function; views of memory that stays where it is are made once."""
     graph, kept = trace.graph, SimpleNamespace()
     fixed: dict[torch.fx.Node, Tensor] = {}

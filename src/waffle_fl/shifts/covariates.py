@@ -26,7 +26,7 @@ class Covariate(Protocol):
     @property
     def groups(self) -> int: ...
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         """The samples x of a part (train, validation, test) as the agent sees them; `black` (C,) is an image's."""
         ...
 
@@ -43,9 +43,9 @@ class Rotate:
             raise WaffleError(f"rotate: expected degrees from -360 to 360, got {self.degrees:g}")
         check_groups("rotate", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         check_images("rotate", x)
-        return rotated(x, self.degrees * who.degree, black)
+        return rotated(x, self.degrees * member.degree, black)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Blur:
             raise WaffleError(f"blur: expected sigma above 0 and up to 10 pixels, got {self.sigma:g}")
         check_groups("blur", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         check_images("blur", x)
-        return blurred(x, self.sigma * who.degree)
+        return blurred(x, self.sigma * member.degree)
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Noise:
             raise WaffleError(f"noise: expected a deviation above 0 and up to 100, got {self.std:g}")
         check_groups("noise", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        drawn = generator(who.seed, "noise", who.agent, part).standard_normal(tuple(x.shape), dtype=np.float32)
-        return x + self.std * who.degree * torch.from_numpy(drawn)
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        drawn = generator(member.seed, "noise", member.agent, part).standard_normal(tuple(x.shape), dtype=np.float32)
+        return x + self.std * member.degree * torch.from_numpy(drawn)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Contrast:
             raise WaffleError(f"contrast: expected a factor from 0.01 to 100, got {self.factor:g}")
         check_groups("contrast", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        return x * math.pow(self.factor, who.degree)
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        return x * math.pow(self.factor, member.degree)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Colour:
             raise WaffleError(f"colour: expected sigma above 0 and up to 3, got {self.sigma:g}")
         check_groups("colour", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         check_images("colour", x)
-        if not who.group:
+        if not member.group:
             return x
         dark = black.view(-1, 1, 1)
-        return dark + (x - dark) * _gains(self.sigma, "colour", who, tuple(dark.shape))
+        return dark + (x - dark) * _gains(self.sigma, "colour", member, tuple(dark.shape))
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class Scale:
             raise WaffleError(f"scale: expected sigma above 0 and up to 3, got {self.sigma:g}")
         check_groups("scale", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        return x * _gains(self.sigma, "scale", who, tuple(x.shape[1:])) if who.group else x
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        return x * _gains(self.sigma, "scale", member, tuple(x.shape[1:])) if member.group else x
 
 
-def _gains(sigma: float, purpose: str, who: Member, shape: tuple[int, ...]) -> Tensor:
-    drawn = generator(who.seed, purpose, who.group).standard_normal(shape)
+def _gains(sigma: float, purpose: str, member: Member, shape: tuple[int, ...]) -> Tensor:
+    drawn = generator(member.seed, purpose, member.group).standard_normal(shape)
     return torch.from_numpy(np.exp(sigma * drawn).astype(np.float32))
 
 
@@ -161,8 +161,8 @@ def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
             row, column = i.floor() + top, j.floor() + left
             weight = (1 - (i - row).abs()) * (1 - (j - column).abs())
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-            runtime = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
-            pixels = light.flatten(2)[:, :, runtime.flatten()].view(x.shape)
+            index = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
+            pixels = light.flatten(2)[:, :, index.flatten()].view(x.shape)
             found += pixels * (weight * inside).to(x.dtype)
     return found + black.view(-1, 1, 1)
 
@@ -186,18 +186,18 @@ def materialise(
     """A pool of what the agents hold, as each sees it: (samples, where in the old pool they lay, the new parts)."""
     black = x.amin(dim=(0, 2, 3)) if x.ndim == 4 else x[:0]
     agents = len(parts["train"])
-    company = [members(agents, alice, shift.groups, seed) for shift in shifts]
+    memberships = [members(agents, alice, shift.groups, seed) for shift in shifts]
     seen, origin, moved = [], [], {}
     edge = 0
     for part, rows in parts.items():
-        places = []
+        positions = []
         for agent, held in enumerate(rows):
             samples = x[held]
-            for shift, people in zip(shifts, company, strict=True):
-                samples = shift.transform(samples, people[agent], part, black)
+            for shift, agents_of in zip(shifts, memberships, strict=True):
+                samples = shift.transform(samples, agents_of[agent], part, black)
             seen.append(samples)
             origin.append(held)
-            places.append(torch.arange(edge, edge + len(held)))
+            positions.append(torch.arange(edge, edge + len(held)))
             edge += len(held)
-        moved[part] = tuple(places)
+        moved[part] = tuple(positions)
     return torch.cat(seen), torch.cat(origin), moved
