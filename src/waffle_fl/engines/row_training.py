@@ -1,8 +1,8 @@
-"""Backend part: the agents of many federations as rows of one stack, trained a round at a time.
+"""Backend part: the agents of many federations as rows of one stack, trained one round at a time.
 
-What it does   trains all rows step by step together; large models, or convolutions on a CPU, one row after another;
-               divides long rounds among worker processes by rows
-When           always; `FlatModel.stacked` says whether rows are stacked, `workers` how many processes there may be
+What it does   trains all rows together, step by step; large models and convolutions on a CPU one row after another;
+               divides the rows of long rounds among worker processes
+When           always; `FlatModel.stacked` says whether rows are stacked, `workers` limits the number of processes
 What it gains  5.3 x on the digits grid
 """
 
@@ -29,7 +29,7 @@ CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 
 
 class RowTraining:
-    """The training of a fixed set of rows, so that each worker process can own some of them."""
+    """Trains a fixed set of rows, so that each worker process can own some of them."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class RowTraining:
         self._losses = losses
         self._run_slices = _run_slices(sizes)
         self._policy = WorkerPolicy(min(cores, len(batches.lengths)))
-        self._templates: list[Any] = []  # what a round's rows look like: down, agents, agents afterwards, up
+        self._templates: list[Any] = []  # states with a round's shapes: down, agents, agents afterwards, up
         self._shared: list[Any] = []
         self._workers: Workers | None = None
 
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
-        """A2.5-12: from (what a federation sends down, what its agents hold) to (what they hold then, what they send).
+        """A2.5-12: for each federation, map (down, agents' states) to (agents' states afterwards, updates).
 
-        Workers write their results over those of the round before.
+        Workers overwrite the results of the previous round.
         """
         if not self._workers and self._policy.pays(rounds_left):
             self._start_workers()
@@ -99,7 +99,7 @@ class RowTraining:
     def _rehearse(
         self, rehearse: Callable[..., Any], share: float, local: Any, r: int, attempt: int, rows: slice
     ) -> Any:
-        """The first mini-batches of the round, on which an algorithm may adapt where it starts; they train nothing."""
+        """Run `rehearse` on the round's first mini-batches: the algorithm adapts its starting point, nothing trains."""
         plan, sizes = self.batches.plan(r, attempt, rows), self.batches.sizes(rows, padded=self.model.stacked)
         counts = [math.ceil(share * steps / self.batches.epochs) for steps in self.batches.steps[rows]]
         last = torch.tensor(counts, device=self.model.device)
@@ -109,7 +109,7 @@ class RowTraining:
         return local
 
     def _steps(self, local: Any, r: int, attempt: int, rows: slice) -> Any:
-        """All mini-batches of a round, for the rows of one chunk."""
+        """Train the rows of one chunk on all mini-batches of a round."""
         plan, steps = self.batches.plan(r, attempt, rows), self.batches.steps[rows]
         sizes, together = self.batches.sizes(rows, padded=self.model.stacked), min(steps)
         if cuda_graphs.applies(self.model):
@@ -120,7 +120,10 @@ class RowTraining:
         return local
 
     def _chunks(self, shares: int, down: Any) -> list[slice]:
-        """Rows that train together: a share, or as many as memory holds; unstacked, as many alike as go abreast."""
+        """Return the chunks of rows that train together.
+
+        Stacked: one share, or as many rows as fit in memory. Unstacked: up to `model.abreast` rows of equal length.
+        """
         lengths = self.batches.lengths
         if not self.model.stacked:
             alike = _run_slices([len(list(group)) for _, group in groupby(lengths)])

@@ -1,7 +1,7 @@
 """Backend part: worker processes, forked once, that divide the rounds of a simulation among the cores of a CPU.
 
-What it does   `RunWorkers` divides runs among processes; `RowTraining` divides the rows of few runs in the same way
-When           on a CPU with several cores, once the rounds measured so far are long enough to win back the start
+What it does   `RunWorkers` divides runs among processes; `RowTraining` divides the rows of a few runs
+When           on a CPU with several cores, once measured rounds are long enough to repay the start of the processes
 What it gains  1.6 x on LeNet-5, 1.6 x on the digits grid, with two cores
 """
 
@@ -30,18 +30,18 @@ from waffle_fl.out_of_memory import is_shortage
 
 Work = Callable[[int, int, int], None]  # (share, round, attempt)
 
-ROUND = 0.01  # seconds that a round must take for workers to gain more than the handing over costs
-START = 0.2  # seconds that workers must save in all, to be worth their start
-WARM_UP = 0.3  # seconds of a first round that say nothing of the next ones
-NO_MEMORY = 12  # the exit status of a worker that ran out of it
+ROUND = 0.01  # seconds: in shorter rounds the communication with workers costs more than they save
+START = 0.2  # seconds that workers must save in total to repay their start
+WARM_UP = 0.3  # seconds of the first round that are warm-up
+NO_MEMORY = 12  # exit status of a worker that ran out of memory
 _COMMAND = struct.Struct("qq")  # round, attempt
-KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the one before gave back
-MAPPED = 1 << 25  # bytes from which on memory is asked of the system piece by piece; the C library allows no more
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h has them
+KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the previous one freed
+MAPPED = 1 << 25  # bytes from which an allocation is mapped separately; the largest value the C library allows
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
 class WorkerPolicy:
-    """Whether workers would pay, judged by the seconds that a round takes without them."""
+    """Decides whether workers are worth starting, from the seconds that a round takes without them."""
 
     def __init__(self, cores: int) -> None:
         can_fork = hasattr(os, "fork") and not torch.cuda.is_available()  # autograd has threads for a GPU
@@ -50,7 +50,7 @@ class WorkerPolicy:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A round without workers; the first also warms up, so that only a long one tells anything."""
+        """Measure a round without workers; of the first, the warm-up is subtracted."""
         began = time.perf_counter() + (WARM_UP if self._seconds == -math.inf else 0)
         yield
         self._seconds = time.perf_counter() - began
@@ -61,7 +61,7 @@ class WorkerPolicy:
 
 
 def shared(state: Any) -> Any:
-    """A copy of a state in memory that workers and their parent both see."""
+    """Return a copy of a state in memory shared by the workers and their parent."""
     return tree_map(_shared, state)
 
 
@@ -73,11 +73,11 @@ def _shared(tensor: Tensor) -> Tensor:
 
 
 class Workers:
-    """One piece of work, in shares that are done at the same time: the first here, each other one by its own process.
+    """Work in shares that run in parallel: the first in this process, each other one in a process of its own.
 
-    A worker is forked once and inherits all that stays as it is; what changes from round to round lies in shared
-    memory. It waits for a round's number, does its share, says so, and waits again. It ends when its parent closes or
-    is gone; what a terminal or a service manager wants to stop is the parent's to decide.
+    A worker is forked once and inherits all constant data; what changes from round to round is in shared memory. It
+    waits for the number of a round, computes its share, reports, and waits again. It ends when its parent closes it or
+    has ended. It ignores SIGINT and SIGTERM: the parent handles these.
     """
 
     def __init__(self, work: Work, shares: int) -> None:
@@ -89,10 +89,10 @@ class Workers:
 
     def _start(self, share: int) -> None:
         ours, theirs = socket.socketpair()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # and so it stays there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # the child inherits it
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # a worker touches nothing that a thread could hold
+                warnings.simplefilter("ignore", DeprecationWarning)  # a worker uses no lock that a thread could hold
                 process = os.fork()
             if not process:
                 _serve(self._work, share, theirs)
@@ -102,7 +102,7 @@ class Workers:
         self._sockets[process] = ours
 
     def __call__(self, r: int, attempt: int) -> None:
-        """Do all shares of a round."""
+        """Compute all shares of a round."""
         for process, connection in self._sockets.items():
             try:
                 connection.sendall(_COMMAND.pack(r, attempt))
@@ -121,11 +121,11 @@ class Workers:
         self._sockets.pop(process).close()
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
-        why = "is there enough memory?" if code in (NO_MEMORY, -signal.SIGKILL) else "its traceback stands above"
+        why = "is there enough memory?" if code in (NO_MEMORY, -signal.SIGKILL) else "see its traceback above"
         raise RuntimeError(f"a training process ended with status {code}: {why}")
 
     def close(self) -> None:
-        """End all workers, wherever they are in their work: nothing is theirs to lose."""
+        """Kill all workers, also during work: they hold nothing that must be saved."""
         for process, connection in self._sockets.items():
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(process, signal.SIGKILL)
@@ -135,7 +135,10 @@ class Workers:
 
 
 def _serve(work: Work, share: int, connection: socket.socket) -> None:
-    """A worker's life. What it inherited is never collected: that would copy its pages, and could end other workers."""
+    """The main loop of a worker.
+
+    Inherited objects are never garbage collected: that would copy their pages, and could end other workers.
+    """
     code = 1
     try:
         gc.freeze()
@@ -156,7 +159,7 @@ def _serve(work: Work, share: int, connection: socket.socket) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Memory that goes back to the system after every step comes again as pages of zeros, a tenth of a small step."""
+    """Keep freed memory in the process: to get it back from the system costs a tenth of a small step."""
     allocate = getattr(ctypes.CDLL(None), "mallopt", None)  # of the GNU C library
     if allocate:
         allocate(_TRIM_THRESHOLD, KEPT)
@@ -164,6 +167,6 @@ def _keep_freed_memory() -> None:
 
 
 def _close_all_but(connection: int) -> None:
-    """Close all other files but the standard ones: a lock that the parent holds on one must end with the parent."""
+    """Close all files but this one and the standard ones, so that the parent's file locks end with the parent."""
     os.closerange(3, connection)
     os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))

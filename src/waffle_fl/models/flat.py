@@ -18,8 +18,8 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.models.batch import Batch, Loss, Net, cross_entropy, output_is_loss, squared_error
 from waffle_fl.models.building import (
     Precision,
-    call_module,
     built,
+    call_module,
     check_losses,
     check_output,
     check_precision,
@@ -34,7 +34,7 @@ from waffle_fl.models.building import (
 from waffle_fl.models.layers import Layers
 from waffle_fl.models.passes import Passes
 from waffle_fl.models.seeding import seeded
-from waffle_fl.models.stacking_trial import observe_forward, warn_once, stacking_mode
+from waffle_fl.models.stacking_trial import observe_forward, stacking_mode, warn_once
 from waffle_fl.models.traced import TracedGradients
 from waffle_fl.randomness import derive
 
@@ -178,11 +178,11 @@ class FlatModel:
         with torch.no_grad(), seeded(0, self.device):
             check_losses(self._loss, self.module()(x), y, outputs)
         if self.stacked and not self._never_stack:
-            reference = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
+            exact = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
             x, y = (part.double() if part.is_floating_point() else part for part in (x.cpu(), y.cpu()))
-            reference._observe(x)
+            exact._observe(x)
             way, reason = stacking_mode(
-                reference.passes, torch.stack([reference.init(seed).params for seed in range(3)]), x, y
+                exact.passes, torch.stack([exact.init(seed).params for seed in range(3)]), x, y
             )
             self._uses_folded = way == "folded"
             if way is None:

@@ -115,11 +115,11 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
             patch = _patches(x, corner, inside, k, EVEN, 1.0, C, H, W, KH, KW)
             total = tl.dot(gradient, patch, total, input_precision=PRECISION)
         else:
-            chosen_position = tl.load(chosen + source, mask=held, other=255)
+            winner = tl.load(chosen + source, mask=held, other=255)
             for position in tl.static_range(S * S):
                 patch = _patches(x, corner + (position // S) * W + position % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
                 total = tl.dot(
-                    tl.where(chosen_position == position, gradient, 0.0), patch, total, input_precision=PRECISION
+                    tl.where(winner == position, gradient, 0.0), patch, total, input_precision=PRECISION
                 )
     position = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
     tl.store(partial + position, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
