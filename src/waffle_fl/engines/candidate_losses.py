@@ -36,9 +36,7 @@ class CandidateLosses:
         if self._candidates is None:
             return
         held_out = getattr(algorithm, "scored_on", "training") == "validation"
-        scored = [
-            replace(f, train=tuple(_subsample(part) for part in _scored(f, held_out))) for f in federations
-        ]
+        scored = [replace(f, train=tuple(_subsample(part) for part in _scored(f, held_out))) for f in federations]
         self._batches = Batches(scored, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
     def into(self, down: Any, agents: Any, rows: slice, r: int) -> Any:

@@ -1,8 +1,8 @@
-"""One forward pass for many models: every row has parameters of its own, and the rows are folded into the batch.
+"""One forward pass for many models: every row has its own parameters, and the rows are folded into the batch.
 
-Only a function that takes parameters needs to know of rows: `linear`, `conv1d`, `conv2d`, and dropout for its seed. All
-others see a larger batch. A module that does anything else with its parameters, or mixes the samples of a batch, does
-not fit; FlatModel finds that out by comparing one result with vmap's, and then uses vmap.
+Only functions that take parameters (`linear`, `conv1d`, `conv2d`), and dropout for its seed, handle rows. All others
+see a larger batch. This does not work for a module that does anything else with its parameters or mixes the samples of
+a batch; `stacking_trial` detects that, and FlatModel then uses vmap or trains row by row.
 
 What it gains  5.0 x on the MNIST table
 """
@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from waffle_fl.randomness import noise
 
 RELU = (torch.relu, F.relu)
-SMALL_PATCH = 32  # a convolution of patches up to this size gains by being pooled in the same pass
+SMALL_PATCH = 32  # convolutions with patches up to this size are faster when pooled in the same pass
 
 
 class _Pending(NamedTuple):
-    """What is not made yet, because pooling may do it in the same pass: a convolution, a ReLU, or both."""
+    """A deferred convolution, ReLU, or both, which pooling may compute in the same pass."""
 
-    stand_in: Tensor  # has the shape and no numbers; whoever reads it is given what it stands for
+    stand_in: Tensor  # a meta tensor of the right shape; replaced by the result when it is used
     source: Tensor | StackedConvolution
     rectified: bool
 
@@ -36,7 +36,7 @@ class _Pending(NamedTuple):
 
 
 class Stacking(TorchFunctionMode):
-    """While active, weights with one dimension too many are read as one weight a row."""
+    """While active, weights with one extra dimension are treated as one weight per row."""
 
     def __init__(self, keys: Tensor, precision: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Stacking(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def resolve(self, value: Any) -> Any:
-        """The value, and in place of every stand-in what it stands for."""
+        """Return the value with every stand-in replaced by the computed result."""
         if type(value) in (list, tuple):
             return type(value)(self.resolve(part) for part in value)
         if type(value) is dict:
@@ -91,7 +91,7 @@ class Stacking(TorchFunctionMode):
 
 
 class SeededDropout(TorchFunctionMode):
-    """The same for a single row: only dropout needs to know its key."""
+    """The same for a single row: only dropout needs the row's key."""
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def linear(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """A product a row, whose gradients come as they lie: the library's own would be transposed and copied."""
+    """One matrix product per row; its gradients need no copy, unlike the library's, which are transposed."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
@@ -124,14 +124,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         x, weight = ctx.saved_tensors
-        x, dy = x.to(weight.dtype), dy.to(weight.dtype)  # where autocast has made them shorter
+        x, dy = x.to(weight.dtype), dy.to(weight.dtype)  # autocast may have lowered their precision
         dx = torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None
         dbias = dy.sum(dim=1) if ctx.needs_input_grad[2] else None
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias
 
 
 class StackedConvolution(NamedTuple):
-    """A convolution a row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
+    """One convolution per row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
 
     rows: int
     precision: str
@@ -150,7 +150,7 @@ class StackedConvolution(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what comes out of it."""
+        """Shape of the output."""
         extents = zip(
             self.x.shape[2:],
             self.weight.shape[3:],
@@ -175,7 +175,7 @@ class StackedConvolution(NamedTuple):
         return kernels.Conv2d.apply(self.x, self.weight, self.bias, _pair(self.padding), self.precision)  # type: ignore[no-any-return,no-untyped-call]
 
     def of_signals(self) -> Tensor:
-        """The same of signals, x (R*B, C, L) and weight (R, O, C, K): images of one line."""
+        """Convolve signals, x (R*B, C, L) and weight (R, O, C, K), as images of height 1."""
         if isinstance(self.padding, str):
             raise NotImplementedError("named padding of a convolution in a stack")
         stride, padding, dilation = (_pair(value)[0] for value in (self.stride, self.padding, self.dilation))
@@ -183,7 +183,7 @@ class StackedConvolution(NamedTuple):
         return lines._replace(padding=(0, padding), dilation=(1, dilation)).compute().squeeze(2)
 
     def pooled(self, size: int, rectified: bool) -> Tensor:
-        """Its largest (rectified: or 0) output in each window, in one pass."""
+        """Convolve, rectify if asked and max-pool in one pass."""
         from waffle_fl.models import kernels
 
         return kernels.PooledConv2d.apply(  # type: ignore[no-any-return,no-untyped-call]
@@ -192,7 +192,7 @@ class StackedConvolution(NamedTuple):
 
 
 def _patch_product(of: StackedConvolution) -> Tensor:
-    """Convolution as one batched matrix product over explicit patches: any device, any precision."""
+    """Compute the convolution as one batched matrix product over explicit patches: any device, any precision."""
     images, out, height, width = of.shape
     patches = F.unfold(of.x, of.weight.shape[3:], of.dilation, of.padding, of.stride)  # (R*B, K, L)
     columns = patches.view(of.rows, -1, *patches.shape[1:]).transpose(1, 2).flatten(2)  # (R, K, B*L)
@@ -211,7 +211,7 @@ def max_pool2d(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Square windows that do not overlap have kernels of their own on a GPU, which do what comes before them too."""
+    """Max-pool; non-overlapping square windows on a GPU use kernels that also compute the deferred operations."""
     window, steps = _pair(kernel_size), _pair(stride or kernel_size)
     plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode
     plain = plain and steps == window and window[0] == window[1]
@@ -227,12 +227,12 @@ def max_pool2d(
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Our own kernels are for float32 on a GPU."""
+    """Whether the Triton kernels apply: float32 on a GPU."""
     return x.is_cuda and x.dtype == torch.float32
 
 
 def dropout(keys: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout whose mask depends on the row's key and on nothing that runs beside it."""
+    """Dropout whose mask depends only on the row's key, not on what else is in the stack."""
     if not training or p == 0:
         return x
     draws = noise(keys, x.numel() // len(keys)).view(x.shape)

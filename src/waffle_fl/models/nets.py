@@ -69,7 +69,7 @@ def cnn_1d(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 class Mean(nn.Module):
-    """The mean over all axes but samples and channels; unlike adaptive pooling it repeats bit for bit on a GPU."""
+    """The mean over all axes but samples and channels; unlike adaptive pooling it is deterministic on a GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(2).mean(dim=2)

@@ -1,7 +1,7 @@
-"""Passes: outputs and gradients of rows of one module, computed in each of three ways.
+"""Passes: outputs and gradients of the rows of one module, computed in one of three ways.
 
-Row by row works for any module. The two others stack rows: folded into the batch, or under vmap. Which of them is right
-for a module is found out in `stacking_trial`.
+Row by row works for any module. The two others stack rows: folded into the batch, or under vmap. `stacking_trial` finds
+out which of them is exact for a module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from waffle_fl.models.row_module import Layout, RowModule, abreast
 from waffle_fl.models.seeding import seeded
 from waffle_fl.randomness import derive
 
-ABREAST = 10  # rows of a large model that share a GPU: fewer leave it idle, more gain little
+ABREAST = 10  # rows of a large model that train in parallel on a GPU: fewer leave it idle, more gain little
 
 
 class Passes:
-    """The module, where its tensors lie in flat vectors, and its passes; it takes the module over."""
+    """A module, the layout of its tensors in flat vectors, and its passes; takes ownership of the module."""
 
     def __init__(self, module: nn.Module, loss: Loss, precision: Precision) -> None:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -35,32 +35,32 @@ class Passes:
         self.params, self.stats = Layout(trained), Layout({**frozen, **moving})
         self.template, self.loss, self.precision = module.requires_grad_(False), loss, precision
         self.device = next(module.parameters(), torch.empty(0)).device
-        self.seeded = False  # must each forward pass be seeded?
+        self.seeded = False  # whether each forward pass must be seeded
         self._own = threading.local()
 
     def add_input_hook(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
-        """Let what the module is given go through the hook first."""
+        """Add a forward pre-hook to the module."""
         self.template.register_forward_pre_hook(hook)
         self._own = threading.local()
 
     def module(self, training: bool) -> nn.Module:
-        """This thread's own copy: functional_call puts its tensors into the module while it runs."""
+        """Return this thread's own copy: functional_call puts tensors into the module while it runs."""
         if not hasattr(self._own, "modules"):
             self._own.modules = {mode: copy.deepcopy(self.template).train(mode) for mode in (True, False)}
         return self._own.modules[training]  # type: ignore[no-any-return]
 
     @property
     def abreast(self) -> int:
-        """How many single rows train at the same time in this process."""
+        """Number of single rows that train in parallel in this process."""
         return ABREAST if self.device.type == "cuda" else 1
 
     @property
     def products(self) -> str:
-        """How kernels of our own multiply: in TF32, or in three TF32 products that together are exact float32."""
+        """How the Triton kernels multiply: in TF32, or in three TF32 products that together are exact float32."""
         return "tf32" if self.precision == "tf32" else "tf32x3"
 
     def plain(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """Gradient of one row by autograd on the module itself: what the faster ways must agree with."""
+        """Return the gradient of one row by autograd on the module itself, the reference for the faster ways."""
         leaf = params.detach().clone().requires_grad_()
         carried = {name: part.clone() for name, part in self.stats.unflatten(stats).items()}
         with torch.enable_grad(), self._seeded_for(batch.key), SeededDropout(batch.key):
@@ -70,7 +70,7 @@ class Passes:
         return Net(gradient, self.stats.flatten(carried) if carried else stats)
 
     def single(self, params: Tensor, stats: Tensor, batch: Batch, compiled: bool = False) -> Net:
-        """Gradients row by row: each in a vessel of its own, as many abreast as the device bears."""
+        """Return gradients computed row by row, up to `abreast` rows in parallel, each in its own row module."""
         batch = batch._replace(weight=batch.weight / batch.weight.sum(dim=1, keepdim=True).clamp(min=1))
         gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
         for start in range(0, len(params), self.abreast):
@@ -86,7 +86,7 @@ class Passes:
         return Net(gradient, after)
 
     def single_without_padding(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
-        """Gradients row by row, for rows that were padded before it was known that they cannot be stacked."""
+        """Return gradients computed row by row, for rows that were padded before the stacking test failed."""
         gradient = torch.zeros_like(params)
         for i, held in enumerate(batch.weight > 0):
             if held.any():
@@ -101,7 +101,7 @@ class Passes:
             row_module.differentiate(self.loss(output, batch.y), batch.weight, gradient)
 
     def _seeded_for(self, key: Tensor | None) -> AbstractContextManager[None]:
-        """Draws depend on the key of the row's step; in evaluation, which has none, they are always the same."""
+        """Seed the draws by the key of the row's step; in evaluation, without a key, they are always the same."""
         if not self.seeded:
             return nullcontext()
         return seeded(derive(0 if key is None else int(key), "forward pass"), self.device)
@@ -118,8 +118,8 @@ class Passes:
             return call(*arguments).float()
 
     def folded(self, params: Tensor, batch: Batch) -> Tensor:
-        """Gradients of rows without statistics, folded into one batch."""
-        if len(params) == 1:  # a stack of one would add up in another order: its bits must not depend on company
+        """Return gradients of rows without statistics, folded into one batch."""
+        if len(params) == 1:  # a stack of one would sum in another order: bits must not depend on the stack's size
             return self.folded(params.expand(2, -1), Batch(*(part.expand(2, *part.shape[1:]) for part in batch)))[:1]
         rows = len(params)
         with torch.enable_grad():
@@ -132,7 +132,7 @@ class Passes:
         return gradient
 
     def vmapped(self, params: Tensor, batch: Batch) -> Tensor:
-        """Gradients of rows without statistics, under vmap."""
+        """Return gradients of rows without statistics, under vmap."""
         gradient = torch.func.grad(self._row_loss)
         return torch.vmap(gradient, randomness="error")(params, *batch)  # type: ignore[no-any-return]
 
@@ -145,13 +145,13 @@ class Passes:
         return self._in_precision(torch.func.functional_call, self.module(training=True), tensors, (x,))
 
     def output(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
-        """Outputs of one model, its statistics frozen."""
+        """Return the outputs of one model in evaluation mode."""
         tensors = {**self.params.unflatten(params), **self.stats.unflatten(stats)}
         with self._seeded_for(None):
             return torch.func.functional_call(self.module(training=False), tensors, (x,))  # type: ignore[no-any-return]
 
     def folded_outputs(self, params: Tensor, x: Tensor) -> Tensor:
-        """Outputs of many models without statistics, folded into one batch."""
+        """Return the outputs of many models without statistics, folded into one batch."""
         keys = torch.zeros(len(params), dtype=torch.int64, device=self.device)
         with Stacking(keys, self.products) as stack:
             tensors = self.params.unflatten(params)
@@ -160,7 +160,7 @@ class Passes:
         return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
 
     def tensors(self, net: Net) -> dict[str, Tensor]:
-        """One model's tensors under all their names: one that the module holds twice has two."""
+        """Return one model's tensors under all their names; a tensor that the module shares has several."""
         tensors = {**self.params.unflatten(net.params), **self.stats.unflatten(net.stats)}
         first: dict[int, str] = {}
         for name, held in (
