@@ -97,7 +97,7 @@ def test_misuse_is_one_line(what: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_an_absent_gpu_is_one_line() -> None:
-    assert "this machine shows none" in refusal(FlatModel, nn.Linear(2, 2), device="cuda")
+    assert "this machine has no CUDA device" in refusal(FlatModel, nn.Linear(2, 2), device="cuda")
 
 
 def test_a_misspelt_option_is_a_value_error() -> None:

@@ -163,7 +163,7 @@ def test_a_shift_that_does_not_fit_the_federation_is_refused(shift: str, told: s
 @pytest.mark.parametrize("shift", ["rotate(45)", "blur(1)", "colour(1)"])
 def test_shifts_of_images_are_refused_for_vectors(shift: str) -> None:
     """Samples that are no images cannot be turned, blurred or coloured."""
-    assert "is for images" in refusal(federation_of, Settings(data="synthetic", split="A", shift=shift))
+    assert "expected images" in refusal(federation_of, Settings(data="synthetic", split="A", shift=shift))
 
 
 def test_groups_are_counted_from_alice() -> None:

@@ -1,4 +1,4 @@
-"""Batches: the mini-batches of every row, round by round, each row's order its own in any company."""
+"""Batches: the mini-batches of every row in every round; a row's order does not depend on what else is stacked."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from waffle_fl.randomness import derive, shuffle
 
 
 class BatchPlan(NamedTuple):
-    """The mini-batches of one round: for each row and step the samples, and which of them are padding."""
+    """The mini-batches of one round: the samples of each row and step, and which of them are padding."""
 
     samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
-    active: Tensor  # (rows, steps), False once a row has made its K_i steps
+    active: Tensor  # (rows, steps), False after a row's K_i steps
     steps: Tensor  # (rows,), K_i
-    relabel: Tensor  # (rows, classes), and where somebody drifts as many again for the later concepts
+    relabel: Tensor  # (rows, classes); with concept drift (rows, 2 classes), the later concepts last
     keys: Tensor  # (rows,), the seeds of this round's dropout
-    drifted: Tensor  # (rows, steps, batch): is the sample called by the later concept? Empty where nobody drifts
+    drifted: Tensor  # (rows, steps, batch): whether the sample has its later label; empty without concept drift
 
 
 class Batches:
-    """Mini-batches for the rows of one or many federations, each row's order its own whatever is stacked beside it."""
+    """Mini-batches for the rows of one or many federations."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Batches:
         self.steps = [epochs * -(-n // batch_size) for n in self.lengths]
 
     def sizes(self, rows: slice, padded: bool) -> list[int]:
-        """The width of each step's batch: the full one where rows are padded; rows that are not have one length."""
+        """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
         if padded:
             return [self.batch_size] * max(self.steps[rows])
         (length,) = set(self.lengths[rows])
@@ -73,7 +73,7 @@ class Batches:
         return ([self.batch_size] * whole + ([rest] if rest else [])) * self.epochs
 
     def plan(self, r: int, attempt: int, rows: slice) -> BatchPlan:
-        """The order of the samples in round r, for these rows."""
+        """Return the order of the samples in round r, for these rows."""
         lengths, steps = self.lengths[rows], self.steps[rows]
         longest, most = max(lengths), max(steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
@@ -101,7 +101,7 @@ class Batches:
         return torch.tensor(keys, device=self.device)
 
     def batch(self, plan: BatchPlan, t: Tensor, size: int) -> Batch:
-        """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
+        """Gather the samples of step t (a tensor of one element, so that a CUDA graph can increment it)."""
         samples = plan.samples.index_select(1, t)[:, 0, :size]
         labels = self.y[samples]
         if self._drift_times is not None:
@@ -115,7 +115,7 @@ class Batches:
 
 
 def _padded(samples: Sequence[Tensor]) -> Tensor:
-    """The samples of each row; padding repeats a row's own first sample, for even at weight 0 others' could be NaN."""
+    """Return the samples of each row, padded with its own first sample: NaN of another row would survive weight 0."""
     table = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-1)
     first = table[:, :1].clamp(min=0) if table.shape[1] else table
     return torch.where(table < 0, first, table)
@@ -129,7 +129,7 @@ def _drift_times(federation: Federation, agent: int) -> Tensor:
 
 
 def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:
-    """One pool for all: federations made of the same tensors share them, others are laid one after another."""
+    """Return one pool of samples, labels and each federation's offset; federations that share tensors share a part."""
     pools: dict[int, tuple[Federation, int]] = {}
     offset, offsets = 0, []
     for f in federations:

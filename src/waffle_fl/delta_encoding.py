@@ -1,4 +1,4 @@
-"""Tables told by what changed since the line before, so that a record of a thousand runs stays small."""
+"""Delta encoding of tables: each line of a record holds only what changed since the previous one, to keep it small."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def since(before: Tables, now: Tables) -> dict[str, Any]:
-    """What of each table is new or other than before, and under "gone" what it no longer has."""
+    """Return the new and changed entries of each table, and under "gone" the keys that were removed."""
     changed = {
         name: {k: v for k, v in table.items() if k not in before[name] or before[name][k] != v}
         for name, table in now.items()
@@ -21,7 +21,7 @@ def since(before: Tables, now: Tables) -> dict[str, Any]:
 
 
 def after(before: Tables, delta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tables that `since` told of."""
+    """Return the tables after applying a delta made by `since`."""
     gone = delta.get("gone", {})
     return {
         name: {**{k: v for k, v in table.items() if k not in gone.get(name, ())}, **delta.get(name, {})}

@@ -271,7 +271,7 @@ class FlatModel:
 
     @torch.no_grad()
     def batch_losses(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
-        """Return (N, B): the loss of each row's model, in evaluation mode, on each sample of its batch; 0 on padding."""
+        """Return (N, B): each row's losses on the samples of its batch, in evaluation mode; 0 on padding."""
         self._prepare_from(batch)
         if self._uses_folded:
             pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one would sum in another order

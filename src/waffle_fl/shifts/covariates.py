@@ -1,6 +1,6 @@
-"""Shifts of the features: rotation, blur, noise, contrast, colour, feature scaling.
+"""Covariate shifts: rotation, blur, noise, contrast, colour, feature scaling.
 
-Sums and products of single elements only, in one order, so that every machine makes the same bits.
+They use only element-wise sums and products in a fixed order, so that every machine computes the same bits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from waffle_fl.shifts.groups import Member, check_groups, members
 
 @runtime_checkable
 class Covariate(Protocol):
-    """What changes features; the shape and who is shifted stay."""
+    """A shift of the features; shapes do not change."""
 
     @property
     def groups(self) -> int: ...
 
     def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
-        """The samples x of a part (train, validation, test) as the agent sees them; `black` (C,) is an image's."""
+        """Return the samples x of a part (train, validation, test), shifted for this agent; `black` (C,) of images."""
         ...
 
 
 @dataclass(frozen=True)
 class Rotate:
-    """Images turned anticlockwise about their centre, bilinearly; what comes in from outside is black."""
+    """Rotate images anticlockwise about their centre, with bilinear interpolation; pixels from outside are black."""
 
     degrees: float
     groups: int = 2
@@ -50,7 +50,7 @@ class Rotate:
 
 @dataclass(frozen=True)
 class Blur:
-    """Images seen through a Gaussian lens of `sigma` pixels."""
+    """Blur images with a Gaussian of `sigma` pixels."""
 
     sigma: float
     groups: int = 2
@@ -67,7 +67,7 @@ class Blur:
 
 @dataclass(frozen=True)
 class Noise:
-    """Gaussian noise of deviation `std` on every feature, the same each time that a sample is seen."""
+    """Add Gaussian noise of standard deviation `std` to every feature; it is the same every time a sample is used."""
 
     std: float
     groups: int = 2
@@ -84,7 +84,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Features stretched about 0, the data set's mean: below 1 they grow faint, above 1 harsh."""
+    """Scale all features about 0, the data set's mean; a factor below 1 lowers the contrast."""
 
     factor: float
     groups: int = 2
@@ -100,7 +100,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Colour:
-    """The light of each colour channel stretched by exp(sigma z), one z a group and channel; black stays black."""
+    """Scale the brightness of each colour channel by exp(sigma z), one z per group and channel; black stays black."""
 
     sigma: float
     groups: int = 2
@@ -120,7 +120,7 @@ class Colour:
 
 @dataclass(frozen=True)
 class Scale:
-    """Every feature scaled by exp(sigma z), one z a group and feature: instruments that were calibrated apart."""
+    """Scale every feature by exp(sigma z), one z per group and feature, like differently calibrated instruments."""
 
     sigma: float
     groups: int = 2
@@ -141,11 +141,11 @@ def _gains(sigma: float, purpose: str, member: Member, shape: tuple[int, ...]) -
 
 def check_images(kind: str, x: Tensor) -> None:
     if x.ndim != 4:
-        raise WaffleError(f"{kind} is for images; this data has samples of shape {tuple(x.shape[1:])}")
+        raise WaffleError(f"{kind}: expected images, got samples of shape {tuple(x.shape[1:])}: choose another shift")
 
 
 def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
-    """Images (n, C, H, W), turned; a pixel is the mean of the four that it comes from, by its distance from each."""
+    """Return images (n, C, H, W) rotated with bilinear interpolation."""
     if not degrees:
         return x
     height, width = x.shape[-2:]
@@ -168,7 +168,7 @@ def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
 
 
 def blurred(x: Tensor, sigma: float) -> Tensor:
-    """Images (n, C, H, W) under a Gaussian of three sigma, down and across; edges are continued."""
+    """Return images (n, C, H, W) blurred by a Gaussian, truncated at three sigma; edge pixels are repeated."""
     if not sigma:
         return x
     reach = math.ceil(3 * sigma)
@@ -183,7 +183,7 @@ def blurred(x: Tensor, sigma: float) -> Tensor:
 def materialise(
     x: Tensor, parts: dict[str, tuple[Tensor, ...]], shifts: Sequence[Covariate], alice: int, seed: int
 ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, ...]]]:
-    """A pool of what the agents hold, as each sees it: (samples, where in the old pool they lay, the new parts)."""
+    """Return a pool of each agent's shifted samples: (samples, their indices in the old pool, the new parts)."""
     black = x.amin(dim=(0, 2, 3)) if x.ndim == 4 else x[:0]
     agents = len(parts["train"])
     memberships = [members(agents, alice, shift.groups, seed) for shift in shifts]
