@@ -57,7 +57,7 @@ def screen(
 def _closeness(
     up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, new_control_variates: Rows | None
 ) -> tuple[Any, Tensor]:
-    """Reject updates that are too short, copied, opposed to Alice's or whose control variate is long; clip long ones."""
+    """Reject short, copied or opposed updates and those with a long control variate; clip updates that are too long."""
     sound = present & (code == OK)
     others = sound & (torch.arange(len(norms), device=norms.device) != alice)
     hers, length = row_of(up.dy, alice).double(), row_of(norms, alice)
