@@ -73,7 +73,7 @@ LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
 KERNELS = Part("own kernels", ((folded, "has_kernels", NEVER),))
 COMPILED = Part("compiled passes", model={"compiled": False})
-ABREAST = Part("rows abreast", ((passes, "ABREAST", 1),))
+ABREAST = Part("rows abreast", ((passes, "PARALLEL_ROWS", 1),))
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
 
 
 def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = traced._straightened
-    monkeypatch.setattr(traced, "_straightened", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
+    whole = traced._to_function
+    monkeypatch.setattr(traced, "_to_function", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
     model = FlatModel(LeNet5)
     params, stats = nets(model, 1, 1)
     for seed in range(3):

@@ -122,12 +122,12 @@ class RowTraining:
     def _chunks(self, shares: int, down: Any) -> list[slice]:
         """Return the chunks of rows that train together.
 
-        Stacked: one share, or as many rows as fit in memory. Unstacked: up to `model.abreast` rows of equal length.
+        Stacked: one share, or as many rows as fit in memory. Unstacked: up to `model.parallel_rows` equally long rows.
         """
         lengths = self.batches.lengths
         if not self.model.stacked:
-            alike = _run_slices([len(list(group)) for _, group in groupby(lengths)])
-            return [chunk for rows in alike for chunk in _split(rows, self.model.abreast)]
+            equal_lengths = _run_slices([len(list(group)) for _, group in groupby(lengths)])
+            return [chunk for rows in equal_lengths for chunk in _split(rows, self.model.parallel_rows)]
         row_bytes = max(16 * self.model.size * self.model.dtype.itemsize, 4 * sum(field[0].nbytes for field in down))
         most = max(1, CHUNK_BYTES[self.model.device.type] // row_bytes)
         return _split(slice(0, len(lengths)), min(most, -(-len(lengths) // shares)))

@@ -76,7 +76,7 @@ class StackedBackend:
             inputs[i] = (before.server, before.agents, agents, arrived.up, arrived.present, self._registered[i])
             refused[i] = arrived.refused
         done: dict[int, Aggregated] = {}
-        for algorithm, group in self._alike(work.runs):
+        for algorithm, group in self._by_kind(work.runs):
             several = [inputs[i] for i in group]
             if aggregation.applies(self.model):
                 found = aggregate_together(algorithm, work.r, self.settings, several)
@@ -88,7 +88,7 @@ class StackedBackend:
                 done[i].measured["refused"] = refused[i]
         return [done[i] for i in work.runs]
 
-    def _alike(self, runs: Sequence[int]) -> list[tuple[Algorithm, list[int]]]:
+    def _by_kind(self, runs: Sequence[int]) -> list[tuple[Algorithm, list[int]]]:
         """Group runs by algorithm and number of agents."""
         groups: dict[tuple[Algorithm, int], list[int]] = {}
         for i in runs:

@@ -73,7 +73,7 @@ def _shared(tensor: Tensor) -> Tensor:
 
 
 class Workers:
-    """Work in shares that run in parallel: the first in this process, each other one in a process of its own.
+    """Work in shares that run in parallel: the first in this process, the others in a process each.
 
     A worker is forked once and inherits all constant data; what changes from round to round is in shared memory. It
     waits for the number of a round, computes its share, reports, and waits again. It ends when its parent closes it or

@@ -239,9 +239,9 @@ class FlatModel:
         return Net(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
 
     @property
-    def abreast(self) -> int:
+    def parallel_rows(self) -> int:
         """Number of rows of an unstacked model that train in parallel in this process."""
-        return self.passes.abreast
+        return self.passes.parallel_rows
 
     @torch.no_grad()
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class StackedConvolution(NamedTuple):
         return lines._replace(padding=(0, padding), dilation=(1, dilation)).compute().squeeze(2)
 
     def pooled(self, size: int, rectified: bool) -> Tensor:
-        """Convolve, rectify if asked and max-pool in one pass."""
+        """Convolve, apply ReLU if `rectified`, and max-pool in one pass."""
         from waffle_fl.models import kernels
 
         return kernels.PooledConv2d.apply(  # type: ignore[no-any-return,no-untyped-call]

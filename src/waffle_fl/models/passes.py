@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from waffle_fl.models.batch import Batch, Loss, Net
 from waffle_fl.models.building import Precision
 from waffle_fl.models.folded import SeededDropout, Stacking
-from waffle_fl.models.row_module import Layout, RowModule, abreast
+from waffle_fl.models.row_module import Layout, RowModule, synchronised_streams
 from waffle_fl.models.seeding import seeded
 from waffle_fl.randomness import derive
 
-ABREAST = 10  # rows of a large model that train in parallel on a GPU: fewer leave it idle, more gain little
+PARALLEL_ROWS = 10  # rows of a large model that train in parallel on a GPU: fewer leave it idle, more gain little
 
 
 class Passes:
@@ -50,9 +50,9 @@ class Passes:
         return self._own.modules[training]  # type: ignore[no-any-return]
 
     @property
-    def abreast(self) -> int:
+    def parallel_rows(self) -> int:
         """Number of single rows that train in parallel in this process."""
-        return ABREAST if self.device.type == "cuda" else 1
+        return PARALLEL_ROWS if self.device.type == "cuda" else 1
 
     @property
     def products(self) -> str:
@@ -70,14 +70,14 @@ class Passes:
         return Net(gradient, self.stats.flatten(carried) if carried else stats)
 
     def single(self, params: Tensor, stats: Tensor, batch: Batch, compiled: bool = False) -> Net:
-        """Return gradients computed row by row, up to `abreast` rows in parallel, each in its own row module."""
+        """Return gradients computed row by row, up to `parallel_rows` rows at once, each in its own row module."""
         batch = batch._replace(weight=batch.weight / batch.weight.sum(dim=1, keepdim=True).clamp(min=1))
         gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
-        for start in range(0, len(params), self.abreast):
-            rows = range(start, min(start + self.abreast, len(params)))
-            row_modules = self._row_modules()[: len(rows)]
-            with abreast(row_modules):
-                for row_module, i in zip(row_modules, rows, strict=True):
+        for start in range(0, len(params), self.parallel_rows):
+            rows = range(start, min(start + self.parallel_rows, len(params)))
+            pool = self._row_modules()[: len(rows)]
+            with synchronised_streams(pool):
+                for row_module, i in zip(pool, rows, strict=True):
                     with torch.cuda.stream(row_module.stream) if row_module.stream else nullcontext():
                         row_module.fill(params[i], stats[i])
                         self._row_grad(row_module, Batch(*(part[i] for part in batch)), gradient[i], compiled)
@@ -107,9 +107,9 @@ class Passes:
         return seeded(derive(0 if key is None else int(key), "forward pass"), self.device)
 
     def _row_modules(self) -> list[RowModule]:
-        if not hasattr(self._own, "row_modules"):
-            self._own.row_modules = [RowModule(self.template, self.params, self.stats) for _ in range(self.abreast)]
-        return self._own.row_modules  # type: ignore[no-any-return]
+        if not hasattr(self._own, "pool"):
+            self._own.pool = [RowModule(self.template, self.params, self.stats) for _ in range(self.parallel_rows)]
+        return self._own.pool  # type: ignore[no-any-return]
 
     def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.precision != "bf16":

@@ -157,10 +157,10 @@ def copy_each(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
     `torch.cat` would copy the latter twice.
     """
-    alike = [target.stride() == part.stride() for target, part in zip(targets, parts, strict=True)]
-    if any(alike):
-        torch._foreach_copy_(list(compress(targets, alike)), list(compress(parts, alike)))
-    for target, part, same in zip(targets, parts, alike, strict=True):
+    same_strides = [target.stride() == part.stride() for target, part in zip(targets, parts, strict=True)]
+    if any(same_strides):
+        torch._foreach_copy_(list(compress(targets, same_strides)), list(compress(parts, same_strides)))
+    for target, part, same in zip(targets, parts, same_strides, strict=True):
         if not same:
             target.copy_(part)
 
@@ -176,7 +176,7 @@ def _forward_pass(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def abreast(modules: Sequence[RowModule]) -> Iterator[None]:
+def synchronised_streams(modules: Sequence[RowModule]) -> Iterator[None]:
     """Synchronise the row modules' streams: their work starts after earlier work and ends before later work."""
     streams = [module.stream for module in modules if module.stream]
     for stream in streams:
