@@ -76,7 +76,7 @@ class AgentTraining:
         local = algorithm.begin(down, agents)  # A2.5
         if hasattr(algorithm, "rehearse") and hasattr(
             algorithm, "rehearsed"
-        ):  # for methods that adapt where they start
+        ):  # for methods that adapt their starting point
             epoch = self.batches.steps[i] // self.batches.epochs
             for grad in self._gradients(row, r, attempt, math.ceil(algorithm.rehearsed * epoch)):
                 local = algorithm.rehearse(local, grad)

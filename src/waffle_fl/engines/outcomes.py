@@ -42,7 +42,7 @@ def diverged(r: int, alice: str) -> Diverged:
     """Return the error of a run whose Alice sent no finite update."""
     return Diverged(
         f"round {r}: the training of Alice ({alice}) diverged (no finite update in {ATTEMPTS} attempts): "
-        "lower lr, or set clip; the rounds before are kept"
+        "lower lr, or set clip; earlier rounds are kept"
     )
 
 

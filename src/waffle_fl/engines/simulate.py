@@ -77,7 +77,7 @@ def simulate(
 
 
 def check_stack(specs: Sequence[RunSpec]) -> None:
-    """Refuse runs that cannot train in one stack."""
+    """Raise if the runs cannot train in one stack."""
     if len({training_key(spec.algorithm) for spec in specs}) > 1:
         raise WaffleError(
             "specs: expected runs whose rows train alike, got several kinds of training in one stack: use methods of "
@@ -86,15 +86,15 @@ def check_stack(specs: Sequence[RunSpec]) -> None:
 
 
 def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int) -> None:
-    """Refuse batches of one sample for a model with BatchNorm."""
+    """Raise if a model with BatchNorm would get a batch of one sample."""
     if not model.normalises:
         return
     for spec in specs:
         for name, n in zip(spec.federation.names, spec.federation.samples.tolist(), strict=True):
             if n and (batch_size == 1 or n % batch_size == 1):
                 raise WaffleError(
-                    f"{name} has {n} samples, so a batch of {batch_size} leaves one alone, and BatchNorm cannot "
-                    "normalise a single sample: choose another batch size"
+                    f"{name} has {n} samples, so with batch size {batch_size} one batch has a single sample, which "
+                    "BatchNorm cannot normalise: choose another batch size"
                 )
 
 

@@ -44,7 +44,7 @@ class WorkerPolicy:
     """Decides whether workers are worth starting, from the seconds that a round takes without them."""
 
     def __init__(self, cores: int) -> None:
-        can_fork = hasattr(os, "fork") and not torch.cuda.is_available()  # autograd has threads for a GPU
+        can_fork = hasattr(os, "fork") and not torch.cuda.is_available()  # forking breaks autograd's GPU threads
         self.cores = cores if can_fork else 1
         self._seconds = -math.inf
 

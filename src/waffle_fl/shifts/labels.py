@@ -47,7 +47,7 @@ class Quantity:
             raise WaffleError(f"quantity: expected sigma from 0 to 5, got {self.sigma:g}")
 
     def sizes(self, agents: int, seed: int) -> Shares:
-        """Relative to their mean."""
+        """Return the sizes relative to their mean."""
         drawn = [generator(seed, "quantity", agent).standard_normal() for agent in range(agents)]
         return _relative(np.exp(self.sigma * np.asarray(drawn)))
 
@@ -63,7 +63,7 @@ class Sizes:
             raise WaffleError("sizes: expected numbers above 0 and up to 1e6, as in sizes(4, 1, 1)")
 
     def sizes(self, agents: int, seed: int) -> Shares:
-        """Relative to their mean."""
+        """Return the sizes relative to their mean."""
         return _relative(np.resize(np.asarray(self.values, np.float64), agents))
 
 
