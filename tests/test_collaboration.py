@@ -317,7 +317,7 @@ def test_a_site_judges_alone() -> None:
 def test_few_samples_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many samples an agent has, a bounded number judges, spread over all of them."""
     monkeypatch.setattr(candidate_losses, "SAMPLES", 10)
-    parts = [candidate_losses._some(torch.arange(n)) for n in (32, 9, 0)]
+    parts = [candidate_losses._subsample(torch.arange(n)) for n in (32, 9, 0)]
     assert [len(part) for part in parts] == [8, 9, 0]
     assert parts[0].max() >= 28
 
