@@ -66,14 +66,14 @@ CPU_CONVOLUTION = Part("CPU convolution", ((row_module.RowModule, "_gains_by_rew
 WORKERS = Part("worker processes", options={"workers": 1})
 EVALUATION = Part("stacked evaluation", ((evaluation, "applies", NEVER),))
 THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, parts: map(work, parts)),))
-SHARED = Part("shared training", ((shared_training, "families_of", lambda specs: [[i] for i in range(len(specs))]),))
+SHARED = Part("shared training", ((shared_training, "groups_of", lambda specs: [[i] for i in range(len(specs))]),))
 HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
 GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
 LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
 KERNELS = Part("own kernels", ((folded, "has_kernels", NEVER),))
 COMPILED = Part("compiled passes", model={"compiled": False})
-ABREAST = Part("rows abreast", ((passes, "ABREAST", 1),))
+ABREAST = Part("rows abreast", ((passes, "PARALLEL_ROWS", 1),))
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from waffle_fl.cli import _run as waffle
 from waffle_fl.config import Settings, check_run
 from waffle_fl.engines import candidate_losses
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.evaluation import answering
+from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.run_spec import RunSpec, State, initial_state, on_device
-from waffle_fl.engines.shared_training import families_of
+from waffle_fl.engines.shared_training import groups_of
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.experiment import Runtime, advice, federation_of, model_of
@@ -319,7 +319,7 @@ def test_a_site_judges_alone() -> None:
 def test_few_samples_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many samples an agent has, a bounded number judges, spread over all of them."""
     monkeypatch.setattr(candidate_losses, "SAMPLES", 10)
-    parts = [candidate_losses._some(torch.arange(n)) for n in (32, 9, 0)]
+    parts = [candidate_losses._subsample(torch.arange(n)) for n in (32, 9, 0)]
     assert [len(part) for part in parts] == [8, 9, 0]
     assert parts[0].max() >= 28
 
@@ -338,7 +338,7 @@ def test_knn_per_answers_as_its_twin(mix: float, k: int, scale: float) -> None:
 
     own, tests = federation.train[0], federation.test[0]
     known, labels = list(hidden(federation.x[own])), federation.labels(0, own).tolist()
-    answer = answering(knn, model, net, federation)(federation.x[tests])
+    answer = predictor_of(knn, model, net, federation)(federation.x[tests])
     said = model.predict(*net, federation.x[tests]).softmax(dim=1)
     expected = [
         nearest(sample, known, labels, row, k, mix, scale)
@@ -391,7 +391,7 @@ def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
 def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
     """All agents' models are trained at once, and each agent's scores and weights are its own."""
     cells = everyone(method, make_federation())
-    assert len(families_of(cells)) == 1
+    assert len(groups_of(cells)) == 1
     together = outcomes(cells)
     for i, cell in enumerate(cells):
         for done, (alone,) in zip(together, outcomes([cell]), strict=True):

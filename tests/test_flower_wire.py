@@ -294,7 +294,7 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     algorithm = config(2).algorithm()
     plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
     course, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
-    honest = seal(course._up, 0, course.inbox.envelope, 1)
+    honest = seal(course._up, 0, course.inbox.header, 1)
     for agent in (A, B):
         course.receive(agent, {}, honest)
     course.turn(1)

@@ -34,7 +34,7 @@ from waffle_fl.deploy.site_data import FEWEST, SiteData
 from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread
-from waffle_fl.engines.evaluation import answering
+from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.flower.messages import Message, Request, Version, number_of
 from waffle_fl.engines.flower.site_trainer import Row
 from waffle_fl.errors import WaffleError
@@ -291,7 +291,7 @@ class RequestHandler:
         """The end of a run for Alice: her model is kept here, ready for `waffle predict`, and its metrics are told."""
         row, s = self.row, self.config.settings
         f = row.federation
-        said = predictions(row.model, answering(row.algorithm, row.model, net, f), f)
+        said = predictions(row.model, predictor_of(row.algorithm, row.model, net, f), f)
         metrics = measure(said["output"], said["target"])
         model = pack(row.model.state_dict(net), {"round": str(s.rounds)})
         folder = self._place(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.evaluation import SCORE_ROWS, Answer, answering
+from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of
 from waffle_fl.engines.run_spec import Outcome, RunSpec, State, own_net
 from waffle_fl.experiment.runtime import Listener
 from waffle_fl.federation import Federation
@@ -68,18 +68,18 @@ def close(job: ActiveRun, spec: RunSpec, model: FlatModel, status: str, message:
         job.run.close(result)
         return result
     own, federation = own_net(spec, state, model), spec.federation
-    said = predictions(model, answering(spec.algorithm, model, own, federation), federation)
+    said = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(said["output"], said["target"])}
     job.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in said.items()})
     return result
 
 
-def predictions(model: FlatModel, answer: Answer, federation: Federation) -> dict[str, Tensor]:
+def predictions(model: FlatModel, answer: Predictor, federation: Federation) -> dict[str, Tensor]:
     """What Alice's model says of her test data, beside the truth; numbers in the target's own unit, in double."""
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
     output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)) for part in parts])
-    said = {"output": output, "target": federation.labels(federation.alice, rows, moment=1.0)}
+    said = {"output": output, "target": federation.labels(federation.alice, rows, progress=1.0)}
     prepared = federation.preprocessing
     if prepared is None or federation.task == "classification":
         return said

@@ -64,6 +64,6 @@ class Row:
     def examine(self, net: Net) -> dict[str, float]:
         """Scores on the agent's own held-out data, in the bits of the simulator."""
         with one_thread(), products(self.model.precision):
-            found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], moment=1.0)
+            found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], progress=1.0)
             (scores,) = to_numbers(found)
         return scores
