@@ -198,7 +198,7 @@ class Federation:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, alice: str | int | None = None, **reading: Any) -> Federation:
-        """A federation from a folder with one file or folder an agent (docs/own-data.md); `reading`: see Reading.
+        """A federation from a folder with one file or folder an agent (docs/user-data.md); `reading`: see Reading.
 
         Without an `alice` she is the first agent who has samples to train and to test on.
         """
