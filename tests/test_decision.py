@@ -474,7 +474,7 @@ def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
     line = for_north("run", "waffle", "--data", data, rounds=2)
     shown = waffle(*line, "--leave-out", "south", "--out", tmp_path / "run")
     assert shown.code == 0, shown.err
-    assert ", 2 agents; an agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
+    assert ", 2 agents. An agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
 
 
 def test_a_decision_about_numbers(tmp_path: Path) -> None:
@@ -536,9 +536,7 @@ def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
     shown = waffle(*line, "--metric", "auc")
     assert shown.code == 0, shown.err
-    assert "south is not assessed: auc is not defined on its test data; choose accuracy." in " ".join(
-        shown.out.split()
-    )
+    assert "south is not assessed: auc is not defined on its test data; choose accuracy." in " ".join(shown.out.split())
     whole = waffle(*line)
     assert whole.code == 0, whole.err
     assert "There is only one class in its test data" in (tmp_path / "d" / "decision.html").read_text()

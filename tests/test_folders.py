@@ -105,7 +105,7 @@ def test_the_smaller_error_is_the_better() -> None:
         (("--target", "ill", "--agents", "5"), "agents divides a data set among agents"),
         (("--target", "ill", "--split", "A"), "split divides"),
         (("--target", "ill", "--test-share", "1"), "a fraction above 0 and below 1"),
-        (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 says 'n'"),
+        (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 has 'n'"),
         (("--target", "ill", "--model", "lenet5"), "takes samples with 3 axes"),
         (("--target", "ill", "--model", "test_folders:wrong"), "returns 2 outputs per sample"),
     ],

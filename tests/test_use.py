@@ -184,13 +184,13 @@ def test_arrays_are_predicted(made: Path, tmp_path: Path) -> None:
 
 WRONG_TABLES = {
     "missing column": ("age,ill\n50,yes\n", "lacks the column 'sex'"),
-    "unknown category": ("age,sex\n50,x\n", "column 'sex' says 'x'"),
-    "text in a numeric column": ("age,sex\nold,f\n", "column 'age' holds numbers, but line 2 says 'old'"),
-    "unknown class": ("age,sex,ill\n50,f,maybe\n", "column 'ill' says 'maybe'"),
+    "unknown category": ("age,sex\n50,x\n", "column 'sex' has 'x'"),
+    "text in a numeric column": ("age,sex\nold,f\n", "column 'age' holds numbers, but line 2 has 'old'"),
+    "unknown class": ("age,sex,ill\n50,f,maybe\n", "column 'ill' has 'maybe'"),
     "empty": ("", "is empty"),
     "header alone": ("age,sex,ill\n", "no rows"),
     "ragged": ("age,sex\n50\n", "expected 2 cells"),
-    "huge": ("age,sex\n1e300,f\n", "column 'age' says '1e300' in line 2, too large"),
+    "huge": ("age,sex\n1e300,f\n", "column 'age' has '1e300' in line 2, too large"),
 }
 
 

@@ -18,7 +18,16 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.partition import Partition
 from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
 from waffle_fl.shifts.covariates import materialise
-from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, Task, Wish, gather, read_folder, stacked
+from waffle_fl.user_data import (
+    CollectedData,
+    Preprocessing,
+    ReadOptions,
+    Task,
+    TaskOption,
+    gather,
+    read_folder,
+    stacked,
+)
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class Federation:
         alice: str | int = 0,
         class_names: Sequence[str] = (),
         allow_duplicates: bool = False,
-        task: Wish = "classification",
+        task: TaskOption = "classification",
         test_share: float = 0.25,
         validation: float = 0.0,
         split_seed: int = 0,

@@ -128,9 +128,7 @@ def _check_metric(metric: Metric | None, federation: Federation, agents: Sequenc
     targets = [federation.labels(i, federation.test[i]).numpy() for i in agents]
     defined = dict.fromkeys(known for target in targets for known in metrics_of(target, federation.outputs))
     if metric and metric not in defined:
-        raise WaffleError(
-            f"metric: {metric} is not defined on any agent's test data; choose among {', '.join(defined)}"
-        )
+        raise WaffleError(f"metric: {metric} is not defined on any agent's test data; choose {', '.join(defined)}")
 
 
 def decide(

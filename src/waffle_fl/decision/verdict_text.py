@@ -126,9 +126,7 @@ def update_sources(view: View, decision: Decision) -> str:
         f"own. Among its partners, {decision.names[most]} contributed the most ({100 * shares[most]:.0f} %)"
     )
     return (
-        f"{text}, {decision.names[least]} the least ({100 * shares[least]:.0f} %)."
-        if len(others) > 1
-        else f"{text}."
+        f"{text}, {decision.names[least]} the least ({100 * shares[least]:.0f} %)." if len(others) > 1 else f"{text}."
     )
 
 

@@ -17,7 +17,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.inference.trained_run import Trained
 from waffle_fl.metrics import measure
 from waffle_fl.spreadsheet import to_csv
-from waffle_fl.user_data.array_checks import is_real, native, whole
+from waffle_fl.user_data.array_checks import as_integers, is_real, native
 
 ARRAYS = (".npz", ".npy")
 
@@ -103,7 +103,7 @@ def _targets(trained: Trained, path: Path, y: NDArray[Any], rows: int) -> NDArra
         if not is_real(y) or not np.isfinite(y).all():
             raise WaffleError(f"{path}: expected finite numbers in y")
         return y.astype(np.float64)
-    if not is_real(y) or (whole(y) != y).any() or y.min() < 0 or y.max() >= len(trained.classes):
+    if not is_real(y) or (as_integers(y) != y).any() or y.min() < 0 or y.max() >= len(trained.classes):
         raise WaffleError(f"{path}: expected integers from 0 to {len(trained.classes) - 1} in y")
     return y.astype(np.int64)
 
