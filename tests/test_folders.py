@@ -179,5 +179,5 @@ def test_agents_of_any_name_have_folders_of_their_own(capsys: pytest.CaptureFixt
 
 def test_a_name_that_is_no_folder() -> None:
     """An unknown data set is refused with the names, and with the hint that it may be a path."""
-    assert "(or the path of a folder of your own)" in refusal(federation_of, Settings(data="clinic"))
+    assert "(or the path of a data folder)" in refusal(federation_of, Settings(data="clinic"))
     assert "there is no folder" in refusal(federation_of, Settings(data="./clinic"))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from cli_support import refusal, strict, waffle
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import federation_of
-from waffle_fl.inference.predicting import answers
+from waffle_fl.inference.predicting import to_predictions
 from waffle_fl.inference.trained_run import open_run
 from waffle_fl.results import read_run
 
@@ -102,7 +102,7 @@ def test_an_opened_run_says_what_it_said(made: Path, name: str) -> None:
     said = load_file(made / name / "predictions.safetensors")
     output = run.outputs(test_samples(made / name))
     torch.testing.assert_close(output, said["output"], rtol=1e-5, atol=1e-5)
-    assert answers(run, said["output"], said["target"]).metrics == run.run.result["metrics"]
+    assert to_predictions(run, said["output"], said["target"]).metrics == run.run.result["metrics"]
 
 
 def test_a_table_is_predicted_row_by_row(made: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ WRONG_ARRAYS = {
     "label": (npz(x=np.zeros((2, 1, 8, 8)), y=np.array([1, 10])), "integers from 0 to 9"),
     "labels": (npz(x=np.zeros((2, 1, 8, 8)), y=np.array([1])), "y of shape (2,)"),
     "pickled": (npz(x=np.array([{}], dtype=object)), "cannot read"),
-    "cut off": (lambda path: path.write_bytes(b"PK\x03\x04"), "cannot read"),
+    "truncated": (lambda path: path.write_bytes(b"PK\x03\x04"), "cannot read"),
     "absent": (lambda path: None, "No such file"),
 }
 
