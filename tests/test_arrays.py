@@ -245,7 +245,7 @@ def test_overlap_of_training_and_test_is_refused() -> None:
 def test_overlap_is_found_whatever_the_type_of_the_labels() -> None:
     """D11: the overlap is found although training and test labels are of different integer types."""
     x, y, _, _ = agent(2)
-    assert "training data of bob too" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
+    assert "also training data of bob" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
 
 
 def test_test_sample_that_another_agent_trains_on_is_refused() -> None:
