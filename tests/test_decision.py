@@ -221,7 +221,7 @@ def test_the_worst_and_the_spread_are_told(study: Decision) -> None:
     said = " ".join(federation_summary(replace(study, views=views), "waffle"))
     assert "1 agent gains clearly, 1 agent loses clearly, and for 1 there is no clear difference" in said
     assert "Clearly worse by joining: B." in said
-    assert "The smallest gain is that of B: −10.0 points" in said
+    assert "The least favourable change is that of B: −10.0 points" in said
     assert "between agents is 8.16 points, and 0 points when each trains alone" in said
 
 

@@ -131,7 +131,7 @@ def update_sources(view: View, decision: Decision) -> str:
 
 
 def federation_summary(decision: Decision, method: str) -> list[str]:
-    """Return which agents gain and lose by joining, the smallest gain, and the spread between agents."""
+    """Return which agents gain and lose by joining, the least favourable change, and the spread."""
     metric, found = decision.metric, gainers(decision.views, method, decision.metric)
     if not found:
         return [f"No run of {title_of(method)} finished for any agent."]
@@ -146,7 +146,7 @@ def federation_summary(decision: Decision, method: str) -> list[str]:
         sentences.append(f"Clearly worse by joining: {listed(down)}.")
     if len(found) > 1:
         worst, gain = found[-1]
-        sentences.append(f"The smallest gain is that of {worst.name}: {difference(gain, metric)}.")
+        sentences.append(f"The least favourable change is that of {worst.name}: {difference(gain, metric)}.")
         before = pstdev([v.standings[ALONE].scores[metric].value for v, _ in found])
         after = pstdev([v.standings[method].scores[metric].value for v, _ in found])
         scale = 100 if in_percent(metric) else 1
