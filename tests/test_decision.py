@@ -244,8 +244,8 @@ def test_a_study_of_real_runs(study: Decision) -> None:
     for v in study.views:
         assert set(v.standings) == set(study.methods)
         assert all(s.scores["accuracy"].value == pytest.approx(np.mean(s.seeds)) for s in v.standings.values())
-        assert all(sum(line) == pytest.approx(1) for rounds in v.taken.values() for line in rounds)
-        assert len(v.taken["waffle"]) == SMALL.rounds
+        assert all(sum(line) == pytest.approx(1) for rounds in v.update_weights.values() for line in rounds)
+        assert len(v.update_weights["waffle"]) == SMALL.rounds
     assert [list(v.partners) for v in study.views] == [[], ["agent 0", "agent 2"], []]
 
 
@@ -410,7 +410,7 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         tab.locator("#range-waffle").focus()
         tab.keyboard.press("End")
         assert tab.locator("#range-waffle + output").inner_text() == "round 6"
-        last = [100 * share for v in study.views for share in v.taken["waffle"][-1]]
+        last = [100 * share for v in study.views for share in v.update_weights["waffle"][-1]]
         assert [float(text) for text in cells.all_inner_texts()] == pytest.approx(last, abs=0.6)
         assert cells.all_inner_texts() != before
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -89,7 +89,7 @@ def _gains(found: Mapping[str, Interval], metric: Metric, title: str, labels: Se
 
 def sources_chart(view: View, decision: Decision, method: str) -> dict[str, Any]:
     """Return a chart of the agents' shares in the updates of this agent's model, per phase of rounds."""
-    rounds, own = view.taken[method], decision.names.index(view.name)
+    rounds, own = view.update_weights[method], decision.names.index(view.name)
     others = [i for i in range(len(decision.names)) if i != own]
     order = [decision.names[i] for i in (own, *others)]
     values = []

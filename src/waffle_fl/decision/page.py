@@ -177,7 +177,7 @@ def _collaboration(decision: Decision) -> str:
             f'max="{len(stops) - 1}" value="0" id="range-{method}" data-matrix="{name}">'
             f"<output>{escape(stops[0]['title'])}</output></div>"
         )
-        rows = [view.name for view in decision.views if method in view.taken]
+        rows = [view.name for view in decision.views if method in view.update_weights]
         table = heat(name, rows, decision.names, stops[0]["shares"], percent=True)
         parts.append(f'<div class="keep"><h3>{escape(title_of(method))}</h3>{control}{table}</div>')
     if not parts:
@@ -247,11 +247,11 @@ def _weighing(decision: Decision) -> list[str]:
 
 def _stops(decision: Decision, method: str) -> list[dict[str, Any]]:
     """Return the matrices of the slider: one over all rounds, then one per phase."""
-    taken = [view.taken[method] for view in decision.views if method in view.taken]
-    spans = phases(min(len(rounds) for rounds in taken))
+    update_weights = [view.update_weights[method] for view in decision.views if method in view.update_weights]
+    spans = phases(min(len(rounds) for rounds in update_weights))
 
     def shares(part: range | None) -> list[list[float]]:
-        return [[round(share, 3) for share in mean_over(rounds, part)] for rounds in taken]
+        return [[round(share, 3) for share in mean_over(rounds, part)] for rounds in update_weights]
 
     titles = [f"rounds {p.start + 1} to {p.stop}" if len(p) > 1 else f"round {p.stop}" for p in spans]
     later = [{"title": title, "shares": shares(p)} for title, p in zip(titles, spans, strict=True)]

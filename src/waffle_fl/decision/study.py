@@ -45,7 +45,7 @@ class View:
     tests: int
     classes: tuple[int, ...]  # test samples per class, 0 for absent classes; empty for regression
     standings: dict[str, Standing]
-    taken: dict[str, list[list[float]]]  # method -> round -> weight of each agent's update, mean over seeds
+    update_weights: dict[str, list[list[float]]]  # method -> round -> weight of each agent's update, mean over seeds
     partners: dict[str, Interval]  # partner -> this agent's gain from its participation
     notes: tuple[str, ...] = ()
 
@@ -56,7 +56,7 @@ class View:
 
     @property
     def weighing(self) -> list[str]:
-        return [method for method in ("waffle", "weight-erosion") if method in self.taken]
+        return [method for method in ("waffle", "weight-erosion") if method in self.update_weights]
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,9 @@ def _view(
         tests=len(target),
         classes=tuple(classes),
         standings=standings,
-        taken={m: _taken([run for run in runs if run.config.method == m]) for m in WEIGHING if m in predicted},
+        update_weights={
+            m: _mean_weights([run for run in runs if run.config.method == m]) for m in WEIGHING if m in predicted
+        },
         partners=partners,
         notes=tuple(f"{title} diverged in some runs, which are left out" for title in diverged),
     )
@@ -270,7 +272,7 @@ def _predictions(runs: Sequence[FinishedRun], target: Any = None) -> tuple[dict[
     return predicted, target
 
 
-def _taken(runs: Sequence[FinishedRun]) -> list[list[float]]:
+def _mean_weights(runs: Sequence[FinishedRun]) -> list[list[float]]:
     """Return the weight of each agent's update in the model per round, mean over seeds."""
     logs = [[line["weights"] for line in run.rounds] for run in runs if run.result["status"] == "finished"]
     return [[fmean(column) for column in zip(*same, strict=True)] for same in zip(*logs, strict=True)]

@@ -115,7 +115,7 @@ def partners(view: View, decision: Decision) -> str:
 def update_sources(view: View, decision: Decision) -> str:
     """Return which agents' updates entered this agent's model, in percent."""
     method = view.weighing[0]
-    shares = mean_over(view.taken[method])
+    shares = mean_over(view.update_weights[method])
     own = decision.names.index(view.name)
     others = sorted((i for i in range(len(shares)) if i != own), key=lambda i: -shares[i])
     if not others:
@@ -167,7 +167,7 @@ def data_differences(found: Distances, name: str) -> str:
     near = min(others, key=lambda j: found.gradient[i][j])
     far = max(others, key=lambda j: found.gradient[i][j])
     mix = [found.label[i][j] for j in others]
-    text = f"Judged by the first gradients, the data of {found.names[near]} are most similar to those of {name}"
+    text = f"By their first gradients, the data of {found.names[near]} are most similar to those of {name}"
     text += f" and the data of {found.names[far]} least similar" if far != near else ""
     return f"{text}. The label distances to its partners are {min(mix):.2f} to {max(mix):.2f} (see below)."
 

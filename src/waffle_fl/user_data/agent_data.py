@@ -59,13 +59,15 @@ class CollectedData(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Divided(NamedTuple):
+class RowSplit(NamedTuple):
+    """The training, validation and test rows of one agent."""
+
     train: Rows
     validation: Rows
     test: Rows
 
 
-def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, options: ReadOptions) -> Divided:
+def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, options: ReadOptions) -> RowSplit:
     """Return the training, validation and test rows.
 
     The rows before `given` are for training, the others for testing. If it is None, a share of each class is held out.
@@ -76,7 +78,7 @@ def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, opti
         rest, test = np.arange(given), np.arange(given, len(keys))
     inner = None if classes is None else classes[rest]
     validation, train = hold_out([keys[i] for i in rest], inner, options.validation, options.split_seed, "validation")
-    return Divided(rest[train], rest[validation], test)
+    return RowSplit(rest[train], rest[validation], test)
 
 
 def check_classes(task: Task, classes: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.user_data import images, tables
-from waffle_fl.user_data.agent_data import AgentData, Array, CollectedData, Divided, ReadOptions, check_classes, divide
+from waffle_fl.user_data.agent_data import AgentData, Array, CollectedData, ReadOptions, RowSplit, check_classes, divide
 from waffle_fl.user_data.array_checks import check_duplicates
 from waffle_fl.user_data.arrays import gather, read_npz
 from waffle_fl.user_data.preprocessing import Preprocessing, aim_of, fit
@@ -113,13 +113,13 @@ def goal_of(all_tables: Sequence[Table], options: ReadOptions) -> tuple[str, tup
     )
 
 
-def divided(own: Sequence[Table], aim: Preprocessing, options: ReadOptions) -> Divided:
+def divided(own: Sequence[Table], aim: Preprocessing, options: ReadOptions) -> RowSplit:
     """Return an agent's training, validation and test rows."""
     labels = _targets(aim, own) if aim.task == "classification" else None
     return divide(_split_keys(own), labels, len(own[0]) if len(own) == 2 else None, options)
 
 
-def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: Divided) -> AgentData:
+def parts_of(own: Sequence[Table], fitted: Preprocessing, rows: RowSplit) -> AgentData:
     """Return an agent's tables as arrays."""
     x = np.concatenate([fitted.transform(table, "ignore") for table in own])
     return AgentData(x, _targets(fitted, own), *rows)
