@@ -499,7 +499,7 @@ def test_a_decision_about_numbers(tmp_path: Path) -> None:
     gains = json.loads(shown.out)["gains"]
     assert gains["<b>west<b>"]["fedavg"]["rmse"][2] < 0
     text = (tmp_path / "d" / "decision.html").read_text()
-    assert text.count("with WAFFLE the error is") == 3
+    assert text.count("with WAFFLE and") == 3
     assert "most frequent class" not in text.partition("<script")[0]
     assert "&lt;b&gt;west&lt;b&gt;" in text
     assert "<b>" not in text.partition("<script")[0]
@@ -531,15 +531,17 @@ def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
     line += ["linear", "--methods", "fedavg", "--out", tmp_path / "d", "--quiet"]
     refused = waffle(*line, "--metric", "rmse")
     assert refused.code == 2
-    assert "rmse is not defined on any agent's test data; choose accuracy, balanced_accuracy, auc" in refused.err
-    assert "there is accuracy" in waffle(*line, "--alice", "south", "--metric", "auc").err
+    assert "rmse is not defined on any agent's test data; available: accuracy, balanced_accuracy, auc" in refused.err
+    assert "available: accuracy" in waffle(*line, "--alice", "south", "--metric", "auc").err
     assert not (tmp_path / "d").exists()
     shown = waffle(*line, "--metric", "auc")
     assert shown.code == 0, shown.err
-    assert "south is not assessed: auc is not defined on its test data; choose accuracy." in " ".join(shown.out.split())
+    assert "south is not assessed: auc is not defined on its test data; available: accuracy." in " ".join(
+        shown.out.split()
+    )
     whole = waffle(*line)
     assert whole.code == 0, whole.err
-    assert "There is only one class in its test data" in (tmp_path / "d" / "decision.html").read_text()
+    assert "Its test data contain only one class" in (tmp_path / "d" / "decision.html").read_text()
 
 
 def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> None:
@@ -562,7 +564,7 @@ def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> No
     text = (tmp_path / "d" / "decision.html").read_text()
     assert 'id="distance-gradient"' in text
     assert 'id="distance-feature"' not in text
-    assert "so that none are left to compare" in text
+    assert "each agent standardised its columns with its own means" in text
 
 
 @pytest.mark.data

@@ -128,7 +128,7 @@ def _check_metric(metric: Metric | None, federation: Federation, agents: Sequenc
     targets = [federation.labels(i, federation.test[i]).numpy() for i in agents]
     defined = dict.fromkeys(known for target in targets for known in metrics_of(target, federation.outputs))
     if metric and metric not in defined:
-        raise WaffleError(f"metric: {metric} is not defined on any agent's test data; choose {', '.join(defined)}")
+        raise WaffleError(f"metric: {metric} is not defined on any agent's test data; available: {', '.join(defined)}")
 
 
 def decide(
@@ -225,7 +225,7 @@ def _view(
     outputs = next(iter(predicted[ALONE].values())).shape[-1]
     defined = metrics_of(target, outputs)
     if metric and metric not in defined:
-        raise NotAssessed(f"{metric} is not defined on its test data; choose {', '.join(defined)}")
+        raise NotAssessed(f"{metric} is not defined on its test data; available: {', '.join(defined)}")
     metrics = tuple(sorted(defined, key=lambda m: m != metric))
     standings = {}
     for m in (m for m in methods if m in predicted):
