@@ -5,7 +5,7 @@ The intervals cover two sources of randomness: the test samples and training.
 Test samples: a resample draws as many test samples as there are, with replacement. Differences between two methods use
 the same draws. The value of a method is the mean over its seeds. For balanced accuracy and AUC, samples are drawn
 within each class, so every resample contains every class. When all samples of a small test set agree, a percentile
-interval has no width. The draws of an accuracy therefore include two added samples, one correct and one wrong, as in
+interval has no width. The draws of an accuracy therefore include two added samples, one for and one against, as in
 Agresti and Coull (1998) for a proportion and Agresti and Min (2005) for a paired difference; the classes of a balanced
 accuracy share the two. The draws of an AUC or an RMSE are widened by the factor that turns a normal distribution into
 Student's, with the number of samples in the smallest group.

@@ -216,7 +216,7 @@ def _reading(decision: Decision) -> str:
         "An agent gains or loses clearly when the whole interval lies on one side of 0. There is no verdict for an AUC "
         f"with fewer than {FEW} samples of a class or an error with fewer than {FEW} samples.",
         "In a small test set all samples may agree, and a plain interval would look certain. The draws of an accuracy "
-        "therefore include two added samples, one correct and one wrong; those of an AUC or an error are widened when "
+        "therefore include two added samples, one for and one against; those of an AUC or an error are widened when "
         "there are few samples. Samples for balanced accuracy and AUC are drawn within each class.",
     ]
     methods = {title_of(m): about_of(m).in_words for m in decision.methods}
