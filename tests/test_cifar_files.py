@@ -352,7 +352,7 @@ def test_malicious_pickle_is_refused_and_never_run(tmp_path: Path, kind: str) ->
     path.write_bytes(hostile(canary)[kind])
     text = refusal(cifar.read_python, path)
     assert "refused to load" in text
-    assert "no CIFAR-10 batch" in text
+    assert "not a CIFAR-10 batch" in text
     assert not canary.exists()
 
 
