@@ -57,8 +57,8 @@ def test_the_readme_s_python_runs(
 
 
 def test_the_estimator_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The snippet of docs/use.md runs as it stands, and prints predictions and weights."""
-    (snippet,) = blocks(ROOT / "docs" / "use.md", "python")
+    """The snippet of docs/predict-export.md runs as it stands, and prints predictions and weights."""
+    (snippet,) = blocks(ROOT / "docs" / "predict-export.md", "python")
     exec(snippet, {})
     said, weights = capsys.readouterr().out.splitlines()
     assert "(3, 2)" in said

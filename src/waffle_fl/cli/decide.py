@@ -125,10 +125,10 @@ def companions(config: RunConfig, folder: Path) -> list[tuple[RunConfig, Path]]:
 def sentences(decision: Decision) -> list[str]:
     """What the terminal says of a decision: of one agent its verdict, of many who gains."""
     if len(decision.views) > 1:
-        return [*verdict_text.everyone(decision, decision.method), *decision.unjudged]
+        return [*verdict_text.federation_summary(decision, decision.method), *decision.not_assessed]
     (view,) = decision.views
     said = [verdict_text.verdict(view, decision.method, decision.metric), *verdict_text.caution(view, decision)]
-    return [*said, *decision.unjudged]
+    return [*said, *decision.not_assessed]
 
 
 def _tell(decision: Decision, page: Path, output: Output) -> None:

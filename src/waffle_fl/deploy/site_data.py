@@ -125,10 +125,10 @@ class SiteData:
         rules = Rules.of(self.policy, own)
         _check_aim(common, _goal(rules, own, how))
         rows = divided(own, common, how)
-        _check_prepared(common, rules, own, own[0].taken(rows.train), how)
+        _check_prepared(common, rules, own, own[0].select(rows.train), how)
         keys = [key for table in own for key in table.row_keys()]
         check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(own) == 2)
-        fitted = fit_locally(common, own[0].taken(rows.train))
+        fitted = fit_locally(common, own[0].select(rows.train))
         made = CollectedData({self.name: parts_of(own, fitted, rows)}, common.task, common.classes, (fitted,))
         return replace(Federation.from_gathered(made, 0), ids=(agent,))
 
@@ -299,7 +299,7 @@ def _training(
     if 0 < len(rows.train) < FEWEST:
         raise Refused(f"fewer than {FEWEST} training rows are not summarised")
     counts = {"samples": len(rows.train), "test": len(rows.test), "validation": len(rows.validation)}
-    return own[0].taken(rows.train), counts
+    return own[0].select(rows.train), counts
 
 
 def _tell_counts(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
