@@ -3,7 +3,7 @@
 printed_table.py   the numbers that the paper printed      claims.py   the claims, and whether they hold
 studies.py         the records of each study               run_missing.py   runs what the records lack
 page.py            writes the pages in docs/               sections.py, page_text.py   parts and texts of results*.md
-beyond_tables.py   tables of docs/beyond*.md               robustness_tables.py   tables of docs/robustness.md
+beyond_tables.py   tables of docs/beyond*.md               robustness_tables.py   tables of docs/robustness*.md
 figures.py         the figures                             convergence.py   rounds needed, with a paired test
 drift.py, momentum.py, quadratics.py   computed records    command.py   `waffle reproduce`
 """

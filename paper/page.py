@@ -40,7 +40,8 @@ RECORD_PAGES: dict[
 ] = {  # page in docs/ -> its record, and what is written between the markers
     "beyond": (beyond_tables.NAME, beyond_tables.summary),
     "beyond-shifts": (beyond_tables.NAME, beyond_tables.tables),
-    "robustness": (robustness_tables.NAME, robustness_tables.sections),
+    "robustness": (robustness_tables.NAME, robustness_tables.summary),
+    "robustness-tables": (robustness_tables.NAME, robustness_tables.tables),
 }
 DEPARTURE_FIGURES = ("quadratics",)  # on docs/results-departures.md; the others are on docs/results.md
 

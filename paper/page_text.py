@@ -81,12 +81,12 @@ LOCAL_FROM_TEXT = """
 """
 MOMENTUM_TEXT = """
     CIFAR-10 is trained with momentum, for which neither SCAFFOLD nor the paper defines control variates. The table,
-    from `results/momentum.jsonl`, compares three forms with no control variates. It shows the distance between the
-    server's model and the optimum of the mean loss on the quadratics of the drift figure in [results.md](results.md),
-    with momentum 0.9, 40 steps per round and lr 0.01. With the correction inside the momentum and the paper's division
-    by K, training diverges. With the correction outside, which is our form and keeps line 9 of Algorithm 2 as printed,
-    it is stable and removes most of FedAvg's drift. Inside and divided by S, the sum of the step lengths that momentum
-    makes of K steps, it is exact for quadratics.
+    from `results/momentum.jsonl`, compares three forms and training without control variates. It shows the distance
+    between the server's model and the optimum of the mean loss on the quadratics of the drift figure in
+    [results.md](results.md), with momentum 0.9, 40 steps per round and lr 0.01. With the correction inside the
+    momentum and the paper's division by K, training diverges. With the correction outside, which is our form and keeps
+    line 9 of Algorithm 2 as printed, it is stable and removes most of FedAvg's drift. Inside and divided by S, the sum
+    of the K velocities under a constant gradient of 1, it is exact for quadratics.
 """
 CONVERGENCE_TEXT = """
     Rounds until 99 % of the last round's accuracy is reached, mean over seeds, and the exact sign-flip test of the

@@ -1,4 +1,4 @@
-"""The tables of docs/robustness.md, from the record of experiments/robustness.toml."""
+"""The tables of docs/robustness.md and docs/robustness-tables.md, from the record of experiments/robustness.toml."""
 
 from __future__ import annotations
 
@@ -23,26 +23,38 @@ Row = tuple[str, int]  # (attack, number of attackers)
 Cells = Mapping[tuple[str, str, Row, str, str], Sequence[FinishedRun]]  # split, method, attack, guard, aggregation
 
 
-def sections(part: Part, claims: Sequence[Verdict]) -> Iterator[str]:
-    """Yield the settings, the claims and every table."""
+def summary(part: Part, claims: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the settings, the claims, and how many attacks are costly."""
     runs = part.all_runs
     yield setting(runs)
     yield verdict_table(claims)
-    cells, methods = cells_of(runs), [method for method in methods_of(runs) if method != "local"]
     yield f"### Cases in which an attack costs more than {COSTLY} points"
-    yield _costs(cells, rows_of(runs), methods)
+    yield _costs(cells_of(runs), rows_of(runs), _attacked_methods(runs))
+
+
+def tables(part: Part, _claims: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the tables of accuracies, weights, backdoors and robust rules."""
+    runs = part.all_runs
+    cells, methods = cells_of(runs), _attacked_methods(runs)
     for split in rows_of(runs):
+        yield f"## Accuracy in percent on split {split}, guard off → standard"
         for at, when in MOMENTS.items():
-            yield f"### Split {split}: accuracy in percent, guard off → standard, {when}"
+            yield f"### Split {split}, {when}"
             head = ["attack", "attackers", *(TITLES[method] for method in methods)]
             yield table(head, [_row(cells, split, methods, row, at) for row in attacks_in(cells)])
-    yield "### Weight of the malicious agents, in percent, guard off → standard"
+    yield "## Weight of the malicious agents, in percent, guard off → standard"
     yield "Mean over all rounds; for WAFFLE-kin over round 0.94 R and the last one."
     yield _weights(cells, rows_of(runs))
-    yield "### Success of the backdoor, in percent of Alice's stamped test samples, guard off → standard"
+    yield "## Success of the backdoor, in percent of Alice's stamped test samples, guard off → standard"
     yield _backdoors(cells, rows_of(runs), methods)
-    yield "### FedAvg with robust aggregation instead of the mean: accuracy in percent in the last round, guard off"
+    yield "## FedAvg with robust aggregation instead of the mean"
+    yield "Accuracy in percent in the last round, guard off:"
     yield _rules(cells, rows_of(runs))
+
+
+def _attacked_methods(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return the methods that attacks can affect: all but Local."""
+    return [method for method in methods_of(runs) if method != "local"]
 
 
 def cells_of(runs: Sequence[FinishedRun]) -> Cells:
