@@ -2,7 +2,7 @@
 
 Three of WAFFLE's ideas stay: Alice is at the centre, others count by how their updates compare with hers, and training
 goes from global to personal. What differs: each layer has weights of its own, an agent whose layer Alice does not share
-goes on with its own one there, and agents run FedAvg, whose updates show what they would do (docs/theory-weights.md, 27).
+goes on with its own one there, and agents run FedAvg, whose updates show what they would do (docs/theory.md, 27).
 """
 
 from __future__ import annotations
