@@ -174,7 +174,7 @@ def digits() -> dict[str, Any]:
 def _alternating(
     ours: Callable[[], Any], sides: dict[str, Callable[[int], float]], federations: int = 1
 ) -> dict[str, float]:
-    """The median seconds of each side's rounds, a federation, all in turn."""
+    """Return the median seconds per federation and round of each implementation, all taking turns."""
     times: dict[str, list[float]] = {name: [] for name in ("ours", *sides)}
     for r in range(2, ROUNDS + 2):
         times["ours"].append(seconds(ours))
@@ -184,7 +184,7 @@ def _alternating(
 
 
 def agents() -> dict[str, Any]:
-    """What an agent costs a round as federations grow, each size in a process of its own to see its memory."""
+    """Time FedAvg per agent and round by the number of agents, each size in its own process to measure memory."""
     costs: dict[str, dict[str, float]] = {}
     for count in AGENTS:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:

@@ -1,7 +1,7 @@
 """The paper's studies: experiment files, committed records, and the tables, figures and claims made from them.
 
 printed_table.py   the numbers that the paper printed      claims.py   the claims, and whether they hold
-studies.py         the records of each study               run_missing.py   runs what the records lack
+studies.py         the records of each study               run_missing.py   runs the missing runs
 page.py            writes the pages in docs/               sections.py, page_text.py   parts and texts of results*.md
 beyond_tables.py   tables of docs/beyond*.md               robustness_tables.py   tables of docs/robustness*.md
 figures.py         the figures                             convergence.py   rounds needed, with a paired test
