@@ -1,4 +1,4 @@
-"""Run the missing runs of a study and add them to the records. Needs only torch and numpy."""
+"""Make a study's records on a machine with torch and numpy alone: python -m paper STUDY --minutes 9"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waffle_fl.experiment import Interrupted, Listener, Runtime
 
 
 class Lines(Listener):
-    """Prints one line per finished run."""
+    """One line a run."""
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
         best = result.get("best", {}).get("accuracy")
@@ -37,19 +37,15 @@ def _share(text: str) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m paper", description=__doc__)
     parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
-    parser.add_argument("--cell", default="", help="run only this experiment, split or cell, such as mnist/C/waffle")
-    parser.add_argument("--methods", nargs="*", default=(), help="run only these methods")
-    parser.add_argument("--seeds", type=int, nargs="*", default=(), help="seeds to run instead of those in the files")
+    parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
+    parser.add_argument("--methods", nargs="*", default=(), help="only these, by their names")
+    parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
     parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="stop after this many minutes; the same command resumes"
-    )
-    parser.add_argument("--share", default="1/1", help="K/N: run the K-th of N shares, one process per share")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the runs and their checkpoints")
-    parser.add_argument("--stack", type=int, default=Runtime.stack, help="maximum number of runs that train together")
-    parser.add_argument(
-        "--checkpoint-seconds", type=float, default=Runtime.checkpoint_seconds, help="seconds between checkpoints"
-    )
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
+    parser.add_argument("--share", default="1/1", help="2/4 is the second of four processes at work on the same study")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
+    parser.add_argument("--stack", type=int, default=Runtime.stack, help="runs that train together at most")
+    parser.add_argument("--checkpoint-seconds", type=float, default=Runtime.checkpoint_seconds, help="between saves")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")
@@ -63,7 +59,7 @@ def main() -> int:
         print(f"waffle: {error}", file=sys.stderr)
         return 2
     except Interrupted:
-        print("stopped; every run is saved, and the same command resumes", file=sys.stderr)
+        print("stopped; every run is saved, and the same command goes on from here", file=sys.stderr)
     for problem in problems(read_study(root, study)):
         print(problem, file=sys.stderr)
     return 0

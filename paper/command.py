@@ -1,4 +1,4 @@
-"""The command `waffle reproduce`: the paper's tables and figures, next to ours."""
+"""The command `waffle reproduce`: the paper's tables and figures beside its own numbers."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from waffle_fl.results import FinishedRun, methods_of, rows_of, scores
 
 
 def reproduce(arguments: Sequence[str]) -> int:
-    """Run the missing runs of a study of the paper, write its pages, and check its claims."""
+    """Run what a study of the paper lacks, write its pages, and check its claims."""
 
     @dataclass(frozen=True)
     class Reproduce:
-        """Run the missing runs of a study of the paper, then write docs/results.md and its figures from the records."""
+        """Run what is missing of a study of the paper, then write docs/results.md and its figures from the records."""
 
         study: tyro.conf.Positional[str]
         """mnist or cifar10."""
         check: bool = False
-        """Only read the committed records; exit with 1 unless each matches its config and every claim holds."""
+        """Read the committed records only; exit with 1 unless each belongs to its config and every claim holds."""
         cell: str = ""
         """Only this experiment, split or cell, such as mnist/C/waffle."""
         seeds: tuple[int, ...] = ()
-        """Seeds to run instead of those in the experiment files."""
+        """These seeds in place of those of the experiment files."""
         anew: bool = False
         """Run also what the records hold already, and replace it there."""
         runs: Path = Path("runs")
-        """Folder for the runs and their checkpoints."""
+        """Folder of the runs and their checkpoints."""
         runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
@@ -58,16 +58,16 @@ def reproduce(arguments: Sequence[str]) -> int:
     root = find_root(Path.cwd())
     if not args.check:
         with live(args.output) as listener:
-            selection = (args.cell, args.seeds, args.anew)
-            run_missing(root, args.study, args.runs, args.runtime, listener, *selection)
+            asked = (args.cell, args.seeds, args.anew)
+            run_missing(root, args.study, args.runs, args.runtime, listener, *asked)
         write_pages(root)
     parts = read_study(root, args.study)
-    wrong, claims = problems(parts), verdicts(args.study, parts[args.study].all_runs)
+    wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
     if args.output.json:
-        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in claims]}))
+        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
     else:
-        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, claims, console_for())
-    return 1 if args.check and (wrong or not all(verdict.holds for verdict in claims)) else 0
+        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
+    return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
 
 
 def show_study(
@@ -75,10 +75,10 @@ def show_study(
     runs: Sequence[FinishedRun],
     cell: str,
     wrong: Sequence[str],
-    claims: Sequence[Verdict],
+    judged: Sequence[Verdict],
     console: Console,
 ) -> None:
-    """Print a study next to the paper, cell by cell, then the problems of its records and each claim."""
+    """A study beside the paper, cell by cell; then what is wrong with its records, and each claim."""
     table = Table(title=f"\n{study}: accuracy in percent", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown = protocols_of(runs)
     for column in ("split", "method", "paper", *shown, "best - paper"):
@@ -98,4 +98,4 @@ def show_study(
             )
     if table.row_count:
         console.print(table)
-    show_verdicts(wrong, claims, console)
+    show_verdicts(wrong, judged, console)
