@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from paper import beyond_tables, robustness_tables
-from paper.page import STATING, with_tables
+from paper.page import RECORD_PAGES, with_tables
 from paper.studies import read_study
 
 from conftest import refusal
@@ -237,16 +237,16 @@ def test_the_gates_of_the_robustness_file() -> None:
     assert set(held.of["attack"]) == attacks - {"none", "projected"}
 
 
-@pytest.mark.parametrize("name", STATING)
+@pytest.mark.parametrize("name", RECORD_PAGES)
 def test_pages_that_state_claims_are_their_records(name: str) -> None:
-    """docs/robustness.md and docs/beyond.md have the tables of the committed records, and say what is missing."""
+    """Each page of RECORD_PAGES has the tables of its committed record, and lists missing runs."""
     assert (ROOT / "docs" / f"{name}.md").read_text() == with_tables(ROOT, name)
 
 
 def test_tables_of_a_record(clone: Path) -> None:
-    """With a record the page has every table: accuracies at both moments, weights, backdoors and rules."""
+    """With a record the page has every table: accuracies in both rounds, weights, backdoors and rules."""
     part = recorded(clone)
-    text = "\n".join(robustness_tables.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    text = "\n".join(robustness_tables.tables(part, ()))
     assert "| sign-flip(3) | 3 | 90.2 → 90.2 | 90.2 → 90.2 |" in text or "| sign-flip(3) | 3 | 90.1" in text
     assert "krum(1)" in text
     assert "| A | backdoor | 3 | 90.0 → 90.0 | 90.0 → 90.0 |" in text
@@ -257,8 +257,8 @@ def test_what_attacks_cost_is_counted(clone: Path) -> None:
     """Cases that lie more than 1.5 points below the honest run are counted by method and guard, the dearest named."""
     case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
     part = recorded(clone, case=(case, (0.5,)))
-    text = "\n".join(robustness_tables.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
-    assert "Of 8 each" in text
+    text = "\n".join(robustness_tables.summary(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    assert "Of 8 cases per cell" in text
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
 
