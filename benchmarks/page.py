@@ -1,4 +1,4 @@
-"""Write docs/speed.md and the tables of the README from the committed records: python -m benchmarks.page"""
+"""Write docs/speed.md and the tables of docs/examples/digits.md from the records: python -m benchmarks.page"""
 
 from __future__ import annotations
 
@@ -207,6 +207,6 @@ def with_tables(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    digits = ROOT / "docs" / "examples" / "digits.md"
+    digits.write_text(with_tables(digits.read_text(encoding="utf-8")), encoding="utf-8")
     (ROOT / "docs" / "speed.md").write_text(page(), encoding="utf-8")

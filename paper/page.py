@@ -12,6 +12,7 @@ from typing import Any
 
 from paper import beyond_tables, figures, robustness_tables
 from paper.claims import Verdict
+from paper.overview import overview
 from paper.page_text import CAPTIONS, COLUMNS, DEPARTURES_INTRODUCTION, INTRODUCTION
 from paper.sections import (
     Records,
@@ -35,9 +36,7 @@ from waffle_fl.report.charts import to_svg
 from waffle_fl.results import WEIGHING
 
 Sections = Callable[[Part, Sequence[Verdict]], Iterator[str]]
-RECORD_PAGES: dict[
-    str, tuple[str, Sections]
-] = {  # page in docs/ -> its record, and what is written between the markers
+RECORD_PAGES: dict[str, tuple[str, Sections]] = {  # page in docs/ -> its record, and the text between the markers
     "beyond": (beyond_tables.NAME, beyond_tables.summary),
     "beyond-shifts": (beyond_tables.NAME, beyond_tables.tables),
     "robustness": (robustness_tables.NAME, robustness_tables.summary),
@@ -58,6 +57,8 @@ def write(root: Path) -> list[Path]:
     folder = root / "docs" / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     written = {folder / f"{name}.svg": to_svg(chart()) for name, _, chart in pictures(records)}
+    if records.runs("mnist"):
+        written[folder / "overview.svg"] = to_svg(overview(records.runs("mnist")))
     written[root / "docs" / "results.md"] = results_page(records)
     written[root / "docs" / "results-departures.md"] = departures_page(records)
     written |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in RECORD_PAGES}

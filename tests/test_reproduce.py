@@ -531,6 +531,7 @@ def test_what_the_page_says_of_distances(records: Records) -> None:
 def test_the_figures_are_their_records(records: Records) -> None:
     """Every figure is there as text, small, and drawn from the committed records; no other is."""
     drawn = {name: to_svg(chart()) for name, _, chart in page.pictures(records)}
+    drawn["overview"] = to_svg(page.overview(records.runs("mnist")))
     folder = ROOT / "docs" / "figures"
     assert {path.name for path in folder.iterdir()} == {f"{name}.svg" for name in drawn}
     for name, svg in drawn.items():
