@@ -274,7 +274,7 @@ def test_a_parcel_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[s
     """Words and payloads survive Flower's records."""
     parcel = unpacked(packed(Message(words, payloads)), 1 << 20)
     assert parcel.payloads == payloads
-    assert parcel.words == json.loads(json.dumps(words))
+    assert parcel.fields == json.loads(json.dumps(words))
 
 
 @RELAXED

@@ -24,7 +24,7 @@ from waffle_fl.algorithms import for_model
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import membership
 from waffle_fl.deploy.client_app import answered
-from waffle_fl.deploy.dry_run import rehearse
+from waffle_fl.deploy.dry_run import dry_run
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.settings_files import change, read_site
 from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
@@ -76,7 +76,7 @@ class Server:
 
     def survey(self) -> Survey:
         def ask(stage: Stage, known: dict[str, Any]) -> Answers:
-            words = self.send(stage=stage, known=known).words
+            words = self.send(stage=stage, known=known).fields
             if "error" in words:
                 raise WaffleError(words["error"])
             return {"north": dict(words)}
@@ -117,7 +117,7 @@ class Scene(NamedTuple):
         return self.server.order(self.facts, self.course, ({**self.task, **changes}, payload or self.payload))
 
     def said(self, payload: bytes | None = None, **changes: Any) -> dict[str, Any]:
-        return next(iter(self.order(payload, **changes).words["courses"].values()))  # type: ignore[no-any-return]
+        return next(iter(self.order(payload, **changes).fields["courses"].values()))  # type: ignore[no-any-return]
 
     def other_models(self) -> Iterator[bytes]:
         """Payloads with other models in them."""
@@ -131,7 +131,7 @@ def scene(site: Path, asked: RunConfig | None = None, run: str = "run") -> Scene
     server.run = run
     facts = server.survey()
     course = server.course(facts)
-    task, payload = course.task(0)
+    task, payload = course.request_for(0)
     return Scene(server, facts, course, task.to_json(), payload)
 
 
@@ -166,7 +166,7 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
     """Names of patients are refused by the site itself, as target or as column, in one line without any of them."""
     lines = [f"patient{i},{i / 7:.3f},{i % 5},{'AB'[i % 2]}" for i in range(150)]
     (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
-    said = json.dumps(Server(site, config(**settings)).send(**words).words)
+    said = json.dumps(Server(site, config(**settings)).send(**words).fields)
     assert "more than 100 different texts, which stay here" in said
     assert "patient" not in said
 
@@ -180,7 +180,7 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
 )
 def test_an_identifier_stays_however_few_there_are(target: str, words: dict[str, Any], site: Path) -> None:
     """A text of its own in every row is a name, also where the site has few rows."""
-    said = json.dumps(Server(site, config(target=target)).send(**words).words)
+    said = json.dumps(Server(site, config(target=target)).send(**words).fields)
     assert "column 'name' has another text in every row: they stay here" in said
     assert "patient" not in said
 
@@ -199,7 +199,7 @@ def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> Non
             other.survey()
         facts = Server(site, config(), run).survey()
         words = {"known": facts.known, "digest": facts.digests["north"], "model": "", "tasks": []}
-        assert "would be one more" in other.send(**words).words["error"]
+        assert "would be one more" in other.send(**words).fields["error"]
     change(site / "site.toml", surveys=2, categorical=["dose"], targets=["ward", "name"])
     Server(site, config(**settings)).survey()
 
@@ -225,7 +225,7 @@ def test_other_questions_within_a_survey_are_refused(known: dict[str, Any], site
     people(site)
     server = Server(site, config())
     server.survey()
-    assert set(server.send(stage="columns", known=known).words) == {"error", "software"}
+    assert set(server.send(stage="columns", known=known).fields) == {"error", "software"}
 
 
 @pytest.mark.parametrize(("rows", "refused"), [(5, True), (7, False)])
@@ -233,7 +233,7 @@ def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> No
     """A mean of fewer than five training rows does not leave."""
     people(site, rows=rows)
     change(site / "site.toml", targets=["ward"])
-    said = Server(site, config()).send(stage="counts", known={"aim": AIM}).words
+    said = Server(site, config()).send(stage="counts", known={"aim": AIM}).fields
     assert said.get("error", "") == ("fewer than 5 training rows are not summarised" if refused else "")
 
 
@@ -253,7 +253,7 @@ def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
     for changed in ({"columns": columns[1:]}, {"columns": [*columns, columns[0]]}, {"columns": many}):
         known = {**first.facts.known, "prepared": {**prepared, **changed}}
         reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-        assert "error" in reply.words["courses"]["course"]
+        assert "error" in reply.fields["courses"]["course"]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: Scen
     with pytest.raises(WaffleError):
         Request.from_json({**first.task, **changes})
     before = sorted(first.server.site.parent.rglob("*"))
-    assert first.order(**changes).words["error"] == "it failed there (WaffleError); the site's own log says why"
+    assert first.order(**changes).fields["error"] == "it failed there (WaffleError); the site's own log says why"
     assert sorted(first.server.site.parent.rglob("*")) == before
 
 
@@ -300,9 +300,9 @@ def test_rules_hold_without_training(task: dict[str, Any], first: Scene, monkeyp
     monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
     change(first.server.site / "site.toml", methods=["fedavg"])
     first.server.config = config("ditto")
-    assert "takes part in fedavg, not in ditto" in first.order(**task).words["error"]
+    assert "takes part in fedavg, not in ditto" in first.order(**task).fields["error"]
     first.server.config = config(model="hostile_module:build")
-    assert "does not import 'hostile_module:build'" in first.order(**task).words["error"]
+    assert "does not import 'hostile_module:build'" in first.order(**task).fields["error"]
     assert not (canary / "sung").exists()
 
 
@@ -335,7 +335,7 @@ def test_a_resumed_server_asks_the_same(site: Path) -> None:
     change(site / "site.toml", rounds=1)
     begun = scene(site, config("scaffold"))
     begun.course.lost.add(0)
-    restored, payload = begun.course.task(0)
+    restored, payload = begun.course.request_for(0)
     assert restored.restored
     for said in (begun.said(examine=True), begun.said(), begun.said(payload, restored=True)):
         assert "error" not in said
@@ -350,10 +350,10 @@ def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
         honest = scene(site)
         course = honest.course
         for _ in range(3):
-            task, payload = course.task(0)
+            task, payload = course.request_for(0)
             reply = honest.server.order(honest.facts, course, (task.to_json(), payload))
-            course.receive(0, reply.words["courses"]["course"], reply.payloads.get("course"))
-            course.turn(1)
+            course.receive(0, reply.fields["courses"]["course"], reply.payloads.get("course"))
+            course.advance(1)
         assert course.finished
 
 
@@ -395,10 +395,10 @@ def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
     good = packed(Message({"software": software()}))
     for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None)):
         reply = answered(folder, content)
-        assert reply.words["error"].startswith("it failed there (")
-        assert str(tmp_path) not in json.dumps(reply.words)
+        assert reply.fields["error"].startswith("it failed there (")
+        assert str(tmp_path) not in json.dumps(reply.fields)
     (site / "site.toml").write_text("secret =")
-    assert answered(site, good).words["error"].startswith("it failed there (WaffleError)")
+    assert answered(site, good).fields["error"].startswith("it failed there (WaffleError)")
 
 
 def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
@@ -408,7 +408,7 @@ def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
     path.mkdir()
     reply = first.order()
     assert reply.payloads == {}
-    assert reply.words["error"].startswith("it failed there (")
+    assert reply.fields["error"].startswith("it failed there (")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_work_is_bounded(asked: RunConfig, first: Scene) -> None:
 def test_messages_are_bounded(first: Scene) -> None:
     """A message of more megabytes than the site allows is not read, nor are copies of a model beyond them made."""
     change(first.server.site / "site.toml", max_mb=1)
-    assert first.order(bytes(2 << 20)).words["error"] == "a message takes more than the 1 MB that this site allows"
+    assert first.order(bytes(2 << 20)).fields["error"] == "a message takes more than the 1 MB that this site allows"
     first.server.config = config("ifca", {"clusters": 10**5})
     assert first.said()["error"] == "this model takes more than the 1 MB that this site allows"
 
@@ -440,15 +440,15 @@ def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
     """With alice = all each course has its own error, and the ledger says what truly left."""
     broken = ({**first.task, "course": "broken"}, b"rubbish")
     reply = first.server.order(first.facts, first.course, broken, (first.task, first.payload))
-    assert reply.words["courses"].keys() == {"broken", "course"}
-    assert reply.words["courses"]["broken"]["error"].startswith("what the server sent cannot be read")
+    assert reply.fields["courses"].keys() == {"broken", "course"}
+    assert reply.fields["courses"]["broken"]["error"].startswith("what the server sent cannot be read")
     assert reply.payloads.keys() == {"course"}
     lines = {line["course"]: line for line in ledger(first.server.site)[-2:]}
     assert "update" not in lines["broken"]
-    assert lines["broken"]["said"] == reply.words["courses"]["broken"]
+    assert lines["broken"]["said"] == reply.fields["courses"]["broken"]
     assert lines["course"]["update"]["bytes"] == len(reply.payloads["course"])
     twice = first.server.order(first.facts, first.course, (first.task, first.payload), (first.task, first.payload))
-    assert twice.words["error"] == "one course is asked for twice in a message"
+    assert twice.fields["error"] == "one course is asked for twice in a message"
 
 
 def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
@@ -456,7 +456,7 @@ def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
     score = first.said(round=0, examine=True)
     metrics = first.said(round=0, final=True)
     first.server.run = "../evil"
-    refusal = first.order().words["error"]
+    refusal = first.order().fields["error"]
     said = [line.get("said") for line in ledger(first.server.site)[-3:]]
     assert said == [score, metrics, {"error": refusal}]
     assert metrics["metrics"]["accuracy"] >= 0
@@ -474,21 +474,21 @@ def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
     people(site)
     change(site / "site.toml", max_norm=1e-9)
     with pytest.raises(WaffleError, match="this site would refuse, or fail: an update that is too long stays here"):
-        list(rehearse(site, config()))
+        list(dry_run(site, config()))
 
 
 def test_the_values_of_a_numeric_column_stay(site: Path) -> None:
     """A server that calls ages or doses categories gets none of them, unless the site lists the column itself."""
     people(site)
     for name in ("age", "dose"):
-        said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).words
+        said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).fields
         assert said["error"] == (
             f"column {name!r} holds numbers here, whose values stay here: this site would have to list it under "
             "categorical in its site.toml"
         )
     change(site / "site.toml", categorical=["dose"], min_count=1, surveys=9)
     listed = Server(site, config(min_category=1))
-    said = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).words
+    said = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).fields
     assert "0.333" in said["categories"]["dose"]
 
 
@@ -497,15 +497,15 @@ def test_the_values_of_a_column_do_not_leave_as_classes(target: str, site: Path)
     """Naming another column as the target does not make its distinct values leave."""
     people(site, 12)
     asked = Server(site, config(target=target, task="classification"))
-    said = json.dumps(asked.send(stage="hello", known={}).words)
+    said = json.dumps(asked.send(stage="hello", known={}).fields)
     assert "error" in said
     assert "patient" not in said
     assert "3.333" not in said
     change(site / "site.toml", targets=["ward"])
-    assert "lets runs predict ward" in asked.send(stage="hello", known={}).words["error"]
+    assert "lets runs predict ward" in asked.send(stage="hello", known={}).fields["error"]
     assert (
         "lets runs predict ward"
-        in (Server(site, config(target="age", task="regression")).send(stage="hello", known={}).words["error"])
+        in (Server(site, config(target="age", task="regression")).send(stage="hello", known={}).fields["error"])
     )
 
 
@@ -514,18 +514,18 @@ def test_a_rare_category_stays(site: Path) -> None:
     table(site / "data" / "north.csv", rows=38, people=4)
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("\nrare1,33,1.5,A\nrare2,34,1.6,B\n")
-    told = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).words
+    told = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
     assert "patient0" in told["categories"]["name"]
     assert "rare" not in json.dumps(told)
     curious = Server(site, config(min_category=1), "curious")
     change(site / "site.toml", surveys=9)
-    said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).words
+    said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
     assert "fewer than 5 rows have stays here: run with --min-category 5" in said["error"]
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("patient0,33,1.5,C\n")
     assert (
         "a class of column 'ward' has fewer than 5 rows here"
-        in (Server(site, config(), "third").send(stage="hello", known={}).words["error"])
+        in (Server(site, config(), "third").send(stage="hello", known={}).fields["error"])
     )
 
 
@@ -547,7 +547,7 @@ def test_made_up_means_are_not_believed(changes: dict[str, Any], first: Scene) -
     columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    said = reply.words["courses"]["course"]["error"]
+    said = reply.fields["courses"]["course"]["error"]
     assert "the server's" in said or "holds numbers here" in said
     assert not reply.payloads
 
@@ -560,7 +560,7 @@ def test_categories_that_were_told_cannot_be_left_out(first: Scene) -> None:
     ]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    assert "lacks categories that this site reported" in reply.words["courses"]["course"]["error"]
+    assert "lacks categories that this site reported" in reply.fields["courses"]["course"]["error"]
 
 
 @pytest.mark.parametrize("where", ["omega", "psi", "model", "aggregation"])
@@ -574,7 +574,7 @@ def test_nothing_that_a_request_names_is_imported(where: str, first: Scene, monk
     part = "settings" if where in content["settings"] else "options"
     content[part][where] = "hostile_rule:build"
     reply = first.server.send(stage="hello", known={}, config=content)
-    assert "does not import 'hostile_rule:build'" in reply.words["error"]
+    assert "does not import 'hostile_rule:build'" in reply.fields["error"]
     assert not (canary / "sung").exists()
     assert "hostile_rule" not in sys.modules
 
@@ -589,7 +589,7 @@ def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> N
     trapped = scene(site, asked)
     payload = pack({**load(trapped.payload), "x": imprint(trapped.course.model)[None]}, {})
     update = load(trapped.order(payload).payloads["course"])["dy"].reshape(-1)
-    rows = Site(site).holdings.federation(asked.settings, 0, trapped.facts.known)
+    rows = Site(site).data.federation(asked.settings, 0, trapped.facts.known)
     train = rows.x[rows.train[0]].double()
     assert recovered(trapped.course.model, update, train) >= len(train) // 3
 
@@ -623,13 +623,13 @@ def test_the_server_s_word_on_the_target_is_not_believed(
     changed = {**facts.prepared, **aim}
     if stage == "train":
         course = server.course(facts)
-        task, payload = course.task(0)
+        task, payload = course.request_for(0)
         known = {**facts.known, "prepared": changed}
         reply = server.order(facts, course, (task.to_json(), payload), known=known)
-        said = reply.words["courses"]["course"]["error"]
+        said = reply.fields["courses"]["course"]["error"]
     else:
         reply = server.send(stage=stage, known={"aim": {**changed, "columns": []}, "kinds": {"age": "numeric"}})
-        said = reply.words["error"]
+        said = reply.fields["error"]
     assert "the server" in said or "no classes" in said
     assert not reply.payloads
 
@@ -640,7 +640,7 @@ def test_a_target_that_is_not_listed_is_refused_in_every_stage(site: Path) -> No
     change(site / "site.toml", targets=["ward"])
     for stage in ("hello", "counts", "columns"):
         aim = {**AIM, "target": "name", "classes": [f"patient{i}" for i in range(4)]}
-        said = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).words
+        said = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).fields
         assert "lets runs predict ward, not 'name'" in said["error"]
 
 
@@ -655,7 +655,7 @@ def test_every_field_of_a_preparation_has_its_type(changes: dict[str, Any], firs
     columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    assert "error" in reply.words["courses"]["course"]
+    assert "error" in reply.fields["courses"]["course"]
     assert not reply.payloads
 
 
@@ -666,5 +666,5 @@ def test_nothing_with_a_colon_is_imported(named: str, first: Scene) -> None:
         content = config("waffle").to_json()
         content[part][where] = named
         reply = first.server.send(stage="hello", known={}, config=content)
-        assert "does not import" in reply.words["error"]
+        assert "does not import" in reply.fields["error"]
     assert not {"this", "antigravity"} & set(sys.modules)

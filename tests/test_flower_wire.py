@@ -103,7 +103,7 @@ def test_w1_from_alice(folder: Path, tmp_path: Path) -> None:
     scheduled(folder, a={2: "W1 NaN"})
     grid = lying(folder)
     conduct(folder, config(3), tmp_path / "run", grid)
-    asked = [request.words["tasks"][0] for name, request in grid.requests if "tasks" in request.words and name == "a"]
+    asked = [request.fields["tasks"][0] for name, request in grid.requests if "tasks" in request.fields and name == "a"]
     assert [(task["round"], task["attempt"]) for task in asked] == [(1, 0), (2, 0), (2, 1), (3, 0), (0, 0)]
     assert bits(tmp_path / "run")[2]["status"] == "finished"
 
@@ -112,9 +112,9 @@ def test_w1_from_alice_for_ever(folder: Path, tmp_path: Path) -> None:
     """W1: after three attempts without a finite update of Alice the run ends as diverged, its last round kept."""
 
     def never(name: str, request: Message, reply: Message) -> Message:
-        if name != "a" or request.words.get("tasks", [{}])[0].get("round") != 2:
+        if name != "a" or request.fields.get("tasks", [{}])[0].get("round") != 2:
             return reply
-        return Message(reply.words, {course: LIES["W1 NaN"][0](payload) for course, payload in reply.payloads.items()})
+        return Message(reply.fields, {course: LIES["W1 NaN"][0](payload) for course, payload in reply.payloads.items()})
 
     conduct(folder, config(3), tmp_path / "run", Grid(folder, never))
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -141,7 +141,7 @@ def test_w9_two_replies(folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         def push_messages(self, messages: Sequence[Any]) -> list[str]:
             (number,) = super().push_messages(messages)
             name, request = self.requests[-1]
-            if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+            if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2:
                 if self.nodes[B].last_activated_at:
                     self.replies |= self.held
                 else:
@@ -178,7 +178,7 @@ def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     change(folder / "server.toml", deadline=0.5, quorum=1)
 
     def gone(name: str, request: Message, reply: Message) -> Message | None:
-        return None if name != "a" and request.words.get("tasks") else reply
+        return None if name != "a" and request.fields.get("tasks") else reply
 
     conduct(folder, config(2, "waffle"), tmp_path / "run", Grid(folder, gone))
     assert [line["weights"] for line in bits(tmp_path / "run")[1]] == [[1.0, 0.0, 0.0]] * 2
@@ -191,7 +191,7 @@ def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
     class Unreadable(Grid):
         def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
             name, request = self.requests[int(numbers[0])]
-            if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+            if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2:
                 raise KeyError("object_type")
             return super().pull_messages(numbers)
 
@@ -265,7 +265,7 @@ def test_f1_a_site_that_is_offline(folder: Path, tmp_path: Path, monkeypatch: py
     grid = Grid(folder)
 
     def leave(name: str, request: Message, reply: Message) -> Message | None:
-        if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+        if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2:
             grid.gone = {"b"}
             return None
         return reply
@@ -294,14 +294,14 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     algorithm = config(2).algorithm()
     plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
     course, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
-    honest = seal(course._up, 0, course.inbox.envelope, 1)
+    honest = seal(course._up, 0, course.collector.envelope, 1)
     for agent in (A, B):
         course.receive(agent, {}, honest)
-    course.turn(1)
-    assert course.closed
+    course.advance(1)
+    assert course.pending
     for agent, words, payload in said:
         course.receive(agent, words, payload)
-        settled, _ = course.turn(1)
+        settled, _ = course.advance(1)
         lines += [settled.measured] if settled else []
     json.dumps([lines, summary(lines, "finished")], allow_nan=False)
     assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in course.notes)

@@ -116,7 +116,7 @@ def test_a_site_that_lost_its_state_starts_its_momentum_at_zero_and_says_so(meth
     folder = federation(tmp_path / "federation", ("a", "b", "c"))
 
     def lose(site: str, request: Any, reply: Any) -> Any:
-        if site == "b" and any(task["round"] == 2 for task in request.words.get("tasks", [])):
+        if site == "b" and any(task["round"] == 2 for task in request.fields.get("tasks", [])):
             shutil.rmtree(folder / "sites" / "b" / "state")
         return reply
 

@@ -17,7 +17,7 @@ import tyro
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.cli.deploy_admin import add_site, logs, revoke, rotate, status, stop, watch_page
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.job_watcher import attended, watch
+from waffle_fl.cli.job_watcher import watch_until_interrupted, watch
 from waffle_fl.cli.progress import ProgressFlags
 from waffle_fl.config import check_name, check_run
 from waffle_fl.errors import WaffleError, suggest
@@ -140,9 +140,9 @@ def register(arguments: Sequence[str]) -> int:
     from waffle_fl.deploy.control_client import ControlClient
 
     args = parse(Register, arguments, "deploy register")
-    link = ControlClient(args.folder.resolve())
-    link.wait(seconds=120)
-    for line in link.register() or ["all sites are admitted already"]:
+    client = ControlClient(args.folder.resolve())
+    client.wait(seconds=120)
+    for line in client.register() or ["all sites are admitted already"]:
         print(line, flush=True)
     return 0
 
@@ -167,13 +167,13 @@ def site(arguments: Sequence[str]) -> int:
     )
     kind.__doc__ = "Flower's SuperNode, which runs the installed waffle-fl and no code that a server sends."
     from waffle_fl.deploy import processes, settings_files
-    from waffle_fl.deploy.dry_run import rehearse
+    from waffle_fl.deploy.dry_run import dry_run
 
     args: Any = parse(kind, arguments, "deploy site")
     folder, settings = args.folder.resolve(), settings_files.read_site(args.folder)
     if args.dry_run:
         config = check_run(args.method, {**dataclasses.asdict(args.settings), "data": settings.data}, {})
-        for line in rehearse(folder, config):
+        for line in dry_run(folder, config):
             print(line)
         return 0
     _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
@@ -248,7 +248,7 @@ def run(arguments: Sequence[str]) -> int:
 
     folder = args.folder.resolve()
     check_deployable(config, read_server(folder))
-    return attended(folder, Job.create(folder, config, out, args.force), args.output)
+    return watch_until_interrupted(folder, Job.create(folder, config, out, args.force), args.output)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -267,7 +267,7 @@ def resume(arguments: Sequence[str]) -> int:
     from waffle_fl.deploy.jobs import Job
 
     args = parse(ResumeJob, arguments, "deploy resume")
-    return attended(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
+    return watch_until_interrupted(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
 
 
 def check(arguments: Sequence[str]) -> int:

@@ -37,9 +37,9 @@ def add_site(arguments: Sequence[str]) -> int:
 
     args = parse(AddSite, arguments, "deploy add-site")
     folder = args.folder.resolve()
-    runtime = membership.add_site(folder, args.name)
+    site_folder = membership.add_site(folder, args.name)
     if args.key is None:
-        print(f"hand over:  {runtime}, then there: waffle deploy join {args.name}")
+        print(f"hand over:  {site_folder}, then there: waffle deploy join {args.name}")
         print(f"then here:  waffle deploy add-site {args.name} --key {args.name}.pub --folder {args.folder}")
         return 0
     print(f"{args.name} is known by the key {membership.accept_key(folder, args.name, args.key)}")
@@ -93,13 +93,13 @@ def _tell_server(folder: Path) -> int:
     from waffle_fl.deploy.control_client import ControlClient
 
     try:
-        said = ControlClient(folder).register()
+        changes = ControlClient(folder).register()
     except WaffleError as error:
         if "no server answers" not in str(error):
             raise
         print("the server does not run; it will know when it is started")
         return 0
-    for line in said or ["the server knew already"]:
+    for line in changes or ["the server knew already"]:
         print(line)
     return 0
 
@@ -154,14 +154,14 @@ def stop(arguments: Sequence[str]) -> int:
     args = parse(Stop, arguments, "deploy stop")
     folder = args.folder.resolve()
     job = Job.open(folder, Path(args.job).name)
-    if not job.conducted:
+    if not job.is_running:
         raise WaffleError(f"{job.name} does not run; waffle deploy status {args.folder} shows how it stands")
-    job.ask_to_stop()
-    link, end = ControlClient(folder), time.monotonic() + 60
-    while job.conducted:
+    job.request_stop()
+    client, end = ControlClient(folder), time.monotonic() + 60
+    while job.is_running:
         if time.monotonic() > end:
             if job.flower_run:
-                link.stop(job.flower_run)
+                client.stop(job.flower_run)
             break
         time.sleep(0.5)
     print(f"{job.name} is stopped after round {job.state.get('round', 0)}; to go on:")

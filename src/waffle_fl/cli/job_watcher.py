@@ -17,10 +17,10 @@ from waffle_fl.experiment import Listener
 from waffle_fl.records import read_json, read_rounds
 
 LOOK = 0.5  # seconds between two looks at a running job
-ASK = 20.0  # seconds of silence after which Flower is asked how the run stands
+SILENCE = 20.0  # seconds of silence after which Flower is asked how the run stands
 
 
-def attended(folder: Path, job: Any, output: ProgressFlags) -> int:
+def watch_until_interrupted(folder: Path, job: Any, output: ProgressFlags) -> int:
     """Watch a job until its end, or until Ctrl-C, which ends the watching alone."""
     try:
         return watch(folder, job, output)
@@ -33,14 +33,14 @@ def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
     """Submit a job, unless the server is at it already, and follow its journal and its records to the end."""
     from waffle_fl.deploy.control_client import ControlClient
 
-    link = ControlClient(folder)
-    watched = job.conducted
+    client = ControlClient(folder)
+    watched = job.is_running
     position = job.journal.last if watched else job.journal.end  # its last word may have been its end, just now
-    number = None if watched else link.submit(job.name)
+    number = None if watched else client.submit(job.name)
     if number:
         job.submitted_as(number)
     with live(output) as listener:
-        _follow(link, number, job, position, listener)
+        _follow(client, number, job, position, listener)
     runs = runs_in(job.out)
     for _, run_folder in runs:
         result = read_json(run_folder / "result.json") or {}
@@ -65,22 +65,22 @@ def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
     return [(RunConfig.from_json(read_json(folder / "config.json")), folder) for folder in folders]
 
 
-def _follow(link: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
+def _follow(client: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
     """Tell the listener of every round and note, until the job has ended."""
     from waffle_fl.deploy.control_client import FINISHED, UNKNOWN
 
-    told: dict[Path, int] = {}
+    reported: dict[Path, int] = {}
     received, status = time.monotonic(), ""
     while True:
         lines, position = job.journal.since(position)
         for config, folder in runs_in(job.out):
-            if folder not in told:
+            if folder not in reported:
                 listener.planned([(config, folder)], 0)
                 ended = (folder / "result.json").exists()  # then nobody was told to expect its rounds
-                told[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
-            for measured in read_rounds(folder / "rounds.jsonl")[told[folder] :]:
+                reported[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
+            for measured in read_rounds(folder / "rounds.jsonl")[reported[folder] :]:
                 listener.advanced(config, measured)
-                told[folder], received = told[folder] + 1, time.monotonic()
+                reported[folder], received = reported[folder] + 1, time.monotonic()
         for line in lines:
             received = time.monotonic()
             if line.get("note"):
@@ -89,12 +89,12 @@ def _follow(link: Any, number: str | None, job: Any, position: int, listener: Li
                 raise WaffleError(str(line["error"]))
             if line.get("done"):
                 return
-        if not lines and time.monotonic() - received > ASK:
-            before, status = status, link.status(number) if number else FINISHED
+        if not lines and time.monotonic() - received > SILENCE:
+            before, status = status, client.status(number) if number else FINISHED
             received = time.monotonic()
             if status == UNKNOWN != before:
                 listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
-            ended = status.startswith(FINISHED) and not job.conducted
+            ended = status.startswith(FINISHED) and not job.is_running
             if ended and not job.journal.since(position)[0]:
                 raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
         time.sleep(LOOK)

@@ -88,25 +88,25 @@ class ControlClient:
 
     def register(self) -> list[str]:
         """Tell the SuperLink which keys may connect; return one line for each change that was needed."""
-        known, wanted = {node.public_key: node for node in self.nodes()}, admitted_keys(self.folder)
-        said = [
+        known, admitted = {node.public_key: node for node in self.nodes()}, admitted_keys(self.folder)
+        changes = [
             f"{site} has no key yet: waffle deploy add-site {site} --key FILE --folder {self.folder}"
             for site in self.settings.members
-            if site not in wanted.values()
+            if site not in admitted.values()
         ]
         for form, node in known.items():
-            if form not in wanted and node.status != "unregistered":
+            if form not in admitted and node.status != "unregistered":
                 self.unregister(node.node_id)
-                said.append(f"{node.name or node.node_id} is no longer admitted")
-        for form, site in wanted.items():
+                changes.append(f"{node.name or node.node_id} is no longer admitted")
+        for form, site in admitted.items():
             if form in known and known[form].status != "unregistered":
                 continue
             self._forget(form)
             self._register(form, site)
-            said.append(f"{site} is admitted")
+            changes.append(f"{site} is admitted")
         with writable(self.folder):
             (self.folder / REGISTERED).write_text("\n".join(self.settings.members) + "\n", encoding="utf-8")
-        return said
+        return changes
 
     def nodes(self) -> list[Node]:
         """All sites that the SuperLink knows, removed ones too."""
@@ -191,7 +191,7 @@ class ControlClient:
         try:
             yield client
         except HTTPStatusError as error:
-            raise WaffleError(f"the server refuses this ({error.response.status_code}): {_words(error)}") from None
+            raise WaffleError(f"the server refuses this ({error.response.status_code}): {_reason_of(error)}") from None
         except HTTPError as error:
             if "CERTIFICATE" in str(error) or "SSL" in str(error):
                 raise WaffleError(
@@ -206,5 +206,5 @@ class ControlClient:
             client.close()
 
 
-def _words(error: Any) -> str:
+def _reason_of(error: Any) -> str:
     return " ".join(error.response.text.split())[:300] or "no reason given"

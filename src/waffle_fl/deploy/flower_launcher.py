@@ -47,10 +47,10 @@ def _serve(home: Path, s: Any, app: Any, options: dict[str, Any]) -> None:
 
     admitted = Admitted(home)
     known = (lambda key: True) if s.insecure else admitted.has
-    gate = Gateway(app, s.port, control_secret(home), PIECE + SPARE, known)
+    gateway = Gateway(app, s.port, control_secret(home), PIECE + SPARE, known)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_keep_alive": 60}
     quiet = {"access_log": False, "log_config": None, "server_header": False}
-    config = uvicorn.Config(gate, **{**options, **quiet, **limits})
+    config = uvicorn.Config(gateway, **{**options, **quiet, **limits})
     sockets = [listening(s.listen, s.port), listening("127.0.0.1", s.local_port)]
     uvicorn.Server(config).run(sockets=sockets)
 

@@ -53,15 +53,15 @@ class Job:
             raise WaffleError(f"another job of {folder} is called {out.name}: choose another --out")
         if known and not force and known.config.to_json() != config.to_json():
             raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
-        goes_on = known is not None and (begun(out) or known.conducted)
+        resumes = known is not None and (begun(out) or known.is_running)
         members = read_server(folder).members
-        if known and goes_on and known.sites != members:
+        if known and resumes and known.sites != members:
             raise WaffleError(
                 f"the job {out.name} is of the sites {', '.join(known.sites)}, and now there are {', '.join(members)}: "
                 "choose another --out to train with them, or waffle deploy resume to go on as it was"
             )
-        run = known.run if known and goes_on else secrets.token_hex(8)
-        sites = known.sites if known and goes_on else members
+        run = known.run if known and resumes else secrets.token_hex(8)
+        sites = known.sites if known and resumes else members
         job = cls(path, run, config, out.resolve(), sites, force)
         job.write(force)
         return job
@@ -81,16 +81,16 @@ class Job:
         return self.path.with_suffix(".lock")
 
     @contextlib.contextmanager
-    def conducting(self) -> Iterator[bool]:
+    def exclusive(self) -> Iterator[bool]:
         """Whether this is the process that conducts the job; the kernel frees the place when it dies."""
         with self.lock.open("a") as stream:
-            yield any(_taken(stream, fcntl.LOCK_EX) for _ in _moments())
+            yield any(_try_lock(stream, fcntl.LOCK_EX) for _ in _lock_attempts())
 
     @property
-    def conducted(self) -> bool:
+    def is_running(self) -> bool:
         """Is some process at it? Many may look at once, and whoever looks is not taken for it."""
         with self.lock.open("a") as stream:
-            return not _taken(stream, fcntl.LOCK_SH)
+            return not _try_lock(stream, fcntl.LOCK_SH)
 
     @property
     def journal(self) -> JobLog:
@@ -100,14 +100,14 @@ class Job:
     def survey(self) -> Survey | None:
         """What the sites reported for this run; None where it is new, or its settings were different then."""
         content = read_json(self.path.with_suffix(".survey"))
-        same = content is not None and content.get("asked") == self._asked and begun(self.out)
+        same = content is not None and content.get("asked") == self._survey_key and begun(self.out)
         return Survey.from_json(content["told"]) if content and same else None
 
-    def keep(self, survey: Survey) -> None:
-        write_json(self.path.with_suffix(".survey"), {"asked": self._asked, "told": survey.to_json()})
+    def save_survey(self, survey: Survey) -> None:
+        write_json(self.path.with_suffix(".survey"), {"asked": self._survey_key, "told": survey.to_json()})
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _survey_key(self) -> dict[str, Any]:
         """For which run the sites were asked, as JSON has it."""
         asked: dict[str, Any] = json.loads(json.dumps({"run": self.run, "settings": asdict(self.config.settings)}))
         return asked
@@ -117,20 +117,20 @@ class Job:
         """How the job stands, as its ServerApp last wrote it; empty before the first time."""
         return read_json(self.path.with_suffix(".state")) or {}
 
-    def show(self, **state: Any) -> None:
+    def update_state(self, **state: Any) -> None:
         """Put on record how the job stands, for `waffle deploy status` and `watch`."""
         write_json(self.path.with_suffix(".state"), {**self.state, **state, "time": time.time()})
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Have the ServerApp end after what it is at."""
         with writable(self.path):
             self._stop.touch(mode=0o600)
 
     @property
-    def is_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self._stop.exists()
 
-    def go_on(self) -> None:
+    def clear_stop_request(self) -> None:
         """Forget an earlier wish to stop."""
         self._stop.unlink(missing_ok=True)
 
@@ -163,7 +163,7 @@ def begun(out: Path) -> bool:
     return (out / "config.json").exists() or any(out.glob("*/config.json"))
 
 
-def _taken(stream: IO[str], how: int) -> bool:
+def _try_lock(stream: IO[str], how: int) -> bool:
     try:
         fcntl.flock(stream, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,7 +171,7 @@ def _taken(stream: IO[str], how: int) -> bool:
     return True
 
 
-def _moments() -> Iterator[None]:
+def _lock_attempts() -> Iterator[None]:
     """Long enough for who only looks whether the place is taken."""
     for _ in range(20):
         yield
@@ -184,7 +184,7 @@ class JobLog:
 
     path: Path
 
-    def say(self, **what: Any) -> None:
+    def write(self, **what: Any) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"time": time.time(), **what}) + "\n")
             stream.flush()

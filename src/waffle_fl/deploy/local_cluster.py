@@ -83,15 +83,15 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def deployed(loopback: L) -> Iterator[L]:
+def deployed(cluster: L) -> Iterator[L]:
     """A server and all its sites, up; gone afterwards, whatever happens."""
     try:
-        loopback.start_server()
-        for name in settings_files.read_server(loopback.folder).sites:
-            loopback.start_site(name)
-        yield loopback
+        cluster.start_server()
+        for name in settings_files.read_server(cluster.folder).sites:
+            cluster.start_site(name)
+        yield cluster
     finally:
-        loopback.close()
+        cluster.close()
 
 
 def prepare(folder: Path, names: Sequence[str], data: str, **settings: object) -> None:

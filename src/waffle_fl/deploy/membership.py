@@ -47,22 +47,22 @@ def init(
         (folder / SERVER_FILE).write_text(text, encoding="utf-8")
         make_private(folder, "keys")
         for name in names:
-            hand_over(folder, name, data)
+            make_site_folder(folder, name, data)
 
 
-def hand_over(folder: Path, name: str, data: str = "") -> Path:
+def make_site_folder(folder: Path, name: str, data: str = "") -> Path:
     """Make the folder that a site gets from the operator; nothing in it is secret."""
     s = read_server(folder)
-    runtime = folder / "sites" / name
+    site_folder = folder / "sites" / name
     local = FIRST_LOCAL_PORT + s.sites.index(name)
-    with writable(runtime):
-        runtime.mkdir(parents=True, exist_ok=True)
+    with writable(site_folder):
+        site_folder.mkdir(parents=True, exist_ok=True)
         for file in ("ca.crt", OPERATOR_PUBLIC):
-            (runtime / file).write_bytes((folder / "keys" / file).read_bytes())
-        if not (runtime / SITE_FILE).exists():
+            (site_folder / file).write_bytes((folder / "keys" / file).read_bytes())
+        if not (site_folder / SITE_FILE).exists():
             text = site_text(name, s.address, s.port, local, data, s.insecure)
-            (runtime / SITE_FILE).write_text(text, encoding="utf-8")
-    return runtime
+            (site_folder / SITE_FILE).write_text(text, encoding="utf-8")
+    return site_folder
 
 
 def join(home: Path, rotate: bool = False) -> bytes:
@@ -91,7 +91,7 @@ def add_site(folder: Path, name: str) -> Path:
         change(folder / SERVER_FILE, sites=[*s.sites, name])
     if name in s.revoked:
         change(folder / SERVER_FILE, revoked=[site for site in s.revoked if site != name])
-    return hand_over(folder, name)
+    return make_site_folder(folder, name)
 
 
 def accept_key(folder: Path, name: str, public: Path) -> str:

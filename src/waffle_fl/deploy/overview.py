@@ -48,7 +48,7 @@ def _site(folder: Path, name: str, revoked: bool, nodes: Mapping[bytes, str], ru
 
 
 def _job(job: Job) -> dict[str, Any]:
-    state, active = job.state, job.conducted
+    state, active = job.state, job.is_running
     status = state.get("status", "submitted")
     return {
         "name": job.name,

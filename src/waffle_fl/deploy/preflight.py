@@ -161,10 +161,10 @@ def _admitted(host: str, port: int, folder: Path) -> Finding:
 
 
 def _speaks_tls(plain: socket.socket) -> bool:
-    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        anyone.wrap_socket(plain).close()
+        context.wrap_socket(plain).close()
     except OSError:
         return False
     return True

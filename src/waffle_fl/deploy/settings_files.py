@@ -241,9 +241,9 @@ def read_site(folder: Path) -> SiteSettings:
     """site.toml, or one line with every mistake in it."""
     found = _read(folder / SITE_FILE, SiteSettings)
     others = [m for m in found.methods if m not in ALGORITHMS]
-    strange = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in others if ":" not in m]
-    strange += [f"methods: {m!r} must be listed in imports too" for m in others if ":" in m and m not in found.imports]
-    strange += [
+    problems = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in others if ":" not in m]
+    problems += [f"methods: {m!r} must be listed in imports too" for m in others if ":" in m and m not in found.imports]
+    problems += [
         f"metrics: unknown {m!r}{suggest(m, (*SCORES, *METRICS))}"
         for m in found.metrics
         if m not in (*SCORES, *METRICS)
@@ -252,9 +252,9 @@ def read_site(folder: Path) -> SiteSettings:
         *("surveys", "rounds", "max_norm", "max_steps", "max_mb", "max_age", "max_rows"),
         *("min_count", "min_batch", "min_steps"),
     )
-    strange += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
-    strange += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
-    _refuse(folder / SITE_FILE, strange)
+    problems += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
+    problems += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
+    _refuse(folder / SITE_FILE, problems)
     return found
 
 
@@ -276,8 +276,8 @@ def data_of(folder: Path, settings: SiteSettings) -> str:
 def make_private(home: Path, *names: str) -> None:
     """Take what lies under these names away from other users of this machine: folders 0700, files 0600."""
     home.chmod(0o700)
-    for runtime in (home / name for name in names):
-        for path in (runtime, *runtime.rglob("*")) if runtime.is_dir() else [runtime] * runtime.exists():
+    for root in (home / name for name in names):
+        for path in (root, *root.rglob("*")) if root.is_dir() else [root] * root.exists():
             if not path.is_symlink():
                 path.chmod(0o700 if path.is_dir() else 0o600)
 

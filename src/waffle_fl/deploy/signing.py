@@ -63,8 +63,8 @@ def load_trusted_keys(path: Path) -> list[Ed25519PublicKey]:
 def sign(request: Message, key: Ed25519PrivateKey, site: str, now: float | None = None) -> Message:
     """The request, addressed to a site, with its time, a nonce and a signature over all of it."""
     stamp = {"site": site, "issued": time.time() if now is None else now, "nonce": secrets.token_hex(16)}
-    words = {**request.words, **stamp}
-    return replace(request, words=words, signature=key.sign(_message(words, request.payloads)))
+    fields = {**request.fields, **stamp}
+    return replace(request, fields=fields, signature=key.sign(_message(fields, request.payloads)))
 
 
 def verify(
@@ -76,13 +76,13 @@ def verify(
     now: float | None = None,
 ) -> str:
     """Return the request's nonce, or raise `Refused`: nothing in the request is believed before this has passed."""
-    message = _message(request.words, request.payloads)
+    message = _message(request.fields, request.payloads)
     if not any(_is_signed(key, request.signature, message) for key in keys):
         raise Refused("this request is not signed by an operator key that this site trusts")
-    words = request.words
-    if words.get("site") != site:
+    fields = request.fields
+    if fields.get("site") != site:
         raise Refused("this request is addressed to another site")
-    issued, nonce = words.get("issued"), words.get("nonce")
+    issued, nonce = fields.get("issued"), fields.get("nonce")
     age = (time.time() if now is None else now) - issued if isinstance(issued, int | float) else float("nan")
     if not abs(age) <= window:
         raise Refused(
@@ -102,7 +102,7 @@ def _is_signed(key: Ed25519PublicKey, signature: bytes, message: bytes) -> bool:
     return True
 
 
-def _message(words: Mapping[str, Any], payloads: Mapping[str, bytes]) -> bytes:
+def _message(fields: Mapping[str, Any], payloads: Mapping[str, bytes]) -> bytes:
     """What is signed: the words as they are understood, and a digest of every payload under its name."""
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in payloads.items()}
-    return CONTEXT + json.dumps({"words": words, "payloads": digests}, sort_keys=True).encode()
+    return CONTEXT + json.dumps({"words": fields, "payloads": digests}, sort_keys=True).encode()

@@ -52,7 +52,7 @@ class SiteData:
     def by_name(self) -> bool:
         return self.source in NAMES
 
-    def tell(self, s: Settings, agent: int, stage: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    def answer_survey(self, s: Settings, agent: int, stage: str, known: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one question of the survey: summaries, never a row."""
         self._check(s)
         if self.by_name:
@@ -62,13 +62,13 @@ class SiteData:
             return {"kind": "arrays", **_facts(self._from_arrays(s, agent, ()))}
         if layout != "tables":
             raise Refused("this site's data is neither a table nor a .npz file")
-        own, how = tables_at(Path(self.source)), _reading(s)
+        tables, options = tables_at(Path(self.source)), _reading(s)
         stages: dict[str, Callable[[Rules, Sequence[Table], ReadOptions, Mapping[str, Any]], dict[str, Any]]] = {
-            "hello": _tell_target,
-            "counts": _tell_counts,
-            "columns": _tell_columns,
+            "hello": _target_summary,
+            "counts": _counts_summary,
+            "columns": _columns_summary,
         }
-        return stages[stage](Rules.of(self.policy, own), own, how, known)
+        return stages[stage](Rules.of(self.policy, tables), tables, options, known)
 
     def check_names(self, s: Settings) -> None:
         """Refuse columns that this site does not have, before anything is counted."""
@@ -111,25 +111,25 @@ class SiteData:
 
     def _check(self, s: Settings) -> None:
         if self.by_name != (not s.is_own) or (self.by_name and self.source != s.data):
-            raise Refused(f"this site holds {self.source if self.by_name else 'data of its own'}, not {s.data}")
+            raise Refused(f"this site holds {self.source if self.by_name else 'data of its tables'}, not {s.data}")
 
     def _from_arrays(self, s: Settings, agent: int, classes: tuple[str, ...]) -> Federation:
         arrays = [(self.name, read_npz(Path(self.source)))]
-        found, own = gather(arrays, _reading(s), classes), gather(arrays, _reading(s))
-        if found.task != own.task or len(found.class_names) > max(2 * len(own.class_names), MOST_CATEGORIES):
+        found, tables = gather(arrays, _reading(s), classes), gather(arrays, _reading(s))
+        if found.task != tables.task or len(found.class_names) > max(2 * len(tables.class_names), MOST_CATEGORIES):
             raise Refused("the server's classes are not those of this site's arrays")
         return replace(Federation.from_gathered(found, 0), ids=(agent,))
 
     def _from_tables(self, s: Settings, agent: int, common: Preprocessing) -> Federation:
-        own, how = tables_at(Path(self.source)), _reading(s)
-        rules = Rules.of(self.policy, own)
-        _check_aim(common, _goal(rules, own, how))
-        rows = divided(own, common, how)
-        _check_prepared(common, rules, own, own[0].taken(rows.train), how)
-        keys = [key for table in own for key in table.row_keys()]
-        check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(own) == 2)
-        fitted = fit_locally(common, own[0].taken(rows.train))
-        made = CollectedData({self.name: parts_of(own, fitted, rows)}, common.task, common.classes, (fitted,))
+        tables, options = tables_at(Path(self.source)), _reading(s)
+        rules = Rules.of(self.policy, tables)
+        _check_aim(common, _goal(rules, tables, options))
+        rows = divided(tables, common, options)
+        _check_prepared(common, rules, tables, tables[0].taken(rows.train), options)
+        keys = [key for table in tables for key in table.row_keys()]
+        check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(tables) == 2)
+        fitted = fit_locally(common, tables[0].taken(rows.train))
+        made = CollectedData({self.name: parts_of(tables, fitted, rows)}, common.task, common.classes, (fitted,))
         return replace(Federation.from_gathered(made, 0), ids=(agent,))
 
 
@@ -151,9 +151,9 @@ class Rules:
     max_rows: int
 
     @classmethod
-    def of(cls, policy: Policy, own: Sequence[Table]) -> Rules:
+    def of(cls, policy: Policy, tables: Sequence[Table]) -> Rules:
         """The site's rules; the files of UCI Heart Disease are known by their names."""
-        heart = all(UCI_HEART.fullmatch(table.path.name) for table in own)
+        heart = all(UCI_HEART.fullmatch(table.path.name) for table in tables)
         targets, categorical = ((HEART_TARGET,), HEART_CATEGORICAL) if heart else ((), ())
         counts = policy.min_count, policy.max_rows
         return cls((*policy.targets, *targets), (*policy.categorical, *categorical), *counts)
@@ -166,12 +166,12 @@ class Rules:
                 "categorical in its site.toml"
             )
 
-    def check_classes(self, target: str, own: Sequence[Table]) -> None:
+    def check_classes(self, target: str, tables: Sequence[Table]) -> None:
         """Refuse to share the classes of a target that this site does not list, if they tell of few rows."""
         if target in self.targets:
             return
         counts: dict[str, int] = {}
-        for table in own:
+        for table in tables:
             for name in names(table.columns[target]).tolist():
                 counts[name] = counts.get(name, 0) + 1
         if len(counts) > MOST_NUMBERS and np.isfinite(numbers(np.array(sorted(counts)))).all():
@@ -183,16 +183,16 @@ class Rules:
             )
 
 
-def _check_prepared(common: Preprocessing, rules: Rules, own: Sequence[Table], train: Table, how: ReadOptions) -> None:
+def _check_prepared(common: Preprocessing, rules: Rules, tables: Sequence[Table], train: Table, options: ReadOptions) -> None:
     """Refuse a preparation that cannot have come from summaries this site's were among."""
     columns = [*(column.name for column in common.columns), common.target]
-    if common.scope != how.preprocessing or sorted(columns) != sorted(own[0].columns):
+    if common.scope != options.preprocessing or sorted(columns) != sorted(tables[0].columns):
         raise Refused("the server's preparation of the columns is not of this site's columns and this run's target")
     for column in common.columns:
         if column.kind == "categorical":
             _check_texts(column.name, column.categories)
             rules.check_categorical(column.name, train)
-            lacking = set(column_categories(train, column.name, how.min_category)).difference(column.categories)
+            lacking = set(column_categories(train, column.name, options.min_category)).difference(column.categories)
             if lacking:
                 raise Refused(f"the server's preparation of {column.name!r} lacks categories that this site reported")
         elif common.scope == "federated":
@@ -221,11 +221,11 @@ def _check_moments(column: Column, train: Table, most: int) -> None:
         )
 
 
-def _check_texts(name: str, texts: Sequence[str], specs: int = 0) -> None:
+def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:
     """Refuse before they leave: so many different texts, or one for each of the cells, are those of an identifier."""
     if len(texts) > MOST_CATEGORIES:
         raise Refused(f"column {name!r} has more than {MOST_CATEGORIES} different texts, which stay here")
-    if FEWEST < len(texts) == specs:
+    if FEWEST < len(texts) == cells:
         raise Refused(f"column {name!r} has another text in every row: they stay here")
 
 
@@ -250,18 +250,18 @@ class Goal(NamedTuple):
     as_classes: bool  # may this site's values be classes? then they may leave
 
 
-def _goal(rules: Rules, own: Sequence[Table], how: ReadOptions) -> Goal:
+def _goal(rules: Rules, tables: Sequence[Table], options: ReadOptions) -> Goal:
     """The goal of a run, or a refusal; every request is held to it, whatever the server says of the target."""
-    target, categorical = goal_of(own, how)
-    check_columns(own, target, categorical)
+    target, categorical = goal_of(tables, options)
+    check_columns(tables, target, categorical)
     if rules.targets and target not in rules.targets:
         raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
-    values = sorted({name for table in own for name in target_names(table, target)})
-    check_target(target, own, how.task)
-    as_classes = may_be_classes(values, how.task)
+    values = sorted({name for table in tables for name in target_names(table, target)})
+    check_target(target, tables, options.task)
+    as_classes = may_be_classes(values, options.task)
     if as_classes:
-        _check_texts(target, values, sum(map(len, own)))
-        rules.check_classes(target, own)
+        _check_texts(target, values, sum(map(len, tables)))
+        rules.check_classes(target, tables)
     return Goal(target, categorical, values, as_classes)
 
 
@@ -278,11 +278,11 @@ def _check_aim(aim: Preprocessing, goal: Goal) -> None:
         raise Refused("the server's classes are not those that the sites reported")
 
 
-def _tell_target(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
-    goal = _goal(rules, own, how)
+def _target_summary(rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
+    goal = _goal(rules, tables, options)
     return {
         "kind": "tables",
-        "columns": list(own[0].columns),
+        "columns": list(tables[0].columns),
         "target": goal.target,
         "categorical": list(goal.categorical),
         "values": goal.values if goal.as_classes else None,
@@ -291,37 +291,37 @@ def _tell_target(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Ma
 
 
 def _training(
-    rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
 ) -> tuple[Table, dict[str, int]]:
     aim = Preprocessing.from_json(known["aim"])
-    _check_aim(aim, _goal(rules, own, how))
-    rows = divided(own, aim, how)
+    _check_aim(aim, _goal(rules, tables, options))
+    rows = divided(tables, aim, options)
     if 0 < len(rows.train) < FEWEST:
         raise Refused(f"fewer than {FEWEST} training rows are not summarised")
     counts = {"samples": len(rows.train), "test": len(rows.test), "validation": len(rows.validation)}
-    return own[0].taken(rows.train), counts
+    return tables[0].taken(rows.train), counts
 
 
-def _tell_counts(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
-    table, samples = _training(rules, own, how, known)
-    return {**samples, "counts": {name: list(count_cells(specs)) for name, specs in table.columns.items()}}
+def _counts_summary(rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
+    table, samples = _training(rules, tables, options, known)
+    return {**samples, "counts": {name: list(count_cells(cells)) for name, cells in table.columns.items()}}
 
 
-def _tell_columns(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
+def _columns_summary(rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
     """Moments and categories of the training rows; with local preprocessing the moments stay."""
-    if how.min_category < rules.min_count:
+    if options.min_category < rules.min_count:
         raise Refused(
             f"a category that fewer than {rules.min_count} rows have stays here: "
             f"run with --min-category {rules.min_count}"
         )
-    table, _ = _training(rules, own, how, known)
+    table, _ = _training(rules, tables, options, known)
     kinds: Mapping[str, str] = known["kinds"]
     numeric = [name for name, kind in kinds.items() if kind == "numeric"]
-    stays = how.preprocessing == "local"
-    told = [name for name in numeric if not stays or name == known["aim"]["target"]]
-    named = [name for name, kind in kinds.items() if kind == "categorical"]
-    for name in named:
+    stays = options.preprocessing == "local"
+    shared = [name for name in numeric if not stays or name == known["aim"]["target"]]
+    categorical = [name for name, kind in kinds.items() if kind == "categorical"]
+    for name in categorical:
         rules.check_categorical(name, table)
         _check_texts(name, column_categories(table, name), int((table.columns[name] != "").sum()))
-    categories = {name: column_categories(table, name, how.min_category) for name in named}
-    return {"moments": {name: list(column_moments(table, name)) for name in told}, "categories": categories}
+    categories = {name: column_categories(table, name, options.min_category) for name in categorical}
+    return {"moments": {name: list(column_moments(table, name)) for name in shared}, "categories": categories}

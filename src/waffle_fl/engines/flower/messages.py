@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeGuard
 from waffle_fl.config import check_name
 from waffle_fl.errors import WaffleError
 
-MAX_WORDS = 8 << 20  # bytes of JSON
-WORDS = 1 << 16  # bytes of what a site says of a round's work, and of what Flower writes around it
+MAX_JSON = 8 << 20  # bytes of JSON
+OVERHEAD = 1 << 16  # bytes of what a site says of a round's work, and of what Flower writes around it
 SCORES = ("accuracy", "rmse", "loss", "validation_accuracy", "validation_rmse", "validation_loss")  # of a round
 METRICS = ("balanced_accuracy", "auc", "log_loss")  # and of the final model besides
 
@@ -64,13 +64,13 @@ class Request:
 class Message:
     """One message: words, and bytes by name."""
 
-    words: dict[str, Any]
+    fields: dict[str, Any]
     payloads: dict[str, bytes] = field(default_factory=dict)
     signature: bytes = b""  # of a request, by the operator's key
 
     @property
     def size(self) -> int:
-        return len(json.dumps(self.words)) + sum(len(payload) for payload in self.payloads.values())
+        return len(json.dumps(self.fields)) + sum(len(payload) for payload in self.payloads.values())
 
 
 def packed(message: Message) -> Any:
@@ -81,8 +81,8 @@ def packed(message: Message) -> Any:
         name: Array(dtype="uint8", shape=(len(content),), stype="waffle", data=content)
         for name, content in message.payloads.items()
     }
-    words = ConfigRecord({"json": json.dumps(message.words), "signature": message.signature})
-    return RecordDict({"words": words, "payloads": ArrayRecord(arrays)})
+    fields = ConfigRecord({"json": json.dumps(message.fields), "signature": message.signature})
+    return RecordDict({"words": fields, "payloads": ArrayRecord(arrays)})
 
 
 def unpacked(records: Any, max_bytes: int) -> Message:
@@ -92,21 +92,21 @@ def unpacked(records: Any, max_bytes: int) -> Message:
         payloads = {str(name): array.data for name, array in records["payloads"].items()}
         if not isinstance(text, str) or not isinstance(signature, bytes):
             raise TypeError
-        if len(text) > MAX_WORDS or sum(map(len, payloads.values())) > max_bytes:
+        if len(text) > MAX_JSON or sum(map(len, payloads.values())) > max_bytes:
             raise WaffleError("more bytes than any message of ours")
-        words = json.loads(text)
+        fields = json.loads(text)
     except WaffleError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise WaffleError("not a message of ours") from None
-    if not isinstance(words, dict):
+    if not isinstance(fields, dict):
         raise WaffleError("not a message of ours")
-    return Message(words, payloads, signature)
+    return Message(fields, payloads, signature)
 
 
-def number_of(words: Mapping[str, Any], name: str) -> int:
+def read_count(fields: Mapping[str, Any], name: str) -> int:
     """A count that a site tells; anything but a whole number of ordinary size is refused."""
-    value = words.get(name)
+    value = fields.get(name)
     if not _is_count(value):
         raise WaffleError(f"expected a count as {name!r}, got {str(value)[:40]!r}")
     return value

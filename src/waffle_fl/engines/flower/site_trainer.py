@@ -19,7 +19,7 @@ from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
 
-class Row:
+class SiteTrainer:
     """One agent of a run. Each call is pure: the same state, round and attempt give the same bits."""
 
     def __init__(
@@ -61,9 +61,9 @@ class Row:
         net = self.algorithm.personal(sent, agents, 1)
         return Net(net.params[0], net.stats[0])
 
-    def examine(self, net: Net) -> dict[str, float]:
+    def evaluate(self, net: Net) -> dict[str, float]:
         """Scores on the agent's own held-out data, in the bits of the simulator."""
         with one_thread(), products(self.model.precision):
-            found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], moment=1.0)
-            (scores,) = to_numbers(found)
+            metrics = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], moment=1.0)
+            (scores,) = to_numbers(metrics)
         return scores

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from waffle_fl.engines.flower.messages import WORDS, Message, packed, unpacked
+from waffle_fl.engines.flower.messages import OVERHEAD, Message, packed, unpacked
 from waffle_fl.errors import WaffleError
 
 PAUSE = 0.3  # seconds between two looks for replies
@@ -48,10 +48,10 @@ class Transport:
     def __post_init__(self) -> None:
         from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
 
-        self._scale, self._end = TransferLimit(piece=CHUNK + WORDS), math.inf
-        self._seen: dict[str, float] = {}  # when each site was online last
+        self._limit, self._deadline = TransferLimit(piece=CHUNK + OVERHEAD), math.inf
+        self._last_online: dict[str, float] = {}  # when each site was online last
         if client := getattr(self.grid, "_runtime_client", None):
-            client._client.event_hooks = {"response": [self._scale]}  # Flower itself fetches a reply of any size
+            client._client.event_hooks = {"response": [self._limit]}  # Flower itself fetches a reply of any size
             import_module(type(self.grid).__module__).pull_objects = self._fetch  # type: ignore[attr-defined]
 
     def online(self) -> dict[str, Any] | None:
@@ -76,61 +76,61 @@ class Transport:
             time.sleep(min(1.0, max(0.1, end - time.monotonic())))
 
     def exchange(
-        self, letters: Mapping[str, MessageFactory], kind: str, seconds: float, grace: float
+        self, requests: Mapping[str, MessageFactory], kind: str, seconds: float, grace: float
     ) -> Iterator[tuple[str, Message]]:
         """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again.
 
         Each is waited for so many seconds; one that has been offline for `grace` seconds by then, not at all.
         """
-        waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
+        waiting, activations, tries = dict(requests), dict[str, tuple[int, str]](), dict.fromkeys(requests, 0)
         sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
-        self._end, pause = time.monotonic() + seconds, PAUSE
-        self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
-        while waiting and time.monotonic() < self._end:
-            online, looked = self.online(), time.monotonic()
+        self._deadline, pause = time.monotonic() + seconds, PAUSE
+        self._last_online = dict.fromkeys(requests, time.monotonic()) | self._last_online
+        while waiting and time.monotonic() < self._deadline:
+            online, now = self.online(), time.monotonic()
             self.watch(online, list(waiting))
-            self._seen |= dict.fromkeys(waiting if online is None else online, looked)
+            self._last_online |= dict.fromkeys(waiting if online is None else online, now)
             for name, node in (online or {}).items():
-                mark = node.node_id, node.last_activated_at
-                if name in waiting and marks.get(name) != mark:  # not asked yet, or it was restarted and forgot
-                    number = self._pushed(waiting[name](), node.node_id, kind)
-                    if number is not None:
-                        marks[name], sent[number] = mark, name
-            for number, name in list(sent.items()):
+                activation = node.node_id, node.last_activated_at
+                if name in waiting and activations.get(name) != activation:  # not asked yet, or it was restarted and forgot
+                    message_id = self._push(waiting[name](), node.node_id, kind)
+                    if message_id is not None:
+                        activations[name], sent[message_id] = activation, name
+            for message_id, name in list(sent.items()):
                 try:
-                    reply = self._pulled(number)
+                    reply = self._pull(message_id)
                     if reply is None:
                         continue
-                    parcel = None if reply.has_error() else unpacked(reply.content, self.max_bytes)
+                    message = None if reply.has_error() else unpacked(reply.content, self.max_bytes)
                 except WaffleError as error:
-                    parcel = Message({"error": str(error)})
-                del sent[number]
+                    message = Message({"error": str(error)})
+                del sent[message_id]
                 if name not in waiting:
                     self.log.append((name, "a second reply in one round"))
                     continue
-                if parcel is None:
+                if message is None:
                     self.log.append((name, f"Flower says: {_cause(reply.error)}"))
                     tries[name] += reply.error.code != OFFLINE
-                    marks.pop(name, None)
+                    activations.pop(name, None)
                     if tries[name] >= TRIES:
                         waiting.pop(name)
                     continue
                 waiting.pop(name)
                 pause = PAUSE
-                yield name, parcel
-            if all(looked - self._seen[name] >= grace for name in waiting):  # not by how long we fetched since
+                yield name, message
+            if all(now - self._last_online[name] >= grace for name in waiting):  # not by how long we fetched since
                 return
             time.sleep(pause)
             pause = min(1.1 * pause, LONGEST_PAUSE)
 
-    def _pushed(self, parcel: Message, node: int, kind: str) -> str | None:
+    def _push(self, message: Message, node: int, kind: str) -> str | None:
         """The number of the message, or None if it could not be sent now."""
         from flwr.app import Message
         from httpx import HTTPError
 
-        ttl = max(1.0, self._end - time.monotonic())
+        ttl = max(1.0, self._deadline - time.monotonic())
         try:
-            return next(iter(self.grid.push_messages([Message(packed(parcel), node, kind, ttl=ttl)])), None)
+            return next(iter(self.grid.push_messages([Message(packed(message), node, kind, ttl=ttl)])), None)
         except HTTPError:
             return None
 
@@ -138,19 +138,19 @@ class Transport:
         """Flower's own way, to the deadline; it would wait for hours for a reply whose sender died over it."""
         from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
-        left = max(0.0, self._end - time.monotonic())
+        left = max(0.0, self._deadline - time.monotonic())
         return pull_objects(object_ids, pull_object_fn, max_time=left, backoff_cap=LONGEST_PAUSE)
 
-    def _pulled(self, number: str) -> Any:
+    def _pull(self, message_id: str) -> Any:
         """The answer to one message, or None if it is not there yet.
 
         Each is fetched by itself, so that what a site has sent can spoil no other's answer.
         """
         from httpx import HTTPError
 
-        self._scale.left = self.max_bytes
+        self._limit.left = self.max_bytes
         try:
-            return next(iter(self.grid.pull_messages([number])), None)
+            return next(iter(self.grid.pull_messages([message_id])), None)
         except HTTPError:
             return None
         except WaffleError:
@@ -158,7 +158,7 @@ class Transport:
         except Exception as error:
             raise WaffleError(f"not a message that Flower can read ({type(error).__name__})") from None
         finally:
-            self._scale.left = math.inf
+            self._limit.left = math.inf
 
 
 def _cause(error: Any) -> str:
