@@ -90,7 +90,11 @@ LIES: dict[str, tuple[Lie, str]] = {
     "rubbish": (lambda payload: b"rubbish", "not a safetensors file"),
 }
 REPLAY, NO_ANSWER, BOAST, HONEST = "W8 replay", "no answer", "W10 W11 boast", ""
-REASONS = {**{lie: reason for lie, (_, reason) in LIES.items()}, REPLAY: "round is", NO_ANSWER: "no answer to what"}
+REASONS = {
+    **{lie: reason for lie, (_, reason) in LIES.items()},
+    REPLAY: "round is",
+    NO_ANSWER: "the reply lacks this run",
+}
 
 
 def told(site: Path, request: Message, reply: Message) -> Message:

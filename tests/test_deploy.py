@@ -70,7 +70,7 @@ def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str
     """A folder that holds a federation keeps its keys."""
     before = (folder / "keys" / "server.key").read_bytes()
     assert _run(["deploy", "init", str(folder), "--sites", "north"]) == 2
-    assert "holds a federation already" in capsys.readouterr().err
+    assert "already holds a federation" in capsys.readouterr().err
     assert (folder / "keys" / "server.key").read_bytes() == before
 
 
@@ -138,7 +138,7 @@ def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
     change(folder / "server.toml", listen="127.0.0.1", port=1)
     (folder / "keys" / "server.pem").write_bytes(b"rubbish")
     assert _run(["deploy", "check", str(folder)]) == 2
-    assert "server.pem is no certificate" in capsys.readouterr().out
+    assert "server.pem is not a certificate" in capsys.readouterr().out
     for name in ("server.pem", "ca.crt"):
         (folder / "keys" / name).unlink()
     assert _run(["deploy", "check", str(folder)]) == 2
@@ -168,10 +168,10 @@ def test_the_demonstration_removes_nothing_but_another(tmp_path: Path, monkeypat
 
 
 def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An attack is for simulations: a deployment says so, and makes no job."""
+    """A deployment rejects an attack, which works in simulations only, and makes no job."""
     out = ["--folder", str(folder), "--out", str(tmp_path / "run")]
     assert _run(["deploy", "run", "waffle", "--data", "hospitals", "--attack", "sign-flip", *out]) == 2
-    assert "attack is for simulations" in capsys.readouterr().err
+    assert "attack works in simulations only" in capsys.readouterr().err
     assert not (folder / "jobs").exists()
 
 

@@ -174,13 +174,13 @@ def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> No
             shutil.rmtree(folder / "sites" / name / "state")
         return reply
 
-    with pytest.raises(WaffleError, match="has lost her own model of round 2"):
+    with pytest.raises(WaffleError, match="lost her personal model of round 2"):
         conduct(folder, config("ditto"), tmp_path / "run", Grid(folder, lose))
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_f4_one_alice_s_loss_is_her_own(resumed: bool, folder: Path, tmp_path: Path) -> None:
-    """F4: of many Alices the one who has lost her own model ends her run alone; all others finish theirs."""
+    """F4: of many Alices one that lost her personal model ends her run alone; all others finish theirs."""
     wanted = config("ditto", alice="all", rounds=2)
 
     def lost(name: str, request: Message, reply: Message) -> Message:
@@ -190,7 +190,10 @@ def test_f4_one_alice_s_loss_is_her_own(resumed: bool, folder: Path, tmp_path: P
         return Message({**reply.fields, "courses": {**reply.fields["courses"], course: {"lost": True}}}, reply.payloads)
 
     for _ in range(1 + resumed):
-        with pytest.raises(WaffleError, match=r"^Alice \(agent 1\) has lost her own model of round 1.*resume goes on$"):
+        with pytest.raises(
+            WaffleError,
+            match=r"^Alice \(agent 1\) lost her personal model of round 1.*continue with waffle deploy resume$",
+        ):
             conduct(folder, wanted, tmp_path / "runs", Grid(folder, lost))
     ended = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/result.json"))
     assert ended == ["digits-C-ditto-1", "digits-C-ditto-1-2"]
@@ -373,7 +376,7 @@ def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: p
     change(folder / "server.toml", start_timeout=0.2)
     grid = Grid(folder)
     grid.gone = {"a", "c"}
-    with pytest.raises(WaffleError, match=r"2 of 3 sites did not come within 0.2 seconds: a, c"):
+    with pytest.raises(WaffleError, match=r"2 of 3 sites did not connect within 0.2 seconds: a, c"):
         conduct(folder, config(), tmp_path / "run", grid)
 
 
@@ -394,7 +397,7 @@ def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(
     change(folder / "server.toml", start_timeout=0.2)
     for gone in ({"a"}, {"b", "c"}):
         grid.gone = gone
-        with pytest.raises(WaffleError, match=f"did not come within 0.2 seconds: {', '.join(sorted(gone))}"):
+        with pytest.raises(WaffleError, match=f"did not connect within 0.2 seconds: {', '.join(sorted(gone))}"):
             JobRunner(folder, Job.open(folder, "run"), grid)._survey()
 
 
@@ -444,7 +447,7 @@ def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"methods": ["fedavg"]}, "takes part in fedavg, not in waffle"),
-        ({"rounds": 2}, "answers 2 rounds in all"),
+        ({"rounds": 2}, "answers at most 2 rounds in total"),
         ({"max_norm": 1e-6}, "stays here: this site allows 1e-06"),
     ],
 )
@@ -589,9 +592,9 @@ def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (config(attack="sign-flip"), "attack is for simulations"),
-        (config(leave_out=("1",)), "leave_out is for simulations"),
-        (config(shift="drift(sudden, 0.5)"), "drift is for simulations"),
+        (config(attack="sign-flip"), "attack works in simulations only"),
+        (config(leave_out=("1",)), "leave_out works in simulations only"),
+        (config(shift="drift(sudden, 0.5)"), "drift works in simulations only"),
         (config(agents=4), "split among 4 agents, server.toml has 3 sites"),
         (tables(shift="rotate(45)"), "shift divides a data set among agents"),
         (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),

@@ -314,9 +314,10 @@ def test_different_questions_are_counted(task: dict[str, Any], first: Scene) -> 
     asked = [first.payload, next(models)]
     for payload in (*asked, *asked):
         assert "error" not in first.said(payload, **task)
-    assert "answers 2 rounds in all" in first.said(next(models), **task)["error"]
+    assert "answers at most 2 rounds in total" in first.said(next(models), **task)["error"]
     assert (
-        "answers 2 rounds in all" in scene(first.server.site, config(seed=2), "new").said(next(models), **task)["error"]
+        "answers at most 2 rounds in total"
+        in scene(first.server.site, config(seed=2), "new").said(next(models), **task)["error"]
     )
 
 
@@ -326,7 +327,7 @@ def test_another_attempt_is_another_question(changes: dict[str, Any], first: Sce
     change(first.server.site / "site.toml", rounds=1)
     assert "error" not in first.said()
     assert "error" not in first.said(course="again")
-    assert "answers 1 rounds in all" in first.said(**changes)["error"]
+    assert "answers at most 1 rounds in total" in first.said(**changes)["error"]
 
 
 def test_a_resumed_server_asks_the_same(site: Path) -> None:
@@ -339,7 +340,7 @@ def test_a_resumed_server_asks_the_same(site: Path) -> None:
     assert restored.restored
     for said in (begun.said(examine=True), begun.said(), begun.said(payload, restored=True)):
         assert "error" not in said
-    assert "answers 1 rounds in all" in begun.said(attempt=1)["error"]
+    assert "answers at most 1 rounds in total" in begun.said(attempt=1)["error"]
 
 
 def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
@@ -366,7 +367,7 @@ def test_what_is_not_finite_tells_nothing(first: Scene) -> None:
     reply = first.order(pack(tensors, {}))
     sent = load(reply.payloads["course"])
     assert sent["dy"].isnan().all()
-    assert first.said() == {"error": "an update that is too long stays here: this site allows 1e-09"}
+    assert first.said() == {"error": "the update's norm is too large to leave this site, which allows 1e-09"}
 
 
 class Up(NamedTuple):
@@ -431,9 +432,9 @@ def test_work_is_bounded(asked: RunConfig, first: Scene) -> None:
 def test_messages_are_bounded(first: Scene) -> None:
     """A message of more megabytes than the site allows is not read, nor are copies of a model beyond them made."""
     change(first.server.site / "site.toml", max_mb=1)
-    assert first.order(bytes(2 << 20)).fields["error"] == "a message takes more than the 1 MB that this site allows"
+    assert first.order(bytes(2 << 20)).fields["error"] == "a message needs more than the 1 MB that this site allows"
     first.server.config = config("ifca", {"clusters": 10**5})
-    assert first.said()["error"] == "this model takes more than the 1 MB that this site allows"
+    assert first.said()["error"] == "this model needs more than the 1 MB that this site allows"
 
 
 def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
@@ -473,7 +474,9 @@ def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
     """A course that would be refused is told by the dry run, not passed over."""
     people(site)
     change(site / "site.toml", max_norm=1e-9)
-    with pytest.raises(WaffleError, match="this site would refuse, or fail: an update that is too long stays here"):
+    with pytest.raises(
+        WaffleError, match="this site would refuse the request, or fail: the update's norm is too large to leave"
+    ):
         list(dry_run(site, config()))
 
 

@@ -110,7 +110,7 @@ def test_a_site_is_added_rotated_and_revoked(running: Deployment, tmp_path: Path
     made = said("join", home)
     assert "ecdsa-sha2-nistp384" in made
     assert "SHA256:" in made
-    assert "has a key already, SHA256:" in refused("join", home)
+    assert "already has a key, SHA256:" in refused("join", home)
     told = said("add-site", "c", "--key", home / "node.pub", "--folder", folder)
     assert "c is known by the key SHA256:" in told
     assert "c is admitted" in told
@@ -137,7 +137,7 @@ def test_a_site_is_added_rotated_and_revoked(running: Deployment, tmp_path: Path
     assert read_server(folder).members == SITES
     running.kill("c", signal.SIGTERM)
     assert running.finish_run(*asked(1, tmp_path / "two", agents=2)) == 0
-    assert "c is revoked already" in refused("revoke", "c", "--folder", folder)
+    assert "c is already revoked" in refused("revoke", "c", "--folder", folder)
     said("add-site", "c", "--key", home / "node.pub", "--folder", folder)
     running.start_site("c")
     online(running, "c")

@@ -169,7 +169,7 @@ def test_w12_w13_nobody_but_alice(method: str, folder: Path, tmp_path: Path) -> 
     rounds = bits(tmp_path / "run")[1]
     assert rounds[1]["weights"] == [1.0, 0.0, 0.0]
     assert sum(rounds[2]["weights"]) == pytest.approx(1)
-    assert notes(folder).count("no update but Alice's was used, so this was a local step") == 1
+    assert notes(folder).count("only Alice's own update was used, so this was a local step") == 1
 
 
 def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     conduct(folder, config(2, "waffle"), tmp_path / "run", Grid(folder, gone))
     assert [line["weights"] for line in bits(tmp_path / "run")[1]] == [[1.0, 0.0, 0.0]] * 2
-    assert notes(folder).count("no update but Alice's was used") == 2
+    assert notes(folder).count("only Alice's own update was used") == 2
 
 
 def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_w10_w11_real(real: SimpleNamespace) -> None:
 def test_w1_w12_w13_real(real: SimpleNamespace) -> None:
     """W12, W13: with all others refused the round is Alice's; W1: her own NaN costs one more attempt."""
     assert real.rounds[real.alone - 1]["weights"] == [1.0, 0.0, 0.0]
-    assert "no update but Alice's was used, so this was a local step" in notes(real.folder)
+    assert "only Alice's own update was used, so this was a local step" in notes(real.folder)
     assert real.rounds[-1]["round"] == real.alone + 2
     assert all(sum(line["weights"]) == pytest.approx(1) for line in real.rounds)
 

@@ -17,7 +17,7 @@ import tyro
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.cli.deploy_admin import add_site, logs, revoke, rotate, status, stop, watch_page
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.job_watcher import watch_until_interrupted, watch
+from waffle_fl.cli.job_watcher import watch, watch_until_interrupted
 from waffle_fl.cli.progress import ProgressFlags
 from waffle_fl.config import check_name, check_run
 from waffle_fl.errors import WaffleError, suggest

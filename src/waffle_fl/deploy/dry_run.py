@@ -1,4 +1,4 @@
-"""A dry run: one round of a site alone, on its own data, and a list of all that would have left it."""
+"""A dry run: one round at a single site on its own data, and a listing of everything that would leave the site."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from waffle_fl.tensorfile import MAX_HEADER, parse_header
 
 
 def dry_run(folder: Path, config: RunConfig) -> Iterator[str]:
-    """What the site would say and send in a run of one round, byte for byte; nothing of it is kept or sent."""
+    """Yield lines that describe every reply of the site in a run of one round; nothing is stored or sent."""
     site = Site(folder)
     name = site.settings.name
     s = replace(config.settings, alice="0" if site.data.by_name else name, rounds=1)
     config = replace(config, settings=s)
-    fields: dict[str, Any] = {"software": software(), "run": "rehearsal", "agent": 0, "config": config.to_json()}
+    fields: dict[str, Any] = {"software": software(), "run": "dry-run", "agent": 0, "config": config.to_json()}
     with tempfile.TemporaryDirectory() as scratch:
         site.store, site.ledger = Store(Path(scratch) / "state"), Ledger(Path(scratch) / "ledger.jsonl")
         site.folder = Path(scratch)
@@ -48,7 +48,7 @@ def dry_run(folder: Path, config: RunConfig) -> Iterator[str]:
         steps = (s.epochs * -(-samples[0] // s.batch_size),)
         algorithm = for_model(config.algorithm(), model.layers)
         plan = RunPlan(
-            *("rehearsal", config.label, algorithm, (name,), 0, samples, steps, 1, s.batch_size, s.guard, s.alice)
+            *("dry-run", config.label, algorithm, (name,), 0, samples, steps, 1, s.batch_size, s.guard, s.alice)
         )
         server_run = ServerRun(plan, model, initial_run_state(algorithm, model, s.seed, 1))
         for title in ("round 1", "after the last round"):
@@ -68,13 +68,13 @@ def _respond(site: Site, request: Message) -> Message:
         reply = site.respond(request, "dry run")
     for fields in (reply.fields, *reply.fields.get("courses", {}).values()):
         if fields.get("error"):
-            raise WaffleError(f"this site would refuse, or fail: {fields['error']}")
+            raise WaffleError(f"this site would refuse the request, or fail: {fields['error']}")
     return reply
 
 
 def _lines_of(title: str, reply: Message) -> Iterator[str]:
     yield f"{title}: {reply.size} bytes"
-    yield f"  words: {json.dumps(reply.fields)}"
+    yield f"  fields: {json.dumps(reply.fields)}"
     for payload in reply.payloads.values():
         header = parse_header(payload[: 8 + MAX_HEADER], len(payload))
         labels = header.pop("__metadata__", {})

@@ -6,7 +6,7 @@ const SERIES = 8; // colours; further sites are drawn as one
 const MARKED = 30; // rounds up to which each has its own mark
 
 const SITE_TONES = { connected: "good", "not connected": "bad", revoked: "idle", "no key yet": "warn", unknown: "idle" };
-const JOB_TONES = { running: "busy", finished: "good", failed: "bad", stopped: "warn", "broken off": "warn", submitted: "idle" };
+const JOB_TONES = { running: "busy", finished: "good", failed: "bad", stopped: "warn", interrupted: "warn", submitted: "idle" };
 
 const byId = (id) => document.getElementById(id);
 const jobs = new Map(); // by name, the job's part of the page
@@ -416,7 +416,7 @@ class JobView {
     const recent = run.screened.toSorted((one, two) => two.round - one.round);
     const lines = recent.map(({ site, reason, round, times }) => {
       const when = round === last ? `in round ${round}, the last one` : `last in round ${round}`;
-      return node("li", {}, node("strong", {}, site), `: ${reason}, ${when}; ${times} of ${last} rounds in all`);
+      return node("li", {}, node("strong", {}, site), `: ${reason}, ${when}; ${times} of ${last} rounds in total`);
     });
     this.screened.replaceChildren(...lines);
     this.screenedPart.hidden = !lines.length;

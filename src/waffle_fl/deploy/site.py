@@ -157,7 +157,9 @@ class Site:
             payloads |= {task.course: update} if update is not None else {}
         return Message({"courses": answers}, payloads)
 
-    def _answer_survey(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str) -> Message:
+    def _answer_survey(
+        self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str
+    ) -> Message:
         """The answer to one question of the survey."""
         if stage not in get_args(Stage):
             raise Refused("a survey has no such stage")

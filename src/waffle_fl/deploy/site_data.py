@@ -127,7 +127,9 @@ class SiteData:
         rows = divided(tables, common, options)
         _check_prepared(common, rules, tables, tables[0].taken(rows.train), options)
         keys = [key for table in tables for key in table.row_keys()]
-        check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(tables) == 2)
+        check_duplicates(
+            {self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(tables) == 2
+        )
         fitted = fit_locally(common, tables[0].taken(rows.train))
         made = CollectedData({self.name: parts_of(tables, fitted, rows)}, common.task, common.classes, (fitted,))
         return replace(Federation.from_gathered(made, 0), ids=(agent,))
@@ -183,7 +185,9 @@ class Rules:
             )
 
 
-def _check_prepared(common: Preprocessing, rules: Rules, tables: Sequence[Table], train: Table, options: ReadOptions) -> None:
+def _check_prepared(
+    common: Preprocessing, rules: Rules, tables: Sequence[Table], train: Table, options: ReadOptions
+) -> None:
     """Refuse a preparation that cannot have come from summaries this site's were among."""
     columns = [*(column.name for column in common.columns), common.target]
     if common.scope != options.preprocessing or sorted(columns) != sorted(tables[0].columns):
@@ -278,7 +282,9 @@ def _check_aim(aim: Preprocessing, goal: Goal) -> None:
         raise Refused("the server's classes are not those that the sites reported")
 
 
-def _target_summary(rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
+def _target_summary(
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
+) -> dict[str, Any]:
     goal = _goal(rules, tables, options)
     return {
         "kind": "tables",
@@ -302,12 +308,16 @@ def _training(
     return tables[0].taken(rows.train), counts
 
 
-def _counts_summary(rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
+def _counts_summary(
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
+) -> dict[str, Any]:
     table, samples = _training(rules, tables, options, known)
     return {**samples, "counts": {name: list(count_cells(cells)) for name, cells in table.columns.items()}}
 
 
-def _columns_summary(rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
+def _columns_summary(
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
+) -> dict[str, Any]:
     """Moments and categories of the training rows; with local preprocessing the moments stay."""
     if options.min_category < rules.min_count:
         raise Refused(

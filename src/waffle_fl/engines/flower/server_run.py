@@ -1,8 +1,8 @@
-"""The server's side of one run, a round at a time: what to ask of each agent, and what to make of the answers.
+"""The server's side of one run, round by round: requests to the agents, and aggregation of their replies.
 
-One message an agent and round carries training and evaluation. So round r is closed when its updates are there, and
-scored by Alice in the message of round r + 1; only then is it settled, that is recorded and saved. A crash loses the
-closed round at most, which every site trains again in the same bits.
+One message per agent and round carries both training and evaluation. Round r is aggregated when its updates have
+arrived. Alice scores it with the message of round r + 1; only then is it recorded and saved. A crash loses at most one
+aggregated round, which every site trains again with the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.algorithms.kept_momentum import VELOCITY
 from waffle_fl.engines.aggregation import Registered, aggregate, screened_of
 from waffle_fl.engines.arithmetic import one_thread, products
-from waffle_fl.engines.flower.messages import SCORES, OVERHEAD, Request, Version
+from waffle_fl.engines.flower.messages import OVERHEAD, SCORES, Request, Version
 from waffle_fl.engines.outcomes import ATTEMPTS, diverged, to_numbers
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.engines.tree import rows_of, tree_map
@@ -32,7 +32,7 @@ from waffle_fl.update_encoding import LONGEST_REASON, Header, UpdateCollector
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands after a round: the server's state, and which state each agent holds."""
+    """State of a run after a round: the server's state, and the version of each agent's state."""
 
     round: int
     server: Any
@@ -41,7 +41,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class EvaluatedRound:
-    """A round that was scored: its line for the record, and the state to save."""
+    """A scored round: its line for the record, and the state to save."""
 
     measured: dict[str, Any]
     state: RunState
@@ -49,10 +49,10 @@ class EvaluatedRound:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What does not change in a run."""
+    """Constants of a run."""
 
-    run: str  # the run's own name on the wire, the same after a resumption
-    label: str
+    run: str  # the job's id on the wire; the same after a resume
+    label: str  # of this run within the job; the wire key is `course`
     algorithm: Algorithm
     names: tuple[str, ...]
     alice: int
@@ -61,27 +61,27 @@ class RunPlan:
     rounds: int
     batch_size: int
     guard: Guard
-    handle: str  # what the config calls Alice
-    scores: tuple[str, ...] = SCORES  # what may be told of a round
+    handle: str  # Alice's name in the config
+    scores: tuple[str, ...] = SCORES  # scores that are recorded per round
 
 
 @dataclass
 class ServerRun:
-    """One run on its way. `tasks` says what to ask now, `hear` takes an answer in, `turn` closes what can be closed."""
+    """A run in progress. `request_for` makes requests, `receive` takes replies, `advance` aggregates when possible."""
 
     plan: RunPlan
     model: FlatModel
     state: RunState
     attempt: int = 0
     pending: tuple[RunState, int, dict[str, Any]] | None = (
-        None  # a round, its attempt and line, that waits for its score
+        None  # an aggregated round that waits for its score: state, attempt, line for the record
     )
     score: dict[str, Any] | None = None
-    final_reply: tuple[Any, bytes | None] | None = None  # Alice's last words: metrics, and maybe a model that is hers alone
-    lost: set[int] = field(default_factory=set)  # agents that have to be sent their state
-    resend: set[int] = field(default_factory=set)  # those of them that have said so just now: they are asked once more
+    final_reply: tuple[Any, bytes | None] | None = None  # from Alice: metrics, and possibly her personal model
+    lost: set[int] = field(default_factory=set)  # agents that lost their state and must be sent it
+    resend: set[int] = field(default_factory=set)  # agents that reported the loss since the last `advance`
     notes: list[tuple[int, str]] = field(default_factory=list)
-    stuck: str = ""  # why this course cannot go on, whoever answers
+    stuck: str = ""  # why the run cannot continue, whichever agents reply
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -94,7 +94,7 @@ class ServerRun:
 
     @property
     def latest(self) -> RunState:
-        """The newest state, scored or not."""
+        """The latest state, scored or not."""
         return self.pending[0] if self.pending else self.state
 
     @property
@@ -107,7 +107,7 @@ class ServerRun:
 
     @property
     def awaited(self) -> set[int]:
-        """The agents whose answer is still wanted."""
+        """The agents whose reply is still needed."""
         able = {i for i, n in enumerate(self.plan.samples) if n}
         training = able - self.collector.rows.keys() if self.training else set()
         unscored = self.pending is not None and self.score is None
@@ -115,7 +115,7 @@ class ServerRun:
         return training | ({self.plan.alice} if unscored or unparted else set())
 
     def request_for(self, agent: int) -> tuple[Request, bytes]:
-        """What to ask of an agent, and the payload that goes with it."""
+        """Return the request to an agent, and its payload."""
         plan, latest = self.plan, self.latest
         trains = self.training and agent not in self.collector.rows
         request = Request(
@@ -137,7 +137,7 @@ class ServerRun:
         return request, pack(tensors, {"run": plan.run, "course": plan.label, "round": str(request.round)})
 
     def receive(self, agent: int, fields: Mapping[str, Any], payload: bytes | None) -> None:
-        """Take in what the transport says came from this agent."""
+        """Store the reply that the transport received from this agent."""
         if fields.get("error"):
             self.notes.append((agent, one_line(fields["error"])))
         elif fields.get("lost"):
@@ -151,7 +151,7 @@ class ServerRun:
                 self.collector.deliver(agent, payload)
 
     def advance(self, quorum: int) -> tuple[EvaluatedRound | None, Diverged | None]:
-        """Close what can be closed now that no more answers come; Alice's are indispensable."""
+        """Aggregate and score as far as the received replies allow; nothing advances without Alice's reply."""
         evaluated, resent, self.resend = None, self.resend & self.awaited, set()
         if self.pending:
             if self.score is None:
@@ -165,7 +165,7 @@ class ServerRun:
         return evaluated, None if self._aggregate() else self._retry()
 
     def waiting_for(self, quorum: int) -> list[str]:
-        """Who the round waits for, when the others have answered."""
+        """The agents that block the round: Alice, or those missing for the quorum."""
         awaited = self.awaited - self.resend
         if self.plan.alice in awaited:
             return [self.plan.names[self.plan.alice]]
@@ -173,7 +173,7 @@ class ServerRun:
         return [self.plan.names[i] for i in sorted(awaited)] if short else []
 
     def own_model(self) -> Net | None:
-        """Alice's model, where the server holds it; None where it is her own."""
+        """Alice's model, or None if only her site has it (a personal model)."""
         marked = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
         agents = marked if (copies := self._copies()) is None else copies
         net = self.plan.algorithm.personal(self.latest.server, agents, len(self.plan.names))
@@ -186,7 +186,7 @@ class ServerRun:
         self.collector = UpdateCollector({n: v[0] for n, v in self._up._asdict().items()}, header, list(plan.steps))
 
     def _settle(self, score: Mapping[str, Any]) -> tuple[EvaluatedRound | None, bool]:
-        """The closed round with its score; one whose model is not finite is not applied."""
+        """Return (the pending round with its score, whether to retry it because the model is not finite)."""
         assert self.pending
         state, attempt, measured = self.pending
         self.pending, self.score = None, None
@@ -199,7 +199,7 @@ class ServerRun:
         return EvaluatedRound({"round": state.round, **scores, **measured}, state), False
 
     def _aggregate(self) -> bool:
-        """A2.13-16; False if Alice's own update was not usable."""
+        """A2.13-16; return False if Alice's own update was not usable."""
         plan, before = self.plan, self.latest
         up, present = self.collector.updates(type(self._up))
         present = present & (self._registered.samples > 0)
@@ -222,7 +222,7 @@ class ServerRun:
         return True
 
     def _retry(self) -> Diverged | None:
-        """The round after the last settled one, with batches drawn anew; too often, and the run has diverged."""
+        """Retry the round after the last recorded one with new batches; after ATTEMPTS tries the run has diverged."""
         self.pending, self.score, self.attempt = None, None, self.attempt + 1
         if self.attempt < ATTEMPTS:
             self._open_round()
@@ -230,7 +230,7 @@ class ServerRun:
         return diverged(self.state.round + 1, self.plan.names[self.plan.alice])
 
     def _copies(self) -> Any:
-        """The agents' states as the server knows them, velocities at zero, or None where it does not know them."""
+        """The agents' states with velocities set to zero, or None if the server has no copy of them."""
         fields, server = type(self._agents)._fields, self.latest.server
         if not all(hasattr(server, name) or name.endswith(VELOCITY) for name in fields):
             return None
@@ -243,24 +243,24 @@ class ServerRun:
     def _handle_lost_state(self, agent: int, again: bool) -> None:
         name, round_ = self.plan.names[agent], self.latest.versions[agent].round
         if again:
-            self.notes.append((agent, "does not take the state that the server restored"))
+            self.notes.append((agent, "rejects the state that the server restored"))
         elif self._copy_of(agent) is not None:
             self.lost.add(agent)
             self.resend.add(agent)
             velocity = any(name.endswith(VELOCITY) for name in self._agents._fields)
             more = "; its momentum starts at zero" if velocity else ""
-            self.notes.append((agent, f"had lost its state of round {round_}, which the server restored{more}"))
+            self.notes.append((agent, f"lost its state of round {round_}; the server restored it{more}"))
         elif agent == self.plan.alice:
             self.stuck = (
-                f"Alice ({name}) has lost her own model of round {round_}, and the server has no copy of it: restore "
-                "the site's `state` folder from a backup, or start another run"
+                f"Alice ({name}) lost her personal model of round {round_}, and the server has no copy of it: restore "
+                "the site's `state` folder from a backup, or start a new run"
             )
         else:
-            self.notes.append((agent, f"has lost its own model of round {round_}: restore the site's `state` folder"))
+            self.notes.append((agent, f"lost its personal model of round {round_}: restore the site's `state` folder"))
 
 
 def tensors_of(state: RunState) -> dict[str, Tensor]:
-    """A stand as a checkpoint holds it."""
+    """The tensors of a run state, as stored in a checkpoint."""
     versions = torch.tensor(state.versions, dtype=torch.int64)
     return {"versions": versions, **{f"server.{name}": value for name, value in state.server._asdict().items()}}
 
@@ -271,31 +271,31 @@ def run_state_of(r: int, tensors: Mapping[str, Tensor], like: RunState) -> RunSt
 
 
 def initial_run_state(algorithm: Algorithm, model: FlatModel, seed: int, agents: int) -> RunState:
-    """A2.1: one random model for everyone."""
+    """A2.1: the same random model for all agents."""
     return RunState(0, algorithm.init(model.init(seed), agents)[0], (Version(),) * agents)
 
 
 def finite_or_none(value: Any) -> float | None:
-    """A finite number that a site tells; anything else is none."""
+    """Return a site's number as a float, or None if it is not a finite number."""
     return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
 def one_line(text: Any) -> str:
-    """One line of moderate length that a terminal takes for text, whatever a site has sent."""
+    """Return any text from a site as one printable line of bounded length."""
     try:
-        fields = " ".join(str(text)[: 10 * LONGEST_REASON].split())
+        line = " ".join(str(text)[: 10 * LONGEST_REASON].split())
     except RecursionError:
-        fields = "something nested too deeply"
-    return "".join(letter for letter in fields if letter.isprintable())[:LONGEST_REASON]
+        line = "content nested too deeply"
+    return "".join(char for char in line if char.isprintable())[:LONGEST_REASON]
 
 
 def largest_message(runs: Sequence[ServerRun]) -> int:
-    """Bytes of the largest message of a round, known before the first."""
+    """Upper bound on the bytes of a message, known before the first round."""
     server: list[Tensor] = [value for run in runs for value in run.latest.server]
     down = sum(value.numel() * value.element_size() for value in server)
     return down + largest_reply(runs)
 
 
 def largest_reply(runs: Sequence[ServerRun]) -> int:
-    """Bytes of the largest answer: for each course an update, or a model, and what is said of it."""
+    """Upper bound on the bytes of a reply: per run an update or a model, and its JSON fields."""
     return OVERHEAD + sum(run.collector.max_bytes + OVERHEAD for run in runs)
