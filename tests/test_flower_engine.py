@@ -256,7 +256,7 @@ def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
         replaced = {key: value for key, value in told.items() if key in reply.fields}
         return Message({**reply.fields, **replaced}) if name == "south" else reply
 
-    with pytest.raises(WaffleError, match=r"^south told of its data in a way that cannot be read: [^\n]+$"):
+    with pytest.raises(WaffleError, match=r"^south sent a survey reply that cannot be read: [^\n]+$"):
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
 
 
@@ -415,7 +415,9 @@ def test_f12_an_exception_at_a_site(tmp_path: Path, caplog: pytest.LogCaptureFix
     with (own / "south.csv").open("a") as stream:
         stream.write("\n44,f,1.0,A,secret")
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
-    with pytest.raises(WaffleError, match=r"^south: it failed there \(WaffleError\); the site's own log") as caught:
+    with pytest.raises(
+        WaffleError, match=r"^south: failed at the site \(WaffleError\); see the site's own log"
+    ) as caught:
         conduct(folder, tables(), tmp_path / "run")
     assert "secret" in caplog.text
     assert "secret" not in str(caught.value)
@@ -432,7 +434,7 @@ def test_p5_data_that_changed(tmp_path: Path) -> None:
             file.write_text(file.read_text() + "\n44,f,1.0,A,3.00")
         return reply
 
-    with pytest.raises(WaffleError, match="no longer what it was when the run began"):
+    with pytest.raises(WaffleError, match="has changed since the run began"):
         conduct(folder, tables(), tmp_path / "run", Grid(folder, change_file))
 
 
@@ -448,7 +450,7 @@ def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
     [
         ({"methods": ["fedavg"]}, "takes part in fedavg, not in waffle"),
         ({"rounds": 2}, "answers at most 2 rounds in total"),
-        ({"max_norm": 1e-6}, "stays here: this site allows 1e-06"),
+        ({"max_norm": 1e-6}, "too large to leave this site, which allows 1e-06"),
     ],
 )
 def test_a_site_s_rules_hold(changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path) -> None:

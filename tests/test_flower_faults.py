@@ -230,7 +230,7 @@ def test_f1_f2_f3_f12_absent(folder: Path, tmp_path: Path) -> None:
     _, rounds, result = bits(out)
     assert result["status"] == "finished"
     assert [line["round"] for line in rounds] == list(range(1, ROUNDS + 1))
-    failed = ["agent 2", "it failed there (NotADirectoryError); the site's own log says why"]
+    failed = ["agent 2", "failed at the site (NotADirectoryError); see the site's own log"]
     assert rounds[0]["screened"] == {"agent 2": "absent"}
     assert failed in rounds[0]["refused"]
     assert "NotADirectoryError" in (folder / "sites" / "c" / "site.log").read_text()

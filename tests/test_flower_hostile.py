@@ -167,7 +167,7 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
     lines = [f"patient{i},{i / 7:.3f},{i % 5},{'AB'[i % 2]}" for i in range(150)]
     (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
     said = json.dumps(Server(site, config(**settings)).send(**words).fields)
-    assert "more than 100 different texts, which stay here" in said
+    assert "more than 100 different texts, which do not leave this site" in said
     assert "patient" not in said
 
 
@@ -181,7 +181,7 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
 def test_an_identifier_stays_however_few_there_are(target: str, words: dict[str, Any], site: Path) -> None:
     """A text of its own in every row is a name, also where the site has few rows."""
     said = json.dumps(Server(site, config(target=target)).send(**words).fields)
-    assert "column 'name' has another text in every row: they stay here" in said
+    assert "column 'name' has a different text in every row, which do not leave this site" in said
     assert "patient" not in said
 
 
@@ -234,14 +234,18 @@ def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> No
     people(site, rows=rows)
     change(site / "site.toml", targets=["ward"])
     said = Server(site, config()).send(stage="counts", known={"aim": AIM}).fields
-    assert said.get("error", "") == ("fewer than 5 training rows are not summarised" if refused else "")
+    assert said.get("error", "") == (
+        "this site has fewer than 5 training rows, too few to summarise" if refused else ""
+    )
 
 
 def test_few_rows_score_no_model(site: Path) -> None:
     """Fewer than five held-out rows tell nothing of a model: it would tell their labels."""
     people(site, rows=12)
     change(site / "site.toml", targets=["ward"])
-    assert scene(site).said(examine=True, round=0) == {"error": "fewer than 5 held-out rows score no model"}
+    assert scene(site).said(examine=True, round=0) == {
+        "error": "this site has fewer than 5 held-out rows, too few to score a model"
+    }
 
 
 def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
@@ -272,7 +276,7 @@ def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: Scen
     with pytest.raises(WaffleError):
         Request.from_json({**first.task, **changes})
     before = sorted(first.server.site.parent.rglob("*"))
-    assert first.order(**changes).fields["error"] == "it failed there (WaffleError); the site's own log says why"
+    assert first.order(**changes).fields["error"] == "failed at the site (WaffleError); see the site's own log"
     assert sorted(first.server.site.parent.rglob("*")) == before
 
 
@@ -384,7 +388,7 @@ def test_all_of_an_update_is_measured(site: Path) -> None:
     chosen = torch.tensor([[1]])
     assert policy.let_update_out(Up(short, long, short, chosen)).stats is long
     for up in (Up(long, short, short, chosen), Up(short, short, long, chosen)):
-        with pytest.raises(Refused, match="too long stays here"):
+        with pytest.raises(Refused, match="norm is too large to leave"):
             policy.let_update_out(up)
     out = policy.let_update_out(Up(short, short * torch.nan, short, chosen))
     assert all(value.isnan().all() for value in out[:3])
@@ -396,10 +400,10 @@ def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
     good = packed(Message({"software": software()}))
     for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None)):
         reply = answered(folder, content)
-        assert reply.fields["error"].startswith("it failed there (")
+        assert reply.fields["error"].startswith("failed at the site (")
         assert str(tmp_path) not in json.dumps(reply.fields)
     (site / "site.toml").write_text("secret =")
-    assert answered(site, good).fields["error"].startswith("it failed there (WaffleError)")
+    assert answered(site, good).fields["error"].startswith("failed at the site (WaffleError)")
 
 
 def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
@@ -409,7 +413,7 @@ def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
     path.mkdir()
     reply = first.order()
     assert reply.payloads == {}
-    assert reply.fields["error"].startswith("it failed there (")
+    assert reply.fields["error"].startswith("failed at the site (")
 
 
 @pytest.mark.parametrize(
@@ -442,14 +446,14 @@ def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
     broken = ({**first.task, "course": "broken"}, b"rubbish")
     reply = first.server.order(first.facts, first.course, broken, (first.task, first.payload))
     assert reply.fields["courses"].keys() == {"broken", "course"}
-    assert reply.fields["courses"]["broken"]["error"].startswith("what the server sent cannot be read")
+    assert reply.fields["courses"]["broken"]["error"].startswith("the server's payload cannot be read")
     assert reply.payloads.keys() == {"course"}
     lines = {line["course"]: line for line in ledger(first.server.site)[-2:]}
     assert "update" not in lines["broken"]
     assert lines["broken"]["said"] == reply.fields["courses"]["broken"]
     assert lines["course"]["update"]["bytes"] == len(reply.payloads["course"])
     twice = first.server.order(first.facts, first.course, (first.task, first.payload), (first.task, first.payload))
-    assert twice.fields["error"] == "one course is asked for twice in a message"
+    assert twice.fields["error"] == "a message contains two requests for the same run"
 
 
 def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
@@ -486,8 +490,8 @@ def test_the_values_of_a_numeric_column_stay(site: Path) -> None:
     for name in ("age", "dose"):
         said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).fields
         assert said["error"] == (
-            f"column {name!r} holds numbers here, whose values stay here: this site would have to list it under "
-            "categorical in its site.toml"
+            f"column {name!r} holds numbers, and their values do not leave this site: to allow it, list the column "
+            "under categorical in its site.toml"
         )
     change(site / "site.toml", categorical=["dose"], min_count=1, surveys=9)
     listed = Server(site, config(min_category=1))
@@ -523,7 +527,7 @@ def test_a_rare_category_stays(site: Path) -> None:
     curious = Server(site, config(min_category=1), "curious")
     change(site / "site.toml", surveys=9)
     said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
-    assert "fewer than 5 rows have stays here: run with --min-category 5" in said["error"]
+    assert "fewer than 5 rows does not leave this site: run with --min-category 5" in said["error"]
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("patient0,33,1.5,C\n")
     assert (

@@ -34,9 +34,7 @@ def load_operator_key(path: Path) -> Ed25519PrivateKey:
     except OSError as error:
         raise WaffleError(f"cannot read the operator key {path}: {error.strerror}") from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise WaffleError(
-            f"{path} is not an operator key: expected an Ed25519 private key without a passphrase"
-        ) from None
+        raise WaffleError(f"{path} is not an operator key: expected an Ed25519 private key, no passphrase") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise WaffleError(f"{path} is not an operator key: expected Ed25519, got {type(key).__name__}")
     return key

@@ -1,4 +1,4 @@
-"""What the server asks before the first round: who holds how much, and from summaries how tables become numbers."""
+"""The survey before the first round: the sites' sample counts and, for tables, summaries for the preprocessing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from waffle_fl.user_data.preprocessing import (
     numeric_column,
 )
 
-LARGEST = 1e100  # of a mean: beyond any quantity, and its square is still a number
-MOST_CLASSES = 10_000  # of arrays: each is an output of everybody's model
+LARGEST = 1e100  # largest accepted mean; its square is still finite
+MOST_CLASSES = 10_000  # limit for arrays, since each class is an output of the model
 Stage: TypeAlias = Literal["hello", "counts", "columns"]
 Answers: TypeAlias = dict[str, dict[str, Any]]  # by site, in the order of the agents
 Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
@@ -34,7 +34,7 @@ Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
 
 @dataclass(frozen=True)
 class Survey:
-    """What the server knows of everyone's data."""
+    """What the server knows about the data of all sites."""
 
     samples: dict[str, int]
     test: dict[str, int]
@@ -51,7 +51,7 @@ class Survey:
 
     @property
     def known(self) -> dict[str, Any]:
-        """What a site must be told to read its own data as all others read theirs."""
+        """What a site needs to preprocess its data in the same way as the others."""
         return {"prepared": self.prepared, "classes": list(self.classes)}
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Survey:
 
 
 def survey(ask: Ask, settings: Settings) -> Survey:
-    """Ask until everything is known: once for arrays, three times for tables."""
+    """Query the sites: once for arrays, three times for tables."""
     hello = ask("hello", {})
     kind = _agreed({name: one_line(reply.get("kind")) for name, reply in hello.items()}, "the kind of their data")
     digests = {name: _text(name, reply, "digest")[:64] for name, reply in hello.items()}
@@ -85,24 +85,24 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
         raise WaffleError(f"no site has the target column {one_line(target)!r}")
     aim = _aim(s, target, hello)
     counted = ask("counts", {"aim": aim.to_json()})
-    counts = {name: [_cells(who, reply, name) for who, reply in counted.items()] for name in order}
+    counts = {name: [_cells(site, reply, name) for site, reply in counted.items()] for name in order}
     features = [name for name in order if name != target]
     kinds = {name: kind_of(counts[name], name in categorical) for name in features}
     if aim.task == "regression":
         kinds[target] = "numeric"
     answers = ask("columns", {"aim": aim.to_json(), "kinds": kinds})
-    stays = s.preprocessing == "local"
+    local = s.preprocessing == "local"
 
     def column(name: str) -> Column:
         if kinds[name] == "categorical":
             return categorical_column(
-                name, counts[name], [_texts(who, w, "categories", name) for who, w in answers.items()]
+                name, counts[name], [_texts(site, w, "categories", name) for site, w in answers.items()]
             )
-        own = [] if stays else [_moments(who, w, name) for who, w in answers.items()]
+        own = [] if local else [_moments(site, w, name) for site, w in answers.items()]
         return numeric_column(name, counts[name], own)
 
     regression = aim.task == "regression"
-    goal = joined_moments(_moments(who, w, target) for who, w in answers.items()) if regression else Moments()
+    goal = joined_moments(_moments(site, w, target) for site, w in answers.items()) if regression else Moments()
     prepared = fit_jointly(aim, tuple(column(name) for name in features), goal, s.preprocessing)
     return Survey(
         **_counts(counted),
@@ -115,7 +115,7 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
 
 def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
-    """Classes where everyone's values can be; else a number, where all are numbers."""
+    """Classification if all sites' values can be classes; else regression, if all values are numbers."""
     if all(reply.get("values") is not None for reply in hello.values()):
         values = {value for name, reply in hello.items() for value in _texts(name, reply, "values")}
         aim = aim_from(target, values, s.task)
@@ -123,7 +123,7 @@ def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
         return aim
     texts = [name for name, reply in hello.items() if reply.get("numeric") is not True]
     if texts:
-        raise WaffleError(f"the target {target!r} holds numbers at some sites, and text at {', '.join(texts)}")
+        raise WaffleError(f"the target {target!r} holds numbers at some sites, but text at {', '.join(texts)}")
     return Preprocessing((), target, "regression")
 
 
@@ -167,7 +167,7 @@ def _moments(name: str, reply: Mapping[str, Any], column: str) -> Moments:
 def _text(name: str, reply: Mapping[str, Any], key: str) -> str:
     with _readable(name):
         if not isinstance(reply[key], str):
-            raise ValueError(f"{key!r} is no text")
+            raise ValueError(f"{key!r} is not a text")
         return str(reply[key])
 
 
@@ -177,7 +177,7 @@ def _texts(name: str, reply: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
         for key in keys:
             found = found[key]
         if not isinstance(found, list):
-            raise ValueError(f"{keys[-1]!r} is no list")
+            raise ValueError(f"{keys[-1]!r} is not a list")
         return tuple(map(str, found))
 
 
@@ -196,4 +196,4 @@ def _readable(name: str) -> Any:
     try:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise WaffleError(f"{name} told of its data in a way that cannot be read: {one_line(error)}") from None
+        raise WaffleError(f"{name} sent a survey reply that cannot be read: {one_line(error)}") from None
