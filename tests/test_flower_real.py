@@ -78,7 +78,7 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
                 assert number is not None
                 os.kill(number, signal.SIGKILL)
                 assert running.wait(timeout=900) == 2
-                assert "the ServerApp ended without a word" in deployment.said(0)
+                assert "the ServerApp ended without a result" in deployment.said(0)
             else:
                 deployment.kill("server")
                 running.terminate()

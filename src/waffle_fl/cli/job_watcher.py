@@ -1,4 +1,4 @@
-"""Watch a job of a deployment: its journal and its records, round by round, to its end."""
+"""Watch a job of a deployment: follow its log and its records round by round until it ends."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Listener
 from waffle_fl.records import read_json, read_rounds
 
-LOOK = 0.5  # seconds between two looks at a running job
-SILENCE = 20.0  # seconds of silence after which Flower is asked how the run stands
+LOOK = 0.5  # seconds between two polls of a running job
+SILENCE = 20.0  # seconds without news after which Flower is asked for the run's status
 
 
 def watch_until_interrupted(folder: Path, job: Any, output: ProgressFlags) -> int:
-    """Watch a job until its end, or until Ctrl-C, which ends the watching alone."""
+    """Watch a job until it ends, or until Ctrl-C, which stops watching but not the job."""
     try:
         return watch(folder, job, output)
     except KeyboardInterrupt:
-        print(f"waffle: no longer watched; the server goes on with it, and writes to {job.out}", file=sys.stderr)
+        print(f"waffle: stopped watching; the job continues on the server and writes to {job.out}", file=sys.stderr)
         return 130
 
 
 def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
-    """Submit a job, unless the server is at it already, and follow its journal and its records to the end."""
+    """Submit a job unless it is already running, and follow its log and its records until it ends."""
     from waffle_fl.deploy.control_client import ControlClient
 
     client = ControlClient(folder)
     watched = job.is_running
-    position = job.journal.last if watched else job.journal.end  # its last word may have been its end, just now
+    position = job.journal.last if watched else job.journal.end  # include the last line: it may already report the end
     number = None if watched else client.submit(job.name)
     if number:
         job.submitted_as(number)
@@ -60,13 +60,13 @@ def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
 
 
 def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
-    """The runs of a job: its folder, or one for each Alice in it."""
+    """The runs of a job: its folder, or one subfolder per Alice."""
     folders = [out] if (out / "config.json").exists() else sorted(p.parent for p in out.glob("*/config.json"))
     return [(RunConfig.from_json(read_json(folder / "config.json")), folder) for folder in folders]
 
 
 def _follow(client: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
-    """Tell the listener of every round and note, until the job has ended."""
+    """Report every round and note to the listener until the job ends."""
     from waffle_fl.deploy.control_client import FINISHED, UNKNOWN
 
     reported: dict[Path, int] = {}
@@ -76,7 +76,7 @@ def _follow(client: Any, number: str | None, job: Any, position: int, listener: 
         for config, folder in runs_in(job.out):
             if folder not in reported:
                 listener.planned([(config, folder)], 0)
-                ended = (folder / "result.json").exists()  # then nobody was told to expect its rounds
+                ended = (folder / "result.json").exists()  # rounds of an ended run are not reported again
                 reported[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
             for measured in read_rounds(folder / "rounds.jsonl")[reported[folder] :]:
                 listener.advanced(config, measured)
@@ -93,8 +93,10 @@ def _follow(client: Any, number: str | None, job: Any, position: int, listener: 
             before, status = status, client.status(number) if number else FINISHED
             received = time.monotonic()
             if status == UNKNOWN != before:
-                listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
+                listener.warned("the server does not answer: start it again, then run waffle deploy resume")
             ended = status.startswith(FINISHED) and not job.is_running
             if ended and not job.journal.since(position)[0]:
-                raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
+                raise WaffleError(
+                    f"the ServerApp ended without a result ({status}): continue with waffle deploy resume"
+                )
         time.sleep(LOOK)
