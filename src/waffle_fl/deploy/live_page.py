@@ -30,7 +30,7 @@ FRESH = 1.0  # seconds for which a snapshot is served again
 PATIENCE = 2.0  # seconds that a request waits for a newer snapshot; then it gets the last one
 IDLE = 10.0  # seconds after which a silent connection is closed
 JOBS = 50  # the newest jobs; older ones are counted
-POINTS = 200  # rounds of a run on the page; longer histories are thinned out
+POINTS = 200  # rounds per run on the page; longer histories are subsampled
 TEXT = 1000  # characters of a name, a reason or an error
 NO_PROMETHEUS = "metrics need prometheus-client: pip install 'waffle-fl[flower]', or pip install prometheus-client"
 NOTHING: Mapping[str, Any] = {
@@ -135,7 +135,7 @@ class Reader:
 
 
 def _run(alice: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The history of one Alice, by column; the last round is always among those that are kept."""
+    """The history of one Alice, by column, subsampled; the last round is always included."""
     kept = lines[::-1][:: max(1, -(-len(lines) // POINTS))][::-1]
     score = "rmse" if any("rmse" in line for line in lines) else "accuracy"
     sites = list(dict.fromkeys(name for line in lines for name in line["weights"]))
@@ -248,7 +248,7 @@ def exposition(state: Mapping[str, Any], accept: str = "") -> tuple[bytes, str]:
 
 @cache
 def page() -> Page:
-    """The page with its style and script inside."""
+    """The page with embedded style and script."""
     files = resources.files("waffle_fl.deploy")
     text, style, script = (
         files.joinpath(f"live_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
