@@ -266,7 +266,7 @@ def test_a_model_is_not_made_for_one_site_s_classes(folder: Path, tmp_path: Path
     def lie(name: str, request: Message, reply: Message) -> Message:
         return Message({**reply.fields, "classes": ["x"] * 1_000_000}) if name == "b" else reply
 
-    with pytest.raises(WaffleError, match=r"^b told of its data .*: 1000000 classes, more than 10000$"):
+    with pytest.raises(WaffleError, match=r"^b sent a survey reply .*: 1000000 classes, more than 10000$"):
         conduct(folder, config(), tmp_path / "run", Grid(folder, lie))
 
 
@@ -441,7 +441,7 @@ def test_p5_data_that_changed(tmp_path: Path) -> None:
 def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
     """F13: a model whose messages would be larger than allowed is refused before the first round."""
     change(folder / "server.toml", message_mb=1)
-    with pytest.raises(WaffleError, match=r"takes up to \d+ MB, server.toml allows 1"):
+    with pytest.raises(WaffleError, match=r"needs up to \d+ MB, server.toml allows 1"):
         conduct(folder, config(), tmp_path / "run")
 
 
@@ -597,7 +597,7 @@ def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
         (config(attack="sign-flip"), "attack works in simulations only"),
         (config(leave_out=("1",)), "leave_out works in simulations only"),
         (config(shift="drift(sudden, 0.5)"), "drift works in simulations only"),
-        (config(agents=4), "split among 4 agents, server.toml has 3 sites"),
+        (config(agents=4), "among 4 agents, but server.toml has 3 sites"),
         (tables(shift="rotate(45)"), "shift divides a data set among agents"),
         (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),
         (tables(samples_per_agent=5), "samples_per_agent divides a data set among agents"),

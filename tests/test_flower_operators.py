@@ -81,7 +81,7 @@ def test_status_stop_and_resume(running: Deployment, tmp_path: Path) -> None:
     assert "job is not running" in refused("stop", "job", "--folder", folder)
     events = said("logs", folder, "--job", "job").splitlines()
     assert any(line.endswith("INFO server all sites are online") for line in events)
-    assert "two sites: WAFFLE's weights are then fixed" in "\n".join(events)
+    assert "with two sites WAFFLE's weights are fixed" in "\n".join(events)
     assert any("ERROR server stopped by the operator after round" in line for line in events)
     assert running.finish_run("resume", out) == 0
     assert f"job job: finished, round {ROUNDS} of {ROUNDS}" in said("status", folder)

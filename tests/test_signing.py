@@ -155,7 +155,7 @@ def test_the_ledger_is_a_chain(tmp_path: Path) -> None:
         [],
     ):
         path.write_bytes(b"".join(damaged))
-        assert "what has left this site is not known" in refusal(ledger.check)
+        assert "it is unknown what has left this site" in refusal(ledger.check)
     path.unlink()
     assert "it is missing" in refusal(ledger.check)
     path.write_bytes(b"".join(whole))
