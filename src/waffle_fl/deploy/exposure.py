@@ -78,11 +78,10 @@ def _hidden_gradients(model: FlatModel, net: Net, x: Tensor) -> list[Tensor]:
 
     hooks = [part.register_forward_hook(keep) for part in module.modules() if isinstance(part, nn.Linear)]
     try:
-        once = {
-            name for name, _ in (*module.named_parameters(), *module.named_buffers())
-        }  # tied tensors have two names
+        # tied tensors have two names in the state dict
+        unique = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         saved = model.state_dict(net).items()
-        state = {name: value.detach().requires_grad_() for name, value in saved if name in once}
+        state = {name: value.detach().requires_grad_() for name, value in saved if name in unique}
         answer = functional_call(module, state, (x,)).reshape(len(x), -1)
         mixture = (answer * torch.arange(1, answer.shape[1] + 1, dtype=answer.dtype).sqrt()).sum()
     finally:

@@ -271,9 +271,8 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE
 
     def do_GET(self) -> None:
-        if (
-            self.headers.get_all("Host") not in self.server.names
-        ):  # DNS rebinding: another name that resolves to this machine
+        # DNS rebinding: another name that resolves to this machine
+        if self.headers.get_all("Host") not in self.server.names:
             address = f"{HOST}:{self.server.server_port}"
             self.send_error(403, f"open http://{address}; a tunnel must use the same port at both ends")
             return

@@ -27,9 +27,7 @@ class LocalCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.groups: list[
-            int
-        ] = []  # process groups: each command is started in its own session, to be killed as a whole
+        self.groups: list[int] = []  # process groups: each command has its own session, to be killed together
         self.environment = {"OMP_NUM_THREADS": "1"}
         self.prefix: Sequence[str] = ()  # prepended to each command, for example a tracer
 

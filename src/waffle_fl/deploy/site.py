@@ -129,7 +129,7 @@ class Site:
         config = RunConfig.from_json(fields["config"])
         if "stage" in fields:
             return self._answer_survey(run, agent, config.settings, fields["stage"], fields["known"], nonce)
-        asked = self._check_surveys(self.data.questions(config.settings))
+        questions = self._check_surveys(self.data.questions(config.settings))
         if self.data.digest(config.settings, agent, run) != fields["digest"]:
             raise Refused("this site's data has changed since the run began")
         tasks = [Request.from_json(content) for content in fields["tasks"]]
@@ -139,7 +139,7 @@ class Site:
         payloads: dict[str, bytes] = {}
         for task in tasks:
             run_config = replace(config, settings=replace(config.settings, alice=task.alice))
-            handler = RequestHandler(self, run, agent, run_config, fields, task, dict(asked))
+            handler = RequestHandler(self, run, agent, run_config, fields, task, dict(questions))
             update = None
             try:
                 reply, update = handler.perform(request.payloads[task.course])
@@ -151,7 +151,7 @@ class Site:
                 course=task.course,
                 round=task.round,
                 attempt=task.attempt,
-                asked=handler.asked,
+                asked=handler.questions,
                 said=reply,
                 **({"update": _describe_update(update)} if update is not None else {}),
             )
@@ -166,21 +166,21 @@ class Site:
         if stage not in get_args(Stage):
             raise Refused("unknown stage of the survey")
         self.data.check_names(s)
-        asked = self._check_surveys(self.data.questions(s, stage, known))
+        questions = self._check_surveys(self.data.questions(s, stage, known))
         answer = self.data.answer_survey(s, agent, stage, known)
         reply = Message({**answer, "digest": self.data.digest(s, agent, run)})
-        self.ledger.note(run=run, nonce=nonce, stage=stage, asked=asked, said=reply.fields)
+        self.ledger.note(run=run, nonce=nonce, stage=stage, asked=questions, said=reply.fields)
         return reply
 
-    def _check_surveys(self, asked: dict[str, str]) -> dict[str, str]:
+    def _check_surveys(self, questions: dict[str, str]) -> dict[str, str]:
         """Return the questions about the data; refuse if they exceed the `surveys` budget."""
-        for kind, question in asked.items():
+        for kind, question in questions.items():
             self.policy.check_surveys(self.ledger.different(kind, question))
-        return asked
+        return questions
 
 
 class RequestHandler:
-    """Handles the request of one run; `asked` collects the hashes of its questions for the ledger."""
+    """Handles the request of one run; `questions` collects the hashes of its questions for the ledger."""
 
     def __init__(
         self,
@@ -190,10 +190,10 @@ class RequestHandler:
         config: RunConfig,
         fields: Mapping[str, Any],
         task: Request,
-        asked: dict[str, str],
+        questions: dict[str, str],
     ) -> None:
         self.site, self.run, self.agent, self.config, self.fields = site, run, agent, config, fields
-        self.task, self.asked = task, asked
+        self.task, self.questions = task, questions
 
     @cached_property
     def trainer(self) -> SiteTrainer:
@@ -243,7 +243,7 @@ class RequestHandler:
         tensors = {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state._asdict().items()}
         question = digest(tensors, {"what": what})
         self.site.policy.check_rounds(self.site.ledger.different(kind, question))
-        self.asked[kind] = question
+        self.questions[kind] = question
 
     def _read(self, payload: bytes) -> tuple[Any, Any]:
         """Return (the broadcast, the restored state or None); names, shapes and types must match exactly."""

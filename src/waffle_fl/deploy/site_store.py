@@ -30,19 +30,19 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, run: str, course: str, version: Version, like: Any) -> Any | None:
+    def load(self, run: str, label: str, version: Version, like: Any) -> Any | None:
         """Return a stored state, or None if it is missing or damaged."""
         template: dict[str, Tensor] = like._asdict()
-        path = self._path(run, course, version)
+        path = self._path(run, label, version)
         try:
             _, tensors = read_tensors(path, template)
         except WaffleError:
             return None
         return type(like)(*(tensors[name] for name in template))
 
-    def save(self, run: str, course: str, version: Version, base: Version, state: Any) -> None:
+    def save(self, run: str, label: str, version: Version, base: Version, state: Any) -> None:
         """Store a new state; delete states that are neither its base nor among the `OLDER` states before the base."""
-        path = self._path(run, course, version)
+        path = self._path(run, label, version)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         tensors: Mapping[str, Tensor] = state._asdict()
         write_tensors(path, {"round": str(version.round), "attempt": str(version.attempt)}, tensors)
@@ -52,8 +52,8 @@ class Store:
         stale = [p for v, p in known if base < v and v != version]
         remove(*older[:-OLDER], *stale)
 
-    def _path(self, run: str, course: str, version: Version) -> Path:
-        return self.folder / check_name(run) / check_name(course) / f"{version.round:08d}-{version.attempt}.safetensors"
+    def _path(self, run: str, label: str, version: Version) -> Path:
+        return self.folder / check_name(run) / check_name(label) / f"{version.round:08d}-{version.attempt}.safetensors"
 
 
 def _version(path: Path) -> Version:

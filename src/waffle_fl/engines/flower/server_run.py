@@ -73,9 +73,7 @@ class ServerRun:
     model: FlatModel
     state: RunState
     attempt: int = 0
-    pending: tuple[RunState, int, dict[str, Any]] | None = (
-        None  # an aggregated round that waits for its score: state, attempt, line for the record
-    )
+    pending: tuple[RunState, int, dict[str, Any]] | None = None  # unscored round: state, attempt, line for the record
     score: dict[str, Any] | None = None
     final_reply: tuple[Any, bytes | None] | None = None  # from Alice: metrics, and possibly her personal model
     lost: set[int] = field(default_factory=set)  # agents that lost their state and must be sent it
