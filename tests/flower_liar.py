@@ -61,7 +61,7 @@ def pretend(module: Any, site: Path) -> None:
 
 
 def unreadable(content: Any) -> None:
-    """Make the words a record that Flower carries to the server and cannot read there."""
+    """Make the JSON fields a record that Flower carries to the server and cannot read there."""
     from flwr.app import ConfigRecord
     from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 

@@ -270,11 +270,11 @@ RELAXED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 @RELAXED
 @given(st.dictionaries(TEXT, JSON, max_size=3), st.dictionaries(st.text("abc", min_size=1), st.binary(), max_size=3))
-def test_a_parcel_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
+def test_a_message_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
     """Words and payloads survive Flower's records."""
-    parcel = unpacked(packed(Message(words, payloads)), 1 << 20)
-    assert parcel.payloads == payloads
-    assert parcel.fields == json.loads(json.dumps(words))
+    message = unpacked(packed(Message(words, payloads)), 1 << 20)
+    assert message.payloads == payloads
+    assert message.fields == json.loads(json.dumps(words))
 
 
 @RELAXED

@@ -1,4 +1,4 @@
-"""A site's rules against a server that asks for more than it may: its parcels go straight to `Site.answer`."""
+"""A site's rules against a server that asks for more than it may: its messages go straight to `Site.answer`."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ def test_messages_are_bounded(first: Scene) -> None:
 
 
 def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
-    """With alice = all each course has its own error, and the ledger says what truly left."""
+    """With alice = all each run has its own error, and the ledger records what left."""
     broken = ({**first.task, "course": "broken"}, b"rubbish")
     reply = first.server.order(first.facts, first.course, broken, (first.task, first.payload))
     assert reply.fields["courses"].keys() == {"broken", "course"}
@@ -475,7 +475,7 @@ def test_one_answer_at_a_time(site: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
-    """A course that would be refused is told by the dry run, not passed over."""
+    """The dry run reports a run that the site would refuse."""
     people(site)
     change(site / "site.toml", max_norm=1e-9)
     with pytest.raises(

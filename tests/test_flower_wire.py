@@ -114,7 +114,7 @@ def test_w1_from_alice_for_ever(folder: Path, tmp_path: Path) -> None:
     def never(name: str, request: Message, reply: Message) -> Message:
         if name != "a" or request.fields.get("tasks", [{}])[0].get("round") != 2:
             return reply
-        return Message(reply.fields, {course: LIES["W1 NaN"][0](payload) for course, payload in reply.payloads.items()})
+        return Message(reply.fields, {label: LIES["W1 NaN"][0](payload) for label, payload in reply.payloads.items()})
 
     conduct(folder, config(3), tmp_path / "run", Grid(folder, never))
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -293,18 +293,18 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
     algorithm = config(2).algorithm()
     plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
-    course, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
-    honest = seal(course._up, 0, course.collector.envelope, 1)
+    server_run, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
+    honest = seal(server_run._up, 0, server_run.collector.envelope, 1)
     for agent in (A, B):
-        course.receive(agent, {}, honest)
-    course.advance(1)
-    assert course.pending
+        server_run.receive(agent, {}, honest)
+    server_run.advance(1)
+    assert server_run.pending
     for agent, words, payload in said:
-        course.receive(agent, words, payload)
-        settled, _ = course.advance(1)
+        server_run.receive(agent, words, payload)
+        settled, _ = server_run.advance(1)
         lines += [settled.measured] if settled else []
     json.dumps([lines, summary(lines, "finished")], allow_nan=False)
-    assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in course.notes)
+    assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in server_run.notes)
 
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:

@@ -184,7 +184,7 @@ def site(arguments: Sequence[str]) -> int:
         folder, "node.key", settings_files.SECRET, "state", "models", "ledger.jsonl", "site.log"
     )
     commands = {"SuperNode": command, "executor": processes.executor_command(folder)}
-    return processes.Group(folder, commands, processes.RETURNS, _to_stderr).run()
+    return processes.Group(folder, commands, processes.RETRIES, _to_stderr).run()
 
 
 def _check_site(folder: Path, settings: Any, accept_ledger: bool) -> None:

@@ -365,9 +365,9 @@ def listening(folder: Path, port: int) -> Server:
         raise WaffleError(f"port {port} on {HOST} {what}: choose another one with --port") from None
 
 
-def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
+def serve(folder: Path, port: int, report: Callable[[str], None]) -> None:
     """Serve the page and the metrics of a deployment's folder until Ctrl-C."""
     with listening(folder, port) as server, contextlib.suppress(KeyboardInterrupt):
         address = f"http://{HOST}:{server.server_port}"
-        say(f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it")
+        report(f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it")
         server.serve_forever()

@@ -25,7 +25,7 @@ SWITCHES = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # returns the memory of a message to the system once it is freed
     "NO_COLOR": "1",
 }
-RETURNS, RETURN = 5, 20.0  # number of reconnection attempts of a rejected site, and seconds between them
+RETRIES, RETRY_SECONDS = 5, 20.0  # number of reconnection attempts of a rejected site, and seconds between them
 REJECTED_WITHIN = 60.0  # seconds after the start; an exit later than this is not a rejection
 STOPPING = 10.0  # seconds between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -104,8 +104,8 @@ class Group:
 
     home: Path
     commands: Mapping[str, Sequence[str]]
-    returns: int = 0  # how often the first is restarted after a rejection
-    say: Callable[[str], None] = print
+    retries: int = 0  # how often the first is restarted after a rejection
+    report: Callable[[str], None] = print
     once: Mapping[str, Sequence[str]] = field(default_factory=dict)  # commands that run once and exit
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     stopping: bool = False  # whether a stop signal was received
@@ -126,7 +126,7 @@ class Group:
             self._end()
 
     def _watch(self, first: str) -> int:
-        began, left = time.monotonic(), self.returns
+        began, left = time.monotonic(), self.retries
         while True:
             for name, process in list(self.running.items()):
                 code = process.poll()
@@ -141,13 +141,13 @@ class Group:
                 rejected = name == first and code >= 0 and (early or not code)
                 if not rejected or not left:
                     return code or 1
-                left = left - 1 if early else self.returns - 1
-                self.say(
+                left = left - 1 if early else self.retries - 1
+                self.report(
                     f"{'rejected by the server' if code else 'the server closed the connection'} (see the cause above, "
-                    f"for example a replaced or revoked key): retrying in {RETURN:g} seconds; test the connection with "
-                    f"waffle deploy check {self.home}"
+                    f"for example a replaced or revoked key): retrying in {RETRY_SECONDS:g} seconds; test the "
+                    f"connection with waffle deploy check {self.home}"
                 )
-                time.sleep(RETURN)
+                time.sleep(RETRY_SECONDS)
                 began = time.monotonic()
                 self._start(first, self.commands[first])
             time.sleep(0.2)
