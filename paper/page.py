@@ -29,7 +29,7 @@ from paper.sections import (
 )
 from paper.studies import STUDIES, find_root, read_study
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.claims.file_claims import judge, stated
+from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import Part, read_lines, read_part
 from waffle_fl.report.charts import to_svg
 from waffle_fl.results import WEIGHING
@@ -123,7 +123,7 @@ def with_tables(root: Path, name: str) -> str:
         makes = f"`python -m paper {name}` makes them"
         made.append(f"**{missing} of {planned} runs of `{record}` are missing**; {makes}.")
     if part.all_runs:
-        made += STATING[name](part, judge(stated(root / "experiments" / f"{name}.toml"), part))
+        made += STATING[name](part, check_claims(read_claims(root / "experiments" / f"{name}.toml"), part))
     text, inner = (root / "docs" / f"{name}.md").read_text(encoding="utf-8"), "\n\n".join(made)
     marks = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     return marks.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)

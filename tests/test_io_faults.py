@@ -243,7 +243,7 @@ def test_a_trillion_combinations_are_refused_at_once(tmp_path: Path) -> None:
     names += ["waffle.clip", "waffle.eta_g", "waffle.correction", "split_seed"]
     lists = "\n".join(f'"{name}" = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]' for name in names)
     (tmp_path / "grid.toml").write_text(f'methods = ["waffle"]\n[vary]\n{lists}\n')
-    line = refused("bench", tmp_path / "grid.toml", "--plan")
+    line = refused("bench", tmp_path / "grid.toml", "--dry-run")
     assert "1,000,000,000,000 combinations" in line
     assert f"at most {MOST_VARIED:,}" in line
 
@@ -251,7 +251,7 @@ def test_a_trillion_combinations_are_refused_at_once(tmp_path: Path) -> None:
 def test_a_few_combinations_are_planned(tmp_path: Path) -> None:
     """The limit is far from any grid that is meant."""
     (tmp_path / "grid.toml").write_text('methods = ["local"]\n[vary]\nlr = [0.1, 0.2]\nbatch_size = [8, 16, 32]\n')
-    shown = waffle("bench", tmp_path / "grid.toml", "--plan")
+    shown = waffle("bench", tmp_path / "grid.toml", "--dry-run")
     assert (shown.code, len(shown.out.splitlines())) == (0, 6)
 
 

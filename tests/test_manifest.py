@@ -183,7 +183,7 @@ def test_a_search_does_not_go_on_from_a_log_that_was_changed(tmp_path: Path) -> 
     """A trial's rounds, also of one that was given up, are checked before they are judged again."""
     pytest.importorskip("optuna")
     line = ["tune", "fedavg", "--data", "synthetic", "--model", "linear", "--rounds", "4", "--samples-per-agent", "20"]
-    line += ["--over", "lr", "--out", str(tmp_path / "tune"), "--quiet", "--together", "1", "--trials"]
+    line += ["--only", "lr", "--out", str(tmp_path / "tune"), "--quiet", "--parallel-trials", "1", "--trials"]
     assert waffle(*line, "1").code == 0
     log = next((tmp_path / "tune").glob("trial-0000/*/rounds.jsonl"))
     log.write_bytes(log.read_bytes().replace(b'"validation_accuracy":0', b'"validation_accuracy":1'))
