@@ -497,7 +497,7 @@ def test_a_list_that_names_one_twice_is_refused(here: Path, line: str, what: str
     """Methods, seeds and splits are named once each."""
     refused = refusal(waffle("bench", toml(here, line)))
     assert f"{what}: " in refused
-    assert "names one twice" in refused
+    assert "expected no duplicates" in refused
 
 
 def test_a_key_given_twice_is_refused(here: Path) -> None:

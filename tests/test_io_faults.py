@@ -23,7 +23,7 @@ from test_process import waffle as process
 from waffle_fl import experiment
 from waffle_fl.atomic_files import remove, sync_folder, write_atomically
 from waffle_fl.config import check_run
-from waffle_fl.config.files import MOST_VARIED
+from waffle_fl.config.files import MAX_COMBINATIONS
 from waffle_fl.engines.workers import Workers
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
@@ -245,7 +245,7 @@ def test_a_trillion_combinations_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "grid.toml").write_text(f'methods = ["waffle"]\n[vary]\n{lists}\n')
     line = refused("bench", tmp_path / "grid.toml", "--dry-run")
     assert "1,000,000,000,000 combinations" in line
-    assert f"at most {MOST_VARIED:,}" in line
+    assert f"at most {MAX_COMBINATIONS:,}" in line
 
 
 def test_a_few_combinations_are_planned(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
-from waffle_fl.experiment.planning import moved
+from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
@@ -75,7 +75,7 @@ def decide_command(arguments: Sequence[str]) -> int:
     runs = runs_for(s, flags.methods, flags.seeds, flags.leave_one_out, out, args.runtime, metric=metric)
     if not flags.out:
         default, out = out, default_folder(out, runs, args.runtime, args.output)
-        runs = moved(runs, default, out)
+        runs = moved_to(runs, default, out)
     with live(args.output) as listener:
         execute(runs, args.runtime, listener)
     write_distances(s, args.runtime, out)
