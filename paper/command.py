@@ -37,7 +37,7 @@ def reproduce(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Reproduce:
-        """Train the missing runs of a study of the paper, then write docs/results.md and its figures from the records."""
+        """Train the missing runs of a study of the paper, then write docs/results.md and its figures."""
 
         study: tyro.conf.Positional[str]
         """mnist or cifar10."""

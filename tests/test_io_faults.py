@@ -282,7 +282,7 @@ def test_out_of_memory_is_one_line_and_resumable(tmp_path: Path, monkeypatch: py
         patch.setattr(experiment.execution, "simulate", short)
         text = refusal(waffle(*line, folder))
     assert "out of memory" in text
-    assert "the same command goes on" in text
+    assert "run the same command again" in text
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-00000002.safetensors"]
     assert waffle(*line, folder).code == 0
     assert waffle(*line, tmp_path / "whole").code == 0

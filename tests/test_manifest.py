@@ -439,7 +439,7 @@ def test_a_folder_without_a_manifest_is_refused(run: Path, patients: Path, comma
         (path / "manifest.json").unlink()
     line = refusal(waffle(*commands(run, patients)[command]))
     assert f"{run} has no manifest.json" in line
-    assert "`waffle resume RUN --force` once writes it" in line
+    assert "`waffle resume RUN --force` once to write it" in line
     assert not (run / "manifest.json").exists()
 
 
@@ -549,7 +549,7 @@ def test_seal_and_verify_are_for_code_that_writes_its_own_folders(tmp_path: Path
     verify(folder)
     with pytest.raises(WaffleError, match="force=True"):
         verify(folder, ("model.safetensors",))
-    with pytest.warns(UserWarning, match="used nevertheless"):
+    with pytest.warns(UserWarning, match="used because of"):
         verify(folder, ("model.safetensors",), force=True)
     told: list[str] = []
     verify(folder, ("model.safetensors",), force=True, warn=told.append)
@@ -565,7 +565,7 @@ def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytes
     reversed_classes(run)
     with pytest.raises(WaffleError, match=r"provenance\.json was changed"):
         open_run(run)
-    with pytest.warns(UserWarning, match="used nevertheless"):
+    with pytest.warns(UserWarning, match="used because of"):
         assert open_run(run, force=True).classes == ("yes", "no")
 
 

@@ -125,7 +125,7 @@ def doctored(runs: list[FinishedRun], **changes: Any) -> list[FinishedRun]:
 
 
 def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: Path) -> None:
-    """A run of another config, a missing or doubled one, other data, and a result that does not match its rounds are found."""
+    """Unplanned, missing and duplicate runs, other data, and a result that does not match its rounds are found."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
     first = runs[0]

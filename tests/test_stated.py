@@ -246,7 +246,9 @@ def test_pages_that_state_claims_are_their_records(name: str) -> None:
 def test_tables_of_a_record(clone: Path) -> None:
     """With a record the page has every table: accuracies at both moments, weights, backdoors and rules."""
     part = recorded(clone)
-    text = "\n".join(robustness_tables.sections(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part)))
+    text = "\n".join(
+        robustness_tables.sections(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part))
+    )
     assert "| sign-flip(3) | 3 | 90.2 → 90.2 | 90.2 → 90.2 |" in text or "| sign-flip(3) | 3 | 90.1" in text
     assert "krum(1)" in text
     assert "| A | backdoor | 3 | 90.0 → 90.0 | 90.0 → 90.0 |" in text
@@ -257,7 +259,9 @@ def test_what_attacks_cost_is_counted(clone: Path) -> None:
     """Cases that lie more than 1.5 points below the honest run are counted by method and guard, the dearest named."""
     case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
     part = recorded(clone, case=(case, (0.5,)))
-    text = "\n".join(robustness_tables.sections(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part)))
+    text = "\n".join(
+        robustness_tables.sections(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part))
+    )
     assert "Of 8 each" in text
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text

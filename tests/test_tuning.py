@@ -85,7 +85,8 @@ def test_what_the_server_alone_reads_is_not_trained() -> None:
     assert training_names(space_of("waffle"), "waffle") == {"clip", "lr"}
     base = RunConfig(method="waffle", settings=Settings())
     a, b = (
-        draw_config(space_of("waffle", only=("omega", "psi")), base, Dice([first, 0.5, 0.5])).algorithm() for first in (0, 1)
+        draw_config(space_of("waffle", only=("omega", "psi")), base, Dice([first, 0.5, 0.5])).algorithm()
+        for first in (0, 1)
     )
     assert a != b
     assert training_key(a) == training_key(b)
@@ -190,7 +191,7 @@ def test_a_search_survives_a_blow(whole: Path, tmp_path: Path, blow: signal.Sign
     process.send_signal(blow)
     _, err = process.communicate(timeout=100)
     assert process.returncode == (130 if blow == signal.SIGINT else -signal.SIGKILL)
-    assert blow == signal.SIGKILL or "the same command goes on" in err
+    assert blow == signal.SIGKILL or "run the same command again" in err
     ended = {p.parent: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("trial-000[0-3]/*/rounds.jsonl")}
     assert tune(tmp_path / "out", "--trials", "8").code == 0
     assert {folder: (folder / "rounds.jsonl").stat().st_mtime_ns for folder in ended} == ended

@@ -8,8 +8,8 @@
     at = [0.94, 1.0]                                # at these shares of the rounds, or "best", "last", "selected"
 
 Instead of `against`, `near_best = 1.0` requires that a cell is at most this many standard deviations below the best
-method with the same settings. `except` lists cells that may fail, each a table like `of` with a `reason`. The claim also
-fails if an exception is not needed.
+method with the same settings. `except` lists cells that may fail, each a table like `of` with a `reason`. The claim
+also fails if an exception is not needed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def near(best: Sequence[float], deviations: float) -> float:
 
 
 def _rivals(claim: Claim, config: RunConfig, planned: Sequence[RunConfig]) -> list[RunConfig]:
-    """Return the configs that a cell is compared with: itself changed by `against`, or all methods with its settings."""
+    """Return the configs to compare a cell with: itself changed by `against`, or all methods with its settings."""
     if claim.against:
         other = changed(config, claim.against)
         if unseeded(other) == unseeded(config):
@@ -158,7 +158,9 @@ def accuracies(runs: Sequence[FinishedRun], at: float | str) -> list[float]:
 def _at_share(run: FinishedRun, at: float) -> float:
     line = round_at(run, at)
     if line is None and run.result["status"] != "diverged":
-        raise WaffleError(f"a claim is about {at:g} of the rounds, which the record of {_named(run.config)} does not keep")
+        raise WaffleError(
+            f"a claim is about {at:g} of the rounds, which the record of {_named(run.config)} does not keep"
+        )
     return float(line["accuracy"]) if line else 0.0
 
 

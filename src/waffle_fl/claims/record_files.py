@@ -47,7 +47,7 @@ def cell_of(experiment: str, config: RunConfig) -> str:
 
 
 def read_part(root: Path, name: str) -> Part:
-    """Read a file's experiments and the recorded runs that belong to them. A record may hold more seeds than planned."""
+    """Read a file's experiments and their recorded runs. A record may hold more seeds than planned."""
     experiments = tuple(load_experiments(root / "experiments" / f"{name}.toml"))
     record = record_of(root, name)
     recorded = read_condensed(record, trust=True) if record.exists() else []
@@ -109,7 +109,9 @@ def problems(parts: dict[str, Part]) -> list[str]:
                 found.append(f"{record}: runs of {name} on one split saw different data")
             inconsistent = [run.folder.name for run in runs if run.rounds and _inconsistent(run)]
             more = f", and of {len(inconsistent) - 1} more" if len(inconsistent) > 1 else ""
-            found += [f"{record}: the result of {name} {run} does not match its rounds{more}" for run in inconsistent[:1]]
+            found += [
+                f"{record}: the result of {name} {run} does not match its rounds{more}" for run in inconsistent[:1]
+            ]
     return found
 
 
@@ -119,7 +121,9 @@ def _inconsistent(run: FinishedRun) -> bool:
     if "best" not in run.result:
         return bool(scored)
     best, last = run.result["best"], run.result["last"]
-    differs = any(abs(scored.get(entry["round"], entry["accuracy"]) - entry["accuracy"]) > 1e-4 for entry in (best, last))
+    differs = any(
+        abs(scored.get(entry["round"], entry["accuracy"]) - entry["accuracy"]) > 1e-4 for entry in (best, last)
+    )
     return (
         differs or max(scored.values(), default=0.0) > best["accuracy"] + 1e-4 or max(scored, default=0) > last["round"]
     )

@@ -94,7 +94,7 @@ def resume(arguments: Sequence[str]) -> int:
 
     args = parse(Resume, arguments, "resume")
     if read_json(args.run / "config.json") is None:
-        raise WaffleError(f"{args.run} is no run folder: it has no config.json")
+        raise WaffleError(f"{args.run} is not a run folder: it has no config.json")
     config = config_of(args.run, args.trust, args.runtime.force)
     baselines = (args.run / "local" / "config.json").exists()
     return _finish(config, args.run, args.runtime, args.output, baselines)

@@ -23,14 +23,14 @@ from waffle_fl.results import (
     PROTOCOLS,
     FinishedRun,
     Score,
-    apart,
     best_of,
-    judged_by,
     measure_of,
+    measure_of_runs,
     methods_of,
     remarks,
     rows_of,
     scores,
+    with_variants,
 )
 
 
@@ -77,7 +77,9 @@ class ProgressDisplay(Listener):
     def resumed(self, config: RunConfig, start: int) -> None:
         """Count the rounds up to a run's checkpoint as done."""
         task = self._tasks[config.method]
-        self.progress.reset(task, completed=int(self.progress.tasks[task].completed) + start)  # not counted in the speed
+        self.progress.reset(
+            task, completed=int(self.progress.tasks[task].completed) + start
+        )  # not counted in the speed
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         known, measure = self._scores[config.method], measure_of(measured)
@@ -100,7 +102,7 @@ class ProgressDisplay(Listener):
 
 def show_tables(runs: Sequence[FinishedRun], console: Console) -> None:
     """Print one table per protocol, with the best of each split in bold. Many methods become rows."""
-    runs = apart(runs)
+    runs = with_variants(runs)
     for protocol in protocols_of(runs):
         cells, methods, splits = scores(runs, protocol), methods_of(runs), rows_of(runs)
         best = {split: best_of(cells, split) for split in splits}
@@ -112,7 +114,7 @@ def show_tables(runs: Sequence[FinishedRun], console: Console) -> None:
             return score_text(cells.get((split, method)), method in best[split], decimals)  # noqa: B023
 
         table = Table(
-            title=f"\n{judged_by(runs).title}, {PROTOCOLS[protocol]}",
+            title=f"\n{measure_of_runs(runs).title}, {PROTOCOLS[protocol]}",
             title_justify="left",
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
@@ -182,7 +184,9 @@ def show_all_agents(results: Sequence[tuple[str, Mapping[str, Any]]], console: C
         table.add_column(column, justify="left" if column == "agent" else "right")
     for i, (agent, result) in enumerate(results):
         metrics_of_agent = result.get("metrics", {})
-        table.add_row(escape(agent), *(_shown(metrics_of_agent.get(name)) for name in metrics), end_section=i + 1 == len(results))
+        table.add_row(
+            escape(agent), *(_shown(metrics_of_agent.get(name)) for name in metrics), end_section=i + 1 == len(results)
+        )
     for title, pick in (("mean", mean), ("lowest", min), ("highest", max)):
         table.add_row(title, *(_shown(pick([v for v in values[name] if v is not None])) for name in metrics))
     console.print(table)

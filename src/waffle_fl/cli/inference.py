@@ -23,12 +23,12 @@ def predict(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Predict:
-        """Print one prediction per row: class and class probabilities, or a number. Adds metrics if labels are present."""
+        """Print one prediction per row: class and probabilities, or a number. Adds metrics if labels are present."""
 
         run: tyro.conf.Positional[Path]
         """Run folder."""
         data: tyro.conf.Positional[Path]
-        """A .csv or .parquet table like the training data, target column optional; .npz with x (and y); or .npy with x."""
+        """A .csv or .parquet table like the training data, target column optional; or .npz with x (and y), .npy with x."""
         out: str = ""
         """Write the predictions to this .csv file instead of stdout."""
         json: bool = False

@@ -14,7 +14,7 @@ from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import ProgressDisplay
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener, Runtime, free_folder
-from waffle_fl.loggers import Log, Logger, Several, logger
+from waffle_fl.loggers import ListenerGroup, Log, Logger, logger
 
 
 @dataclass(frozen=True)
@@ -77,4 +77,4 @@ def live(output: ProgressFlags) -> Iterator[Listener]:
     if not output.quiet:
         listeners.append(ProgressDisplay(console_for(stderr=True)))
     with ExitStack() as stack:
-        yield Several([stack.enter_context(listener) for listener in listeners])
+        yield ListenerGroup([stack.enter_context(listener) for listener in listeners])

@@ -23,7 +23,7 @@ from waffle_fl.config import RunConfig, check_name, check_run
 from waffle_fl.experiment import Runtime
 from waffle_fl.tuning.optuna_study import Pruning
 from waffle_fl.tuning.report import BEST, CHART, command, record, test_of, values_of, write
-from waffle_fl.tuning.search import DEFAULT, SearchResult, Trial, SearchListener, SearchSpec, search
+from waffle_fl.tuning.search import DEFAULT, SearchListener, SearchResult, SearchSpec, Trial, search
 from waffle_fl.tuning.space import space_of
 
 SHOWN = 10
@@ -115,11 +115,15 @@ def tune(arguments: Sequence[str]) -> int:
     args: Any = parse(kind, arguments[1:], f"tune {method}")
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     budget: Budget = args.budget
-    spec = SearchSpec(config, space_of(method, budget.space, budget.only), budget.trials, budget.parallel_trials, budget.pruning)
+    spec = SearchSpec(
+        config, space_of(method, budget.space, budget.only), budget.trials, budget.parallel_trials, budget.pruning
+    )
     out = Path(budget.out or Path("runs") / f"tune-{config.label}")
     check_name(out.name)
     with ExitStack() as stack:
-        listener = SearchListener() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
+        listener = (
+            SearchListener() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
+        )
         result = search(spec, out, args.runtime, listener)
     write(result, spec.space, out)
     if args.output.json:

@@ -9,7 +9,7 @@ from waffle_fl.errors import WaffleError
 
 
 def imports_in(content: Any, model: bool = True) -> dict[str, str]:
-    """Return the `module:name` references of an unchecked config: in its method, its options and, if asked, its model."""
+    """Return the `module:name` references of an unchecked config: method, options and, if `model`, its model."""
     method = content.get("method") if isinstance(content, dict) else None
     found = {"method": method, **_table(content, "options")}
     found |= {"model": _table(content, "settings").get("model")} if model else {}

@@ -71,7 +71,7 @@ class Settings:
     samples_per_agent: int = parameter(0, at_least(0))
     """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
-    """Fraction held out to select a round. Taken in addition to samples_per_agent if more samples exist, else from it."""
+    """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
     test: Literal["share", "all"] = "share"
     """Alice's test data: her share of the test set, or every test sample that fits her distribution."""
     split_seed: int = parameter(0, at_least(0))
@@ -107,7 +107,7 @@ class Settings:
     attackers: int = parameter(1, at_least(1))
     """Number of malicious agents if an attack is set: the last agents, never Alice."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
-    """Precision of training. tf32 and bf16 are faster on a GPU. Distances, weights and aggregation always use float64."""
+    """Precision of training. tf32 and bf16 are faster on a GPU. Distances, weights, aggregation always use float64."""
 
     def __post_init__(self) -> None:
         check_fields(self)

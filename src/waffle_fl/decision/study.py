@@ -112,7 +112,7 @@ def runs_for(
     asked = list(chosen) if ALL_ALICES in without else [index_of(name, whole.names) for name in without]
     strangers = [whole.names[i] for i in asked if i not in chosen]
     if strangers:
-        raise WaffleError(f"leave_one_out: no model is trained for {strangers[0]}; --alice all trains one for everybody")
+        raise WaffleError(f"--leave-one-out: no model is trained for {strangers[0]}; use --alice all")
     for i in asked:
         for j in range(whole.agents):
             if j != i and len(whole.train[j]):

@@ -49,9 +49,12 @@ def save(active: ActiveRun) -> None:
 
 
 def save_some(active_runs: Sequence[ActiveRun], every: float, round_seconds: float) -> None:
-    """Save the runs whose checkpoint is due. If many are due, save a few per round, so that a GPU is not kept waiting."""
+    """Save the runs whose checkpoint is due. If many are due, save a few per round, so that a GPU does not wait."""
     began = time.monotonic()
-    for active in sorted((active for active in active_runs if active.run.result is None and active.next_save <= began), key=lambda active: active.next_save):
+    for active in sorted(
+        (active for active in active_runs if active.run.result is None and active.next_save <= began),
+        key=lambda active: active.next_save,
+    ):
         before = time.monotonic()
         save(active)
         now = time.monotonic()

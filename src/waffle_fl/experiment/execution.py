@@ -129,7 +129,11 @@ def _open(
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
         notes=notes,
-        **({"attackers": [all_agents.names[i] for i in attackers_of(all_agents, s.attackers)]} if s.attack != NONE else {}),
+        **(
+            {"attackers": [all_agents.names[i] for i in attackers_of(all_agents, s.attackers)]}
+            if s.attack != NONE
+            else {}
+        ),
     )
     run = stack.enter_context(Run.opened(folder, config, description, runtime.force))
     result = run.result
@@ -184,7 +188,9 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
         )
         f = active.spec.federation
         group_of_run = [active, *(active_runs[k] for k, carrier in carried.items() if carrier == i)]
-        groups.setdefault((*key, f.shape, f.outputs, f.task, active.start, f.agents, active.compiled), []).append(group_of_run)
+        groups.setdefault((*key, f.shape, f.outputs, f.task, active.start, f.agents, active.compiled), []).append(
+            group_of_run
+        )
     stacks = [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
     return [list(chain.from_iterable(piece)) for piece in stacks]
 

@@ -1,7 +1,7 @@
 """Sampling and pruning of trials with Optuna. Its SQLite file holds the complete state of a search.
 
-Every draw uses its own sampler, seeded by (seed, trial, name) and fitted to the trials that have ended. So a search that
-was killed at any moment draws the same trials again, and two searches with the same seed are identical.
+Every draw uses its own sampler, seeded by (seed, trial, name) and fitted to the trials that have ended. So a search
+that was killed at any moment draws the same trials again, and two searches with the same seed are identical.
 """
 
 from __future__ import annotations

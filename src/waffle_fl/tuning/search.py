@@ -1,8 +1,8 @@
 """The search loop: draw a batch of trials, train them together, prune some, and report the scores to Optuna.
 
 A trial is an ordinary run in its own folder, or one run per Alice. Trials of a batch share the hyperparameters that
-change the local training and differ only on the server, so that they train in one stack. A trial that draws the values of
-an earlier one gets its score and is not trained again. The search never uses test data.
+change the local training and differ only on the server, so that they train in one stack. A trial that draws the values
+of an earlier one gets its score and is not trained again. The search never uses test data.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ class _Search:
                 remaining.append((trial, config))
         return remaining
 
-    def _end_trial(self, trial: ActiveTrial, config: RunConfig, score: float | None, state: State, default: Trial) -> None:
+    def _end_trial(
+        self, trial: ActiveTrial, config: RunConfig, score: float | None, state: State, default: Trial
+    ) -> None:
         self.study.tell(trial.index, score, state)
         ended = self._trials[trial.index] = self._ended_trial(trial.index, STATES[state], config)
         remove(*ended.folder.glob("*/checkpoint-*.safetensors"))

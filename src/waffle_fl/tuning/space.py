@@ -51,7 +51,9 @@ def draw_config(space: Mapping[str, Any], config: RunConfig, draw: Draw) -> RunC
     result: dict[str, Any] = {}
     for name, rule in space.items():
         if name in hyper or name in SETTINGS:
-            result[name] = result[rule] if isinstance(rule, str) and rule in result else _value(name, space, rounds, draw)
+            result[name] = (
+                result[rule] if isinstance(rule, str) and rule in result else _value(name, space, rounds, draw)
+            )
     settings = {k: v for k, v in result.items() if k not in hyper}
     options = {**config.options, **{k: v for k, v in result.items() if k in hyper}}
     given = {f.name: getattr(config.settings, f.name) for f in dataclasses.fields(config.settings)}
