@@ -386,10 +386,11 @@ def check_alike(runs: Sequence[FinishedRun], ignoring: tuple[str, ...]) -> list[
         shared = {k: v for k, v in config["settings"].items() if k not in ignoring}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))
-            differing = next((name for name in content if content[name] != first.get(name)), None)
-            if differing:
+            differs = next((name for name in content if content[name] != first.get(name)), None)
+            if differs:
                 raise WaffleError(
-                    f"{run.folder.name} and {other.folder.name} differ in {differing} ({content[differing]!r}, {first[differing]!r}): "
+                    f"{run.folder.name} and {other.folder.name} differ in {differs} "
+                    f"({content[differs]!r}, {first[differs]!r}): "
                     "they cannot be averaged; report them separately"
                 )
     return list(runs)

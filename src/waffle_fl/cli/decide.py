@@ -32,7 +32,7 @@ PAGE, DISTANCES = "decision.html", "distances.json"
 
 @dataclass(frozen=True)
 class DecisionFlags:
-    """comparison"""
+    """What to compare."""
 
     methods: tuple[str, ...] = DEFAULT
     """Methods to compare. local is always added, because gains are measured against training alone."""

@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 # Old names of flags per command. They work for one more release: delete them in 0.2.
 RENAMED: dict[str, dict[str, str]] = {
-    "run": {"--alone": "--no-baselines"},
+    "run": {"--alone": "--no-baselines", "--no-alone": "--baselines"},
     "decide": {"--without": "--leave-one-out"},
-    "bench": {"--plan": "--dry-run"},
+    "bench": {"--plan": "--dry-run", "--no-plan": "--no-dry-run"},
     "tune": {"--together": "--parallel-trials", "--over": "--only"},
-    "reproduce": {"--anew": "--rerun"},
+    "reproduce": {"--anew": "--rerun", "--no-anew": "--no-rerun"},
 }
 
 
@@ -99,7 +99,7 @@ def _flags(kind: Any) -> list[str]:
 @cache
 def options_class(method: str) -> type:
     """Return a dataclass of a method's hyperparameters, without those of the optimiser."""
-    return _flags_of(algorithm_of(method), option_types(method), "hyperparameters of the method")
+    return _flags_of(algorithm_of(method), option_types(method), "Hyperparameters of the method.")
 
 
 @cache
@@ -110,7 +110,7 @@ def settings_class(exclude: tuple[str, ...] = (), **defaults: Any) -> type:
     """
     hints = typing.get_type_hints(Settings)
     types = {name: kind for name, kind in hints.items() if name not in ("shares", *exclude)}
-    return _flags_of(Settings, types, "settings", defaults)
+    return _flags_of(Settings, types, "Data, agents, model and local training.", defaults)
 
 
 def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str, Any] | None = None) -> type:

@@ -28,7 +28,7 @@ def predict(arguments: Sequence[str]) -> int:
         run: tyro.conf.Positional[Path]
         """Run folder."""
         data: tyro.conf.Positional[Path]
-        """A .csv or .parquet table like the training data, target column optional; or .npz with x (and y), .npy with x."""
+        """Table like the training data (.csv, .parquet; target column optional), or x in .npy, or x (and y) in .npz."""
         out: str = ""
         """Write the predictions to this .csv file instead of stdout."""
         json: bool = False

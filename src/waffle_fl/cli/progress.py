@@ -19,7 +19,7 @@ from waffle_fl.loggers import ListenerGroup, Log, Logger, logger
 
 @dataclass(frozen=True)
 class Output:
-    """output"""
+    """What to print."""
 
     quiet: bool = False
     """Do not print progress on stderr."""
@@ -29,7 +29,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ProgressFlags(Output):
-    """output"""
+    """What to print and log."""
 
     log: tyro.conf.UseAppendAction[tuple[Log, ...]] = ()
     """Also log every round to tensorboard (in the run folder) or mlflow. May be given twice."""
@@ -37,7 +37,7 @@ class ProgressFlags(Output):
 
 @dataclass(frozen=True)
 class Folder:
-    """run folder"""
+    """Checks of the run folder."""
 
     force: bool = False
     """Continue even if files of the run folder have been changed since the run wrote them."""

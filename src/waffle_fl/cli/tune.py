@@ -31,7 +31,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Budget:
-    """search"""
+    """Search space and budget."""
 
     trials: int = 32
     """Maximum number of trials. --minutes also limits a search. More trials in the same folder continue the search."""

@@ -19,7 +19,7 @@ CHECKPOINT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Runtime:
-    """runtime"""
+    """Device, data folder, and how to train."""
 
     device: str = "auto"
     """auto, cpu or cuda."""
