@@ -52,7 +52,7 @@ class Case:
     config: RunConfig
     at: float | str
     found: float
-    wanted: float
+    required: float
 
 
 def read_claims(file: Path) -> list[Claim]:
@@ -87,11 +87,11 @@ def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Seq
         first = f", such as {_named(incomplete[0])}" if incomplete else ""
         return Verdict(claim.claim, False, f"no complete record of {len(incomplete)} of {len(needed)} cells{first}")
     cases = [_case(claim, config, at, planned, cells) for config in about for at in claim.at]
-    failed = [case for case in cases if not case.found >= case.wanted]
+    failed = [case for case in cases if not case.found >= case.required]
     excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
     needless = [e for e in claim.exceptions if not any(e is used for used in excused.values())]
     unexcused = [case for case in failed if id(case) not in excused]
-    closest = unexcused or [min(cases, key=lambda case: case.found - case.wanted)]
+    closest = unexcused or [min(cases, key=lambda case: case.found - case.required)]
     more = f" and {len(closest) - SHOWN} more" if len(closest) > SHOWN else ""
     numbers = f"{len(cases) - len(failed)} of {len(cases)} hold; " + "; ".join(map(_shown, closest[:SHOWN])) + more
     reasons = dict.fromkeys(str(e.get("reason")) for e in claim.exceptions if e not in needless)
@@ -110,8 +110,8 @@ def _case(
     found = 100 * mean(accuracies(cells[unseeded(config)], at))
     rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, planned)]
     best = max(rivals, key=mean)
-    wanted = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
-    return Case(config, at, found, wanted)
+    required = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
+    return Case(config, at, found, required)
 
 
 def near(best: Sequence[float], deviations: float) -> float:
@@ -144,8 +144,8 @@ def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
     """Return whether a config has these settings and options. A list gives alternatives."""
     content = config.to_json()
     known = {**content["options"], **content["settings"], "method": config.method}
-    wanted = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
-    return all(key in known and known[key] in choice for key, choice in wanted.items())
+    required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
+    return all(key in known and known[key] in choice for key, choice in required.items())
 
 
 def accuracies(runs: Sequence[FinishedRun], at: float | str) -> list[float]:
@@ -186,7 +186,7 @@ def _named(config: RunConfig) -> str:
 
 def _shown(case: Case) -> str:
     when = case.at if isinstance(case.at, str) else f"{case.at:g} R"
-    return f"{_named(case.config)} at {when}: {case.found:.2f}, at least {case.wanted:.2f} wanted"
+    return f"{_named(case.config)} at {when}: {case.found:.2f}, at least {case.required:.2f} wanted"
 
 
 def _filter(values: Mapping[str, Any]) -> str:

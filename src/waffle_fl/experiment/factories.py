@@ -39,7 +39,10 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
-    """Return the federation that the settings describe. Runs that differ only in seed, guard or attack share it."""
+    """Return the federation that the settings describe.
+
+    Runs that differ only in seed, guard, or an attack that does not poison data share it.
+    """
     s = replace(s, seed=0, guard="off")
     if parse(s.attack).poison is None:
         s = replace(s, attack=NONE, attackers=1)

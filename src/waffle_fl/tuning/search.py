@@ -247,8 +247,8 @@ def _score(runs: Runs, rung: int) -> tuple[float | None, float | None, Measure]:
 
 
 def _best(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    judged = [line for line in rounds if line.get("validation_loss") is not None]
-    return max(judged, key=_score_of_round, default=None)
+    scored = [line for line in rounds if line.get("validation_loss") is not None]
+    return max(scored, key=_score_of_round, default=None)
 
 
 def _score_of_round(line: Mapping[str, Any]) -> float:
