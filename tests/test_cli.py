@@ -431,7 +431,7 @@ def test_a_newer_experiment_file_is_refused_with_both_versions(here: Path) -> No
     """An experiment file of schema 2 is refused by a program that reads schema 1."""
     line = refusal(waffle("bench", toml(here, 'schema = 2\nmethods = ["waffle"]\nnew_key = 1\n')))
     assert "schema 1" in line
-    assert "has 2" in line
+    assert "got schema 2" in line
 
 
 @pytest.mark.parametrize("command", ["resume", "report"])
