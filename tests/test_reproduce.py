@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: 
     cases = {
         "belong to no config": doctored(runs, config=other),
         "not complete": runs[1:],
-        "there twice": [*runs, first],
+        "occurs twice": [*runs, first],
         "saw different data": doctored(runs, provenance={**first.provenance, "binding": binding}),
         "does not match its rounds": doctored(runs, result=better),
         "not its rounds'": doctored(runs, result=worse),
