@@ -139,8 +139,8 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: 
         "occurs twice": [*runs, first],
         "saw different data": doctored(runs, provenance={**first.provenance, "binding": binding}),
         "does not match its rounds": doctored(runs, result=better),
-        "not its rounds'": doctored(runs, result=worse),
-        "its rounds'": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
+        "not match its rounds": doctored(runs, result=worse),
+        "match its rounds": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
     }
     for expected, content in cases.items():
         record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in condense(content)))
