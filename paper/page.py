@@ -30,7 +30,7 @@ from paper.sections import (
 )
 from paper.studies import STUDIES, find_root, read_study
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.claims.file_claims import judge, stated
+from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import Part, read_lines, read_part
 from waffle_fl.report.charts import to_svg
 from waffle_fl.results import WEIGHING
@@ -154,7 +154,7 @@ def with_tables(root: Path, name: str) -> str:
         command = f"`python -m paper {record}` makes them"
         made.append(f"**{missing} of {planned} runs of `results/{record}.jsonl` are missing**; {command}.")
     if part.all_runs:
-        made += sections(part, judge(stated(root / "experiments" / f"{record}.toml"), part))
+        made += sections(part, check_claims(read_claims(root / "experiments" / f"{record}.toml"), part))
     text, inner = (root / "docs" / f"{name}.md").read_text(encoding="utf-8"), "\n\n".join(made)
     marker = re.compile(rf"(<!-- record: {record} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     return marker.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)

@@ -86,7 +86,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "W8 another run": (labelled(run="other"), "run is 'other'"),
     "W8 another model": (labelled(model="other"), "model is 'other'"),
     "W10 steps": (labelled(steps="999"), "steps is '999'"),
-    "damaged": (lambda payload: payload[:-1] + bytes([payload[-1] ^ 1]), "another digest"),
+    "damaged": (lambda payload: payload[:-1] + bytes([payload[-1] ^ 1]), "does not match its digest"),
     "rubbish": (lambda payload: b"rubbish", "not a safetensors file"),
 }
 REPLAY, NO_ANSWER, BOAST, HONEST = "W8 replay", "no answer", "W10 W11 boast", ""

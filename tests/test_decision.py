@@ -310,11 +310,11 @@ def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
     """One command trains, compares and says; a second one trains nothing; --json says the same."""
     flags = ["--agents", "3", "--rounds", "2", "--model", "linear", "--samples-per-agent", "30", "--workers", "1"]
     line = ["decide", "digits", *flags, "--methods", "waffle", "--seeds", "1", "--out", tmp_path / "d"]
-    first = waffle(*line, "--alice", "1", "--without", "1")
+    first = waffle(*line, "--alice", "1", "--leave-one-out", "1")
     assert first.code == 0, first.err
     assert "agent 1" in first.out
     assert (tmp_path / "d" / "decision.html").exists()
-    again = waffle(*line, "--alice", "1", "--without", "1", "--json")
+    again = waffle(*line, "--alice", "1", "--leave-one-out", "1", "--json")
     assert "4 already done" in again.words
     told = json.loads(again.out)
     assert set(told["gains"]) == {"agent 1"}
@@ -326,9 +326,9 @@ def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
 def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
     """Methods twice, strangers, and an agent that nobody trains for."""
     line = ["decide", "digits", "--out", str(tmp_path / "d")]
-    assert "none of them twice" in waffle(*line, "--seeds", "1", "1").err
+    assert "no duplicates" in waffle(*line, "--seeds", "1", "1").err
     assert "did you mean waffle?" in waffle(*line, "--methods", "wafle").err
-    assert "no model is trained for agent 1" in waffle(*line, "--alice", "0", "--without", "1").err
+    assert "no model is trained for agent 1" in waffle(*line, "--alice", "0", "--leave-one-out", "1").err
     assert not (tmp_path / "d").exists()
 
 
@@ -450,7 +450,7 @@ def for_north(*command: str | Path, rounds: int) -> list[str | Path]:
 
 
 def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
-    """Beside it Local and FedAvg are trained, and its page has the verdict; --alone does without."""
+    """Beside it Local and FedAvg are trained, and its page has the verdict; --no-baselines leaves them out."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     line = for_north("run", "waffle", "--data", data, rounds=4)
     shown = waffle(*line, "--out", tmp_path / "run")
@@ -462,7 +462,7 @@ def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
     assert "3 already done" in waffle(*line, "--out", tmp_path / "run").words
     told = json.loads(waffle(*line, "--out", tmp_path / "run", "--json").out)
     assert told["says"][0] in shown.out
-    assert waffle(*line, "--alone", "--out", tmp_path / "alone").code == 0
+    assert waffle(*line, "--no-baselines", "--out", tmp_path / "alone").code == 0
     assert not (tmp_path / "alone" / "decision.html").exists()
     again = waffle("report", tmp_path / "run", "--out", tmp_path / "r")
     assert told["says"][0] in again.out

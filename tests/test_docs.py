@@ -83,7 +83,7 @@ def test_commands_in_the_docs_exist(line: str) -> None:
     flags = {word for word in words if word.startswith("--")}
     if words[1] == "run":
         known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Runtime), *_flags(ProgressFlags)}
-        assert flags <= known | {"--out", "--alone"}
+        assert flags <= known | {"--out", "--no-baselines"}
     if words[1] == "tune":
         known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Runtime)}
         assert flags <= known | set(_flags(ProgressFlags))

@@ -125,7 +125,7 @@ def doctored(runs: list[FinishedRun], **changes: Any) -> list[FinishedRun]:
 
 
 def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: Path) -> None:
-    """A run of another config, a missing or doubled one, other data, and a result that is not its rounds' are found."""
+    """Unplanned, missing and duplicate runs, other data, and a result that does not match its rounds are found."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
     first = runs[0]
@@ -136,11 +136,11 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: 
     cases = {
         "belong to no config": doctored(runs, config=other),
         "not complete": runs[1:],
-        "there twice": [*runs, first],
+        "occurs twice": [*runs, first],
         "saw different data": doctored(runs, provenance={**first.provenance, "binding": binding}),
-        "is not its rounds'": doctored(runs, result=better),
-        "not its rounds'": doctored(runs, result=worse),
-        "its rounds'": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
+        "does not match its rounds": doctored(runs, result=better),
+        "not match its rounds": doctored(runs, result=worse),
+        "match its rounds": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
     }
     for expected, content in cases.items():
         record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in condense(content)))
@@ -157,7 +157,7 @@ def test_more_seeds_than_asked_are_welcome(runs: list[FinishedRun], tmp_path: Pa
     record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in lines))
     part = read_part(tmp_path, "mnist-6000")
     assert len(part.all_runs) == len(runs) + 1
-    assert not part.strangers
+    assert not part.unplanned
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -581,7 +581,7 @@ def test_the_committed_records_reproduce_the_paper_on_mnist(
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without experiments/ and results/ the command says what it needs; an unknown study names the known ones."""
     monkeypatch.chdir(tmp_path)
-    assert "works in a clone of the repository" in refusal(menu.main, ["reproduce", "mnist"])
+    assert "needs a clone of the repository" in refusal(menu.main, ["reproduce", "mnist"])
     monkeypatch.chdir(ROOT / "docs")
     assert find_root(Path.cwd()) == ROOT
     assert "mnist" in refusal(menu.main, ["reproduce", "mnits", "--check"])

@@ -243,7 +243,7 @@ def test_a_run_that_has_no_model_is_refused(made: Path, tmp_path: Path, command:
     """No run at all, an unfinished one, a diverged one, a damaged model: each is told in one line."""
     name, *rest = command
     run = tmp_path / "run"
-    assert "is no run folder" in refusal(waffle(name, run, *rest))
+    assert "is not a run folder" in refusal(waffle(name, run, *rest))
     shutil.copytree(made / "digits", run)
     content = bytearray((run / "model.safetensors").read_bytes())
     content[-1] ^= 1

@@ -149,7 +149,7 @@ def register(arguments: Sequence[str]) -> int:
 
 def site(arguments: Sequence[str]) -> int:
     """Start a site (Flower's SuperNode), or print what would leave it: waffle deploy site FOLDER --dry-run."""
-    settings_flags = settings_class(besides=("data",), min_category=5)
+    settings_flags = settings_class(exclude=("data",), min_category=5)
     kind = dataclasses.make_dataclass(
         "SiteFlags",
         [

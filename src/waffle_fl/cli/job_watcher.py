@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.display import show_everyone, show_result
+from waffle_fl.cli.display import show_all_agents, show_result
 from waffle_fl.cli.progress import ProgressFlags, live
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
@@ -51,7 +51,7 @@ def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
         return 0
     console = console_for()
     if len(runs) > 1:
-        show_everyone([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
+        show_all_agents([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
     for config, run_folder in runs if len(runs) == 1 else []:
         rounds = read_rounds(run_folder / "rounds.jsonl")
         show_result(config, read_json(run_folder / "result.json") or {}, rounds[-1] if rounds else {}, console)

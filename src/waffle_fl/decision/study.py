@@ -113,7 +113,7 @@ def runs_for(
     studied = list(chosen) if ALL_ALICES in without else [index_of(name, federation.names) for name in without]
     untrained = [federation.names[i] for i in studied if i not in chosen]
     if untrained:
-        raise WaffleError(f"without: no model is trained for {untrained[0]}; --alice all trains one for every agent")
+        raise WaffleError(f"--leave-one-out: no model is trained for {untrained[0]}; use --alice all")
     for i in studied:
         for j in range(federation.agents):
             if j != i and len(federation.train[j]):

@@ -12,7 +12,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES, title_of
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.results import WEIGHING, FinishedRun, judged_by, methods_of, row_of, rows_of
+from waffle_fl.results import WEIGHING, FinishedRun, measure_of_runs, methods_of, row_of, rows_of
 
 CHOSEN = {
     "Local": "#8c8c8c",
@@ -58,7 +58,7 @@ def charts_of(runs: Sequence[FinishedRun]) -> dict[str, tuple[str, alt.TopLevelM
         first = charts_of([run for run in runs if run.row in rows[:MOST_ROWS]])
         note = f"; the first {MOST_ROWS} of {len(rows)} rows"
         return {name: (caption + note, chart) for name, (caption, chart) in first.items()}
-    measure = judged_by(runs)
+    measure = measure_of_runs(runs)
     makers: dict[str, tuple[str, Callable[[Sequence[FinishedRun]], Any]]] = {
         measure.key: (f"{measure.title} of Alice's model on her own test data, mean over seeds", accuracy),
         "weights": ("Weight of each agent's update in Alice's model per round (first seed)", weights),
@@ -89,7 +89,7 @@ def styled(chart: Any) -> Any:
 
 def accuracy(runs: Sequence[FinishedRun]) -> Any:
     """Return a chart of the score per round: one panel per split, one line per method."""
-    measure = judged_by(runs)
+    measure = measure_of_runs(runs)
     groups: dict[tuple[str, str], list[FinishedRun]] = {}
     for run in runs:
         if run.rounds:

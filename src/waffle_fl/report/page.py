@@ -17,12 +17,12 @@ from waffle_fl.errors import writable
 from waffle_fl.experiment.factories import model_name
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, FinishedRun, apart, judged_by, remarks
+from waffle_fl.results import PROTOCOLS, FinishedRun, measure_of_runs, remarks, with_variants
 
 
 def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: bool = True) -> Path:
     """Write the page, the tables, and the charts as PNG and PDF into the folder; return the page."""
-    runs = apart(runs)
+    runs = with_variants(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
@@ -46,7 +46,7 @@ def put(path: Path, content: bytes) -> Path:
 def _page(runs: Sequence[FinishedRun], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
     style = resources.files("waffle_fl.report").joinpath("page.css").read_text(encoding="utf-8")
     tables = "".join(
-        f"<section><h2>{html.escape(judged_by(runs).title)}, {html.escape(PROTOCOLS[p])}</h2>"
+        f"<section><h2>{html.escape(measure_of_runs(runs).title)}, {html.escape(PROTOCOLS[p])}</h2>"
         '<p class="caption">Mean ± standard deviation over seeds; the best of each row in colour.</p>'
         f'<div class="scroll">{to_html(runs, p)}</div></section>'
         for p in protocols_of(runs)

@@ -9,7 +9,17 @@ from math import isnan
 
 from waffle_fl import spreadsheet
 from waffle_fl.algorithms import title_of
-from waffle_fl.results import PROTOCOLS, FinishedRun, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
+from waffle_fl.results import (
+    PROTOCOLS,
+    FinishedRun,
+    Protocol,
+    Score,
+    best_of,
+    measure_of_runs,
+    methods_of,
+    rows_of,
+    scores,
+)
 
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -58,7 +68,7 @@ def to_markdown(runs: Sequence[FinishedRun]) -> str:
         lines = grid(runs, protocol, _markdown_cell, _markdown)
         head, *body = [f"| {' | '.join(line)} |" for line in lines]
         rule = "|" + " --- |" * len(lines[0])
-        parts.append("\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
+        parts.append("\n".join([f"{measure_of_runs(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,7 +78,7 @@ def by_method(runs: Sequence[FinishedRun], protocol: Protocol) -> str:
     turned = [list(line) for line in zip(*lines, strict=True)]
     head, *body = [f"| {' | '.join(line)} |" for line in turned]
     rule = "|" + " --- |" * len(turned[0])
-    return "\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]) + "\n"
+    return "\n".join([f"{measure_of_runs(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]) + "\n"
 
 
 def _markdown_cell(s: Score | None, best: bool) -> str:
@@ -87,7 +97,7 @@ def to_latex(runs: Sequence[FinishedRun]) -> str:
         lines = grid(runs, protocol, _latex_cell, _latex)
         head, *body = [" & ".join(line).replace("*", r"$^*$") + r" \\" for line in lines]
         columns = "l" + "r" * (len(lines[0]) - 1)
-        caption = f"% {judged_by(runs).title.lower()}, {PROTOCOLS[protocol]}"
+        caption = f"% {measure_of_runs(runs).title.lower()}, {PROTOCOLS[protocol]}"
         parts.append(
             "\n".join(
                 [caption, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
