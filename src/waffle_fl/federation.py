@@ -72,14 +72,17 @@ class Federation:
 
     @property
     def agents(self) -> int:
+        """Number of agents."""
         return len(self.names)
 
     @property
     def samples(self) -> Tensor:
+        """Number of training samples of each agent."""
         return torch.tensor([len(rows) for rows in self.train])
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
         return tuple(self.x.shape[1:])
 
     def only(self, agent: int) -> Federation:

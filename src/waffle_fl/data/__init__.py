@@ -52,6 +52,7 @@ class Dataset:
 
     @property
     def classes(self) -> int:
+        """Number of classes."""
         return len(self.class_names)
 
 
