@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,9 +41,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 def tutorials() -> list[Any]:
     """Return every tutorial as a parameter of a test."""
-    return [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.flower] if page.stem in LONG else []) for page in PAGES
-    ]
+    return [pytest.param(page, id=page.stem, marks=[pytest.mark.flower] if page.stem in LONG else []) for page in PAGES]
 
 
 @pytest.fixture
@@ -51,9 +51,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     yield tmp_path
+    for file in tmp_path.glob("*.pid"):  # background processes of a page that failed before it stopped them
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGTERM)
     for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(tmp_path):
+        origin = getattr(sys.modules[name], "__file__", None)
+        if origin and Path(origin).is_relative_to(tmp_path):
             del sys.modules[name]
 
 
