@@ -36,7 +36,7 @@ bench: $(READY) $(PEERS_READY)
 
 # Strict: a broken link, a page that the navigation lacks, or a public name without a docstring fails.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 docs-serve: $(READY)
