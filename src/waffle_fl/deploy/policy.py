@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from waffle_fl.batches import batch_sizes
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 
@@ -71,13 +72,13 @@ class Policy:
         Whole numbers among a method's hyperparameters multiply one or the other: inner steps, clusters, models sent.
         """
         s = config.settings
-        steps = s.epochs * -(-samples // s.batch_size)
+        steps = s.steps(samples)
         options = config.to_json()["options"].values()
         repeats = math.prod(max(1, number) for number in options if type(number) is int)
         if max(s.batch_size, steps * repeats) > self.max_steps:
             raise Refused(f"a round would take more steps, or a batch more rows, than this site's {self.max_steps}")
         self._check_mb(model_bytes * repeats, "this model")
-        if samples > 0 and min(s.batch_size, samples) < self.min_batch:
+        if samples > 0 and min(batch_sizes(samples, s.batch_size, s.remainder)) < self.min_batch:
             raise Refused(f"this site trains on {self.min_batch} or more rows per mini-batch: raise batch_size")
         if 0 < steps < self.min_steps:
             raise Refused(

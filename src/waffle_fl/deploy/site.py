@@ -203,7 +203,7 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
-        return Row(self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment)
+        return Row(self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment, s.remainder)
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """(words, an update): train and examine, as far as the site's rules go."""

@@ -108,7 +108,7 @@ def _open(
     model = model_of(s, federation, runtime, device)
     check_once(s, model, federation)
     spec = fitted(_cell(config, federation), model)
-    check_model([spec], model, s.batch_size)
+    check_model([spec], model, s.batch_size, s.remainder)
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
@@ -178,6 +178,7 @@ def _groups(jobs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
             s.rounds,
             s.epochs,
             s.batch_size,
+            s.remainder,
             s.augment and ("augment", s.shift),  # the border of a crop is the darkest pixel of all that are stacked
             s.guard,
             s.precision,
@@ -218,6 +219,7 @@ def _train(
         rounds=s.rounds,
         start=jobs[0].start,
         batch_size=s.batch_size,
+        remainder=s.remainder,
         epochs=s.epochs,
         augment=s.augment,
         guard=s.guard,

@@ -111,7 +111,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
         notes.append("every layer of this model stays with its agent: this is Local")
     if config.method == "per-fedavg":
         s, needed = config.settings, config.algorithm().batches_an_update  # type: ignore[attr-defined]
-        steps = (s.epochs * -(-n // s.batch_size) for n in federation.samples.tolist())
+        steps = (s.steps(n) for n in federation.samples.tolist())
         short = [name for name, k in zip(federation.names, steps, strict=True) if 0 < k < needed]
         if short:
             notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches a round, which an update takes")
@@ -138,7 +138,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
 def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torch.device) -> FlatModel:
     """The model that the settings describe, on its device."""
     build_module = builder(s.model, s.data, federation.shape, federation.outputs)
-    steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
+    steps = s.rounds * sum(s.steps(n) for n in federation.samples.tolist())
     pays = device.type == "cuda" and steps >= COMPILE_PAYS
     return FlatModel(
         build_module,
