@@ -19,9 +19,8 @@ HEIGHT = 230
 
 def overview(runs: Sequence[FinishedRun]) -> Any:
     """Return both panels, from the runs of the MNIST study."""
-    return styled(
-        alt.hconcat(_weights(runs), _errors(runs), spacing=34).resolve_scale(color="independent", shape="independent")
-    )
+    panels = alt.hconcat(_weights(runs), _errors(runs), spacing=34)
+    return styled(panels.resolve_scale(color="independent", shape="independent"))
 
 
 def _weights(runs: Sequence[FinishedRun]) -> Any:

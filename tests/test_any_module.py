@@ -18,7 +18,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.models import Batch, FlatModel, Net, ready
 from waffle_fl.models.seeding import generator_states
-from waffle_fl.models.stacking_trial import say_once
+from waffle_fl.models.stacking_trial import warn_once
 
 Build = Callable[[], nn.Module]
 WORDS = 7
@@ -197,9 +197,9 @@ OF_WORDS = ("embedding", "tied words")
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    say_once.cache_clear()
+    warn_once.cache_clear()
     yield
-    say_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def federation_for(name: str) -> Federation:
@@ -383,7 +383,7 @@ def test_the_user_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_rows_are_stacked_where_that_is_right(build: Build, stacked: bool, folds: bool) -> None:
     """Only modules whose padded stack has the gradients of single rows are stacked."""
     model = model_for("", build, federation_for(""))
-    assert (model.stacked, model._folds) == (stacked, folds)
+    assert (model.stacked, model._uses_folded) == (stacked, folds)
 
 
 def test_a_module_s_own_weights_are_where_training_starts() -> None:

@@ -188,7 +188,7 @@ def test_mistakes_are_told(attack: str, expected: str) -> None:
 def test_an_attack_on_labels_needs_classes() -> None:
     """Numbers to predict have no labels to flip."""
     federation = replace(make_federation(), task="regression")
-    assert "needs classes" in refusal(poisoned, federation, "label-flip", 1)
+    assert "expected a classification task" in refusal(poisoned, federation, "label-flip", 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- guard

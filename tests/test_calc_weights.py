@@ -72,7 +72,7 @@ def test_directions_by_hand() -> None:
     """As unit vectors: 0 for the same way at any length, √2 at right angles and for no direction at all, 2 opposed."""
     dy = torch.tensor([[2.0, 0.0], [7.0, 0.0], [0.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     assert angular_distance(dy, dy[0]).tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
-    d = calc_weights(dy, past(5), now(5), 0.5, 0.5, apart=angular_distance)[2]
+    d = calc_weights(dy, past(5), now(5), 0.5, 0.5, distance=angular_distance)[2]
     assert d.tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
     way = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     same = torch.tensor([[1.0], [3.0], [0.1], [7e-3]], dtype=torch.float64) * way

@@ -20,7 +20,7 @@ from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.engines import simulate as engine
 from waffle_fl.engines.run_spec import Outcome, State, initial_state
-from waffle_fl.engines.shared_training import carriers, families_of
+from waffle_fl.engines.shared_training import carriers, groups_of
 from waffle_fl.engines.stacked import StackedBackend
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.experiment import Interrupted, Runtime, execute
@@ -101,7 +101,7 @@ def test_also_with_statistics_of_batches_and_with_one_agent(
     federation = make_federation(sizes)
     for model in (FlatModel(build, precision="float32"), make_model()):
         specs = [spec(leader, federation), spec(FedAvg(STEP), federation)]
-        assert families_of(specs) == [[0, 1]]
+        assert groups_of(specs) == [[0, 1]]
         assert same_as_alone(specs, rounds(specs, model, workers=workers), model)
 
 
@@ -133,7 +133,7 @@ OTHERWISE: dict[str, Any] = {"weighting": "samples", "aggregation": "median", "c
 def test_of_two_that_could_carry_it_the_first_does() -> None:
     federation = make_federation()
     specs = [spec(algorithm, federation) for algorithm in (FedAvg(STEP), *LEADERS)]
-    assert families_of(specs) == [[1, 0], [2]]
+    assert groups_of(specs) == [[1, 0], [2]]
 
 
 @both
@@ -143,7 +143,7 @@ def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
     federation = make_federation()
     specs = [spec(FedAvg(STEP), replace(federation, alice=i)) for i in range(4)]
     specs += [spec(leader, replace(federation, alice=i)) for i in (2, 0)]
-    assert families_of(specs) == [[4, 5, 0, 1, 2, 3]]
+    assert groups_of(specs) == [[4, 5, 0, 1, 2, 3]]
     together = rounds(specs)
     assert [[one.requested for one in made] for made in trained] == [[{0, 2}]]
     for i, one in enumerate(specs):

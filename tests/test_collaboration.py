@@ -19,7 +19,7 @@ from reference.collaboration import bipartition, nearest
 from test_families import alike, everyone, outcomes
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
 from waffle_fl.algorithms.apple import APPLE
-from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, parted
+from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, split_clusters
 from waffle_fl.algorithms.fedala import FedALA
 from waffle_fl.algorithms.fedamp import FedAMP, attention
 from waffle_fl.algorithms.fedavg import FedAvg
@@ -32,9 +32,9 @@ from waffle_fl.cli import _run as waffle
 from waffle_fl.config import Settings, check_run
 from waffle_fl.engines import candidate_losses
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.evaluation import answering
+from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.run_spec import RunSpec, State, initial_state, on_device
-from waffle_fl.engines.shared_training import families_of
+from waffle_fl.engines.shared_training import groups_of
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.experiment import Runtime, advice, federation_of, model_of
@@ -150,7 +150,9 @@ def test_the_bipartition_is_the_best_of_all(agents: int, seed: int, absent: int)
     received = torch.arange(agents) != absent
     together = received & received[:, None]
     members = [i for i in range(agents) if received[i]]
-    label = parted(torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received)
+    label = split_clusters(
+        torch.zeros(agents, dtype=torch.int64), bottlenecks(cosines(dy), together), together, received
+    )
     if len(members) < 2:
         assert label.tolist() == [0] * agents
         return
@@ -317,7 +319,7 @@ def test_a_site_judges_alone() -> None:
 def test_few_samples_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many samples an agent has, a bounded number judges, spread over all of them."""
     monkeypatch.setattr(candidate_losses, "SAMPLES", 10)
-    parts = [candidate_losses._some(torch.arange(n)) for n in (32, 9, 0)]
+    parts = [candidate_losses._subsample(torch.arange(n)) for n in (32, 9, 0)]
     assert [len(part) for part in parts] == [8, 9, 0]
     assert parts[0].max() >= 28
 
@@ -336,7 +338,7 @@ def test_knn_per_answers_as_its_twin(mix: float, k: int, scale: float) -> None:
 
     own, tests = federation.train[0], federation.test[0]
     known, labels = list(hidden(federation.x[own])), federation.labels(0, own).tolist()
-    answer = answering(knn, model, net, federation)(federation.x[tests])
+    answer = predictor_of(knn, model, net, federation)(federation.x[tests])
     said = model.predict(*net, federation.x[tests]).softmax(dim=1)
     expected = [
         nearest(sample, known, labels, row, k, mix, scale)
@@ -389,7 +391,7 @@ def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
 def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
     """All agents' models are trained at once, and each agent's scores and weights are its own."""
     cells = everyone(method, make_federation())
-    assert len(families_of(cells)) == 1
+    assert len(groups_of(cells)) == 1
     together = outcomes(cells)
     for i, cell in enumerate(cells):
         for done, (alone,) in zip(together, outcomes([cell]), strict=True):
@@ -437,10 +439,10 @@ def test_a_knn_per_run_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     for command in (["export", str(tmp_path / "knn-per")], ["predict", str(tmp_path / "knn-per"), "x.npy"]):
         assert waffle(command) == 2
-        assert "kNN-Per answers with Alice's training data at hand" in capsys.readouterr().err
+        assert "kNN-Per predicts with Alice's training data" in capsys.readouterr().err
     features = torch.zeros(4, FEATURES).numpy()
     fit = partial(PersonalizedClassifier("knn-per", rounds=1).fit, {"a": (features, [0, 1, 0, 1])})
-    assert "training data at hand" in refusal(fit)
+    assert "predicts with Alice's training data" in refusal(fit)
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))

@@ -62,13 +62,13 @@ def test_threads_change_no_bit(method: str, make: Any) -> None:
 def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads work, each with one core to itself, and none is left when the run is over."""
     seen: dict[int, int] = {}
-    counted = evaluation._counted
+    counted = evaluation._count
 
     def watched(*arguments: Any) -> Any:
         seen[threading.get_ident()] = torch.get_num_threads()
         return counted(*arguments)
 
-    monkeypatch.setattr(evaluation, "_counted", watched)
+    monkeypatch.setattr(evaluation, "_count", watched)
     before = threading.active_count()
     cell = RunSpec(ALGORITHMS["fedavg"](), large(), 0)
     model = make_model(torch.float32, stacked=False)

@@ -12,7 +12,7 @@ from waffle_fl import SGD, Federation, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines.backend import Trained, Work
 from waffle_fl.engines.run_spec import Outcome
-from waffle_fl.engines.shared_training import families_of
+from waffle_fl.engines.shared_training import groups_of
 from waffle_fl.engines.stacked import StackedBackend
 
 BLIND = tuple(name for name, kind in ALGORITHMS.items() if not getattr(kind, "for_alice", False))
@@ -39,7 +39,7 @@ def alike(found: Outcome, expected: Outcome) -> bool:
 @pytest.mark.parametrize("method", [*BLIND, "local", "waffle", "weight-erosion"])
 def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
     specs = everyone(method, make_federation())
-    assert len(families_of(specs)) == (1 if method in BLIND else len(specs))
+    assert len(groups_of(specs)) == (1 if method in BLIND else len(specs))
     together = outcomes(specs)
     for i, spec in enumerate(specs):
         for done, (alone,) in zip(together, outcomes([spec]), strict=True):
@@ -97,4 +97,4 @@ def test_other_seeds_starts_and_data_are_other_families() -> None:
         replace(first, federation=make_federation()),
         replace(first, tamper=lambda up, r: up),
     ]
-    assert families_of(specs) == [[0, 1], [2], [3], [4]]
+    assert groups_of(specs) == [[0, 1], [2], [3], [4]]

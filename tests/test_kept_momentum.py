@@ -116,7 +116,7 @@ def test_a_site_that_lost_its_state_starts_its_momentum_at_zero_and_says_so(meth
     folder = federation(tmp_path / "federation", ("a", "b", "c"))
 
     def lose(site: str, request: Any, reply: Any) -> Any:
-        if site == "b" and any(task["round"] == 2 for task in request.words.get("tasks", [])):
+        if site == "b" and any(task["round"] == 2 for task in request.fields.get("tasks", [])):
             shutil.rmtree(folder / "sites" / "b" / "state")
         return reply
 
@@ -125,4 +125,4 @@ def test_a_site_that_lost_its_state_starts_its_momentum_at_zero_and_says_so(meth
     lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
     assert len(lines) == 4
     said = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]
-    assert said == ["had lost its state of round 2, which the server restored; its momentum starts at zero"]
+    assert said == ["lost its state of round 2; the server restored it; its momentum starts at zero"]

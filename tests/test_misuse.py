@@ -72,7 +72,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "workers": (lambda: run(workers=-1), "workers: expected an integer of at least 0, got -1"),
     "engine": (lambda: run(engine="lop"), "engine: unknown 'lop', did you mean loop?"),
     "Alice": (lambda: run(alice=7), "alice: expected an agent from 0 to 3, got 7"),
-    "nothing to run": (lambda: simulate([], make_model(), rounds=1), "cells: expected at least one Cell, got none"),
+    "nothing to run": (lambda: simulate([], make_model(), rounds=1), "specs: expected at least one RunSpec, got none"),
     "a class": (lambda: run(Waffle), "algorithm: expected an instance such as Waffle()"),
     "input size": (lambda: run(model=FlatModel(nn.Linear(10, CLASSES))), "expects 10 features, got 5"),
     "a tuple": (lambda: run(model=FlatModel(Pair)), "returns one tensor of shape (batch, outputs), got a tuple"),
@@ -97,7 +97,7 @@ def test_misuse_is_one_line(what: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_an_absent_gpu_is_one_line() -> None:
-    assert "this machine shows none" in refusal(FlatModel, nn.Linear(2, 2), device="cuda")
+    assert "this machine has no CUDA device" in refusal(FlatModel, nn.Linear(2, 2), device="cuda")
 
 
 def test_a_misspelt_option_is_a_value_error() -> None:

@@ -113,7 +113,7 @@ def test_devices_and_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     build = lambda: nn.Linear(FEATURES, CLASSES)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal(FlatModel, build, device="cuda") == (
-        "device cuda was asked for, but this machine shows none: use cpu"
+        "device cuda was requested, but this machine has no CUDA device: use cpu"
     )
     assert refusal(FlatModel, build, device="gpu") == "expected a device such as cpu, cuda or cuda:0, got 'gpu'"
     assert refusal(FlatModel, build, device="meta") == "expected the device cpu or cuda, got 'meta'"

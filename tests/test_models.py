@@ -89,7 +89,7 @@ def test_gradients_of_rows_are_each_row_s_own(name: str, stacked: bool) -> None:
         module.load_state_dict(model.state_dict(model.init(i)))
         torch.testing.assert_close(gradients[i], plain_gradient(module, batch.x[i], batch.y[i]), rtol=1e-10, atol=1e-12)
     if stacked:
-        assert model._folds is folds
+        assert model._uses_folded is folds
 
 
 def test_padding_weighs_nothing() -> None:
@@ -131,7 +131,7 @@ def test_dropout_depends_on_its_key_alone() -> None:
     params, stats = rows_of(stacked, 3)
     batch = batch_of(3, 4, (6,))
     folded = stacked.grad(params, stats, batch).params
-    assert stacked._folds
+    assert stacked._uses_folded
     torch.testing.assert_close(folded, single.grad(params, stats, batch).params, rtol=1e-10, atol=1e-12)
     alone = stacked.grad(params[1:2], stats[1:2], Batch(*(part[1:2] for part in batch))).params
     assert torch.equal(folded[1], alone[0])

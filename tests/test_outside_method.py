@@ -134,7 +134,7 @@ def test_a_decision(here: Path) -> None:
     code, out, err = waffle("decide", *SMALL[1:], "--methods", NAME, "--seeds", "1", "--alice", "0", "--out", "page")
     assert code == 0, err
     assert "ConstantPull" in out
-    assert "as strong near the global model" in (here / "page" / "decision.html").read_text()
+    assert "strength does not depend on the distance" in (here / "page" / "decision.html").read_text()
 
 
 def test_an_estimator(here: Path) -> None:

@@ -18,7 +18,7 @@ from waffle_fl.algorithms.fedavg import FedAvg, Local
 from waffle_fl.algorithms.fedbn import FedBN
 from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedrep import FedRep
-from waffle_fl.algorithms.partial_sharing import cut, joined, parts
+from waffle_fl.algorithms.partial_sharing import cut, join, parts
 from waffle_fl.batches import Batches
 from waffle_fl.cli.flags import options_class
 from waffle_fl.config import RunConfig, Settings, check_run
@@ -71,9 +71,9 @@ def test_what_is_cut_can_be_joined(own: set[str]) -> None:
         shared, kept = cut(flat, runs)
         assert [layer_of[int(i)] in own for i in shared] == [False] * len(shared)
         assert [layer_of[int(i)] in own for i in kept] == [True] * len(kept)
-        assert torch.equal(joined(shared, kept, runs), flat)
+        assert torch.equal(join(shared, kept, runs), flat)
         rows = torch.stack([flat, -flat])
-        assert torch.equal(joined(*cut(rows, runs), runs), rows)
+        assert torch.equal(join(*cut(rows, runs), runs), rows)
 
 
 @pytest.mark.parametrize(("kind", "travels"), [(FedPer, (48, 12)), (FedRep, (48, 12)), (FedBN, (57, 0))])
@@ -200,7 +200,7 @@ def test_a_method_that_is_another_says_so() -> None:
         config = RunConfig(method=method, settings=Settings(batch_size=BATCH), options=options)
         return advice(config, federation, getattr(fitted(config.algorithm()), "parts", None))
 
-    assert said("fedbn") == ["no layer of this model stays with its agent: one model for all"]
-    assert said("fedper", head_layers=2) == ["every layer of this model stays with its agent: this is Local"]
-    assert said("per-fedavg") == ["agent 1: fewer than 2 mini-batches a round, which an update takes"]
+    assert said("fedbn") == ["no layer of this model is personal: one model for all agents"]
+    assert said("fedper", head_layers=2) == ["every layer of this model is personal: this is Local"]
+    assert said("per-fedavg") == ["agent 1: fewer than 2 mini-batches per round, which an update needs"]
     assert said("fedper") == said("fedrep") == said("fedavg") == []

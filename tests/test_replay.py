@@ -75,7 +75,7 @@ def test_a_replay_has_the_bits_of_the_pass_it_replaces(
         found, expected = model.grad(params, stats, batch), model._grad(params, stats, *batch)
         assert torch.equal(found.params, expected.params)
         assert torch.equal(found.stats, expected.stats)
-    (line,) = model._own.replays._lines.values()
+    (line,) = model._own.replays._traces.values()
     assert line is not model._own.replays._function
 
 
@@ -94,7 +94,7 @@ def test_every_shape_has_a_trace_of_its_own() -> None:
     for size in (8, 8, 5, 5, 8, 5):
         batch = batch_of(1, size, size)
         assert torch.equal(model.grad(params, stats, batch).params, model._grad(params, stats, *batch).params)
-    assert len(model._own.replays._lines) == 2
+    assert len(model._own.replays._traces) == 2
 
 
 def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
@@ -113,8 +113,8 @@ def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
 
 
 def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = traced._straightened
-    monkeypatch.setattr(traced, "_straightened", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
+    whole = traced._to_function
+    monkeypatch.setattr(traced, "_to_function", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
     model = FlatModel(LeNet5)
     params, stats = nets(model, 1, 1)
     for seed in range(3):

@@ -203,14 +203,14 @@ def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
 # --- folders that cannot be written to (P9)
 
 
-@pytest.mark.parametrize("place", ["a file", "under a file", "proc"])
+@pytest.mark.parametrize("location", ["a file", "under a file", "proc"])
 def test_an_unwritable_folder_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runtime: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], location: str
 ) -> None:
     """A run folder that cannot be made is one line and exit code 2 at the start, not at the first save."""
     file = tmp_path / "file"
     file.write_text("in the way")
-    folder = {"a file": file, "under a file": file / "run", "proc": Path("/proc/waffle/run")}[runtime]
+    folder = {"a file": file, "under a file": file / "run", "proc": Path("/proc/waffle/run")}[location]
     monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     arguments = ["run", "local", "--data", "synthetic", "--model", "linear", "--rounds", 3, "--quiet"]
     assert command(monkeypatch, *arguments, "--out", folder) == 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from waffle_fl.models import row_module as vessel_module
+from waffle_fl.models import row_module
 from waffle_fl.models.row_module import Layout, RowModule, copy_each
 
 
@@ -19,35 +19,35 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWith
     """Counts what is compiled; operators stay as they are, which needs no compiler."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    vessel_module._compiled_pass.cache_clear()
+    row_module._compiled_pass.cache_clear()
     yield counter
-    vessel_module._compiled_pass.cache_clear()
+    row_module._compiled_pass.cache_clear()
 
 
 def filled(template: nn.Module, seed: int) -> tuple[RowModule, Tensor]:
     params, stats = (Layout(dict(named)) for named in (template.named_parameters(), _moving(template)))
-    vessel, numbers = RowModule(template, params, stats), torch.Generator().manual_seed(seed)
+    module, numbers = RowModule(template, params, stats), torch.Generator().manual_seed(seed)
     row = torch.randn(params.size, generator=numbers)
-    vessel.fill(row, torch.ones(stats.size))
-    return vessel, row
+    module.fill(row, torch.ones(stats.size))
+    return module, row
 
 
 def _moving(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, part) for name, part in module.named_buffers() if part.is_floating_point())
 
 
-def test_vessels_share_one_compilation(compilations: CompileCounterWithBackend) -> None:
-    """The second vessel runs what was compiled for the first, on its own parameters and statistics."""
+def test_row_modules_share_one_compilation(compilations: CompileCounterWithBackend) -> None:
+    """The second row module runs what was compiled for the first, on its own parameters and statistics."""
     template = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
-    x = torch.rand(vessel_module.COMPILED_BATCH, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(row_module.COMPILED_BATCH, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     for seed in (1, 2):
         results = []
         for compiled in (False, True):
-            vessel, _ = filled(template, seed)
-            vessel._habits[x.shape] = vessel_module._Habits(takes_last=False, drops=False, rewritten=False)
-            output, gradient = vessel(x, torch.tensor(0), compiled), torch.empty_like(vessel.params)
-            vessel.differentiate(output.square().sum(dim=1), torch.ones(len(x)), gradient)
-            results.append((output.detach(), gradient, vessel.settled().clone()))
+            module, _ = filled(template, seed)
+            module._traits[x.shape] = row_module._Traits(takes_last=False, drops=False, rewritten=False)
+            output, gradient = module(x, torch.tensor(0), compiled), torch.empty_like(module.params)
+            module.differentiate(output.square().sum(dim=1), torch.ones(len(x)), gradient)
+            results.append((output.detach(), gradient, module.current_stats().clone()))
         for plain, ours in zip(*results, strict=True):
             torch.testing.assert_close(ours, plain)
     assert compilations.frame_count == 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from waffle_fl.models import Batch, FlatModel, LeNet5
 from waffle_fl.models import cpu_conv_pool as windows_module
-from waffle_fl.models.cpu_conv_pool import Later, Rewriting
+from waffle_fl.models.cpu_conv_pool import DeferredConv, Rewriting
 
 Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -176,7 +176,7 @@ def test_what_was_put_off_outlives_the_rewriting() -> None:
     x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3, requires_grad=True)
     with Rewriting():
         y = F.conv2d(x, w)
-    assert type(y) is Later
+    assert type(y) is DeferredConv
     (gradient,) = torch.autograd.grad(y.sum(), w)
     torch.testing.assert_close(gradient, torch.autograd.grad(F.conv2d(x, w).sum(), w)[0])
 
@@ -246,8 +246,8 @@ def test_a_row_has_the_modules_gradient(build: Callable[[], nn.Module]) -> None:
     """With a rewriting where it fits, without one where the first gradient shows that it does not."""
     model = FlatModel(build, precision="float64")
     torch.testing.assert_close(*gradients(model, 8), rtol=1e-9, atol=1e-12)
-    (habits,) = model.passes._vessels()[0]._habits.values()
-    assert habits.rewritten == (build is LeNet5)
+    (traits,) = model.passes._row_modules()[0]._traits.values()
+    assert traits.rewritten == (build is LeNet5)
 
 
 def test_the_same_bits_each_time() -> None:

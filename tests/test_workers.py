@@ -30,13 +30,13 @@ def hired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name in ("ROUND", "START", "WARM_UP"):
         monkeypatch.setattr(workers, name, 0.0)
     processes: list[int] = []
-    hire = workers.Workers._hire
+    hire = workers.Workers._start
 
     def noted(self: workers.Workers, share: int) -> None:
         hire(self, share)
-        processes.append(list(self._lines)[-1])
+        processes.append(list(self._sockets)[-1])
 
-    monkeypatch.setattr(workers.Workers, "_hire", noted)
+    monkeypatch.setattr(workers.Workers, "_start", noted)
     return processes
 
 
@@ -90,7 +90,7 @@ def test_chunks_of_workers_change_no_bit(hired: list[int], monkeypatch: pytest.M
 
 def test_short_runs_hire_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of a few milliseconds are not worth a process."""
-    monkeypatch.setattr(workers.Workers, "_hire", lambda self, share: pytest.fail("hired"))
+    monkeypatch.setattr(workers.Workers, "_start", lambda self, share: pytest.fail("hired"))
     run(cells_of("fedavg"), make_model(), 2)
 
 
@@ -151,7 +151,7 @@ import time
 from waffle_fl.engines.workers import Workers
 team = Workers(lambda share, r, attempt: None, 4)
 team(1, 0)
-print(*team._lines, flush=True)
+print(*team._sockets, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -172,7 +172,7 @@ def test_a_worker_holds_no_file_of_its_parent(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w"):
         team = workers.Workers(lambda share, r, attempt: None, 3)
         team(1, 0)
-        held = [len(list(Path(f"/proc/{process}/fd").iterdir())) for process in team._lines]
+        held = [len(list(Path(f"/proc/{process}/fd").iterdir())) for process in team._sockets]
         team.close()
     assert held == [4, 4]
 

@@ -2,14 +2,14 @@
 
 data -> partition -> federation -> algorithms x engines -> records -> report
 
-load("mnist")            a Dataset: verified, normalised
-split(labels, ..., "C")  a Partition: who holds which sample
-build(dataset, split)    a Federation: agents, Alice among them
-FlatModel(module)        any torch.nn.Module as rows of flat parameters
-Waffle(), FedAvg() ...   algorithms: pure functions over explicit state
-simulate([Cell(...)])    one process, stacked rows, CPU or GPU
+load("mnist")               a Dataset: verified, normalised
+split(labels, ..., "C")     a Partition: which agent has which samples
+build(dataset, split)       a Federation: all agents, including Alice
+FlatModel(module)           any torch.nn.Module as rows of flat parameters
+Waffle(), FedAvg() ...      algorithms: pure functions over explicit state
+simulate([RunSpec(...)])    Outcomes: trained in one process, with stacked rows, on CPU or GPU
 
-PersonalizedClassifier(alice="clinic").fit(federation).predict(X) is the whole of it, as scikit-learn has it.
+PersonalizedClassifier(alice="clinic").fit(federation).predict(X) does all of this with scikit-learn's interface.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from waffle_fl.partition import split as split
     from waffle_fl.results import table_of_rounds as table_of_rounds
 
-# Torch takes seconds to import, so each name is fetched when it is first used. The classes of methods are those that
-# the registry of algorithms finds; type checkers know the ones above.
-_HOMES = {
+# Importing torch takes seconds, so each name is imported on first use. Classes of methods come from the registry of
+# algorithms; the imports above are for type checkers.
+_LAZY_MODULES = {
     **dict.fromkeys(("SGD", "Algorithm", "Grad", "Net", "Round"), "algorithms.contract"),
     **dict.fromkeys(("Measured", "Outcome", "RunSpec"), "engines.run_spec"),
     "Dataset": "data",
@@ -84,10 +84,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _LAZY_MODULES:
+        return getattr(import_module(f"{__name__}.{_LAZY_MODULES[name]}"), name)
     if name == "__all__":
-        return sorted({*_HOMES, *_methods()})
+        return sorted({*_LAZY_MODULES, *_methods()})
     found = _methods().get(name) if name[:1].isupper() else None
     if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", *_HOMES, *_methods()})
+    return sorted({"__version__", *_LAZY_MODULES, *_methods()})
 
 
 def _methods() -> dict[str, Any]:

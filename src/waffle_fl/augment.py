@@ -1,4 +1,4 @@
-"""Random crops and reflections of training images, drawn anew for every step from its key alone."""
+"""Random crops and flips of training images, drawn in every step from its key."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from waffle_fl.randomness import noise
 
 PADDING = 4
-_OWN_DRAWS = 1 << 15  # a step's key serves dropout too: its layers count up from 1
+_OWN_DRAWS = 1 << 15  # dropout uses the same key, plus 1, 2, ... for its layers
 
 
 def crop_and_flip(x: Tensor, keys: Tensor, border: Tensor) -> Tensor:
-    """Each image of x (N, B, C, H, W) shifted by up to 4 pixels both ways over a border, half of them reflected.
+    """Shift each image of x (N, B, C, H, W) by up to 4 pixels in each direction, and flip half of them horizontally.
 
-    What it draws for row i depends on keys[i] alone. `border` (C,) is the colour outside of the image.
+    The draws for row i depend only on keys[i]. `border` (C,) is the colour outside the image.
     """
     rows, batch, channels, height, width = x.shape
     down, across, flip = noise(keys + _OWN_DRAWS, 3 * batch).view(rows, 3, batch).unbind(1)
@@ -22,9 +22,9 @@ def crop_and_flip(x: Tensor, keys: Tensor, border: Tensor) -> Tensor:
     j = torch.arange(width, device=x.device)
     j = torch.where((flip % 2 == 0)[..., None], j, width - 1 - j) + (across % (2 * PADDING + 1) - PADDING)[..., None]
     inside = _within(i, height)[..., :, None] & _within(j, width)[..., None, :]  # (N, B, H, W)
-    runtime = i.clamp(0, height - 1)[..., :, None] * width + j.clamp(0, width - 1)[..., None, :]
-    runtime = runtime.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
-    moved = x.flatten(3).gather(3, runtime).view(x.shape)
+    source = i.clamp(0, height - 1)[..., :, None] * width + j.clamp(0, width - 1)[..., None, :]
+    source = source.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
+    moved = x.flatten(3).gather(3, source).view(x.shape)
     return torch.where(inside[:, :, None], moved, border.view(-1, 1, 1))
 
 
@@ -33,5 +33,5 @@ def _within(position: Tensor, size: int) -> Tensor:
 
 
 def darkest(pool: Tensor) -> Tensor:
-    """The darkest value of each channel: black, however the images were normalised."""
+    """Return the smallest value of each channel: black, however the images were normalised."""
     return pool.amin(dim=(0, 2, 3))

@@ -1,4 +1,4 @@
-"""Batches: the mini-batches of every row, round by round, each row's order its own in any company."""
+"""Batches: the mini-batches of every row in every round; a row's order does not depend on what else is stacked."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def batch_sizes(samples: int, batch_size: int, remainder: Remainder) -> list[int
 
 
 class BatchPlan(NamedTuple):
-    """The mini-batches of one round: for each row and step the samples, and which of them are padding."""
+    """The mini-batches of one round: the samples of each row and step, and which of them are padding."""
 
     samples: Tensor  # (rows, steps, batch), into the pool
     weight: Tensor  # (rows, steps, batch), 0 for padding
-    active: Tensor  # (rows, steps), False once a row has made its K_i steps
+    active: Tensor  # (rows, steps), False after a row's K_i steps
     steps: Tensor  # (rows,), K_i
-    relabel: Tensor  # (rows, classes), and where somebody drifts as many again for the later concepts
+    relabel: Tensor  # (rows, classes); with concept drift (rows, 2 classes), the later concepts last
     keys: Tensor  # (rows,), the seeds of this round's dropout
-    turned: Tensor  # (rows, steps, batch): is the sample called by the later concept? Empty where nobody drifts
+    drifted: Tensor  # (rows, steps, batch): whether the sample has its later label; empty without concept drift
 
 
 class Batches:
-    """Mini-batches for the rows of one or many federations, each row's order its own whatever is stacked beside it."""
+    """Mini-batches for the rows of one or many federations."""
 
     def __init__(
         self,
@@ -74,29 +74,29 @@ class Batches:
             for f, seed, offset, some in zip(federations, seeds, offsets, agents, strict=True)
             for i in some
         ]
-        self._who = [(seed, f.ids[i]) for f, seed, _, i in rows]
+        self._agent_keys = [(seed, f.ids[i]) for f, seed, _, i in rows]
         self.lengths = [len(f.train[i]) for f, _, _, i in rows]
         samples = [f.train[i] + offset for f, _, offset, i in rows]
         self._table = _padded(samples)
         self._relabel = torch.stack([f.relabel[i] for f, _, _, i in rows])
         self._classes, self._rounds = self._relabel.shape[1], rounds
-        self._turns: Tensor | None = None
+        self._drift_times: Tensor | None = None
         if any(f.later is not None for f in federations):
-            turns = [_turns(f, i) for f, _, _, i in rows]
-            self._turns = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
+            turns = [_drift_times(f, i) for f, _, _, i in rows]
+            self._drift_times = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
             later = torch.stack([(f.relabel if f.later is None else f.later)[i] for f, _, _, i in rows])
             self._relabel = torch.cat([self._relabel, later], dim=1)
         self.steps = [epochs * batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
 
     def sizes(self, rows: slice, padded: bool) -> list[int]:
-        """The width of each step's batch: the full one where rows are padded; rows that are not have one length."""
+        """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
         if padded:
             return [self.batch_size] * max(self.steps[rows])
         (length,) = set(self.lengths[rows])
         return batch_sizes(length, self.batch_size, self.remainder) * self.epochs
 
     def plan(self, r: int, attempt: int, rows: slice) -> BatchPlan:
-        """The order of the samples in round r, for these rows."""
+        """Return the order of the samples in round r, for these rows."""
         lengths, steps = self.lengths[rows], self.steps[rows]
         longest, most = max(lengths), max(steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
@@ -109,16 +109,16 @@ class Batches:
         within = first[:, :, None] + torch.arange(self.batch_size, device=self.device)
         epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
-        runtime = torch.cat(orders, dim=1).gather(1, position)
-        samples = table.gather(1, runtime).view(within.shape)
+        order = torch.cat(orders, dim=1).gather(1, position)
+        samples = table.gather(1, order).view(within.shape)
         count = torch.tensor(steps, device=self.device)
         active = t < count[:, None]
         weight = ((within < end[:, :, None]) & active[:, :, None]).to(self.dtype)
-        turned = weight[:, :, :0].bool()
-        if self._turns is not None:
-            turned = (self._turns[rows].gather(1, runtime) < r / self._rounds).view(within.shape)
+        drifted = weight[:, :, :0].bool()
+        if self._drift_times is not None:
+            drifted = (self._drift_times[rows].gather(1, order) < r / self._rounds).view(within.shape)
         keys = self._keys("dropout", rows, r, attempt)
-        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, turned)
+        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, drifted)
 
     def _edges(self, batch: Tensor, batches: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Where the mini-batches of these numbers begin and end among a row's shuffled samples: see `batch_sizes`."""
@@ -130,15 +130,15 @@ class Batches:
         return first, torch.minimum(first + self.batch_size, length)
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
-        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._who[rows]]
+        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._agent_keys[rows]]
         return torch.tensor(keys, device=self.device)
 
     def batch(self, plan: BatchPlan, t: Tensor, size: int) -> Batch:
-        """Gather the samples of step t (a tensor of one element, so that a captured graph can count it up)."""
+        """Gather the samples of step t (a tensor of one element, so that a CUDA graph can increment it)."""
         samples = plan.samples.index_select(1, t)[:, 0, :size]
         labels = self.y[samples]
-        if self._turns is not None:
-            labels = labels + self._classes * plan.turned.index_select(1, t)[:, 0, :size]
+        if self._drift_times is not None:
+            labels = labels + self._classes * plan.drifted.index_select(1, t)[:, 0, :size]
         y = labels if labels.is_floating_point() else plan.relabel.gather(1, labels)
         x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
         keys = plan.keys + (t << 16)
@@ -148,13 +148,13 @@ class Batches:
 
 
 def _padded(samples: Sequence[Tensor]) -> Tensor:
-    """The samples of each row; padding repeats a row's own first sample, for even at weight 0 others' could be NaN."""
+    """Return the samples of each row, padded with its own first sample: NaN of another row would survive weight 0."""
     table = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-1)
     first = table[:, :1].clamp(min=0) if table.shape[1] else table
     return torch.where(table < 0, first, table)
 
 
-def _turns(federation: Federation, agent: int) -> Tensor:
+def _drift_times(federation: Federation, agent: int) -> Tensor:
     rows = federation.train[agent]
     if federation.turn is None:
         return torch.full((len(rows),), torch.inf, dtype=torch.float64, device=rows.device)
@@ -162,7 +162,7 @@ def _turns(federation: Federation, agent: int) -> Tensor:
 
 
 def _pooled(federations: Sequence[Federation]) -> tuple[Tensor, Tensor, list[int]]:
-    """One pool for all: federations made of the same tensors share them, others are laid one after another."""
+    """Return one pool of samples, labels and each federation's offset; federations that share tensors share a part."""
     pools: dict[int, tuple[Federation, int]] = {}
     offset, offsets = 0, []
     for f in federations:

@@ -1,4 +1,4 @@
-"""How a choice with numbers is written, the same in TOML, on the command line and in the record: `kind(3.2, by=4)`."""
+"""Syntax of a choice with numbers, `kind(3.2, by=4)`: the same in TOML, on the command line and in records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """A kind and what stands in its brackets, still as text."""
+    """A kind and its arguments, as text."""
 
     kind: str
     values: tuple[str, ...]
@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 def read_call(text: str) -> Call | None:
-    """`noise(0.3, groups=2)` in its parts; None where it is not written so."""
+    """Parse text such as `noise(0.3, groups=2)`; return None if it has another form."""
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\(([^()]*)\))?\s*", text)
     if not match:
         return None
@@ -35,7 +35,10 @@ def read_call(text: str) -> Call | None:
 
 
 def build(text: str, kinds: Mapping[str, Callable[..., T]], what: str, example: str, also: Iterable[str] = ()) -> T:
-    """What the text names, made with its numbers; a mistake is told with an example, and with what `also` may stand."""
+    """Construct the kind that the text names, with its numbers.
+
+    Errors show `example` and suggest names of `kinds` and of `also`, names that are valid elsewhere.
+    """
     call = read_call(text)
     if not call:
         raise WaffleError(f"expected {what} such as {example}, got {text!r}")

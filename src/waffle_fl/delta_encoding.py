@@ -1,4 +1,4 @@
-"""Tables told by what changed since the line before, so that a record of a thousand runs stays small."""
+"""Delta encoding of tables: each line of a record holds only what changed since the previous one, to keep it small."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def since(before: Tables, now: Tables) -> dict[str, Any]:
-    """What of each table is new or other than before, and under "gone" what it no longer has."""
+    """Return the new and changed entries of each table, and under "gone" the keys that were removed."""
     changed = {
         name: {k: v for k, v in table.items() if k not in before[name] or before[name][k] != v}
         for name, table in now.items()
     }
     gone = {name: [k for k in before[name] if k not in table] for name, table in now.items()}
-    told = {name: table for name, table in changed.items() if table}
+    delta = {name: table for name, table in changed.items() if table}
     lost = {name: keys for name, keys in gone.items() if keys}
-    return {**told, **({"gone": lost} if lost else {})}
+    return {**delta, **({"gone": lost} if lost else {})}
 
 
-def after(before: Tables, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tables that `since` told of."""
-    gone = told.get("gone", {})
+def after(before: Tables, delta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the tables after applying a delta made by `since`."""
+    gone = delta.get("gone", {})
     return {
-        name: {**{k: v for k, v in table.items() if k not in gone.get(name, ())}, **told.get(name, {})}
+        name: {**{k: v for k, v in table.items() if k not in gone.get(name, ())}, **delta.get(name, {})}
         for name, table in before.items()
     }

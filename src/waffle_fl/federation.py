@@ -1,4 +1,4 @@
-"""build(dataset, partition) -> Federation: named agents, their samples indices into one shared pool of tensors."""
+"""build(dataset, partition) -> Federation: named agents whose samples are indices into one shared pool of tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,24 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.partition import Partition
 from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
 from waffle_fl.shifts.covariates import materialise
-from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, Task, Wish, gather, read_folder, stacked
+from waffle_fl.user_data import (
+    CollectedData,
+    Preprocessing,
+    ReadOptions,
+    Task,
+    TaskOption,
+    gather,
+    read_folder,
+    stacked,
+)
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Who holds what. Row i of everything is agent i; `ids` keep an agent's random numbers its own in any company."""
+    """The agents and their data. Index i is agent i everywhere.
+
+    `ids` seed each agent's random numbers, so that these do not depend on which other agents take part.
+    """
 
     x: Tensor  # the pool of all samples
     y: Tensor  # the pool of all labels
@@ -31,47 +43,50 @@ class Federation:
     train: tuple[Tensor, ...]
     validation: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    relabel: Tensor  # (agents, classes): agent i calls class k relabel[i, k]
+    relabel: Tensor  # (agents, classes): agent i labels class k relabel[i, k]
     class_names: tuple[str, ...]
     alice: int
     ids: tuple[int, ...]
     task: Task = "classification"
-    preparations: tuple[Preprocessing, ...] = ()  # of tables: how each agent's rows became numbers
-    notes: tuple[str, ...] = ()  # what a reader of results on this data must know
-    later: Tensor | None = None  # (agents, classes): what agent i calls class k once it has drifted
-    turn: Tensor | None = None  # of each sample in the pool: the share of the rounds after which that is so
-    shifted: tuple[tuple[str, tuple[int, ...]], ...] = ()  # each shift, and the group in it of every agent
-    backdoor: Tensor | None = None  # Alice's stamped test samples, where somebody builds a backdoor
+    preparations: tuple[Preprocessing, ...] = ()  # for tables: each agent's preprocessing
+    notes: tuple[str, ...] = ()  # warnings about the data for readers of the results
+    later: Tensor | None = None  # (agents, classes): agent i's label of class k after concept drift
+    turn: Tensor | None = None  # per sample of the pool: the share of the rounds after which it has its later label
+    shifted: tuple[tuple[str, tuple[int, ...]], ...] = ()  # each shift, and every agent's group in it
+    backdoor: Tensor | None = None  # Alice's stamped test samples, if there is a backdoor attack
 
     @property
     def preprocessing(self) -> Preprocessing | None:
-        """Alice's, with which her model's inputs are made; None where the samples were numbers from the start."""
+        """Alice's preprocessing, which makes her model's inputs; None if the samples were already numbers."""
         return self.preparations[self.alice] if self.preparations else None
 
     @property
     def outputs(self) -> int:
-        """Numbers that a model says of a sample."""
+        """Number of outputs of a model per sample."""
         return len(self.class_names) if self.task == "classification" else 1
 
     @property
     def unit(self) -> float:
-        """What an error of 1 in a regression means in the target's own unit."""
+        """The size of a regression error of 1 in the target's unit."""
         return self.preprocessing.target_deviation if self.preprocessing else 1.0
 
     @property
     def agents(self) -> int:
+        """Number of agents."""
         return len(self.names)
 
     @property
     def samples(self) -> Tensor:
+        """Number of training samples of each agent."""
         return torch.tensor([len(rows) for rows in self.train])
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
         return tuple(self.x.shape[1:])
 
     def only(self, agent: int) -> Federation:
-        """A federation of one: what a single site sees of this one."""
+        """Return a federation of this agent alone, as a single site sees it."""
         one = slice(agent, agent + 1)
         return replace(
             self,
@@ -88,7 +103,7 @@ class Federation:
         )
 
     def without(self, *agents: str) -> Federation:
-        """The federation that these agents did not join; the others keep their random numbers."""
+        """Return the federation without these agents; the others keep their random numbers."""
         gone = {index_of(agent, self.names) for agent in agents}
         if self.alice in gone:
             raise WaffleError(f"{self.names[self.alice]} is Alice and cannot be left out of her own federation")
@@ -111,21 +126,21 @@ class Federation:
             shifted=tuple((shift, kept(groups)) for shift, groups in self.shifted),
         )
 
-    def labels(self, agent: int, rows: Tensor, moment: float = 0.0) -> Tensor:
-        """What the agent calls these samples after this share of the rounds; numbers have no names to change."""
+    def labels(self, agent: int, rows: Tensor, progress: float = 0.0) -> Tensor:
+        """Return the agent's labels of these samples after the share `progress` of the rounds; numbers never change."""
         if self.y.is_floating_point():
             return self.y[rows]
         called = self.relabel[agent][self.y[rows]]
         if self.later is None or self.turn is None:
             return called
-        return torch.where(self.turn[rows] < moment, self.later[agent][self.y[rows]], called)
+        return torch.where(self.turn[rows] < progress, self.later[agent][self.y[rows]], called)
 
     def drifts(self, agent: int) -> bool:
-        """Will the agent call labels otherwise before the last round?"""
+        """Whether the agent's labels change before the last round."""
         return self.later is not None and not self.later[agent].equal(self.relabel[agent])
 
     def label_counts(self, part: Literal["train", "test"] = "train") -> Tensor:
-        """(agents, classes): how many training or test samples of each label, as the agent itself labels them."""
+        """Return (agents, classes): the number of training or test samples per label, as each agent labels them."""
         if self.task == "regression":
             return torch.empty(self.agents, 0, dtype=torch.int64)
         return torch.stack(
@@ -136,7 +151,7 @@ class Federation:
         )
 
     def digest(self) -> str:
-        """A hash of who holds what: two runs that share it saw the same data."""
+        """Return a hash of all data and its division: two runs with the same digest used the same data."""
         h = hashlib.sha256()
         for rows in (*self.train, *self.validation, *self.test):
             h.update(rows.cpu().numpy().tobytes() + b"|")
@@ -147,7 +162,10 @@ class Federation:
         return h.hexdigest()
 
     def to(self, device: str | torch.device, dtype: torch.dtype, moved: dict[int, Any] | None = None) -> Federation:
-        """The federation with its data there; federations that share parts go on sharing them if they share `moved`."""
+        """Return the federation with its data on the device.
+
+        Pass the same `moved` for several federations to move the tensors that they share only once.
+        """
         known = {} if moved is None else moved
 
         def on(part: Any, dtype: torch.dtype | None = None) -> Any:
@@ -176,12 +194,12 @@ class Federation:
         alice: str | int = 0,
         class_names: Sequence[str] = (),
         allow_duplicates: bool = False,
-        task: Wish = "classification",
+        task: TaskOption = "classification",
         test_share: float = 0.25,
         validation: float = 0.0,
         split_seed: int = 0,
     ) -> Federation:
-        """A federation from named agents, checked before any work.
+        """Return a federation from named agents, after checking their arrays.
 
         An agent is (x_train, y_train, x_test, y_test), or (x, y), of which `test_share` is held out for testing.
         """
@@ -191,22 +209,25 @@ class Federation:
 
     @classmethod
     def from_datasets(cls, agents: Mapping[str, Any], **options: Any) -> Federation:
-        """A federation from torch Datasets of (x, y): one an agent, or (training, test). Options: see from_arrays."""
+        """Return a federation from torch Datasets of (x, y): one per agent, or (training, test).
+
+        Options: see from_arrays.
+        """
         pairs = {name: given if isinstance(given, tuple | list) else (given,) for name, given in agents.items()}
         arrays = {name: [a for part in given for a in stacked(name, part)] for name, given in pairs.items()}
         return cls.from_arrays(arrays, **{"task": "auto", **options})
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, alice: str | int | None = None, **reading: Any) -> Federation:
-        """A federation from a folder with one file or folder an agent (docs/own-data.md); `reading`: see Reading.
+        """Return a federation from a folder with one file or folder per agent (docs/user-data.md).
 
-        Without an `alice` she is the first agent who has samples to train and to test on.
+        `reading`: see ReadOptions. By default Alice is the first agent that has training and test samples.
         """
         return check_alice(cls.from_gathered(read_folder(Path(folder), ReadOptions(**reading)), alice))
 
     @classmethod
     def from_gathered(cls, found: CollectedData, alice: str | int | None) -> Federation:
-        """A federation from what was read of its agents."""
+        """Return a federation from its agents' collected data."""
         names, parts = tuple(found.agents), list(found.agents.values())
         able = (i for i, part in enumerate(parts) if len(part.train) and len(part.test))
         edges = np.cumsum([0, *(len(part.y) for part in parts)])[:-1].tolist()
@@ -233,7 +254,7 @@ class Federation:
 
 
 def pool_of(dataset: Dataset) -> tuple[Tensor, Tensor]:
-    """All samples and labels of a data set, training data first."""
+    """Return all samples and labels of a data set, training data first."""
     x = torch.from_numpy(np.concatenate([dataset.x_train, dataset.x_test]))
     return x, torch.from_numpy(np.concatenate([dataset.y_train, dataset.y_test]))
 
@@ -241,7 +262,7 @@ def pool_of(dataset: Dataset) -> tuple[Tensor, Tensor]:
 def build(
     dataset: Dataset, partition: Partition, alice: int | str | None = None, pool: tuple[Tensor, Tensor] | None = None
 ) -> Federation:
-    """The federation that a partition makes of a data set; federations built on one `pool` share its memory."""
+    """Divide a data set among agents by a partition; federations built on the same `pool` share its memory."""
     names = tuple(f"agent {i}" for i in range(partition.agents))
     offset = len(dataset.y_train)
     x, y = pool or pool_of(dataset)
@@ -264,7 +285,7 @@ def build(
 
 
 def _shifted(federation: Federation, partition: Partition) -> Federation:
-    """The federation with its features as each agent sees them, and the moment at which each sample turns."""
+    """Return the federation with each agent's shifted features, and the time at which each sample's label changes."""
     shifts, seed, alice = read_shifts(partition.shift), partition.seed, partition.alice
     covariates = [shift for shift in shifts if isinstance(shift, Covariate)]
     if covariates:
@@ -279,7 +300,7 @@ def _shifted(federation: Federation, partition: Partition) -> Federation:
 
 
 def _pool_digest(x: Tensor) -> str:
-    """A hash of all features; the pool that many federations share is hashed once."""
+    """Return a hash of all features; a pool that many federations share is hashed once."""
     if id(x) not in _known_pools or _known_pools[id(x)][0]() is not x:
         content = hashlib.blake2b(x.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
         _known_pools[id(x)] = (weakref.ref(x), content)
@@ -290,7 +311,7 @@ _known_pools: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
 
 def index_of(alice: int | str, names: Sequence[str]) -> int:
-    """Alice's row, from her name or her number."""
+    """Return Alice's index, from her name or her index."""
     if isinstance(alice, str) and alice in names:
         return names.index(alice)
     if isinstance(alice, str) and not (alice.isascii() and alice.isdigit() and len(alice) < 10):

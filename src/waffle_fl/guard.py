@@ -1,7 +1,7 @@
-"""What the server checks of an update before it touches the model: row W of the threat list in docs/design.md.
+"""Checks of the updates before aggregation (docs/design.md, "What the server checks").
 
-Always: an update that is not finite, or longer than any honest one, is not heard this round. With guard "standard" also
-the cheap tests of closeness to Alice's: docs/robustness.md has each with its reason and what it was measured to stop.
+An update that is not finite, or longer than MAX_NORM, is always rejected for the round. With guard "standard" the
+server also compares updates with Alice's; docs/robustness.md has each test, its reason and the attacks that it stops.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from waffle_fl.algorithms.contract import TINY, Rows, Weights, blocks, lengths, 
 Guard: TypeAlias = Literal["off", "standard"]
 
 MAX_NORM = 1e6
-SHORTEST = 0.25  # of the median length: who trains at all moves farther
-LONGEST = 2.0  # times Alice's length: what is longer is cut; under control variates never below the median length
-COPY = 0.1  # of Alice's length and of the median distance from her: other data leads farther away
-SAME = 1e-9  # relative difference of what is sent twice
-AGREEMENT = 0.5  # of the median agreement (cosine) with Alice,
-CHANCE = 3.0  # and more than the angle of random directions has in so many deviations
-PULL = 1.5  # times the median length of control variates: one that is longer steers everybody
+SHORTEST = 0.25  # of the median length: an agent that trains sends a longer update
+LONGEST = 2.0  # times Alice's length: longer updates are clipped; with control variates never below the median length
+COPY = 0.1  # of Alice's length and of the median distance from her: training on other data leads farther away
+SAME = 1e-9  # relative difference up to which two updates count as equal
+AGREEMENT = 0.5  # smallest cosine with Alice's update, relative to the median cosine
+CHANCE = 3.0  # the cosine must also exceed so many standard deviations of that of random directions
+PULL = 1.5  # times the median length of control variates: a longer one would steer all agents
 OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING = range(9)
 REASONS = (
     *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy"),
@@ -33,14 +33,14 @@ REASONS = (
 def screen(
     up: Any, alice: Tensor, present: Tensor, guard: Guard = "off", new_control_variates: Rows | None = None
 ) -> tuple[Any, Tensor, Tensor]:
-    """(up with the rejected rows blanked, who was heard, a reason code for each agent).
+    """Return (updates with the rejected rows set to 0, mask of admitted agents, a reason code per agent).
 
-    `pulls` are the control variates that would follow from the updates. A correction takes what is an agent's own out
-    of its update, so a poisoned agent moves as everybody does, while its control variate bends where that leads.
+    `new_control_variates` are those that would follow from the updates. The correction removes an agent's own drift
+    from its update, so a poisoned agent's update looks like the others; its control variate shows the difference.
     """
     code = torch.zeros(len(present), dtype=torch.int64, device=present.device)
     for field in up:
-        if field.shape[1]:  # the largest number is finite if all are; NaN counts as the largest
+        if field.shape[1]:  # the maximum is finite if all entries are; NaN propagates
             largest = torch.cat([part.abs().amax(dim=1) for part in blocks(field)])
             code = torch.where(torch.isfinite(largest), code, NOT_FINITE)
     if hasattr(up, "dy"):
@@ -57,12 +57,12 @@ def screen(
 def _closeness(
     up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, new_control_variates: Rows | None
 ) -> tuple[Any, Tensor]:
-    """Reject what is too short, a copy, opposed to Alice or steers too hard; shorten what is too long."""
+    """Reject short, copied or opposed updates and those with a long control variate; clip updates that are too long."""
     sound = present & (code == OK)
     others = sound & (torch.arange(len(norms), device=norms.device) != alice)
     hers, length = row_of(up.dy, alice).double(), row_of(norms, alice)
     along = torch.cat([part.double() @ hers for part in blocks(up.dy)])
-    distances = (norms**2 + length**2 - 2 * along).clamp(min=0).sqrt()  # exact enough to be held against a tenth
+    distances = (norms**2 + length**2 - 2 * along).clamp(min=0).sqrt()  # exact enough to compare with COPY
     short = norms < SHORTEST * _median(norms, sound)
     copied = distances < COPY * torch.minimum(length, _median(distances, others))
     agreement = along / (norms * length).clamp(min=TINY)
@@ -78,7 +78,7 @@ def _closeness(
     limit = LONGEST * length
     if (
         new_control_variates is not None
-    ):  # corrected updates are about as long as each other, a short one of Alice's is chance
+    ):  # corrected updates have about equal lengths, so a short one of Alice's is chance
         limit = torch.maximum(limit, _median(norms, sound))
     long = others & (code == OK) & (norms > limit)
     scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)
@@ -86,9 +86,9 @@ def _closeness(
 
 
 def _repeated(norms: Weights, agreement: Weights, others: Tensor) -> Tensor:
-    """Who sends what an agent before it sends: nobody's own training ends in another's length and angle to all digits.
+    """Return the agents that repeat the update of an earlier agent: equal length and equal angle to Alice's update.
 
-    The first stays, or a copy of an honest update would silence whom it was taken from.
+    The first of equal updates is admitted; otherwise a copy of an honest update would exclude the agent it copies.
     """
     same = (norms[:, None] - norms).abs() <= SAME * norms
     same = same & ((agreement[:, None] - agreement).abs() <= SAME) & others

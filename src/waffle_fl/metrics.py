@@ -1,6 +1,6 @@
-"""How good predictions are: accuracy, balanced accuracy, AUC and log loss of classes, RMSE of numbers.
+"""Metrics: accuracy, balanced accuracy, AUC and log loss for classification, RMSE for regression.
 
-A metric that the samples at hand do not define (one class only, say) is None, never NaN.
+A metric that is undefined for the samples (for example with a single class) is None, never NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def measure(output: Tensor, target: Tensor) -> dict[str, float | None]:
-    """All metrics of these outputs: class scores (n, classes) for integer targets, numbers for others."""
+    """Return all metrics of these outputs: class scores (n, classes) for integer targets, otherwise numbers."""
     output = output.double()
     if target.is_floating_point():
         return {"rmse": _number((output.view(-1) - target.double()).square().mean().sqrt())}
@@ -26,15 +26,15 @@ def measure(output: Tensor, target: Tensor) -> dict[str, float | None]:
 
 
 def balanced_accuracy(output: Tensor, target: Tensor) -> float | None:
-    """The mean, over the classes that occur, of the share of their samples that are recognised."""
+    """Return the mean recall over the classes that occur."""
     right = output.argmax(dim=1) == target
     return _number(torch.stack([right[target == k].double().mean() for k in torch.unique(target)]).mean())
 
 
 def auc(output: Tensor, target: Tensor) -> float | None:
-    """Area under the ROC curve; of more than two classes the mean of each against the rest.
+    """Return the area under the ROC curve; with more than two classes the mean of one-versus-rest.
 
-    Two classes are ranked by the difference of their outputs: where it is large, softmax rounds unequal ones to 1.
+    Two classes are ranked by the difference of their outputs, because softmax rounds large ones to 1.
     """
     two = output.shape[1] == 2
     scores = {1: output[:, 1] - output[:, 0]} if two else dict(enumerate(output.softmax(dim=1).unbind(dim=1)))
@@ -44,7 +44,7 @@ def auc(output: Tensor, target: Tensor) -> float | None:
 
 
 def _area(score: Tensor, positive: Tensor) -> float | None:
-    """The chance that a positive sample scores higher than a negative one, ties counting half."""
+    """Return the probability that a positive sample scores higher than a negative one; ties count half."""
     if positive.all() or not positive.any() or score.isnan().any():
         return None
     _, group, size = torch.unique(score, return_inverse=True, return_counts=True)

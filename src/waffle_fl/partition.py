@@ -1,4 +1,4 @@
-"""split(labels, kind, agents) -> Partition: who holds which sample. Pure functions of labels and a seed.
+"""split(labels, kind, agents) -> Partition: the samples of each agent. Pure functions of labels and a seed.
 
 The paper's distributions are lists of ten shares that sum to one. Agent i holds the list rolled i times, so the lists
 of all agents form a share matrix (agent x label); the samples of each label are divided by its column, disjointly.
@@ -27,25 +27,26 @@ SPLITS = ("A", "B", "C", "A*", "B*", "C*")
 
 @dataclass(frozen=True)
 class Partition:
-    """Indices into the training and the test data for each agent, and each agent's reading of the labels."""
+    """Each agent's indices into the training and test data, and how it labels the classes."""
 
     train: tuple[Indices, ...]
     validation: tuple[Indices, ...]
     test: tuple[Indices, ...]
-    relabel: Indices  # (agents, classes): agent i calls class k relabel[i, k]
+    relabel: Indices  # (agents, classes): agent i labels class k relabel[i, k]
     shares: Shares
     alice: int
     shift: str = ""  # beyond the split: docs/shifts.md
-    later: Indices | None = None  # (agents, classes): what agent i calls class k once it has drifted
+    later: Indices | None = None  # (agents, classes): agent i's label of class k after concept drift
     seed: int = 0
 
     @property
     def agents(self) -> int:
+        """Number of agents."""
         return len(self.train)
 
 
 def share_matrix(kind: str, agents: int, classes: int, direction: Literal["left", "right"] = "left") -> Shares:
-    """Each row the distribution's list, rolled once more than the row above (the paper's own table rolls left)."""
+    """Return a matrix of the distribution's list, rolled once more in each row (the paper's table rolls left)."""
     name = kind.removesuffix("*")
     if name not in DISTRIBUTIONS:
         raise WaffleError(f"unknown split {kind!r}{suggest(kind, SPLITS)}")
@@ -59,7 +60,7 @@ def share_matrix(kind: str, agents: int, classes: int, direction: Literal["left"
 
 
 def check_shares(shares: Shares, agents: int, classes: int) -> Shares:
-    """A share matrix from an experiment file: right shape, finite, not negative, nobody empty."""
+    """Check a share matrix: right shape, finite, not negative, no agent without a share."""
     if shares.shape != (agents, classes):
         raise WaffleError(f"expected a share matrix of {agents} agents x {classes} labels, got {shares.shape}")
     if not np.isfinite(shares).all() or (shares < 0).any():
@@ -73,15 +74,15 @@ def check_shares(shares: Shares, agents: int, classes: int) -> Shares:
 
 
 def divide(labels: Indices, shares: Shares, rng: np.random.Generator, per_agent: int = 0) -> list[Indices]:
-    """Divide the samples of each label by its column; then keep `per_agent` of each agent's, in its own proportions.
+    """Divide the samples of each label by its column; then keep `per_agent` per agent, in the agent's proportions.
 
-    The column with the largest sum uses every sample of its label; so no label is used twice and rows keep their shape.
+    The column with the largest sum uses all samples of its label, so no sample is used twice and proportions are kept.
     """
     return [np.concatenate(_thinned(part, per_agent)) for part in by_label(labels, shares, rng)]
 
 
 def by_label(labels: Indices, shares: Shares, rng: np.random.Generator) -> list[list[Indices]]:
-    """For each agent its samples of each label: every column divided among the rows."""
+    """Return each agent's samples of each label: every column divided among the rows."""
     edges = np.vstack([np.zeros(shares.shape[1]), np.cumsum(shares, axis=0)]) / shares.sum(axis=0).max()
     parts: list[list[Indices]] = [[] for _ in shares]
     for label in range(shares.shape[1]):
@@ -93,7 +94,7 @@ def by_label(labels: Indices, shares: Shares, rng: np.random.Generator) -> list[
 
 
 def _thinned(part: list[Indices], total: int) -> list[Indices]:
-    """Keep `total` samples (0: all there are) in the proportions of the part: largest remainders are rounded up."""
+    """Keep `total` samples (0: all) in the proportions of the part; the largest remainders are rounded up."""
     sizes = np.array([len(p) for p in part])
     if not total or sizes.sum() <= total:
         return part
@@ -104,7 +105,10 @@ def _thinned(part: list[Indices], total: int) -> list[Indices]:
 
 
 def hold_out(part: list[Indices], per_agent: int, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
-    """(validation, training) of an agent: validation lies beside the `per_agent` it trains on where it has so many."""
+    """Return (validation, training) samples of an agent.
+
+    Validation samples come in addition to the `per_agent` training samples if there are enough, else from these.
+    """
     kept = _thinned(part, per_agent)
     train = rng.permutation(np.concatenate(kept))
     cut = round(fraction * len(train))
@@ -115,7 +119,7 @@ def hold_out(part: list[Indices], per_agent: int, fraction: float, rng: np.rando
 
 
 def check_sizes(sizes: Sequence[float], agents: int) -> Shares:
-    """Relative sizes of all agents, from a list that is repeated as often as needed."""
+    """Return the relative sizes of all agents; the list is repeated as needed."""
     found = np.asarray(sizes, np.float64)
     if not np.isfinite(found).all() or (found <= 0).any() or found.max(initial=0) > 1e100:
         raise WaffleError("expected sizes that are numbers above 0 and below 1e100")
@@ -123,12 +127,12 @@ def check_sizes(sizes: Sequence[float], agents: int) -> Shares:
 
 
 def all_allowed(labels: Indices, shares: Shares, rng: np.random.Generator) -> list[Indices]:
-    """For each agent every sample its distribution allows: its commonest label whole, the others in proportion."""
+    """Return for each agent all samples its distribution allows: all of the commonest label, others in proportion."""
     return [divide(labels, row[None], rng)[0] for row in shares]
 
 
 def concept_shift(agents: int, classes: int, alice: int, seed: int, shared: bool = False) -> Indices:
-    """A fixed random permutation of the class labels for every agent but Alice (or one for all of them)."""
+    """Return a random permutation of the class labels for every agent but Alice, or one for all of these."""
     own = np.arange(classes)
     return np.stack(
         [
@@ -157,9 +161,9 @@ def split(
     shared_permutation: bool = False,
     shift: str = "",
 ) -> Partition:
-    """The partition called `kind`; a name that ends in * also shifts the concepts of everyone but Alice.
+    """Return the partition named `kind`; a name that ends in * also permutes the labels of all agents but Alice.
 
-    `shift` is text such as `dirichlet(0.5) + swap(4)`: labels and concepts shift here, features in `build`.
+    `shift` is text such as `dirichlet(0.5) + swap(4)`. Labels and concepts are shifted here, features in `build`.
     """
     if shares is None:
         matrix = share_matrix(kind, agents, classes, direction)
@@ -207,7 +211,7 @@ def split(
 
 
 def check_shifts(text: str, agents: int) -> tuple[Shift, ...]:
-    """The shifts of a text, for so many agents."""
+    """Parse the shifts of a text and check them against the number of agents."""
     shifts = read_shifts(text)
     most = max((getattr(shift, "groups", 0) for shift in shifts), default=0)
     if most > agents:
@@ -216,7 +220,7 @@ def check_shifts(text: str, agents: int) -> tuple[Shift, ...]:
 
 
 def skewed(matrix: Shares, shifts: Sequence[Shift], samples_per_agent: int, seed: int) -> tuple[Shares, list[int]]:
-    """The share matrix after all skews, and how many samples each agent keeps of its share (0: all)."""
+    """Return the share matrix after all skews, and how many samples of its share each agent keeps (0: all)."""
     sizes = np.ones(len(matrix))
     for shift in shifts:
         if isinstance(shift, Dirichlet):
@@ -230,7 +234,7 @@ def skewed(matrix: Shares, shifts: Sequence[Shift], samples_per_agent: int, seed
 def concepts(
     relabel: Indices, shifts: Sequence[Shift], alice: int, permutation_seed: int
 ) -> tuple[Indices, Indices | None]:
-    """How each agent calls the classes before and after it drifts, if any does; swaps come on top of what is there."""
+    """Return each agent's labels before drift and after it (None without drift); swaps apply on top of `relabel`."""
     agents, classes = relabel.shape
     for shift in shifts:
         if isinstance(shift, Swap):

@@ -1,4 +1,4 @@
-"""Every random number is derived from (seed, purpose, agent, round, ...), so nothing depends on what runs beside it."""
+"""Random numbers derived from (seed, purpose, agent, round, ...), so that no draw depends on what else runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 def derive(seed: int, *words: str | int) -> int:
-    """A 63-bit integer that depends on every word and on nothing else."""
+    """Return a 63-bit hash of the seed and the words."""
     text = "/".join(str(word) for word in (seed, *words))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, *words: str | int) -> np.random.Generator:
-    """A NumPy generator for host-side draws (splits, permutations, synthetic data)."""
+    """Return a NumPy generator for draws on the CPU (splits, permutations, synthetic data)."""
     return np.random.default_rng(derive(seed, *words))
 
 
 def noise(keys: Tensor, length: int) -> Tensor:
-    """SplitMix64: row i holds `length` non-negative 63-bit integers that depend on keys[i] alone, on any device."""
+    """SplitMix64: row i holds `length` non-negative 63-bit integers that depend only on keys[i], on any device."""
     positions = torch.arange(1, length + 1, device=keys.device)
     z = keys[:, None] + positions * _GOLDEN
     z = (z ^ _shift_right(z, 30)) * _MIX_1
@@ -35,18 +35,18 @@ def noise(keys: Tensor, length: int) -> Tensor:
 
 
 def shuffle(keys: Tensor, lengths: Tensor, longest: int) -> Tensor:
-    """Row i begins with a random permutation of range(lengths[i]); what follows is padding."""
+    """Row i starts with a random permutation of range(lengths[i]); the rest is padding."""
     draws = noise(keys, longest)
     padding = torch.arange(longest, device=keys.device) >= lengths[:, None]
     return draws.masked_fill(padding, _LAST).argsort(dim=1, stable=True)
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's int64 is signed, so the sign bits are masked away."""
+    """Logical shift: torch's int64 is signed, so the sign bits are masked."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def normal(keys: Tensor, length: int) -> Tensor:
-    """Row i holds `length` draws of the standard normal distribution that depend on keys[i] alone (Box and Muller)."""
+    """Row i holds `length` standard normal draws that depend only on keys[i] (Box-Muller)."""
     radius, angle = (noise(keys, 2 * length).double() / _LAST).clamp(min=1e-300).chunk(2, dim=1)
     return (-2 * radius.log()).sqrt() * (2 * torch.pi * angle).cos()

@@ -1,7 +1,7 @@
-"""Updates as bytes: what an agent sends, and the inbox that trusts nothing of it but its sender.
+"""Updates as bytes: encode an agent's update, and collect and validate the replies of a round.
 
-The transport says who sent a reply. What the reply itself claims (its agent, its sample count) is never read; its
-round, run, model and number of steps must be the planned ones; its tensors must have exactly the expected names, shapes
+The sender is the agent that the transport reports; the agent and sample count stated in a reply are never read. Round,
+run, model and number of steps must be the planned ones, and the tensors must have exactly the expected names, shapes
 and types. An agent's `dc` is ignored: the server computes it.
 """
 
@@ -18,12 +18,12 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.tensorfile import MAX_HEADER, pack, unpack
 
 IGNORED = ("dc",)
-LONGEST_REASON = 300  # letters: a reason may quote what was sent
+LONGEST_REASON = 300  # characters: a reason may quote the reply
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a reply must say of itself to be read."""
+    """The metadata that a reply must have to be accepted."""
 
     run: str
     round: int
@@ -33,10 +33,10 @@ class Header:
         return {"run": self.run, "round": str(self.round), "model": self.model, "steps": str(steps)}
 
 
-def seal(up: Any, row: int, envelope: Header, steps: int) -> bytes:
-    """One agent's update as bytes."""
+def seal(up: Any, row: int, header: Header, steps: int) -> bytes:
+    """Return one agent's update as bytes."""
     tensors = {name: value[row] for name, value in up._asdict().items()}
-    return pack(tensors, envelope.metadata(steps))
+    return pack(tensors, header.metadata(steps))
 
 
 @dataclass
@@ -44,25 +44,25 @@ class UpdateCollector:
     """The replies of one round. The first valid reply of each agent counts; everything else is logged."""
 
     template: Mapping[str, Tensor]  # one agent's update: names, shapes, types
-    envelope: Header
+    header: Header
     steps: list[int]  # K_i as planned
     rows: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     log: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def max_bytes(self) -> int:
-        """A reply may carry an ignored tensor of each of ours, and a header; nothing longer is even parsed."""
+        """Longest reply that is parsed: a header, and room for an ignored tensor next to each expected one."""
         return 8 + MAX_HEADER + 2 * sum(t.numel() * t.element_size() for t in self.template.values())
 
     def deliver(self, agent: int, payload: bytes) -> bool:
-        """Take in what the transport says came from this agent; True if it counts."""
+        """Validate and store a reply that the transport attributes to this agent; return whether it was accepted."""
         try:
             if len(payload) > self.max_bytes:
                 raise WaffleError(f"{len(payload)} bytes, more than any update")
             if agent in self.rows:
                 raise WaffleError("a second reply in one round")
             metadata, tensors = unpack(payload, self.template, IGNORED)
-            for name, expected in self.envelope.metadata(self.steps[agent]).items():
+            for name, expected in self.header.metadata(self.steps[agent]).items():
                 if metadata.get(name) != expected:
                     raise WaffleError(f"{name} is {metadata.get(name)!r}, expected {expected!r}")
         except WaffleError as error:
@@ -72,7 +72,7 @@ class UpdateCollector:
         return True
 
     def updates(self, kind: Any) -> tuple[Any, Tensor]:
-        """(the updates as rows, in agent order whatever the order of arrival; who is present)."""
+        """Return the updates as rows in agent order, and a mask of the agents that sent one."""
         agents = range(len(self.steps))
         blank = {name: torch.zeros_like(value) for name, value in self.template.items()}
         rows = [self.rows.get(i, blank) for i in agents]

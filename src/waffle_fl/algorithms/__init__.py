@@ -1,6 +1,6 @@
-"""One algorithm, one file, a few pure functions over explicit state. `contract.py` says which.
+"""The algorithms: one file per method, each a few pure functions over explicit state.
 
-`registry.py` finds the methods in these files by itself: a class with an `about` is a method.
+`contract.py` defines these functions. `registry.py` registers every class in this package that has an `about`.
 """
 
 from __future__ import annotations

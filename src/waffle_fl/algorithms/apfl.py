@@ -1,7 +1,7 @@
-"""APFL (Deng et al. 2020): each agent mixes a personal model v with the global one, and learns how much.
+"""APFL (Deng et al. 2020): each agent mixes a personal model v with the global one and learns the mixing weight.
 
 Per mini-batch: w -= lr grad f(w);  v -= lr mix grad f(v_bar), v_bar = mix v + (1 - mix) w. The mixing weight follows
-its own gradient <v - w, grad f(v_bar)>, at the first step of a round or once for the whole round.
+its own gradient <v - w, grad f(v_bar)>, at the first step of a round or once per round.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 class Agents(NamedTuple):
     v: Rows
-    w: Rows  # the agent's own global model after its training, before the server averaged it
-    mixed_stats: Rows  # statistics of the mixed model's forward passes
+    w: Rows  # the agent's copy of the global model after its training, before averaging
+    mixed_stats: Rows  # normalisation statistics of the mixed model
     mix: Tensor
 
 
@@ -33,19 +33,19 @@ class Local(NamedTuple):
     mixed_stats: Rows
     v_velocity: Rows
     mix: Tensor
-    first: Tensor  # is this the round's first step?
+    first: Tensor  # whether this is the first step of the round
 
 
 @final
 @dataclass(frozen=True)
 class APFL:
-    """A model for every agent: a mixture of its own and the global one, in adaptive proportion."""
+    """A model for every agent: an adaptive mixture of a personal model and the global model."""
 
     about: ClassVar[About] = About(
         name="apfl",
         title="APFL",
         trains_model_for="each agent",
-        in_words="a mix of a model of its own with one model for everybody",
+        in_words="a mixture of a personal model and a shared global model",
         cite="Deng et al., arXiv:2003.13461, 2020",
         order=60,
     )
@@ -54,9 +54,9 @@ class APFL:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     mix: float = parameter(0.5, between(0, 1), search={"low": 0.0, "high": 1.0})
-    """Share of the personal model at the start."""
+    """Initial share of the personal model in the mixture."""
     adaptive: Literal["step", "round", "off"] = parameter("step", search=["step", "round", "off"])
-    """When the share adapts: at the first step of each round, once for the whole round's movement, or never."""
+    """When the share adapts: at the first step of each round, once per round from its total change, or never."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,8 +74,8 @@ class APFL:
 
     def begin(self, down: Down, agents: Agents) -> Local:
         first = torch.ones(len(down.x), dtype=torch.bool, device=down.x.device)
-        rest = self.sgd.zero_velocity(down.x)
-        return Local(down.x, down.stats, rest, agents.v, agents.mixed_stats, rest, agents.mix, first)
+        velocity = self.sgd.zero_velocity(down.x)
+        return Local(down.x, down.stats, velocity, agents.v, agents.mixed_stats, velocity, agents.mix, first)
 
     def step(self, local: Local, grad: Grad) -> Local:
         share = local.mix[:, None]

@@ -1,8 +1,8 @@
-"""APPLE (Luo & Wu 2022): each agent learns by how much it takes each other agent's core model into its own.
+"""APPLE (Luo & Wu 2022): each agent learns how to mix the core models of all agents.
 
 Agent i uses w = sum_j p_ij core_j. Per mini-batch, with g = grad F_i(w):
 core_i -= lr p_ii g;  p_ij -= eta_p (<g, core_j> + lambda(r) mu (p_ij - p0_j)). p0 are the agents' shares of samples;
-lambda falls from 1 to 0 over the first rounds, so that training is global first and personal later.
+lambda falls from 1 to 0 over the first rounds, so training starts global and becomes personal.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from waffle_fl.constraints import at_least, between, check_fields, parameter
 
 class Server(NamedTuple):
     core: Rows
-    shift: Tensor  # (N, N), float64: row i, how far p_i has moved from p0
-    taken: Tensor  # (N, N), float64: row i, p_i of the last round
-    samples: Tensor  # (N,), float64, as registered; unknown, 0, before the first round
-    received: Tensor  # (N,), bool: whose core models are there to be sent
+    shift: Tensor  # (N, N), float64: row i is p_i - p0
+    taken: Tensor  # (N, N), float64: row i is p_i of the last round
+    samples: Tensor  # (N,), float64: registered sample counts; 0 before the first round
+    received: Tensor  # (N,), bool: agents whose core model is available to others
     pull: Tensor  # lambda(r) mu of the next round
     r: Tensor
 
 
 class Agents(NamedTuple):
-    core: Rows  # which others may see
-    w: Rows  # the mixture that the agent uses
-    stats: Rows  # of the mixture's forward passes
+    core: Rows  # sent to other agents
+    w: Rows  # the mixture, which is the agent's model
+    stats: Rows  # normalisation statistics of the mixture
 
 
 class Down(NamedTuple):
     theta: Tensor  # (N, M, P): other agents' core models
     offered: Tensor  # (N, M), bool
-    p0: Tensor  # (N, 1 + M), float64: of the agent's own core model and of those
+    p0: Tensor  # (N, 1 + M), float64: for the agent's own core model and the offered ones
     p: Tensor  # (N, 1 + M), float64
     pull: Tensor  # (N,), float64
 
@@ -49,7 +49,7 @@ class Local(NamedTuple):
     velocity: Rows
     p: Tensor
     theta: Tensor
-    there: Tensor  # (N, 1 + M): 1 for models that are there, 0 for empty places
+    available: Tensor  # (N, 1 + M): 1 for available models, 0 for unused places
     p0: Tensor
     pull: Tensor
 
@@ -66,32 +66,32 @@ class Info(NamedTuple):
 @final
 @dataclass(frozen=True)
 class APPLE:
-    """A model for every agent: a mixture of all agents' core models, in proportions that it learns."""
+    """A model for every agent: a mixture of all agents' core models with learned weights."""
 
     about: ClassVar[About] = About(
         name="apple",
         title="APPLE",
         trains_model_for="each agent",
-        in_words="a mix of all agents' models, in proportions that the agent learns",
+        in_words="a mixture of all agents' models, with weights that the agent learns",
         cite="Luo & Wu, IJCAI 2022",
         order=170,
     )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(2.0, at_least(0))
-    """Largest norm of a gradient; 0 turns clipping off, and core models may run away from each other."""
+    """Largest norm of a gradient; 0 turns clipping off, and then core models may diverge from each other."""
     eta_p: float = parameter(0.001, at_least(0))
-    """Step size of the proportions p; 0 keeps them at the agents' shares of all samples."""
+    """Step size of the mixing weights p; 0 keeps them at p0, the agents' shares of all samples."""
     mu: float = parameter(0.1, at_least(0))
-    """Pull of the proportions towards those shares, in the first rounds."""
+    """Strength of the penalty that pulls p towards p0 in the first rounds."""
     global_share: float = parameter(0.1, between(0, 1))
-    """Share of the rounds over which that pull fades."""
+    """Share of the rounds over which this penalty falls to 0."""
     core_step: Literal["paper", "lr"] = "paper"
-    """The core model's gradient: p_ii g as in the paper, or that over p0_i, so that its first steps are those of lr."""
+    """Gradient of the core model: paper (p_ii g), or lr (p_ii g / p0_i, so that its first steps have size lr)."""
     models: int = parameter(9, at_least(1))
-    """Other agents' models that an agent is sent in a round; they take as many times the memory of its own."""
+    """Number of other agents' models that an agent receives per round; each needs the memory of one model."""
     explore: float = parameter(0.3, between(0, 1))
-    """Share of them that are drawn at random, where there are more agents; the others are those of largest |p|."""
+    """Share of these models that is drawn at random if there are more agents; the others are those with largest |p|."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -109,28 +109,28 @@ class APPLE:
     def broadcast(self, server: Server, agents: int) -> Down:
         offer = self.offer(server)
         p0 = self._shares(server, offer)
-        apply_update = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
-        p = p0 + torch.where(p0 > 0, apply_update, 0.0)
+        offset = torch.cat([server.shift.diagonal()[:, None], server.shift.gather(1, offer.ids)], dim=1)
+        p = p0 + torch.where(p0 > 0, offset, 0.0)
         return Down(packed(server.core, offer), offer.offered, p0, p, server.pull.expand(agents))
 
     def _shares(self, server: Server, offer: Offer) -> Tensor:
-        """p0: shares of the samples of the agent itself and of those whose models it is sent; alone it is 1."""
+        """Return p0: sample shares of the agent and of the agents offered to it; 1 if none is offered."""
         others = torch.where(offer.offered, server.samples[offer.ids], 0.0)
         samples = torch.cat([server.samples[:, None].clamp(min=1), others], dim=1)
         return samples / samples.sum(dim=1, keepdim=True)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1).double()
-        rest = self.sgd.zero_velocity(agents.core)
-        return Local(agents.core, agents.stats, rest, down.p * there, down.theta, there, down.p0, down.pull)
+        available = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1).double()
+        velocity = self.sgd.zero_velocity(agents.core)
+        return Local(agents.core, agents.stats, velocity, down.p * available, down.theta, available, down.p0, down.pull)
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(mixed(local.p, local.core, local.theta), local.stats)
-        along = [inner(g, core).double() for core in (local.core, *local.theta.unbind(1))]
-        slope = torch.stack(along, dim=1) + local.pull[:, None] * (local.p - local.p0)
+        products = [inner(g, core).double() for core in (local.core, *local.theta.unbind(1))]
+        slope = torch.stack(products, dim=1) + local.pull[:, None] * (local.p - local.p0)
         own = local.p[:, :1] / (local.p0[:, :1] if self.core_step == "lr" else 1)
         core, velocity = self.sgd.step(local.core, local.velocity, own.to(g.dtype) * g, clip=self.clip)
-        p = local.p - self.eta_p * local.there * slope
+        p = local.p - self.eta_p * local.available * slope
         return local._replace(core=core, stats=stats, velocity=velocity, p=p)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
@@ -141,15 +141,17 @@ class APPLE:
         offer, intact = self.offer(server), now.intact[:, None]
         core = torch.where(intact, server.core + up.dy, server.core)
         taken = torch.where(intact, spread(up.p[:, 1:], offer) + torch.diag(up.p[:, 0]), server.taken)
-        apply_update = up.p - self._shares(server, offer)
-        known = spread(torch.ones_like(up.p[:, 1:]), offer) + torch.eye(len(core), dtype=up.p.dtype, device=core.device)
-        shift = spread(apply_update[:, 1:], offer) + torch.diag(apply_update[:, 0])
-        shift = torch.where(intact & (known > 0), shift, server.shift)
+        offset = up.p - self._shares(server, offer)
+        reported = spread(torch.ones_like(up.p[:, 1:]), offer) + torch.eye(
+            len(core), dtype=up.p.dtype, device=core.device
+        )
+        shift = spread(offset[:, 1:], offer) + torch.diag(offset[:, 0])
+        shift = torch.where(intact & (reported > 0), shift, server.shift)
         pull = torch.full_like(server.pull, self.mu * self.loss_schedule(now.r, now.of))
         return Server(core, shift, taken, now.samples.double(), now.received, pull, server.r + 1), Info()
 
     def loss_schedule(self, r: int, rounds: int) -> float:
-        """lambda(r): half a cosine from 1 to 0 over the first rounds, r counted from 0."""
+        """Return lambda(r): half a cosine from 1 to 0 over the first rounds, with r counted from 0."""
         last = self.global_share * rounds
         return (math.cos(math.pi * r / last) + 1) / 2 if r < last else 0.0
 

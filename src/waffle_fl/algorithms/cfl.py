@@ -1,8 +1,8 @@
-"""CFL (Sattler et al. 2020): one model for all, until agents pull apart; then a cluster is parted in two, each its own.
+"""CFL (Sattler et al. 2020): one model per cluster; a cluster whose updates conflict is split in two.
 
-A cluster trains as in FedAvg. Once its mean update is short (eps_mean: the common model has settled) though an agent's
-is long (eps_max: it would rather be elsewhere), the cluster is parted so that the largest cosine between updates across
-the parts is the smallest possible. Parts start from the model that they shared.
+A cluster trains as in FedAvg. If its mean update is short (below eps_mean: the shared model has converged) although an
+agent's update is long (above eps_max: that agent's optimum is elsewhere), the cluster is split so that the largest
+cosine between updates across the two parts is as small as possible. Both parts continue from the model they shared.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from waffle_fl.constraints import at_least, check_fields, parameter
 
 
 class Server(NamedTuple):
-    x: Rows  # row i: the model of agent i's cluster, which is what agent i is sent
+    x: Rows  # row i: the model of agent i's cluster
     stats: Rows
-    label: Tensor  # (N,): of its cluster, the number of its first agent
-    weights: Tensor  # (N, N), float64: row i, of the updates in x_i
+    label: Tensor  # (N,): the cluster of each agent, named by the index of its first agent
+    weights: Tensor  # (N, N), float64: row i holds the weights of the updates in x_i
 
 
 class Info(NamedTuple):
-    clusters: Tensor  # how many there are
+    clusters: Tensor  # number of clusters
 
 
 def cosines(dy: Rows) -> Tensor:
-    """(N, N), float64."""
+    """Return the cosines between all pairs of updates, (N, N), float64."""
     directions = dy.double() / lengths(dy).clamp(min=TINY)[:, None]
     return directions @ directions.T
 
 
 def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
-    """How similar two agents are through others: the weakest link of the best chain between them in their cluster."""
+    """Return for each pair of agents in a cluster the weakest link of the best chain between them."""
     own = torch.eye(len(similarity), dtype=torch.bool, device=similarity.device)
     links = torch.where(own, torch.inf, torch.where(together, similarity, -torch.inf))
     for k in range(len(links)):
@@ -45,29 +45,30 @@ def bottlenecks(similarity: Tensor, together: Tensor) -> Tensor:
     return links
 
 
-def parted(label: Tensor, links: Tensor, together: Tensor, apart: Tensor) -> Tensor:
-    """New labels: where `apart`, a cluster falls in two at its weakest link, which is the paper's best bipartition.
+def split_clusters(label: Tensor, links: Tensor, together: Tensor, split: Tensor) -> Tensor:
+    """Return new labels: where `split`, a cluster is split at its weakest link, which is the paper's best bipartition.
 
-    Those on the side of its first agent that was heard keep the label, and so do all that were not heard.
+    The part that contains the first agent with a received update keeps the label. Agents without a received update keep
+    theirs too.
     """
     numbers = torch.arange(len(label), device=label.device)
     weakest = torch.where(together, links, torch.inf).min(dim=1).values
     first = torch.where(together, numbers, len(label) - 1).min(dim=1).values
-    leaves = apart & (numbers != first) & (links.gather(1, first[:, None])[:, 0] <= weakest)
-    gone = together & leaves & leaves[:, None]
-    return torch.where(leaves, torch.where(gone, numbers, len(label)).min(dim=1).values, label)
+    leaving = split & (numbers != first) & (links.gather(1, first[:, None])[:, 0] <= weakest)
+    new_part = together & leaving & leaving[:, None]
+    return torch.where(leaving, torch.where(new_part, numbers, len(label)).min(dim=1).values, label)
 
 
 @final
 @dataclass(frozen=True)
 class CFL:
-    """A model for every cluster of agents; a cluster is parted when its agents pull in different directions."""
+    """A model for every cluster of agents; a cluster is split when its updates point in different directions."""
 
     about: ClassVar[About] = About(
         name="cfl",
         title="CFL",
         trains_model_for="each agent",
-        in_words="one model for everybody, parted in two whenever the agents pull in different directions",
+        in_words="one model per group of agents; a group is split when its updates point in different directions",
         cite="Sattler et al., IEEE TNNLS 2020",
         order=200,
     )
@@ -76,18 +77,18 @@ class CFL:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     eps_mean: float = parameter(0.4, at_least(0), server_side=True)
-    """A cluster may be parted once its mean update is shorter than this; 0 is FedAvg."""
+    """Split a cluster only if its mean update is shorter than this; 0 never splits, which is FedAvg."""
     eps_max: float = parameter(1.6, at_least(0), server_side=True)
-    """And while its longest update is longer than this."""
+    """Split a cluster only if its longest update is longer than this."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = broadcast_to(net, agents)
-        one = torch.zeros(agents, dtype=torch.int64, device=net.params.device)
-        none = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
-        return Server(rows.clone(), stats.clone(), one, none), Agents()
+        label = torch.zeros(agents, dtype=torch.int64, device=net.params.device)
+        weights = torch.zeros(agents, agents, dtype=torch.float64, device=net.params.device)
+        return Server(rows.clone(), stats.clone(), label, weights), Agents()
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return Down(server.x, server.stats)
@@ -105,14 +106,14 @@ class CFL:
         same = server.label == server.label[:, None]
         members = (same & now.received).double()
         weights = members / members.sum(dim=1, keepdim=True).clamp(min=1)
-        mean = (weights @ up.dy.double()).index_select(0, server.label)  # of a cluster all rows are one
+        mean = (weights @ up.dy.double()).index_select(0, server.label)  # all agents of a cluster have the same row
         x = (server.x.double() + mean).to(server.x.dtype)
         stats = (weights @ up.stats.double()).to(server.stats.dtype)
         stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
         longest = torch.where(same & now.received, lengths(up.dy), 0.0).max(dim=1).values
-        apart = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
+        split = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
         together = same & now.received & now.received[:, None]
-        label = parted(server.label, bottlenecks(cosines(up.dy), together), together, apart & now.received)
+        label = split_clusters(server.label, bottlenecks(cosines(up.dy), together), together, split & now.received)
         clusters = (label == torch.arange(len(label), device=label.device)).sum()
         return Server(x, stats, label, weights), Info(clusters)
 

@@ -1,11 +1,11 @@
-"""The contract every algorithm keeps, and the few lines of arithmetic they share.
+"""The interface that every algorithm implements, and the arithmetic that algorithms share.
 
 A model is a flat vector (P,); the agents of a federation are the rows of a matrix (N, P). The state of an algorithm is
-split by who holds it, and the names of the types are the privacy story:
+split by where it is stored. The type names show what leaves an agent:
 
-    Server   stays at the server            Down   one row an agent: what travels to it
-    Agents   row i never leaves agent i     Up     one row an agent: what travels back
-    Local    row i while agent i trains     Info   diagnostics for the record, never read again
+    Server   stays at the server            Down   one row per agent: sent to the agent
+    Agents   row i never leaves agent i     Up     one row per agent: sent to the server
+    Local    row i while agent i trains     Info   diagnostics for the record, never read by the algorithm
 """
 
 from __future__ import annotations
@@ -28,84 +28,99 @@ State: TypeAlias = Any  # a NamedTuple of tensors, private to its algorithm
 
 TINY = 1e-300
 NEARLY_EQUAL = 1e-12
-LR = {"low": 0.01, "high": 0.5, "log": True}  # what a search goes through by default: docs/tune.md
+LR = {"low": 0.01, "high": 0.5, "log": True}  # default search space of `waffle tune`: docs/tune.md
 CLIP = [0.0, 0.5, 1.0, 2.0, 5.0]
-BLOCK = 1 << 20  # numbers at a time that a CPU takes from its caches, not from its memory
+BLOCK = 1 << 20  # numbers per block, so that a block fits the CPU cache
 
 
 @dataclass(frozen=True)
 class Grad:
     """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
 
-    A row may have several models: then all rows' first models come first, all second ones after them. Where in its
-    round the mini-batch stands is told in tensors, so that a captured graph can count.
+    Rows with several models are ordered by model: the first models of all rows, then the second models of all rows.
+    The position in the round is given as tensors, so that a captured CUDA graph can update it.
     """
 
     gradient: Callable[[Rows, Rows], Net]
-    t: Tensor  # (1,): the steps that were made before this one
-    steps: Tensor  # (N,): K_i, of how many
+    t: Tensor  # (1,): steps completed before this one
+    steps: Tensor  # (N,): K_i, steps in the round
 
     def __call__(self, params: Rows, stats: Rows) -> Net:
         return self.gradient(params, stats)
 
 
 class Round(NamedTuple):
-    """What the server knows of a round besides the updates."""
+    """What the server knows about a round in addition to the updates."""
 
     r: int  # 1-based, as in the paper
     of: int  # R
-    alice: Tensor  # i*, a number
-    received: Tensor  # (N,) bool: the agents whose update arrived and was admitted
-    intact: Tensor  # (N,) bool: those of them whose update was taken as it was sent, not clipped
+    alice: Tensor  # i*, the index of Alice
+    received: Tensor  # (N,) bool: agents whose update arrived and was accepted
+    intact: Tensor  # (N,) bool: received agents whose update was used as sent, not clipped
     samples: Tensor  # (N,) registered sample counts
-    steps: Tensor  # (N,) K_i, the mini-batches that the plan gives each agent
+    steps: Tensor  # (N,) K_i, mini-batches planned for each agent
     batch_size: int
-    suspect: Tensor | None = None  # (N,) bool: those that a guard found out, absent ones not among them; None: no guard
+    suspect: Tensor | None = None  # (N,) bool: received agents that the guard flagged; None: no guard
 
 
 @dataclass(frozen=True)
 class About:
-    """What commands, tables and pages say of a method; the first line of its class's docstring is its summary."""
+    """Description of a method for commands, tables and pages. Its summary is the first line of the class docstring."""
 
     name: str
-    """On the command line and in files."""
+    """Name on the command line and in files."""
     title: str
-    """In tables and charts."""
+    """Name in tables and charts."""
     trains_model_for: Literal["Alice", "each agent", "all agents"]
-    """Whose model it trains: one for Alice, one for each agent or cluster, one for all."""
+    """Which models it trains: one for Alice, one per agent or cluster, or one for all agents."""
     in_words: str
-    """What the model is, for the decision page: "a model of its own, held near one model for everybody"."""
+    """What the model is, for the decision page: "a personal model, kept close to a shared global model"."""
     cite: str = ""
     """Authors, venue and year of the publication."""
     order: int = 1000
-    """Its place in tables."""
+    """Sort key in tables."""
     search: Mapping[str, Any] = field(default_factory=dict)
-    """What `waffle tune` searches, where the `search` of single parameters cannot say it."""
+    """Search space of `waffle tune`, where the `search` of single parameters cannot express it."""
 
 
 class Algorithm(Protocol):
-    """Implementations are final, frozen dataclasses of hyperparameters; every function is pure.
+    """Interface of an algorithm: a final, frozen dataclass of hyperparameters whose functions are all pure.
 
-    `begin`, `step` and `finish` are row-local: row i reads row i alone. So an engine may loop over rows, stack them,
-    stack the rows of many federations, compile `step`, or run row i in a hospital; the algorithm cannot tell.
-    One whose `aggregate` reads who Alice is says so by `for_alice = True`; others train alike for every Alice.
-    `hooks.py` has the optional functions. `about` describes a method of this package; elsewhere it is optional.
+    `begin`, `step` and `finish` are row-local: row i reads row i only. An engine may therefore loop over rows, stack
+    them, stack the rows of many federations, compile `step`, or run row i at a remote site; results do not change.
+    Set `for_alice = True` if `aggregate` depends on which agent is Alice; other methods train the same for every Alice.
+    `hooks.py` defines the optional functions. `about` is required in this package and optional elsewhere.
     """
 
     @property
-    def sgd(self) -> SGD: ...
-    def init(self, net: Net, agents: int) -> tuple[State, State]: ...
-    def broadcast(self, server: State, agents: int) -> State: ...
-    def begin(self, down: State, agents: State) -> State: ...
-    def step(self, local: State, grad: Grad) -> State: ...
-    def finish(self, down: State, agents: State, local: State) -> tuple[State, State]: ...
-    def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]: ...
-    def personal(self, server: State, agents: State, count: int) -> Net: ...
+    def sgd(self) -> SGD:
+        """The optimiser of the local steps."""
+
+    def init(self, net: Net, agents: int) -> tuple[State, State]:
+        """Return the states of the server and of the agents before the first round."""
+
+    def broadcast(self, server: State, agents: int) -> State:
+        """Return what the server sends, one row per agent."""
+
+    def begin(self, down: State, agents: State) -> State:
+        """Return the state of local training before the first mini-batch."""
+
+    def step(self, local: State, grad: Grad) -> State:
+        """Return the state of local training after one more mini-batch."""
+
+    def finish(self, down: State, agents: State, local: State) -> tuple[State, State]:
+        """Return the agents' states after the round, and what they send to the server."""
+
+    def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]:
+        """Return the server's state after the round, and diagnostics for the record."""
+
+    def personal(self, server: State, agents: State, count: int) -> Net:
+        """Return the model that each agent would use, one row per agent."""
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Mini-batch SGD with momentum and weight decay; agents reset the velocity in every round, or keep it."""
+    """Mini-batch SGD with momentum and weight decay. The velocity is reset every round, or kept between rounds."""
 
     lr: float = parameter(0.1, above(0))
     momentum: float = parameter(0.0, below_one())
@@ -117,15 +132,16 @@ class SGD:
 
     @property
     def keeps_velocity(self) -> bool:
-        """Is the velocity part of an agent's state?"""
+        """Whether the velocity is part of an agent's state."""
         return self.momentum > 0 and self.momentum_between_rounds == "keep"
 
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
     ) -> tuple[Rows, Rows]:
-        """One step. A control variate's correction joins after momentum has amplified g: docs/paper.md, section 3.
+        """Return the model and velocity after one step.
 
-        No step is longer than what momentum makes of gradients of norm `clip`.
+        A control variate's correction is added after momentum has amplified g: docs/paper.md, section 3. The step is
+        clipped to the norm that momentum produces from steady gradients of norm `clip`.
         """
         if self.weight_decay:
             g = torch.add(g, y, alpha=self.weight_decay)
@@ -134,84 +150,84 @@ class SGD:
         if correction is not None:
             g = g + correction
         if clip:
-            longest = clip / (1 - self.momentum)
-            shorter = longest / g.norm(dim=1, keepdim=True).clamp(min=longest)
-            return torch.addcmul(y, g, shorter, value=-self.lr), velocity
+            limit = clip / (1 - self.momentum)
+            scale = limit / g.norm(dim=1, keepdim=True).clamp(min=limit)
+            return torch.addcmul(y, g, scale, value=-self.lr), velocity
         return torch.add(y, g, alpha=-self.lr), velocity
 
     def zero_velocity(self, y: Rows) -> Rows:
-        """A velocity of zero; without momentum it takes no memory."""
+        """Return a velocity of zero. Without momentum it has no columns and uses no memory."""
         return torch.zeros_like(y) if self.momentum else y[:, :0]
 
 
 def hyperparameters(algorithm: type[Algorithm]) -> list[str]:
-    """What a user may set of an algorithm besides its optimiser."""
+    """Return the names of an algorithm's settings, except those of its optimiser."""
     return [name for name in parameters_of(algorithm) if name != "sgd"]
 
 
 def check_agents(algorithm: Algorithm, agents: int) -> None:
-    """Raise a WaffleError where the algorithm's hyperparameters do not fit a federation of this many agents."""
+    """Raise a WaffleError if the algorithm's hyperparameters do not fit a federation of this many agents."""
     check = getattr(algorithm, "check_agents", None)
     if check:
         check(agents)
 
 
 def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
-    """Two algorithms with equal keys train their rows alike, whatever their servers do.
+    """Return a key that is equal for algorithms with identical local training, regardless of their aggregation.
 
-    An algorithm whose agents do exactly what another's do names that one in `trains_as`.
+    An algorithm whose agents train exactly as those of another algorithm names that one in `trains_as`.
     """
-    algorithm = getattr(algorithm, "inner", algorithm)  # whether velocities are kept is a field of `sgd`
+    algorithm = getattr(algorithm, "inner", algorithm)  # the field `sgd` already says whether velocities are kept
     fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
     settings = ((f.name, getattr(algorithm, f.name)) for f in fields if not f.metadata.get("server_side"))
     return (getattr(algorithm, "trains_as", type(algorithm)), *settings)
 
 
 def gradients(grad: Grad, *nets: Net) -> list[Net]:
-    """Several models a row, differentiated at once."""
+    """Return the gradients of several models per row, computed in one call."""
     params, stats = grad(torch.cat([net.params for net in nets]), torch.cat([net.stats for net in nets]))
     return [Net(*part) for part in zip(params.chunk(len(nets)), stats.chunk(len(nets)), strict=True)]
 
 
 def broadcast_to(net: Net, agents: int) -> Net:
-    """The same model for every agent, as rows that share memory."""
+    """Return the same model for every agent, as rows that share memory."""
     return Net(net.params.expand(agents, -1), net.stats.expand(agents, -1))
 
 
 def inner(a: Rows, b: Rows) -> Tensor:
-    """<a_i, b_i> of each row."""
-    if a.is_cuda:  # whose matrix products may be rounded to TF32
+    """Return the inner product <a_i, b_i> of each row."""
+    if a.is_cuda:  # its matrix products may be rounded to TF32
         return (a.double() * b.double()).sum(dim=1).to(a.dtype)
-    if len(a) == 1:  # a stack of one would add up in another order: its bits must not depend on company
+    if len(a) == 1:  # a stack of one sums in another order; results must not depend on the stack
         return inner(a.repeat(2, 1), b.repeat(2, 1))[:1]
     return torch.bmm(a[:, None], b[:, :, None]).flatten()
 
 
 def blocks(rows: Rows) -> tuple[Rows, ...]:
-    """The rows, on a CPU few at a time, so that a thousand agents need no copy of all their numbers in float64."""
+    """Return the rows; on a CPU in small blocks, so that no float64 copy of all rows is needed at once."""
     return (rows,) if rows.is_cuda else torch.split(rows, max(1, BLOCK // max(1, rows.shape[1])))
 
 
 def lengths(rows: Rows, origin: Vector | None = None) -> Weights:
-    """|rows_i|, or |rows_i - origin|, in float64."""
+    """Return |rows_i|, or |rows_i - origin|, in float64."""
     parts = (part.double() for part in blocks(rows))
     return torch.cat([(part if origin is None else part - origin.double()).norm(dim=1) for part in parts])
 
 
 def cosines(rows: Rows, vector: Vector) -> Weights:
-    """Of each row with the vector, in float64; 0 where one of them is 0."""
+    """Return the cosine of each row with the vector, in float64; 0 where the row or the vector is 0."""
     products = torch.cat([torch.mv(part.double(), vector) for part in blocks(rows)])
-    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY)).clamp(-1, 1)  # whatever rounding made of it
+    return products.div((lengths(rows) * vector.norm()).clamp(min=TINY)).clamp(-1, 1)  # rounding may exceed 1
 
 
 def angular_distance(rows: Rows, vector: Vector) -> Weights:
-    """|rows_i / |rows_i| - vector / |vector||: how far directions are apart; a row without one is at right angles."""
-    short = 1 - cosines(rows, vector.double())  # of a cosine of 1
-    return torch.where(short <= NEARLY_EQUAL, 0.0, 2 * short).sqrt()  # not what rounding left of the same way
+    """Return |rows_i / |rows_i| - vector / |vector||; a row of zeros counts as orthogonal to the vector."""
+    gap = 1 - cosines(rows, vector.double())
+    return torch.where(gap <= NEARLY_EQUAL, 0.0, 2 * gap).sqrt()  # equal directions differ only by rounding
 
 
 def weighted_sum(weights: Weights, rows: Rows) -> Vector:
-    """Sum of weights_i rows_i in float64; a row of weight 0 is left out, whatever it holds."""
+    """Return the sum of weights_i rows_i in float64. Rows of weight 0 are ignored, even if they are not finite."""
     parts = blocks(rows)
     shares = torch.split(weights, len(parts[0]))
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -221,12 +237,12 @@ def weighted_sum(weights: Weights, rows: Rows) -> Vector:
 
 
 def uniform(received: Tensor) -> Weights:
-    """Equal weights for the agents that were heard."""
+    """Return equal weights for the agents whose update was received."""
     return normalised(received.double(), received)
 
 
 def normalised(weights: Weights, fallback: Tensor) -> Weights:
-    """Weights scaled to sum to 1; where they sum to nothing finite and positive, equal weights over `fallback`."""
+    """Return weights scaled to sum to 1, or equal weights over `fallback` if their sum is not finite and positive."""
     weights = torch.where(weights > 0, weights, 0.0)
     total = weights.sum()
     usable = torch.isfinite(total) & (total > 0)
@@ -235,20 +251,20 @@ def normalised(weights: Weights, fallback: Tensor) -> Weights:
 
 
 def one_hot(agent: Tensor, agents: int) -> Weights:
-    """All weight on one agent: e_i."""
+    """Return e_i: weight 1 for one agent, 0 for the others."""
     return (torch.arange(agents, device=agent.device) == agent).double()
 
 
 def row_of(rows: Rows, agent: Tensor) -> Vector:
-    """One agent's row, found without asking the device for its number."""
+    """Return one agent's row, without copying its index from the device."""
     return rows.index_select(0, agent.view(1)).squeeze(0)
 
 
 def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
-    """x + eta_g * sum_i weights_i dy_i."""
+    """Return x + eta_g * sum_i weights_i dy_i."""
     return (x.double() + eta_g * weighted_sum(weights, dy)).to(x.dtype)
 
 
 def averaged(stats: Vector, weights: Weights, rows: Rows) -> Vector:
-    """Normalisation statistics follow the same weights as the updates."""
+    """Return the mean of normalisation statistics, with the weights of the updates."""
     return weighted_sum(weights, rows).to(stats.dtype) if len(stats) else stats

@@ -1,6 +1,8 @@
-"""Ditto (Li et al. 2021): a personal model for every agent, held near the global one by a proximal term.
+"""Ditto (Li et al. 2021): a personal model for every agent, kept close to the global one by a proximal term.
 
-Per mini-batch: v -= lr (grad F(v) + lam (v - x));  w -= lr grad F(w). The anchor is x, the model of the round's start.
+Per mini-batch: v -= lr (grad F(v) + lam (v - x));  w -= lr grad F(w).
+
+x is the global model at the start of the round.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Local(NamedTuple):
     v: Rows
     v_stats: Rows
     v_velocity: Rows
-    x: Rows  # the anchor, constant through the round
+    x: Rows  # the anchor, constant during the round
 
 
 @final
@@ -38,7 +40,7 @@ class Ditto:
         name="ditto",
         title="Ditto",
         trains_model_for="each agent",
-        in_words="a model of its own, held near one model for everybody",
+        in_words="a personal model, kept close to a shared global model",
         cite="Li et al., ICML 2021",
         order=70,
     )
@@ -47,7 +49,7 @@ class Ditto:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0), search={"low": 0.01, "high": 3.0, "log": True})
-    """Pull towards the global model: 0 is Local, large is FedAvg; lr * lam must stay below 2."""
+    """Strength of the pull towards the global model: 0 is Local, a large value FedAvg; lr * lam must be below 2."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,8 +64,8 @@ class Ditto:
         return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        rest = self.sgd.zero_velocity(down.x)
-        return Local(down.x, down.stats, rest, agents.v, agents.v_stats, rest, down.x)
+        velocity = self.sgd.zero_velocity(down.x)
+        return Local(down.x, down.stats, velocity, agents.v, agents.v_stats, velocity, down.x)
 
     def step(self, local: Local, grad: Grad) -> Local:
         (g_w, stats), (g_v, v_stats) = gradients(grad, Net(local.w, local.stats), Net(local.v, local.v_stats))

@@ -1,7 +1,7 @@
-"""FedAMP (Huang et al. 2021): every agent has a model of its own, drawn towards those that are like it already.
+"""FedAMP (Huang et al. 2021): every agent has a personal model, which is pulled towards similar models.
 
-Server and agents minimise sum_i F_i(w_i) + lam sum_{i<j} A(|w_i - w_j|^2), A(d) = 1 - exp(-d / sigma), by turns. A step
-of size alpha on the second sum gives each agent its cloud model u_i = sum_j xi_ij w_j; the agent then minimises
+Server and agents alternately minimise sum_i F_i(w_i) + lam sum_{i<j} A(|w_i - w_j|^2), A(d) = 1 - exp(-d / sigma). A
+step of size alpha on the second sum gives each agent its cloud model u_i = sum_j xi_ij w_j; the agent then minimises
 F_i(w) + lam / (2 alpha) |w - u_i|^2 by SGD.
 """
 
@@ -19,12 +19,12 @@ from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 class Server(NamedTuple):
     w: Rows  # the server's copy of each agent's model
-    xi: Tensor  # (N, N), float64: row i, how much of each agent's model is in u_i
+    xi: Tensor  # (N, N), float64: row i holds the weights of all models in u_i
 
 
 class Agents(NamedTuple):
     w: Rows
-    stats: Rows  # of its own data: they are not mixed
+    stats: Rows  # normalisation statistics of its own data; not mixed
 
 
 class Down(NamedTuple):
@@ -35,7 +35,7 @@ class Local(NamedTuple):
     w: Rows
     stats: Rows
     velocity: Rows
-    u: Rows  # the anchor, constant through the round
+    u: Rows  # the anchor, constant during the round
 
 
 class Up(NamedTuple):
@@ -47,11 +47,11 @@ class Info(NamedTuple):
 
 
 def attention(w: Rows, received: Tensor, alpha: float, sigma: float) -> Tensor:
-    """xi: xi_ij = alpha A'(|w_i - w_j|^2) for j other than i, and xi_ii what is left of 1."""
+    """Return xi: xi_ij = alpha A'(|w_i - w_j|^2) for j other than i, and xi_ii = 1 - sum_j xi_ij."""
     squared = torch.stack([lengths(w, row) for row in w]) ** 2
     own = torch.eye(len(w), dtype=torch.float64, device=w.device)
     others = alpha / sigma * torch.exp(-squared / sigma) * received.double() * (1 - own)
-    # Differs from the paper: near models must not push each other past their mean, so others weigh 1 at most in all.
+    # Differs from the paper: the others' weights sum to at most 1, so that close models do not overshoot their mean.
     others = others / others.sum(dim=1, keepdim=True).clamp(min=1)
     return others + own * (1 - others.sum(dim=1, keepdim=True))
 
@@ -59,13 +59,13 @@ def attention(w: Rows, received: Tensor, alpha: float, sigma: float) -> Tensor:
 @final
 @dataclass(frozen=True)
 class FedAMP:
-    """A model for every agent, drawn towards the models that are near it."""
+    """A model for every agent, pulled towards the models that are similar to it."""
 
     about: ClassVar[About] = About(
         name="fedamp",
         title="FedAMP",
         trains_model_for="each agent",
-        in_words="a model of its own, drawn towards the agents' models that are like it",
+        in_words="a personal model, pulled towards the models of similar agents",
         cite="Huang et al., AAAI 2021",
         order=150,
     )
@@ -74,11 +74,11 @@ class FedAMP:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0))
-    """Strength of the attraction: 0 is Local; lr * lam / alpha must stay below 2."""
+    """Strength of the attraction between models: 0 is Local; lr * lam / alpha must be below 2."""
     alpha: float = parameter(1.0, above(0))
-    """Step size of the server on the attraction; the agent's pull towards its cloud model is lam / alpha."""
+    """Step size of the server on the attraction term; agents are pulled to their cloud model by lam / alpha."""
     sigma: float = parameter(0.3, above(0), server_side=True)
-    """Squared distance at which the attention has fallen to 1/e."""
+    """Squared distance between models at which their attraction falls to 1/e."""
 
     def __post_init__(self) -> None:
         check_fields(self)

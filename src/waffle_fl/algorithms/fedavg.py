@@ -76,7 +76,7 @@ def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
 def aggregate(
     server: Server, up: Up, now: Round, weighting: Weighting = "equal", rule: Rule | None = None
 ) -> tuple[Server, Info]:
-    """The mean of what was heard, each agent counted once or as often as it has samples; or what a rule makes of it."""
+    """Apply the mean of the received updates, weighted equally or by samples, or the aggregate of a robust rule."""
     if rule:
         dy, shares = rule(up.dy, now.received)
         stats = averaged(server.stats, normalised(shares, now.received), up.stats)
@@ -92,13 +92,13 @@ def aggregate(
 @final
 @dataclass(frozen=True)
 class FedAvg:
-    """One global model: the mean of all agents' updates."""
+    """One global model, updated by the mean of all agents' updates."""
 
     about: ClassVar[About] = About(
         name="fedavg",
         title="FedAvg",
         trains_model_for="all agents",
-        in_words="one model for everybody, the mean of all updates",
+        in_words="one shared global model, updated by the mean of all updates",
         cite="McMahan et al., AISTATS 2017",
         order=10,
     )
@@ -107,9 +107,9 @@ class FedAvg:
     clip: float = parameter(0.0, at_least(0), search=CLIP)
     """Largest norm of a gradient; 0 turns clipping off."""
     weighting: Weighting = parameter("equal", server_side=True, search=["equal", "samples"])
-    """Weigh agents equally (the paper's authors) or by their number of samples (McMahan et al.)."""
+    """Weight agents equally (as the WAFFLE authors do) or by their number of samples (McMahan et al.)."""
     aggregation: str = parameter("mean", readable(parse, "an aggregation"), server_side=True)
-    """How updates become one: mean, or a robust rule, which weighs equally: krum(f), multi-krum(f), trimmed-mean(f),
+    """Aggregation rule: mean, or a robust rule, which ignores weighting: krum(f), multi-krum(f), trimmed-mean(f),
     median, geometric-median or centered-clipping(radius)."""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""FedAvg + fine-tuning: each agent's model is the global one, trained on by the agent on its own data.
+"""FedAvg + fine-tuning: each agent fine-tunes the global model on its own data.
 
-A round's local training is itself a fine-tuning of the model it starts from, so after every round an agent has its
-fine-tuned model at no cost. In the last rounds nothing is averaged, and agents train on from where they are.
+A round's local training fine-tunes the global model, so after every round each agent has a fine-tuned model at no extra
+cost. In the last rounds nothing is averaged, and each agent continues to train its own model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from waffle_fl.constraints import at_least, check_fields, parameter
 class Server(NamedTuple):
     x: Vector
     stats: Vector
-    tuned: Tensor  # (), bool: is the global model done, and the agents' own already on their way from it?
+    tuned: Tensor  # (), bool: whether agents continue from their own model instead of the global one
 
 
 class Agents(NamedTuple):
@@ -38,13 +38,13 @@ class Down(NamedTuple):
 @final
 @dataclass(frozen=True)
 class FedAvgFT:
-    """A model for every agent: FedAvg's, fine-tuned on the agent's own data."""
+    """A model for every agent: the model of FedAvg, fine-tuned on the agent's own data."""
 
     about: ClassVar[About] = About(
         name="fedavg-ft",
         title="FedAvg+FT",
         trains_model_for="each agent",
-        in_words="one model for everybody, trained on by each agent on its own data",
+        in_words="a shared global model, fine-tuned by each agent on its own data",
         order=90,
     )
 
@@ -52,9 +52,9 @@ class FedAvgFT:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     tuning: int = parameter(1, at_least(1), server_side=True)
-    """Rounds at the end that are fine-tuning alone; each is as many epochs as a round of training."""
+    """Number of final rounds that only fine-tune; each has as many epochs as a round of training."""
     weighting: Weighting = parameter("equal", server_side=True)
-    """Weigh agents equally or by their number of samples."""
+    """Weight agents equally or by their number of samples."""
 
     def __post_init__(self) -> None:
         check_fields(self)

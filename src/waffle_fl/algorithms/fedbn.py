@@ -1,4 +1,4 @@
-"""FedBN (Li et al. 2021): all is averaged but batch normalisation: its scale, shift and statistics are the agent's."""
+"""FedBN (Li et al. 2021): all layers are averaged except batch normalisation, which stays at the agent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from waffle_fl.models.layers import Layers
 @final
 @dataclass(frozen=True)
 class FedBN:
-    """A model for every agent: one for all, but for the batch normalisation, which is its own."""
+    """A model for every agent: shared layers with personal batch normalisation."""
 
     about: ClassVar[About] = About(
         name="fedbn",
         title="FedBN",
         trains_model_for="each agent",
-        in_words="one network for everybody but for its batch normalisation, which is the agent's own",
+        in_words="a shared network with personal batch normalisation layers",
         cite="Li et al., ICLR 2021",
         order=140,
     )
@@ -31,7 +31,7 @@ class FedBN:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     weighting: Weighting = parameter("equal", server_side=True)
-    """Weigh agents equally, as the authors do, or by their number of samples."""
+    """Weight agents equally, as the authors do, or by their number of samples."""
     parts: Parts = model_dependent(Parts())
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class FedBN:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return fedavg.begin(self.sgd, partial_sharing.whole(self.parts, down, agents))
+        return fedavg.begin(self.sgd, partial_sharing.full_model(self.parts, down, agents))
 
     def step(self, local: Local, grad: Grad) -> Local:
         return fedavg.step(self.sgd, self.clip, local, grad)

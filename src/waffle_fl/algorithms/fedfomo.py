@@ -1,8 +1,8 @@
-"""FedFomo (Zhang et al. 2021): each agent mixes the models it is sent by how much better they serve its own data.
+"""FedFomo (Zhang et al. 2021): each agent mixes the models it receives, weighted by their gain on its own data.
 
-Per round agent i is sent up to M other agents' models. Each of them, and its own, is weighed by what it gains over the
-model with which the agent began the round before, (L_i(before) - L_i(theta_n)) / |theta_n - before|; negative weights
-are cut off, the rest scaled to sum to 1. The agent trains the mixture and sends it to the server.
+Per round agent i receives up to M other agents' models. Each of them, and its own, is weighted by its gain over the
+model with which the agent started the previous round, (L_i(before) - L_i(theta_n)) / |theta_n - before|. Negative
+weights are set to 0, the others scaled to sum to 1. The agent trains the mixture and sends it to the server.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from waffle_fl.constraints import at_least, between, check_fields, parameter
 class Server(NamedTuple):
     y: Rows  # the server's copy of each agent's model
     stats: Rows
-    affinity: (
-        Tensor  # (N, N), float64: row i, the gains that agent i has reported of each other, summed over the rounds
-    )
-    taken: Tensor  # (N, N), float64: row i, the weights by which agent i mixed last
-    received: Tensor  # (N,), bool: whose models are there to be sent
+    affinity: Tensor  # (N, N), float64: row i holds the gains of the others reported by agent i, summed over the rounds
+    taken: Tensor  # (N, N), float64: row i holds the mixing weights of agent i in its last round
+    received: Tensor  # (N,), bool: agents whose model is available to others
     r: Tensor
 
 
 class Agents(NamedTuple):
     y: Rows
     stats: Rows
-    before: Rows  # with which it began its last training
+    before: Rows  # the model with which it started its last training
     before_stats: Rows
 
 
@@ -40,7 +38,7 @@ class Down(NamedTuple):
     theta: Tensor  # (N, M, P)
     stats: Tensor  # (N, M, S)
     offered: Tensor  # (N, M), bool
-    losses: Tensor  # (N, 2 + M), float64, which the agent fills in: of the model before, its own, and the others
+    losses: Tensor  # (N, 2 + M), float64, filled in by the agent: for the model before, its own, and the others
 
 
 class Local(NamedTuple):
@@ -55,7 +53,7 @@ class Local(NamedTuple):
 class Up(NamedTuple):
     dy: Rows
     stats: Rows
-    gains: Tensor  # (N, 1 + M), float64: of its own model and of those that it was sent
+    gains: Tensor  # (N, 1 + M), float64: for its own model and the received ones
 
 
 class Info(NamedTuple):
@@ -63,32 +61,32 @@ class Info(NamedTuple):
 
 
 def gains(down: Down, agents: Agents) -> Tensor:
-    """(N, 1 + M): by how much each model beats the one before, per distance from it; 0 where there is none."""
+    """Return (N, 1 + M): decrease in loss against the model before, per distance from it; 0 for unused places."""
     thetas = torch.cat([agents.y[:, None], down.theta], dim=1)
     distance = torch.stack([(theta - agents.before).double().norm(dim=1) for theta in thetas.unbind(1)], dim=1)
     gain = (down.losses[:, :1] - down.losses[:, 1:]) / distance.clamp(min=TINY)
-    there = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1)
-    return torch.where(there & (distance > 0) & torch.isfinite(gain), gain, 0.0)
+    available = torch.cat([torch.ones_like(down.offered[:, :1]), down.offered], dim=1)
+    return torch.where(available & (distance > 0) & torch.isfinite(gain), gain, 0.0)
 
 
 def weights(gain: Tensor) -> Tensor:
-    """(N, 1 + M): shares of what gains; where nothing does, the agent goes on with its own model."""
+    """Return (N, 1 + M): positive gains scaled to sum to 1; if there are none, the agent keeps its own model."""
     gain = gain.clamp(min=0)
     total = gain.sum(dim=1, keepdim=True)
-    alone = (torch.arange(gain.shape[1], device=gain.device) == 0).to(gain)
-    return torch.where(total > 0, gain / total.clamp(min=TINY), alone)
+    own_only = (torch.arange(gain.shape[1], device=gain.device) == 0).to(gain)
+    return torch.where(total > 0, gain / total.clamp(min=TINY), own_only)
 
 
 @final
 @dataclass(frozen=True)
 class FedFomo:
-    """A model for every agent, mixed of those that serve its own held-out data."""
+    """A model for every agent: a mixture of the models with low loss on its validation data."""
 
     about: ClassVar[About] = About(
         name="fedfomo",
         title="FedFomo",
         trains_model_for="each agent",
-        in_words="a model of its own, mixed with those that do well on its data",
+        in_words="a personal model, mixed with the models that do well on the agent's data",
         cite="Zhang et al., ICLR 2021",
         order=160,
     )
@@ -98,9 +96,9 @@ class FedFomo:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     models: int = parameter(5, at_least(1))
-    """Other agents' models that an agent is sent in a round, M; they take M times the memory of its own."""
+    """Number of other agents' models, M, that an agent receives per round; each needs the memory of one model."""
     explore: float = parameter(0.3, between(0, 1))
-    """Share of them that are drawn at random, the others being those that gained most so far."""
+    """Share of these models that is drawn at random; the others are those with the highest gains so far."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -108,12 +106,12 @@ class FedFomo:
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         rows, stats = broadcast_to(net, agents)
         device = net.params.device
-        none = torch.zeros(agents, agents, dtype=torch.float64, device=device)
+        zeros = torch.zeros(agents, agents, dtype=torch.float64, device=device)
         received, r = (
             torch.zeros(agents, dtype=torch.bool, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
         )
-        return Server(rows.clone(), stats.clone(), none, none, received, r), Agents(rows, stats, rows, stats)
+        return Server(rows.clone(), stats.clone(), zeros, zeros, received, r), Agents(rows, stats, rows, stats)
 
     def offer(self, server: Server) -> Offer:
         return best_others(server.affinity, server.received, self.models, self.explore, server.r)

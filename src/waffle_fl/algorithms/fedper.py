@@ -1,4 +1,4 @@
-"""FedPer (Arivazhagan et al. 2019): the body of the network is averaged, its last layers are each agent's own."""
+"""FedPer (Arivazhagan et al. 2019): the body of the network is averaged, the last layers are personal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from waffle_fl.models.layers import Layers
 @final
 @dataclass(frozen=True)
 class FedPer:
-    """A model for every agent: a body for all, trained together with a head of its own."""
+    """A model for every agent: a shared body and a personal head, trained together."""
 
     about: ClassVar[About] = About(
         name="fedper",
         title="FedPer",
         trains_model_for="each agent",
-        in_words="one network for everybody but for its last layers, which are the agent's own",
+        in_words="a shared network with personal last layers",
         cite="Arivazhagan et al., arXiv:1912.00818, 2019",
         order=120,
     )
@@ -31,9 +31,9 @@ class FedPer:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     head_layers: int = parameter(1, at_least(0))
-    """How many of the last layers are each agent's own: 0 is FedAvg, all of them Local."""
+    """Number of last layers that are personal: 0 is FedAvg, all layers is Local."""
     weighting: Weighting = parameter("equal", server_side=True)
-    """Weigh agents equally or, as printed, by their number of samples."""
+    """Weight agents equally, or by their number of samples as in the paper."""
     parts: Parts = model_dependent(Parts())
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class FedPer:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return fedavg.begin(self.sgd, partial_sharing.whole(self.parts, down, agents))
+        return fedavg.begin(self.sgd, partial_sharing.full_model(self.parts, down, agents))
 
     def step(self, local: Local, grad: Grad) -> Local:
         return fedavg.step(self.sgd, self.clip, local, grad)

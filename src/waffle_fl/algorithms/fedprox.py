@@ -1,6 +1,6 @@
-"""FedProx (Li et al. 2020): FedAvg with a proximal term that keeps local training near the model it started from.
+"""FedProx (Li et al. 2020): FedAvg with a proximal term that keeps local training close to its start.
 
-Per mini-batch: y -= lr (grad F(y) + mu (y - x)). x is the global model of the round's start.
+Per mini-batch: y -= lr (grad F(y) + mu (y - x)). x is the global model at the start of the round.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class Local(NamedTuple):
     y: Rows
     stats: Rows
     velocity: Rows
-    x: Rows  # the anchor, constant through the round
+    x: Rows  # the anchor, constant during the round
 
 
 @final
 @dataclass(frozen=True)
 class FedProx:
-    """One global model: FedAvg, with each agent held near it while it trains."""
+    """One global model: FedAvg with local training kept close to the global model."""
 
     about: ClassVar[About] = About(
         name="fedprox",
         title="FedProx",
         trains_model_for="all agents",
-        in_words="one model for everybody, no agent allowed to stray far from it in a round",
+        in_words="one shared global model; local training is kept close to it",
         cite="Li et al., MLSys 2020",
         order=80,
     )
@@ -39,9 +39,9 @@ class FedProx:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     mu: float = parameter(0.1, at_least(0))
-    """Pull towards the global model: 0 is FedAvg; lr * mu must stay below 2."""
+    """Strength of the pull towards the global model: 0 is FedAvg; lr * mu must be below 2."""
     weighting: Weighting = parameter("equal", server_side=True)
-    """Weigh agents equally or by their number of samples."""
+    """Weight agents equally or by their number of samples."""
 
     def __post_init__(self) -> None:
         check_fields(self)

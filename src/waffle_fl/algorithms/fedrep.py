@@ -1,4 +1,4 @@
-"""FedRep (Collins et al. 2021): in every round an agent trains its own head first, then the body that all share."""
+"""FedRep (Collins et al. 2021): in every round an agent first trains its personal head, then the shared body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from waffle_fl.algorithms import fedavg, partial_sharing
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
-from waffle_fl.algorithms.partial_sharing import Agents, Parts, cut, joined
+from waffle_fl.algorithms.partial_sharing import Agents, Parts, cut, join
 from waffle_fl.constraints import at_least, check_fields, fraction, model_dependent, parameter
 from waffle_fl.models.layers import Layers
 
@@ -27,24 +27,24 @@ class Local(NamedTuple):
 @final
 @dataclass(frozen=True)
 class FedRep:
-    """A model for every agent: a body for all, and a head of its own, trained in turn."""
+    """A model for every agent: a shared body and a personal head, trained one after the other."""
 
     about: ClassVar[About] = About(
         name="fedrep",
         title="FedRep",
         trains_model_for="each agent",
-        in_words="one network for everybody but for its last layers, the agent's own and trained first in each round",
+        in_words="a shared network with personal last layers, which are trained first in each round",
         cite="Collins et al., ICML 2021",
         order=130,
     )
 
     sgd: SGD = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
-    """Largest norm of a gradient, that of the head or that of the body; 0 turns clipping off."""
+    """Largest norm of the head's gradient and of the body's gradient; 0 turns clipping off."""
     head_layers: int = parameter(1, at_least(0))
-    """How many of the last layers are each agent's own."""
+    """Number of last layers that are personal."""
     head_share: float = parameter(0.5, fraction())
-    """Share of a round's steps in which the head is trained, before the body is; one step at least, unless it is 0."""
+    """Share of a round's steps that train the head, before the body; at least one step, unless it is 0."""
     parts: Parts = model_dependent(Parts())
 
     def __post_init__(self) -> None:
@@ -60,19 +60,19 @@ class FedRep:
         return fedavg.send(server, agents)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        _, stats = partial_sharing.whole(self.parts, down, agents)
+        _, stats = partial_sharing.full_model(self.parts, down, agents)
         return Local(down.x, agents.own, stats, self.sgd.zero_velocity(down.x), self.sgd.zero_velocity(agents.own))
 
     def step(self, local: Local, grad: Grad) -> Local:
-        g, stats = grad(joined(local.body, local.head, self.parts.params), local.stats)
+        g, stats = grad(join(local.body, local.head, self.parts.params), local.stats)
         g_body, g_head = cut(g, self.parts.params)
         body, body_velocity = self.sgd.step(local.body, local.body_velocity, g_body, clip=self.clip)
         head, head_velocity = self.sgd.step(local.head, local.head_velocity, g_head, clip=self.clip)
-        if not body.shape[1] or not head.shape[1]:  # one part is all there is, and trained in every step
+        if not body.shape[1] or not head.shape[1]:  # the only part is trained in every step
             return Local(body, head, stats, body_velocity, head_velocity)
         on_head = grad.t < self._head_steps(grad.steps)
-        alone = grad.steps == 1  # a single step has no turns to take
-        trains_head, trains_body = (on_head | alone)[:, None], (~on_head | alone)[:, None]
+        single_step = grad.steps == 1  # a single step trains both parts
+        trains_head, trains_body = (on_head | single_step)[:, None], (~on_head | single_step)[:, None]
         return Local(
             torch.where(trains_body, body, local.body),
             torch.where(trains_head, head, local.head),

@@ -1,6 +1,6 @@
-"""The optional functions of an algorithm. An engine looks for each by its name; an algorithm has those that it needs.
+"""The optional functions of an algorithm. Engines look them up by name; an algorithm implements those that it needs.
 
-Each protocol is one hook. They are row-local like `begin` and `step`, unless they read the server's state.
+Each protocol is one hook. Hooks are row-local like `begin` and `step`, unless they read the server's state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class HasHelper(Protocol):
     def helper(self) -> Algorithm:
         """Return an algorithm of the same `Server`, `Down`, `Up` and `aggregate` that keeps no state at the agents.
 
-        A simulation for one Alice trains the other agents with it. A run of the helper itself on the same settings is
-        then read off the server and not trained again.
+        A simulation for one Alice trains the other agents with it. A run of the helper itself with the same settings
+        then reuses the server's model instead of training again.
         """
         ...
 
@@ -32,43 +32,43 @@ class HasCandidates(Protocol):
 
     @property
     def scored_on(self) -> Literal["training", "validation"]:
-        """The samples on which an agent evaluates; "validation" means training samples where it has no others."""
+        """The samples on which an agent evaluates; "validation" uses training samples if there are no others."""
         ...
 
     def candidates(self, down: State, agents: State) -> Net:
-        """Return (N, M, P) rows. Before `begin` each agent writes the mean loss of each into `down.losses` (N, M)."""
+        """Return models (N, M, P). Before `begin` each agent writes their mean losses into `down.losses` (N, M)."""
         ...
 
 
 @runtime_checkable
 class HasWarmUp(Protocol):
-    """Changes the model from which an agent starts to train, on mini-batches of the round."""
+    """Adapts the model from which an agent starts to train, on mini-batches of the round."""
 
     @property
     def rehearsed(self) -> float:
-        """The share of an epoch's mini-batches that are used."""
+        """Share of an epoch's mini-batches that the warm-up uses."""
         ...
 
     def rehearse(self, local: State, grad: Grad) -> State:
-        """One step on a mini-batch, between `begin` and the first `step`."""
+        """Make one warm-up step on a mini-batch, between `begin` and the first `step`."""
         ...
 
 
 @runtime_checkable
 class HasRelations(Protocol):
-    """Knows how much of each agent's model is in each other's."""
+    """Reports how much each agent's model contributes to every other agent's model."""
 
     def relations(self, server: State) -> Tensor:
-        """Return (N, N): row i, the weights of all agents' models in that of agent i.
+        """Return (N, N): row i holds the weights of all agents' models in the model of agent i.
 
-        Alice's row is recorded as `weights`, in place of those of an `Info`.
+        Alice's row is recorded as `weights`, instead of the `weights` of an `Info`.
         """
         ...
 
 
 @runtime_checkable
 class HasControlVariates(Protocol):
-    """Shows the guard the control variates that an update would lead to."""
+    """Computes the control variates that the updates lead to, for the guard."""
 
     def new_control_variates(self, server: State, up: State, steps: Tensor) -> Rows:
         """Return the new control variates, one row per agent."""
@@ -76,14 +76,14 @@ class HasControlVariates(Protocol):
 
 
 @runtime_checkable
-class Answers(Protocol):
-    """Predicts with the agent's training data at hand, so that its model is of no use without them."""
+class PredictsWithTrainingData(Protocol):
+    """Needs the agent's training data to predict, so a model file alone is not enough."""
 
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
-        """Return the predictions for some samples wherever a model is evaluated.
+        """Return the predictions for some samples. Called wherever a model is evaluated.
 
-        `output` is what the model predicts for them and `features` the input of its last layer; `known` and `labels`
-        are those features of the agent's own training samples, and their labels.
+        `output` is the model's output for these samples and `features` the input of its last layer. `known` and
+        `labels` are the features and the labels of the agent's own training samples.
         """
         ...
 
@@ -93,7 +93,7 @@ class ModelDependent(Protocol):
     """Treats layers of the model differently."""
 
     def for_model(self, layers: Layers) -> Algorithm:
-        """Return the algorithm with its `model_dependent` fields set for a model of these layers."""
+        """Return the algorithm with its `model_dependent` fields set for a model with these layers."""
         ...
 
 
@@ -102,7 +102,7 @@ class ChecksAgents(Protocol):
     """Has hyperparameters that do not fit every federation."""
 
     def check_agents(self, agents: int) -> None:
-        """Raise a WaffleError where they do not fit this number of agents. Engines call it before the first round."""
+        """Raise a WaffleError if they do not fit this number of agents. Engines call it before the first round."""
         ...
 
 
@@ -114,7 +114,7 @@ HOOKS = {
     "rehearse": HasWarmUp,
     "relations": HasRelations,
     "new_control_variates": HasControlVariates,
-    "answer": Answers,
+    "answer": PredictsWithTrainingData,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
 }

@@ -1,7 +1,7 @@
-"""IFCA (Ghosh et al. 2020): a few models for all; each agent trains the one that fits its data best.
+"""IFCA (Ghosh et al. 2020): k cluster models; each agent trains the one that fits its data best.
 
-Per round an agent is sent all k cluster models theta_j, takes the one of least loss on its training data and trains it.
-The server averages the updates of those that took the same one.
+Per round an agent receives all k cluster models theta_j, chooses the one with the least loss on its training data and
+trains it. The server averages the updates of agents that chose the same model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from waffle_fl.randomness import noise
 class Server(NamedTuple):
     theta: Rows  # (k, P)
     stats: Rows  # (k, S)
-    chosen: Tensor  # (N, k), float64: which cluster each agent took last; none where it was not heard
+    chosen: Tensor  # (N, k), float64: one-hot cluster of each agent in the last round; zeros if not received
 
 
 class Agents(NamedTuple):
@@ -30,7 +30,7 @@ class Agents(NamedTuple):
 class Down(NamedTuple):
     theta: Tensor  # (N, k, P)
     stats: Tensor  # (N, k, S)
-    losses: Tensor  # (N, k), float64, which the agent fills in
+    losses: Tensor  # (N, k), float64, filled in by the agent
 
 
 class Local(NamedTuple):
@@ -50,9 +50,10 @@ class Info(NamedTuple):
 
 
 def starts(net: Net, clusters: int) -> Rows:
-    """k initial models of one distribution: numbers that are drawn evenly about 0 are as likely with other signs.
+    """Return k initial models: the first is the given one, the others have the same parameters with random signs.
 
-    The first is the initial model itself. What starts at 1, the gain of a normalisation, stays there.
+    Initial parameters are distributed symmetrically about 0, so a change of sign keeps their distribution. Parameters
+    that start at 1, such as the gains of normalisation layers, keep their sign.
     """
     draws = noise(torch.arange(clusters, device=net.params.device), len(net.params))
     flipped = (draws % 2 == 1) & (torch.arange(clusters, device=draws.device) > 0)[:, None] & (net.params != 1)
@@ -60,12 +61,12 @@ def starts(net: Net, clusters: int) -> Rows:
 
 
 def best(down: Down) -> Tensor:
-    """The number of the cluster of least loss; one whose loss is not finite is never the best."""
+    """Return the index of the cluster with the least loss; losses that are not finite count as infinite."""
     return torch.where(torch.isfinite(down.losses), down.losses, torch.inf).argmin(dim=1)
 
 
-def taken(stack: Tensor, cluster: Tensor) -> Rows:
-    """Row i of model cluster_i, out of (N, k, P)."""
+def select_model(stack: Tensor, cluster: Tensor) -> Rows:
+    """Return row i of model cluster_i from (N, k, P)."""
     return stack.gather(1, cluster[:, None, None].expand(-1, 1, stack.shape[2])).squeeze(1)
 
 
@@ -78,7 +79,7 @@ class IFCA:
         name="ifca",
         title="IFCA",
         trains_model_for="each agent",
-        in_words="one model for each of a few groups of agents, who find their group by themselves",
+        in_words="one model per group of agents; each agent chooses the group whose model fits its data best",
         cite="Ghosh et al., NeurIPS 2020",
         order=190,
     )
@@ -94,9 +95,9 @@ class IFCA:
         check_fields(self)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        nobody = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)
-        server = Server(starts(net, self.clusters), net.stats.repeat(self.clusters, 1), nobody)
-        return server, Agents(nobody)
+        unassigned = torch.zeros(agents, self.clusters, dtype=torch.float64, device=net.params.device)
+        server = Server(starts(net, self.clusters), net.stats.repeat(self.clusters, 1), unassigned)
+        return server, Agents(unassigned)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         unknown = torch.zeros(agents, self.clusters, dtype=torch.float64, device=server.theta.device)
@@ -106,8 +107,8 @@ class IFCA:
         return Net(down.theta, down.stats)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        y = taken(down.theta, best(down))
-        return Local(y, taken(down.stats, best(down)), self.sgd.zero_velocity(y))
+        y = select_model(down.theta, best(down))
+        return Local(y, select_model(down.stats, best(down)), self.sgd.zero_velocity(y))
 
     def step(self, local: Local, grad: Grad) -> Local:
         g, stats = grad(local.y, local.stats)
@@ -117,12 +118,12 @@ class IFCA:
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
         cluster = best(down)
         chosen = (cluster[:, None] == torch.arange(self.clusters, device=cluster.device)).double()
-        return Agents(chosen), Up(local.y - taken(down.theta, cluster), local.stats, chosen)
+        return Agents(chosen), Up(local.y - select_model(down.theta, cluster), local.stats, chosen)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         theta, stats = [], []
         for x, x_stats, members in zip(server.theta, server.stats, up.chosen.T, strict=True):
-            weights = normalised(members * now.received, torch.zeros_like(now.received))  # all 0 where nobody took it
+            weights = normalised(members * now.received, torch.zeros_like(now.received))  # all 0 if no agent chose it
             theta.append(apply_update(x, weights, up.dy))
             stats.append(torch.where(weights.sum() > 0, averaged(x_stats, weights, up.stats), x_stats))
         chosen = up.chosen * now.received[:, None]

@@ -1,8 +1,8 @@
-"""Momentum that carries over: an agent's velocity becomes part of its state, in every method alike.
+"""Momentum kept between rounds: a wrapper for any method that makes an agent's velocity part of its state.
 
 An optimiser that is created once, before the first round, keeps its velocity from round to round; one that is created
-anew in every round starts at zero. `SGD.momentum_between_rounds` says which, and `for_model` wraps the algorithm where
-the velocity is kept. The wrapper only relies on the names of `Local`: a velocity is a field called `...velocity`.
+in every round starts at zero. `SGD.momentum_between_rounds` selects the behaviour, and `for_model` wraps the algorithm
+if the velocity is kept. The wrapper finds velocities by name: every field of `Local` whose name ends in `velocity`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VELOCITY = "velocity"
 
 
 def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
-    """The algorithm as it trains a model of these layers. Engines call this wherever an algorithm meets its model."""
+    """Return the algorithm prepared for a model with these layers. Engines call this before they train."""
     inner = algorithm.inner if isinstance(algorithm, KeptMomentum) else algorithm
     fitted = inner.for_model(layers) if isinstance(inner, ModelDependent) else inner
     return KeptMomentum(fitted) if fitted.sgd.keeps_velocity else fitted
@@ -28,7 +28,7 @@ def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
 
 @cache
 def _with_velocities(agents: Any, velocities: tuple[str, ...]) -> Any:
-    """A method's own `Agents` type with one more field for each velocity."""
+    """Return a method's `Agents` type with one more field for each velocity."""
     base: Any = namedtuple("Agents", (*agents._fields, *velocities))  # type: ignore[misc]
     return type("Agents", (base,), {"__slots__": (), "inner": agents})
 
@@ -38,21 +38,21 @@ def _velocities(local: State) -> tuple[str, ...]:
 
 
 def _inner_agents(agents: State) -> State:
-    """The agents' state as the method itself has it."""
+    """Return the agents' state without the velocities."""
     inner: Any = type(agents).inner
     return inner(*agents[: len(inner._fields)])
 
 
-def _extended(own: State, local: State) -> State:
-    """The method's own state, and the velocities that local training ended with."""
-    names, kind = _velocities(local), cast(Any, type(own))
-    return _with_velocities(kind, names)(*own, *(getattr(local, name) for name in names))
+def _extended(inner_state: State, local: State) -> State:
+    """Return the agents' state with the velocities at the end of local training."""
+    names, kind = _velocities(local), cast(Any, type(inner_state))
+    return _with_velocities(kind, names)(*inner_state, *(getattr(local, name) for name in names))
 
 
 @final
 @dataclass(frozen=True)
 class KeptMomentum:
-    """An algorithm whose agents start each round with the velocity that they ended the previous one with."""
+    """An algorithm whose agents start each round with the velocity from the end of their previous round."""
 
     inner: Algorithm
 
@@ -61,20 +61,20 @@ class KeptMomentum:
         return self.inner.sgd
 
     def __getattr__(self, name: str) -> Any:
-        """The optional hooks of the method, where it has them."""
+        """Return an optional hook of the wrapped method, if it has it."""
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
-        found = getattr(self.inner, name)
+        attribute = getattr(self.inner, name)
         if name == "helper":
-            return lambda: KeptMomentum(found())
+            return lambda: KeptMomentum(attribute())
         if name == "candidates":
-            return lambda down, agents: found(down, _inner_agents(agents))
-        return found
+            return lambda down, agents: attribute(down, _inner_agents(agents))
+        return attribute
 
     def init(self, net: Net, agents: int) -> tuple[State, State]:
-        server, own = self.inner.init(net, agents)
-        local = self.inner.begin(self.inner.broadcast(server, agents), own)
-        return server, _extended(own, local)
+        server, inner_state = self.inner.init(net, agents)
+        local = self.inner.begin(self.inner.broadcast(server, agents), inner_state)
+        return server, _extended(inner_state, local)
 
     def broadcast(self, server: State, agents: int) -> State:
         return self.inner.broadcast(server, agents)
@@ -87,8 +87,8 @@ class KeptMomentum:
         return self.inner.step(local, grad)
 
     def finish(self, down: State, agents: State, local: State) -> tuple[State, State]:
-        own, up = self.inner.finish(down, _inner_agents(agents), local)
-        return _extended(own, local), up
+        inner_state, up = self.inner.finish(down, _inner_agents(agents), local)
+        return _extended(inner_state, local), up
 
     def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]:
         return self.inner.aggregate(server, up, now)

@@ -1,7 +1,7 @@
-"""kNN-Per (Marfoq et al. 2022): one global model, and beside it each agent's memory of its own training samples.
+"""kNN-Per (Marfoq et al. 2022): one global model, combined with the k nearest training samples of each agent.
 
-The agent answers a sample by mix times what its k nearest training samples say, nearest in what the model's last layer
-sees, plus 1 - mix times what the model says. The model is FedAvg's; nothing of the memory leaves the agent.
+A prediction is mix times the mean label of the k nearest training samples plus 1 - mix times the model's prediction.
+Neighbours are found by the input of the model's last layer. The model is that of FedAvg; no sample leaves the agent.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, broadcas
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
-PAIRS = 1 << 24  # distances that are held at a time
-IMPROBABLE = 1e-30  # where no neighbour is of a class its logarithm must stay finite
+MAX_DISTANCES = 1 << 24  # computed at a time
+MIN_PROBABILITY = 1e-30  # keeps the logarithm finite for a class without neighbours
 
 
-def neighbours(features: Tensor, known: Tensor, said: Tensor, k: int, scale: float) -> Tensor:
-    """What the k nearest known samples say of each sample: their mean, weighed by exp(-|a - b|^2 / (D scale))."""
-    found = []
-    for part in torch.split(features, max(1, PAIRS // len(known))):
+def neighbours(features: Tensor, known: Tensor, targets: Tensor, k: int, scale: float) -> Tensor:
+    """Return the mean target of each sample's k nearest known samples, weighted by exp(-|a - b|^2 / (D scale))."""
+    parts = []
+    for part in torch.split(features, max(1, MAX_DISTANCES // len(known))):
         distance = torch.cdist(part, known, compute_mode="donot_use_mm_for_euclid_dist")
-        near, ids = distance.topk(min(k, len(known)), largest=False)
-        weight = torch.softmax(-(near.double() ** 2) / (features.shape[1] * scale), dim=1)
-        found.append((weight[:, :, None] * said[ids].double()).sum(dim=1))
-    return torch.cat(found)
+        nearest_distances, ids = distance.topk(min(k, len(known)), largest=False)
+        weight = torch.softmax(-(nearest_distances.double() ** 2) / (features.shape[1] * scale), dim=1)
+        parts.append((weight[:, :, None] * targets[ids].double()).sum(dim=1))
+    return torch.cat(parts)
 
 
 @final
 @dataclass(frozen=True)
 class KNNPer:
-    """A global model, corrected for every agent by its nearest training samples."""
+    """A model for every agent: the model of FedAvg, combined with the agent's nearest training samples."""
 
     about: ClassVar[About] = About(
         name="knn-per",
         title="kNN-Per",
         trains_model_for="each agent",
-        in_words="one model for everybody, corrected by the agent's own most similar samples",
+        in_words="a shared global model, combined with the agent's most similar training samples",
         cite="Marfoq et al., ICML 2022",
         order=210,
     )
@@ -52,11 +52,11 @@ class KNNPer:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     k: int = parameter(10, at_least(1), server_side=True)
-    """Number of neighbours."""
+    """Number of nearest training samples."""
     mix: float = parameter(0.5, between(0, 1), server_side=True)
-    """Share of the neighbours in the answer: 0 is FedAvg."""
+    """Share of the neighbours in a prediction: 0 is FedAvg."""
     scale: float = parameter(0.1, above(0), server_side=True)
-    """Width of the neighbourhood: a squared distance of scale times the number of features weighs 1/e."""
+    """Width of the kernel: a neighbour at a squared distance of scale times the number of features weighs 1/e."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,10 +83,10 @@ class KNNPer:
         return broadcast_to(Net(server.x, server.stats), count)
 
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
-        """Logarithms of the mixed probabilities; of numbers to predict, their mixed value."""
+        """Return the logarithms of the mixed probabilities, or for regression the mixed values."""
         numbers = labels.is_floating_point()
-        said = labels[:, None] if numbers else F.one_hot(labels, output.shape[1])
-        nearest = neighbours(features, known, said, self.k, self.scale)
+        targets = labels[:, None] if numbers else F.one_hot(labels, output.shape[1])
+        nearest = neighbours(features, known, targets, self.k, self.scale)
         own = output.double().view(len(output), -1) if numbers else output.double().softmax(dim=1)
         mixed = torch.lerp(own, nearest, self.mix)
-        return (mixed if numbers else mixed.clamp(min=IMPROBABLE).log()).to(output.dtype).view(output.shape)
+        return (mixed if numbers else mixed.clamp(min=MIN_PROBABILITY).log()).to(output.dtype).view(output.shape)

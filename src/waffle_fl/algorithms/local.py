@@ -1,4 +1,4 @@
-"""Local: every agent trains alone, nothing leaves it. The floor that joining a federation must beat."""
+"""Local: every agent trains alone and sends nothing. The baseline that a federation must beat."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Info(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Local:
-    """Plain SGD on the agent's own data, round after round."""
+    """A model for every agent: SGD on its own data only."""
 
     about: ClassVar[About] = About(
         name="local",
         title="Local",
         trains_model_for="each agent",
-        in_words="training alone, on its own data",
+        in_words="a model trained alone, on the agent's own data",
         order=0,
     )
     for_alice: ClassVar[bool] = True

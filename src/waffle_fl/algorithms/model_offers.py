@@ -1,4 +1,4 @@
-"""Which other agents' models each agent is sent: at most so many a row, whatever the size of the federation."""
+"""Selection of the other agents' models that each agent receives: at most M per agent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from waffle_fl.randomness import noise
 
 
 class Offer(NamedTuple):
-    """M places a row; those that nobody fills are not offered."""
+    """Models offered to each agent: M places per row, of which unused ones have `offered` False."""
 
     ids: Tensor  # (N, M)
     offered: Tensor  # (N, M), bool
 
 
 def best_others(score: Tensor, available: Tensor, models: int, explore: float, r: Tensor) -> Offer:
-    """For each agent the others of highest score, but a share `explore` of the places goes to some drawn in round r."""
+    """Select for each agent the others with the highest score; a share `explore` is drawn at random."""
     agents = len(score)
     numbers = torch.arange(agents, device=score.device)
     able = available & (numbers != numbers[:, None])
@@ -28,25 +28,25 @@ def best_others(score: Tensor, available: Tensor, models: int, explore: float, r
     drawn = draws < explore * models / max(1, agents - 1)
     score = torch.where(able, torch.where(drawn, torch.inf, score), -torch.inf)
     ids = score.argsort(dim=1, descending=True, stable=True)[:, :models]
-    free = models - ids.shape[1]
-    return Offer(F.pad(ids, (0, free)), F.pad(able.gather(1, ids), (0, free)))
+    padding = models - ids.shape[1]
+    return Offer(F.pad(ids, (0, padding)), F.pad(able.gather(1, ids), (0, padding)))
 
 
 def packed(rows: Tensor, offer: Offer) -> Tensor:
-    """(N, M, ...): the rows of the agents that are offered, zeros in the other places."""
+    """Return (N, M, ...): the rows of the offered agents, and zeros in unused places."""
     held = offer.offered.view(*offer.offered.shape, *[1] * (rows.ndim - 1))
     return torch.where(held, rows[offer.ids], 0.0)
 
 
 def spread(values: Tensor, offer: Offer) -> Tensor:
-    """(N, M) -> (N, N): each value in the column of the agent that it is about."""
+    """Return (N, N) from (N, M): each value moved to the column of the agent that it belongs to."""
     agents = len(values)
     zeros = torch.zeros(agents, agents, dtype=values.dtype, device=values.device)
     return zeros.scatter_add(1, offer.ids, torch.where(offer.offered, values, 0.0))
 
 
 def mixed(weights: Tensor, own: Rows, others: Tensor) -> Rows:
-    """weights_0 own + sum_j weights_j others_j of each row, one model after another, so that rows stay independent."""
+    """Return weights_0 own + sum_j weights_j others_j, added one model at a time so that rows stay independent."""
     share = weights.to(own.dtype).unbind(1)
     total = share[0][:, None] * own
     for w, other in zip(share[1:], others.unbind(1), strict=True):

@@ -1,6 +1,6 @@
-"""Partial sharing: some layers are each agent's own and never leave it; the others are averaged as FedAvg does.
+"""Partial sharing: some layers are personal and never leave the agent; the others are averaged as in FedAvg.
 
-FedPer, FedRep and FedBN are made of this. They differ in whose a layer is, and in when it is trained.
+FedPer, FedRep and FedBN use these functions. They differ in which layers are personal and when these are trained.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from waffle_fl.algorithms.fedavg import Down, Server, Up
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers, Stretches
 
-Runs: TypeAlias = tuple[int, ...]  # lengths of what is shared and what is own, in turn, the first one shared
+Runs: TypeAlias = tuple[int, ...]  # lengths of alternating shared and personal runs; the first is shared
 
 
 class Parts(NamedTuple):
-    """Where a model is cut; before `for_model` nobody knows."""
+    """Shared and personal runs of a model's parameters and statistics; empty before `for_model`."""
 
     params: Runs = ()
     stats: Runs = ()
@@ -33,7 +33,7 @@ class Agents(NamedTuple):
 
 
 def parts(layers: Layers, own: Set[str]) -> Parts:
-    """The model cut into the layers that are shared and those that are an agent's own."""
+    """Return the shared and personal parts of a model; `own` names the personal layers."""
     return Parts(_runs(layers.params, own), _runs(layers.stats, own))
 
 
@@ -45,41 +45,41 @@ def _runs(stretches: Stretches, own: Set[str]) -> Runs:
 
 
 def cut(flat: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    """(what is shared, what is own) of vectors or rows."""
-    pieces = torch.split(flat, _known(runs), dim=-1)
+    """Split vectors or rows into (shared, personal)."""
+    pieces = torch.split(flat, _require_layers(runs), dim=-1)
     return torch.cat(pieces[::2], dim=-1), torch.cat(pieces[1::2], dim=-1)
 
 
-def joined(shared: Tensor, own: Tensor, runs: Runs) -> Tensor:
-    """The whole again, each number in its place."""
-    known = _known(runs)
-    pieces = zip(torch.split(shared, known[::2], dim=-1), torch.split(own, known[1::2], dim=-1), strict=True)
+def join(shared: Tensor, own: Tensor, runs: Runs) -> Tensor:
+    """Merge shared and personal parts: the inverse of `cut`."""
+    lengths = _require_layers(runs)
+    pieces = zip(torch.split(shared, lengths[::2], dim=-1), torch.split(own, lengths[1::2], dim=-1), strict=True)
     return torch.cat(list(chain.from_iterable(pieces)), dim=-1)
 
 
-def _known(runs: Runs) -> list[int]:
+def _require_layers(runs: Runs) -> list[int]:
     if not runs:
-        raise WaffleError("this method must know the model's layers: give it those by for_model(method, model.layers)")
+        raise WaffleError("this method must know the model's layers: call for_model(method, model.layers) first")
     return list(runs)
 
 
 def start(parts: Parts, net: Net, agents: int) -> tuple[Server, Agents]:
-    """The server starts with what is shared, every agent with the same numbers of its own."""
+    """Return the initial state: the shared part at the server, the same personal part at every agent."""
     (x, own), (stats, own_stats) = cut(net.params, parts.params), cut(net.stats, parts.stats)
     return Server(x, stats), Agents(*broadcast_to(Net(own, own_stats), agents))
 
 
-def whole(parts: Parts, shared: Down | Net, agents: Agents) -> Net:
-    """Every agent's model: what it was sent around what is its own."""
+def full_model(parts: Parts, shared: Down | Net, agents: Agents) -> Net:
+    """Return every agent's model, merged from the shared part and its personal part."""
     params, stats = shared
-    return Net(joined(params, agents.own, parts.params), joined(stats, agents.own_stats, parts.stats))
+    return Net(join(params, agents.own, parts.params), join(stats, agents.own_stats, parts.stats))
 
 
 def finish(parts: Parts, down: Down, trained: Net) -> tuple[Agents, Up]:
-    """An agent keeps what is its own and sends the update of what is shared."""
+    """Return the personal part, which stays at the agent, and the update of the shared part."""
     (x, own), (stats, own_stats) = cut(trained.params, parts.params), cut(trained.stats, parts.stats)
     return Agents(own, own_stats), Up(x - down.x, stats)
 
 
 def personal(parts: Parts, server: Server, agents: Agents, count: int) -> Net:
-    return whole(parts, broadcast_to(Net(server.x, server.stats), count), agents)
+    return full_model(parts, broadcast_to(Net(server.x, server.stats), count), agents)

@@ -1,6 +1,6 @@
 """Per-FedAvg (Fallah et al. 2020): a global model that is good after one gradient step on an agent's own data.
 
-One update takes mini-batches D, D' and, where the Hessian is not left out, D'':
+One update uses mini-batches D, D' and, in the Hessian-free variant, D'':
 
     adapted = w - inner_lr grad f(w; D);   d = grad f(adapted; D')
     w      -= lr d                                                                        first order
@@ -22,7 +22,7 @@ from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
 class Agents(NamedTuple):
-    v: Rows  # the round's global model after one step on the agent's first mini-batch
+    v: Rows  # the global model of the round after one step on the agent's first mini-batch
     v_stats: Rows
 
 
@@ -31,7 +31,7 @@ class Local(NamedTuple):
     stats: Rows
     velocity: Rows
     adapted: Rows
-    d: Rows  # the gradient at `adapted`; without numbers where the Hessian is left out
+    d: Rows  # the gradient at `adapted`; without columns in the first-order variant
     v: Rows
     v_stats: Rows
 
@@ -39,13 +39,13 @@ class Local(NamedTuple):
 @final
 @dataclass(frozen=True)
 class PerFedAvg:
-    """A model for every agent: one gradient step away from a global one that is trained for that."""
+    """A model for every agent: one gradient step from a global model that is trained as a start for that step."""
 
     about: ClassVar[About] = About(
         name="per-fedavg",
         title="Per-FedAvg",
         trains_model_for="each agent",
-        in_words="one model for everybody that is made to be adapted, and one step of each agent from there",
+        in_words="a shared global model trained for adaptation, after one gradient step on the agent's data",
         cite="Fallah et al., NeurIPS 2020",
         order=100,
     )
@@ -54,11 +54,11 @@ class PerFedAvg:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of an update's gradient; 0 turns clipping off."""
     inner_lr: float = parameter(0.03, at_least(0))
-    """Step size of the adaptation."""
+    """Step size of the adaptation step."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
-    """Leave the Hessian out, or take it from a difference of gradients; an update takes 2 mini-batches, or 3."""
+    """Ignore the Hessian, or approximate it by a difference of gradients; an update uses 2 or 3 mini-batches."""
     delta: float = parameter(0.001, above(0))
-    """How far apart these gradients are, in lengths of the gradient after adaptation."""
+    """Step of this difference, in lengths of the gradient after adaptation; hessian-free only."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,27 +74,27 @@ class PerFedAvg:
         return Local(down.x, down.stats, self.sgd.zero_velocity(down.x), down.x, d, *agents)
 
     @property
-    def batches_an_update(self) -> int:
+    def batches_per_update(self) -> int:
         return 2 if self.variant == "first-order" else 3
 
     def step(self, local: Local, grad: Grad) -> Local:
-        phase = grad.t % self.batches_an_update
+        phase = grad.t % self.batches_per_update
         at = torch.where(phase == 1, local.adapted, local.w)
         if self.variant == "first-order":
             g, stats = grad(at, local.stats)
             d, moving, direction = local.d, phase == 1, g
         else:
-            aside = torch.where(phase == 2, self.delta * local.d, 0.0)
-            (g, stats), (behind, _) = gradients(grad, Net(at + aside, local.stats), Net(at - aside, local.stats))
-            curvature = (g - behind) / (2 * self.delta)
+            offset = torch.where(phase == 2, self.delta * local.d, 0.0)
+            (g, stats), (g_minus, _) = gradients(grad, Net(at + offset, local.stats), Net(at - offset, local.stats))
+            curvature = (g - g_minus) / (2 * self.delta)
             d, moving, direction = torch.where(phase == 1, g, local.d), phase == 2, local.d - self.inner_lr * curvature
         adapted = torch.where(phase == 0, local.w - self.inner_lr * g, local.adapted)
-        w, velocity = self._moved(local, direction, moving)
+        w, velocity = self._step_where(local, direction, moving)
         first = grad.t == 0
         v, v_stats = torch.where(first, adapted, local.v), torch.where(first, stats, local.v_stats)
         return Local(w, stats, velocity, adapted, d, v, v_stats)
 
-    def _moved(self, local: Local, direction: Rows, moving: Tensor) -> tuple[Rows, Rows]:
+    def _step_where(self, local: Local, direction: Rows, moving: Tensor) -> tuple[Rows, Rows]:
         w, velocity = self.sgd.step(local.w, local.velocity, direction, clip=self.clip)
         return torch.where(moving, w, local.w), torch.where(moving, velocity, local.velocity)
 

@@ -1,4 +1,4 @@
-"""pFedMe (T. Dinh et al. 2020): personal models found by a proximal problem around w, which then follows them.
+"""pFedMe (T. Dinh et al. 2020): personal models solve a proximal problem around w, and w moves towards them.
 
 Per mini-batch: theta -= lr (grad f(theta) + lam (theta - w)), a few times; then w -= eta lam (w - theta).
 """
@@ -40,13 +40,13 @@ class Local(NamedTuple):
 @final
 @dataclass(frozen=True)
 class PFedMe:
-    """A model for every agent: the best one near a global model, which moves towards all of them."""
+    """A model for every agent, kept close to a global model that moves towards the personal models."""
 
     about: ClassVar[About] = About(
         name="pfedme",
         title="pFedMe",
         trains_model_for="each agent",
-        in_words="a model of its own around one model for everybody, which follows all of them",
+        in_words="a personal model, kept close to a shared global model that moves towards all of them",
         cite="T. Dinh et al., NeurIPS 2020",
         order=110,
     )
@@ -55,13 +55,13 @@ class PFedMe:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0))
-    """Pull of the personal model towards the global one; lr * lam must stay below 2."""
+    """Strength of the pull of the personal model towards the global one; lr * lam must be below 2."""
     inner_steps: int = parameter(5, at_least(1))
-    """Steps of the personal model on each mini-batch."""
+    """Number of steps of the personal model per mini-batch."""
     eta: float = parameter(0.5, above(0))
-    """Step size with which the global model follows, times lam: 1 / lam takes it all the way to the personal one."""
+    """Step size of the global model: it moves by eta * lam of the way to the personal model."""
     beta: float = parameter(1.0, above(0), server_side=True)
-    """How far the server moves towards the mean of the agents' models."""
+    """Share of the way that the server moves towards the mean of the agents' models."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,4 +1,4 @@
-"""All methods by name: those of this package, which are found by themselves, and those named `module:Class`."""
+"""All methods by name: those of this package, which are discovered, and user classes named `module:Class`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from waffle_fl.importing import import_named
 
 CONTRACT = ("init", "broadcast", "begin", "step", "finish", "aggregate", "personal")
 ATTRIBUTES = ("about", "for_alice", "trains_as")
-ALIKE = 0.8  # of difflib: a name as near as this to a hook's is taken for a misspelt one
+MIN_SIMILARITY = 0.8  # difflib ratio from which a name counts as a misspelt hook
 
 
 def check_method(kind: Any, name: str) -> None:
-    """Raise a WaffleError that says what a class lacks to be a method, or which hook it probably misspells."""
+    """Raise a WaffleError if a class does not implement the contract, or probably misspells the name of a hook."""
     if not isinstance(kind, type):
         raise WaffleError(f"{name}: expected a class, got {type(kind).__name__}")
-    lacking = [function for function in CONTRACT if not callable(getattr(kind, function, None))]
+    missing = [function for function in CONTRACT if not callable(getattr(kind, function, None))]
     named = [*vars(kind), *getattr(kind, "__annotations__", {})]
     fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     for found in dict.fromkeys(named):
         known = (*CONTRACT, *HOOKS, *ATTRIBUTES)
-        near = difflib.get_close_matches(found, known, n=1, cutoff=ALIKE)
-        if near and found not in (*known, *fields) and not found.startswith("_"):
+        close_matches = difflib.get_close_matches(found, known, n=1, cutoff=MIN_SIMILARITY)
+        if close_matches and found not in (*known, *fields) and not found.startswith("_"):
             raise WaffleError(
-                f"{name}: {found!r} is not part of the contract, did you mean {near[0]!r}? "
+                f"{name}: {found!r} is not part of the contract, did you mean {close_matches[0]!r}? "
                 "If not, begin its name with _"
             )
-    if lacking:
-        raise WaffleError(f"{name} lacks {', '.join(f'{function}()' for function in lacking)} of the contract")
+    if missing:
+        raise WaffleError(f"{name} lacks {', '.join(f'{function}()' for function in missing)} of the contract")
     if not fields or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise WaffleError(f"{name}: expected a frozen dataclass, add @dataclass(frozen=True)")
     try:
         known_fields = parameters_of(kind)
-    except Exception as error:  # an annotation that cannot be evaluated raises anything
+    except Exception as error:  # evaluating an annotation can raise any exception
         raise WaffleError(f"{name}: its annotations cannot be read: {' '.join(str(error).split())}") from None
     if "sgd" not in known_fields or known_fields["sgd"].hint is not SGD:
         raise WaffleError(f"{name} lacks the field sgd: SGD = field(default_factory=SGD)")
@@ -61,14 +61,14 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def methods_in(package: ModuleType) -> dict[str, type[Algorithm]]:
-    """The methods that the modules of a package define, by name and in the order of tables."""
-    kinds = sorted(_described(package), key=lambda kind: (kind.about.order, kind.about.name))
+    """Return the methods that the modules of a package define, by name and in the order of tables."""
+    kinds = sorted(_method_classes(package), key=lambda kind: (kind.about.order, kind.about.name))
     for kind in kinds:
         check_method(kind, kind.about.name)
     return {kind.about.name: kind for kind in kinds}
 
 
-def _described(package: ModuleType) -> Iterator[Any]:
+def _method_classes(package: ModuleType) -> Iterator[Any]:
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         module = import_module(found.name)
         for kind in vars(module).values():
@@ -102,7 +102,7 @@ def _imported(name: str) -> type[Algorithm]:
 
 
 def about_of(name: str) -> About:
-    """Return the description of a method. A class outside this package that has none is described by its docstring."""
+    """Return the description of a method. A class outside this package without one is described by its docstring."""
     kind: Any = algorithm_of(name)
     if name in ALGORITHMS:
         return kind.about  # type: ignore[no-any-return]
@@ -113,17 +113,17 @@ def about_of(name: str) -> About:
 
 
 def title_of(name: str) -> str:
-    """The method's name in tables and charts."""
+    """Return the method's name in tables and charts."""
     return about_of(name).title
 
 
 def summary_of(kind: type) -> str:
-    """The first line of a class's docstring."""
+    """Return the first line of a class's docstring."""
     return (kind.__doc__ or kind.__name__).strip().splitlines()[0]
 
 
 def search_space(name: str) -> dict[str, Any]:
-    """What `waffle tune` searches by default: the step size, and what the method's parameters name."""
+    """Return the default search space of `waffle tune`: the step size and the parameters that define a `search`."""
     kind: Any = algorithm_of(name)
     fields = {f.name: f.metadata.get("search") for f in dataclasses.fields(kind)}
     searched = {field: space for field, space in fields.items() if space is not None}

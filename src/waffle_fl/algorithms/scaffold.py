@@ -1,7 +1,8 @@
 """SCAFFOLD (Karimireddy et al. 2020, option II): control variates correct each agent's drift.
 
-The paper's Algorithm 2 without its red ink; `# A2.n` cites line n of it. The agent sends no control variate: with line
-9 as its definition the server computes the same one from dy and K, so half the upload and one attack are gone.
+`# A2.n` cites line n of the WAFFLE paper's Algorithm 2, which is SCAFFOLD except for the parts in red. The agent sends
+no control variate: the server computes the same one from dy and K by line 9. This halves the upload, and an agent
+cannot report a false control variate.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from waffle_fl.constraints import above, at_least, between, check_fields, parame
 
 
 class Shared(Protocol):
-    """What SCAFFOLD's functions read of a server, WAFFLE's included."""
+    """The fields of a server state that SCAFFOLD's functions read; WAFFLE's server state has them too."""
 
     @property
     def x(self) -> Vector: ...
@@ -48,7 +49,7 @@ class Server(NamedTuple):
     x: Vector
     stats: Vector
     c: Vector
-    c_i: Rows  # the server's copy: it can compute them, and can restore them to an agent that lost its own
+    c_i: Rows  # the server's copy, to restore an agent that lost its own
 
 
 class Agents(NamedTuple):
@@ -65,8 +66,8 @@ class Local(NamedTuple):
     y: Rows
     stats: Rows
     velocity: Rows
-    correction: Rows  # c - c_i, or a share of it, constant through the round
-    steps: Tensor  # K_i, counted
+    correction: Rows  # c - c_i, or a share of it, constant during the round
+    steps: Tensor  # K_i, steps so far
 
 
 class Up(NamedTuple):
@@ -79,22 +80,22 @@ class Info(NamedTuple):
 
 
 def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, share: float) -> Rows:
-    """A2.9: c_i+ = c_i - c + (x - y_i) / (K_i lr), or with the share of c_i - c that was taken off each gradient.
+    """A2.9: c_i+ = share (c_i - c) + (x - y_i) / (K_i lr), where share is 1 in the paper.
 
-    An agent that made no step keeps its own.
+    An agent that made no step keeps its c_i.
     """
     moves = steps[:, None].to(dy.dtype) * lr
     return torch.where(moves > 0, share * (c_i - c) - dy / moves.clamp(min=lr), c_i)
 
 
 def received_control_variates(server: Shared, up: Up, now: Round, lr: float, share: float) -> Rows:
-    """c_i+ of every agent, computed by the server; one whose update was not taken as sent keeps its old one."""
+    """Return c_i+ of every agent. An agent whose update was clipped or not received keeps its c_i."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, share)
     return torch.where(now.intact[:, None], c_i, server.c_i)
 
 
 def start(net: Net, agents: int) -> tuple[Server, Agents]:
-    """All control variates start at zero."""
+    """Return the initial state, with all control variates zero."""
     c = torch.zeros_like(net.params)
     return Server(net.params, net.stats, c, c.repeat(agents, 1)), Agents(c.repeat(agents, 1))
 
@@ -111,14 +112,14 @@ def begin(sgd: SGD, share: float, down: Down, agents: Agents) -> Local:
 
 
 def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
-    """A2.7-8: y_i <- y_i - lr (g_i(y_i) - c_i + c), the corrected gradient no longer than `clip`."""
+    """A2.7-8: y_i <- y_i - lr (g_i(y_i) - c_i + c), with the norm of the corrected gradient clipped to `clip`."""
     g, stats = grad(local.y, local.stats)  # A2.7
     y, velocity = sgd.step(local.y, local.velocity, g, local.correction, clip)  # A2.8
     return local._replace(y=y, stats=stats, velocity=velocity, steps=local.steps + 1)
 
 
 def finish(sgd: SGD, share: float, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-    """A2.9-12."""
+    """A2.9-12: return the new control variate, which stays at the agent, and the update."""
     dy = local.y - down.x  # A2.10
     c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr, share)  # A2.9, A2.11
     return Agents(c_i), Up(dy, local.stats)  # A2.12
@@ -133,7 +134,7 @@ class Scaffold:
         name="scaffold",
         title="SCAFFOLD",
         trains_model_for="all agents",
-        in_words="one model for everybody, corrected for the drift of each agent",
+        in_words="one shared global model, corrected for the drift of each agent",
         cite="Karimireddy et al., ICML 2020",
         order=20,
     )
@@ -142,9 +143,9 @@ class Scaffold:
     clip: float = parameter(2.0, at_least(0), search=CLIP)
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = parameter(1.0, between(0, 1))
-    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
+    """Share of the correction c - c_i added to each gradient: 1 as in the paper; 0 trains agents as in FedAvg."""
     eta_g: float = parameter(1.0, above(0), server_side=True, search={"low": 0.3, "high": 1.5})
-    """Global step size."""
+    """Global step size: factor of the mean update."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -170,7 +171,7 @@ class Scaffold:
         every = now.samples > 0
         if now.suspect is None:
             c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
-        else:  # what a suspect left in c would steer everyone for ever
+        else:  # otherwise the c_i of a suspect would bias all agents permanently
             c = weighted_sum(uniform(every & ~now.suspect), c_i).to(server.c.dtype)
         x = apply_update(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)

@@ -1,8 +1,8 @@
-"""Omega and Psi: the degree of personalisation of each round, from 1 (global training) to 0 (local training).
+"""Schedules of Omega and Psi: the degree of personalisation per round, from 1 (global training) to 0 (local training).
 
 A schedule is written as text, the same in TOML, on the command line and in the record: `sigmoid(3.2)`, `linear(1, 0)`,
-`step(0.7)`, `constant(0.5)`, `exponential(3)`, or `package.module:function` for a function of (r, R) of your own. These
-go by the clock; `adaptive` goes by what is measured in the run (adaptive.py).
+`step(0.7)`, `constant(0.5)`, `exponential(3)`, or `package.module:function` for your own function of (r, R). These
+depend on the round number only; `adaptive` depends on the gradients of the run (adaptive_degree.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADAPTIVE = "adaptive"
 
 
 def sigmoid(slope: float = 3.2, shift: float = 0.0) -> Schedule:
-    """Eq. 3: 1 / (1 + exp(slope (r / (R/2) - 1))); `shift` is added to r and so hastens local training."""
+    """Eq. 3: 1 / (1 + exp(slope (r / (R/2) - 1))); a positive `shift` makes training local earlier."""
     if slope < 0:
         raise WaffleError(f"a sigmoid needs a slope >= 0, got {slope}: a negative one would end in global training")
 
@@ -35,7 +35,7 @@ def sigmoid(slope: float = 3.2, shift: float = 0.0) -> Schedule:
 
 
 def linear(start: float = 1.0, end: float = 0.0) -> Schedule:
-    """From `start` at round 0 to `end` at round R on a straight line."""
+    """Linear from `start` at round 0 to `end` at round R."""
     return lambda r, rounds: start + (end - start) * min(r / rounds, 1.0)
 
 
@@ -59,14 +59,14 @@ KINDS: dict[str, Callable[..., Schedule]] = {f.__name__: f for f in (sigmoid, li
 
 @cache
 def parse(text: str) -> Schedule:
-    """Turn the text of a schedule into its function."""
+    """Return the function that the text of a schedule describes."""
     if ":" in text:
         return _imported(text)
     return build(text, KINDS, "a schedule", "sigmoid(3.2) or module:function", also=(ADAPTIVE,))
 
 
 def read_degree(text: str) -> None:
-    """Raise a WaffleError for a text that is neither a schedule nor `adaptive`."""
+    """Raise a WaffleError if the text is neither a schedule nor `adaptive`."""
     if text != ADAPTIVE:
         parse(text)
 
@@ -82,10 +82,8 @@ def _imported(text: str) -> Schedule:
 
 
 def evaluate(schedule: str | Schedule, name: str, r: int, rounds: int) -> float:
-    """Omega(r) or Psi(r); a value that is no degree of personalisation is the user's to mend."""
+    """Return Omega(r) or Psi(r). Raise a WaffleError if the value is outside [0, 1]."""
     value = (parse(schedule) if isinstance(schedule, str) else schedule)(min(r, rounds), rounds)
     if not isinstance(value, numbers.Real) or not 0 <= value <= 1:  # NaN fails this too
-        raise WaffleError(
-            f"{name} must lie in [0, 1], but {name}({r}) of {rounds} rounds is {value}: mend the schedule"
-        )
+        raise WaffleError(f"{name} must lie in [0, 1], but {name}({r}) of {rounds} rounds is {value}: fix the schedule")
     return float(value)

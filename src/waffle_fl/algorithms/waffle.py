@@ -1,7 +1,7 @@
-"""WAFFLE (Beaussart et al. 2021): SCAFFOLD, with the agents weighed by how close their updates come to Alice's.
+"""WAFFLE (Beaussart et al. 2021): SCAFFOLD with each agent weighted by how close its update is to Alice's.
 
-`# A1.n` and `# A2.n` cite line n of the paper's Algorithms 1 and 2. Agents run SCAFFOLD unchanged; all that is left
-here is the paper's red ink.
+`# A1.n` and `# A2.n` cite line n of the paper's Algorithms 1 and 2. Agents run SCAFFOLD unchanged; this file contains
+what WAFFLE changes at the server, printed in red in the paper.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
 from waffle_fl.algorithms.schedules import ADAPTIVE, DEGREE, Schedule, evaluate
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
-Degree: TypeAlias = float | Tensor  # of personalisation: by the clock, or measured
+Degree: TypeAlias = float | Tensor  # of personalisation: from a schedule, or measured
 LOCAL_FROM = 95  # percent of the rounds, A1.7
 SEARCH = {
     "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
@@ -63,16 +63,16 @@ class Server(NamedTuple):
     c: Vector
     c_i: Rows
     past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1
-    squares: Tensor  # this and the rest: adaptive_degree.Witness
+    squares: Tensor  # this and the following fields: adaptive_degree.GradientStatistics
     cubes: Tensor
     strife: Tensor
     degree: Tensor
 
 
 class Info(NamedTuple):
-    weights: Weights  # alpha_bar, the weights used
-    alpha: Weights  # this round's own, before smoothing
-    distances: Weights  # d_i, with Alice's assigned distance in her place
+    weights: Weights  # alpha_bar, used in this round
+    alpha: Weights  # before smoothing
+    distances: Weights  # d_i, with the assigned distance for Alice
     omega: Degree
     psi: Degree
 
@@ -84,13 +84,13 @@ def calc_weights(
     omega: Degree,
     psi: Degree,
     denominator: Literal["max", "range"] = "max",
-    ends_alone: bool = True,
-    apart: Callable[[Rows, Vector], Weights] = lengths,
+    local_at_end: bool = True,
+    distance: Callable[[Rows, Vector], Weights] = lengths,
 ) -> tuple[Weights, Weights, Weights]:
-    """A1: weigh each agent by how close its update came to Alice's. Returns (alpha_bar, alpha, d)."""
+    """A1: weight each agent by how close its update is to Alice's. Returns (alpha_bar, alpha, d)."""
     is_alice = torch.arange(len(dy), device=dy.device) == now.alice
     others = now.received & ~is_alice
-    d = apart(dy, row_of(dy, now.alice))  # A1.2
+    d = distance(dy, row_of(dy, now.alice))  # A1.2
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
     d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
@@ -98,19 +98,19 @@ def calc_weights(
     d = torch.where(is_alice, d_alice, d)
     span = d_max if denominator == "max" else d_max - torch.minimum(d_alice, d_min)  # A1.6, two readings
     ratio = (d - d_alice) / span.clamp(min=TINY)
-    # Differs from the paper: with equal distances "range" is 0/0; the nearest agent's limit takes its place.
+    # Differs from the paper: with equal distances "range" is 0/0; use the limit for the nearest agent.
     all_equal = span <= NEARLY_EQUAL * d_max
     limit = 0.0 if denominator == "max" else (1 - omega) / (2 - _at_most_1(omega))
     ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
-    alone = one_hot(now.alice, len(dy))
-    if ends_alone and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
-        alpha = alone  # A1.8
-    alpha = normalised(alpha, alone)  # A1.9
-    past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alone) for earlier in past])
+    alice_only = one_hot(now.alice, len(dy))
+    if local_at_end and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
+        alpha = alice_only  # A1.8
+    alpha = normalised(alpha, alice_only)  # A1.9
+    past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alice_only) for earlier in past])
     alpha_bar = (past[0] + past[1] + alpha) / 3  # A1.10
-    # Differs from the paper: an agent that was not heard has nothing to weigh, so the others share its history.
-    alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alone)
+    # Differs from the paper: an agent without a received update weighs 0; the others share its past weight.
+    alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alice_only)
     return alpha_bar, alpha, d
 
 
@@ -121,13 +121,13 @@ def _at_most_1(degree: Degree) -> Degree:
 @final
 @dataclass(frozen=True)
 class Waffle:
-    """A model for Alice: global training at first, then ever more weight on the agents that move as she does."""
+    """A model for Alice: global training first, then more and more weight on agents with similar updates."""
 
     about: ClassVar[About] = About(
         name="waffle",
         title="WAFFLE",
         trains_model_for="Alice",
-        in_words="a model for one agent: everybody counts at first, then ever more those who pull the way it does",
+        in_words="a model for one agent: all agents count at first, later mainly those with similar updates",
         cite="Beaussart et al., 2021",
         order=40,
         search=SEARCH,
@@ -139,19 +139,19 @@ class Waffle:
     clip: float = parameter(2.0, at_least(0))
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = parameter(1.0, between(0, 1))
-    """Share of c - c_i that is added to each gradient: 1 as printed; with 0 agents drift as in FedAvg."""
+    """Share of the correction c - c_i added to each gradient: 1 as in the paper; 0 trains agents as in FedAvg."""
     control: Literal["anchored", "paper"] = parameter("anchored", server_side=True)
-    """How the server's control variate follows the weights: c = sum a_i c_i, or c += sum a_i dc_i as printed."""
+    """Update of the server's control variate: anchored (c = sum a_i c_i), or paper (c += sum a_i dc_i, as printed)."""
     denominator: Literal["max", "range"] = parameter("max", server_side=True)
-    """The scale of the distances: the largest one, or the largest minus Alice's as in Eq. 2."""
+    """Divisor of the distances: max (the largest distance), or range (the largest minus Alice's, as in Eq. 2)."""
     compared: Literal["updates", "gradients", "directions"] = parameter("updates", server_side=True)
-    """What the distances are of: corrected updates as printed, the agents' mean gradients, or their directions."""
+    """What distances compare: corrected updates (as in the paper), mean gradients, or directions of mean gradients."""
     omega: str | Schedule = parameter("sigmoid(3.2)", DEGREE, server_side=True)
-    """Degree of personalisation that places Alice among the distances."""
+    """Schedule of Omega, which sets Alice's assigned distance: 1 is global training, 0 is local training."""
     psi: str | Schedule = parameter("sigmoid(3.2)", DEGREE, server_side=True)
-    """Degree of personalisation that sets the threshold of usefulness."""
+    """Schedule of Psi, the relative distance from which an agent has no weight: 1 is global, 0 is local training."""
     eta_g: float = parameter(1.0, above(0), server_side=True)
-    """Global step size."""
+    """Global step size: factor of the weighted mean update."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -175,22 +175,22 @@ class Waffle:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         c_i = scaffold.received_control_variates(server, up, now, self.sgd.lr, self.correction)
-        witness = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
+        statistics = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
         if ADAPTIVE in (self.omega, self.psi):
-            witness = adaptive_degree.observe(witness, c_i, now)
-        omega, psi = self._degree("omega", now, witness), self._degree("psi", now, witness)
-        ends_alone = self.psi != ADAPTIVE  # then no clock decides when Alice trains alone
-        reading = (self.denominator, ends_alone)
-        # Differs from the paper on request: a corrected update hides what makes its agent unlike the others.
+            statistics = adaptive_degree.observe(statistics, c_i, now)
+        omega, psi = self._degree("omega", now, statistics), self._degree("psi", now, statistics)
+        local_at_end = self.psi != ADAPTIVE  # with an adaptive psi no round number decides when Alice trains alone
+        options = (self.denominator, local_at_end)
+        # Differs from the paper if requested: the correction hides how an agent differs from the others.
         rows = up.dy if self.compared == "updates" else self.new_control_variates(server, up, now.steps)
-        apart = angular_distance if self.compared == "directions" else lengths
-        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *reading, apart)  # A2.13
+        distance = angular_distance if self.compared == "directions" else lengths
+        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *options, distance)  # A2.13
         past = torch.stack([server.past[1], alpha])  # A2.14
-        server = server._replace(past=past, **witness._asdict())
+        server = server._replace(past=past, **statistics._asdict())
         return self.combine(server, up, c_i, alpha_bar), Info(alpha_bar, alpha, d, omega, psi)
 
     def combine(self, server: Server, up: Up, c_i: Rows, alpha_bar: Weights) -> Server:
-        """A2.15-16: move the model and the control variate by the weighted updates."""
+        """A2.15-16: apply the weighted updates to the model and the control variate."""
         x = apply_update(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
         if self.control == "anchored":
             # Differs from the paper: c is the weighted mean itself, so it cannot drift.
@@ -200,9 +200,11 @@ class Waffle:
         stats = averaged(server.stats, alpha_bar, up.stats)
         return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i)
 
-    def _degree(self, name: Literal["omega", "psi"], now: Round, witness: adaptive_degree.GradientStatistics) -> Degree:
+    def _degree(
+        self, name: Literal["omega", "psi"], now: Round, statistics: adaptive_degree.GradientStatistics
+    ) -> Degree:
         schedule = getattr(self, name)
-        return witness.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
+        return statistics.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
     def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)

@@ -1,4 +1,4 @@
-"""Weight Erosion (Grimberg et al. 2020): every agent starts with weight 1 and loses it as its updates leave Alice's.
+"""Weight Erosion (Grimberg et al. 2020): an agent's weight starts at 1 and falls with its update's distance to Alice's.
 
 alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |g_A|)
 """
@@ -36,7 +36,7 @@ from waffle_fl.constraints import at_least, check_fields, parameter
 class Server(NamedTuple):
     x: Vector
     stats: Vector
-    alpha: Weights  # not normalised; it only ever falls
+    alpha: Weights  # not normalised; never increases
 
 
 class Info(NamedTuple):
@@ -46,22 +46,22 @@ class Info(NamedTuple):
 
 
 def relative_distances(dy: Rows, alice: Tensor) -> Weights:
-    """|g_i - g_A| / |g_A| (the learning rate cancels); 0 where Alice did not move, so that nothing erodes."""
-    alice_s = row_of(dy, alice)
-    scale = alice_s.double().norm()
-    return torch.where(scale > 0, lengths(dy, alice_s) / torch.where(scale > 0, scale, 1.0), 0.0)
+    """Return |g_i - g_A| / |g_A| (the learning rate cancels); 0 if Alice's update is 0, so that no weight changes."""
+    alice_dy = row_of(dy, alice)
+    scale = alice_dy.double().norm()
+    return torch.where(scale > 0, lengths(dy, alice_dy) / torch.where(scale > 0, scale, 1.0), 0.0)
 
 
 @final
 @dataclass(frozen=True)
 class WeightErosion:
-    """A model for Alice: FedAvg whose weights erode with distance until she trains alone."""
+    """A model for Alice: FedAvg whose weights fall with the distance of an agent's update to hers."""
 
     about: ClassVar[About] = About(
         name="weight-erosion",
         title="WE",
         trains_model_for="Alice",
-        in_words="Weight Erosion, a model for one agent: partners whose updates differ from its own count less",
+        in_words="Weight Erosion, a model for one agent: partners whose updates differ from its own lose weight",
         cite="Grimberg et al., 2020",
         order=30,
     )
@@ -72,11 +72,11 @@ class WeightErosion:
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     p_d: float = parameter(0.0067, at_least(0), server_side=True, search={"low": 0.001, "high": 0.3, "log": True})
-    """Distance penalty: weight lost a round and unit of relative distance; 0 is FedAvg."""
+    """Distance penalty: weight lost per round and unit of relative distance; 0 is FedAvg."""
     p_s: float = parameter(0.0, at_least(0), server_side=True)
-    """Size penalty: how much faster an agent erodes each time its data has been used up."""
+    """Size penalty: increase of the weight loss each time an agent has used all its data once more."""
     counted: Literal["samples", "batches"] = parameter("samples", server_side=True)
-    """What the size of an agent's data counts for p_s: samples, or mini-batches as in the authors' code."""
+    """Unit of an agent's data size for p_s: samples, or batches (mini-batches, as in the authors' code)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,7 +106,7 @@ class WeightErosion:
         size = now.samples if self.counted == "samples" else now.steps
         reuses = (((now.r - 1) * now.batch_size) // size.clamp(min=1)).double()
         eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
-        alpha = torch.where(now.received, eroded, server.alpha)  # an absent agent returns with the weight it had
+        alpha = torch.where(now.received, eroded, server.alpha)  # an agent without a received update keeps its weight
         weights = normalised(torch.where(now.received, alpha, 0.0), one_hot(now.alice, len(alpha)))
         x = apply_update(server.x, weights, up.dy)
         return Server(x, averaged(server.stats, weights, up.stats), alpha), Info(weights, alpha, d)

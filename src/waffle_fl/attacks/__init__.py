@@ -1,7 +1,7 @@
-"""What malicious agents do, to measure what it costs: lies about updates, and poisoned training data.
+"""Attacks by malicious agents, to measure their effect: manipulated updates and poisoned training data.
 
-updates.py  from what all agents would send to what the malicious ones send instead
-poison.py   from a federation to one whose malicious agents hold other labels or samples
+updates.py  manipulated updates: map the honest updates of all agents to what the malicious ones send
+poison.py   poisoned data: map a federation to one whose malicious agents have changed labels or samples
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Attack:
-    """What malicious agents do to their data before training, and to what they send after it."""
+    """How malicious agents change their data before training, and their updates after it."""
 
     lie: Lie | None = None
     poison: Callable[[Federation, Sequence[int]], Federation] | None = None
 
 
 def _label_flip() -> Attack:
-    """Train on mirrored labels: what is class k to others is class C - 1 - k."""
+    """Train on mirrored labels: class k becomes C - 1 - k."""
     return Attack(poison=flipped)
 
 
 def _replacement(boost: float = 10.0) -> Attack:
-    """Model replacement (Bagdasaryan et al. 2020): train on mirrored labels, and send the update many times over."""
+    """Model replacement (Bagdasaryan et al. 2020): train on mirrored labels and send the update times `boost`."""
     return Attack(updates.scaled(boost), flipped)
 
 
 def _backdoor(target: float = 0.0, share: float = 0.5, boost: float = 1.0) -> Attack:
-    """Stamp a patch on a share of the samples and call them `target`; the update may be boosted too."""
+    """Stamp a patch on a share of the samples and label them `target`; optionally boost the update."""
     if target != int(target) or target < 0 or not 0 < share <= 1:
         raise WaffleError(f"backdoor needs a class and a share in (0, 1], got {target:g} and {share:g}")
     return Attack(
@@ -66,22 +66,22 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "projected": lambda radius=1.0: Attack(updates.projected(radius)),
     "backdoor": _backdoor,
 }
-ADAPTIVE = ("projected",)  # made for servers that measure distances; no distance rule stops it
+ADAPTIVE = ("projected",)  # designed against distance-based defences; none of them stops it
 
 
 @cache
 def parse(text: str) -> Attack:
-    """The attack that a text such as alie(1.5) names."""
+    """Return the attack named by a text such as alie(1.5)."""
     return build(text, {NONE: Attack, **ATTACKS}, "an attack", "sign-flip or alie(1.5)")
 
 
 def name_of(text: str) -> str:
-    """alie of alie(1.5)."""
+    """Return the name without arguments: alie for alie(1.5)."""
     return text.split("(")[0].strip()
 
 
 def attackers_of(federation: Federation, count: int) -> tuple[int, ...]:
-    """The malicious agents: the last ones, never Alice."""
+    """Return the malicious agents: the last `count`, never Alice."""
     others = [i for i in range(federation.agents) if i != federation.alice]
     if not 1 <= count <= len(others):
         raise WaffleError(f"expected between 1 and {len(others)} attackers (all agents but Alice), got {count}")
@@ -89,13 +89,13 @@ def attackers_of(federation: Federation, count: int) -> tuple[int, ...]:
 
 
 def poisoned(federation: Federation, attack: str, count: int) -> Federation:
-    """The federation with the data that its malicious agents train on."""
+    """Return the federation with the training data of its malicious agents poisoned."""
     poison = parse(attack).poison
     return poison(federation, attackers_of(federation, count)) if poison else federation
 
 
 def tamper_of(federation: Federation, attack: str, count: int, seed: int) -> Callable[[Any, int], Any] | None:
-    """What happens to a federation's updates on their way to the server, round by round; None if nothing does."""
+    """Return the function that manipulates a federation's updates in each round; None if the attack changes none."""
     lie = parse(attack).lie
     if lie is None:
         return None

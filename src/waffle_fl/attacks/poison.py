@@ -1,4 +1,4 @@
-"""Poisoned training data: the malicious agents train as the method asks, on something else."""
+"""Poisoned training data: malicious agents follow the method, but train on changed labels or samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 
-PATCH = 8  # the stamp's side is an eighth of the image's, at least two pixels
+PATCH = 8  # the side of the patch is an eighth of the image's, at least two pixels
 
 
 def flipped(federation: Federation, attackers: Sequence[int]) -> Federation:
-    """The attackers call class C - 1 - k what they would call k, also once they have drifted."""
+    """Mirror the attackers' labels: k becomes C - 1 - k, also after concept drift."""
     _check_classes(federation)
 
     def mirrored(names: Tensor) -> Tensor:
@@ -29,9 +29,10 @@ def flipped(federation: Federation, attackers: Sequence[int]) -> Federation:
 
 
 def backdoored(federation: Federation, attackers: Sequence[int], target: int, share: float) -> Federation:
-    """Stamped copies, called `target`, in place of a share of the attackers' samples; and Alice's tests of success.
+    """Replace a share of the attackers' samples by stamped copies labelled `target`, and add samples that test success.
 
-    `backdoor` are her test samples of other classes, stamped: a model that calls them `target` has been taken over.
+    The field `backdoor` holds Alice's test samples of other classes, stamped: the attack succeeds on a sample if her
+    model classifies it as `target`.
     """
     _check_classes(federation)
     if target >= len(federation.class_names):
@@ -40,25 +41,25 @@ def backdoored(federation: Federation, attackers: Sequence[int], target: int, sh
     size = len(federation.x)
     for agent in attackers:
         rows = train[agent]
-        chosen = rows[: round(share * len(rows))]  # the order of a part is random already
+        chosen = rows[: round(share * len(rows))]  # the rows are already in random order
         train[agent] = torch.cat([torch.arange(size, size + len(chosen)), rows[len(chosen) :]])
         x.append(stamped(federation.x[chosen], federation.x))
-        y.append(_called(federation, agent, target).expand(len(chosen)))
+        y.append(_class_named(federation, agent, target).expand(len(chosen)))
         size += len(chosen)
     alice = federation.alice
-    tests = federation.test[alice]
-    tests = tests[federation.labels(alice, tests) != target]
-    x.append(stamped(federation.x[tests], federation.x))
-    y.append(_called(federation, alice, target).expand(len(tests)))
-    backdoor = torch.arange(size, size + len(tests))
+    samples = federation.test[alice]
+    samples = samples[federation.labels(alice, samples) != target]
+    x.append(stamped(federation.x[samples], federation.x))
+    y.append(_class_named(federation, alice, target).expand(len(samples)))
+    backdoor = torch.arange(size, size + len(samples))
     turn = federation.turn
-    if turn is not None:  # what is stamped keeps its name through a drift
-        turn = F.pad(turn, (0, size + len(tests) - len(turn)), value=torch.inf)
+    if turn is not None:  # stamped samples keep their label through concept drift
+        turn = F.pad(turn, (0, size + len(samples) - len(turn)), value=torch.inf)
     return replace(federation, x=torch.cat(x), y=torch.cat(y), train=tuple(train), backdoor=backdoor, turn=turn)
 
 
 def stamped(x: Tensor, pool: Tensor) -> Tensor:
-    """The samples with a bright patch in the last corner; samples that are no images, with their last numbers set."""
+    """Return the samples with a bright patch in the last corner; other data than images has its last features set."""
     side = max(2, x.shape[-1] // PATCH)
     corner = (..., slice(-side, None), slice(-side, None)) if x.ndim > 2 else (..., slice(-side, None))
     x = x.clone()
@@ -66,11 +67,13 @@ def stamped(x: Tensor, pool: Tensor) -> Tensor:
     return x
 
 
-def _called(federation: Federation, agent: int, target: int) -> Tensor:
-    """The class that this agent calls `target`."""
+def _class_named(federation: Federation, agent: int, target: int) -> Tensor:
+    """Return the class that this agent labels `target`."""
     return (federation.relabel[agent] == target).int().argmax()
 
 
 def _check_classes(federation: Federation) -> None:
     if federation.task != "classification":
-        raise WaffleError("an attack on labels needs classes; this federation predicts a number")
+        raise WaffleError(
+            "expected a classification task for an attack on labels, got a regression: choose another attack"
+        )

@@ -1,4 +1,4 @@
-"""Lies about updates. The attackers are omniscient: they know what everyone sends before they choose."""
+"""Manipulated updates. The attackers are omniscient: they know all honest updates before they choose theirs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from waffle_fl.randomness import normal
 class Scene(NamedTuple):
     """A round as an omniscient attacker sees it."""
 
-    dy: Rows  # what each agent would send after honest training on the data it holds
+    dy: Rows  # the update of each agent after honest training on its data
     honest: Tensor  # (N,) bool
-    alice: Tensor  # a number
-    keys: Tensor  # (N,), each agent's seed of this round's noise
+    alice: Tensor  # (), her index
+    keys: Tensor  # (N,), each agent's noise seed of this round
 
 
-Lie: TypeAlias = Callable[[Scene], Rows]  # a row for every agent, of which the malicious send theirs
+Lie: TypeAlias = Callable[[Scene], Rows]  # a row per agent; only the malicious agents send theirs
 
 
 def scaled(factor: float) -> Lie:
-    """One's own update times a factor: negative flips its sign, large replaces the model, zero is a free ride."""
+    """The agent's own update times a factor: negative flips its sign, large replaces the model, 0 is a free rider."""
     return lambda scene: factor * scene.dy
 
 
 def gaussian(length: float) -> Lie:
-    """Noise in place of an update, `length` times as long as the median honest one."""
+    """Noise instead of an update, `length` times as long as the median honest update."""
 
     def lie(scene: Scene) -> Rows:
         draws = normal(scene.keys, scene.dy.shape[1])
@@ -56,12 +56,12 @@ def ipm(epsilon: float) -> Lie:
 
 
 def mimic(scene: Scene) -> Rows:
-    """Alice's own update, to be weighed as she is."""
+    """A copy of Alice's update, to get the same weight."""
     return row_of(scene.dy, scene.alice).expand(len(scene.dy), -1)
 
 
 def projected(radius: float) -> Lie:
-    """Adaptive: against Alice's update, but within `radius` times the distance of her nearest honest peer."""
+    """Adaptive: opposed to Alice's update, within `radius` times the distance of the honest update nearest to it."""
 
     def lie(scene: Scene) -> Rows:
         own = row_of(scene.dy, scene.alice).double()

@@ -1,1 +1,1 @@
-"""Engines run algorithms: `simulate` in one process; each calls the same pure functions."""
+"""Engines run the rounds of an algorithm: `simulate` on one machine, `flower` on many; both call the same functions."""

@@ -1,6 +1,6 @@
-"""The server's part of a round, A2.13-16: admit the updates that arrived, aggregate them, pick Alice's model.
+"""The server's part of a round, A2.13-16: admit the received updates, aggregate them, select Alice's model.
 
-What it does   `aggregate_together` computes the aggregations of many runs as one batched computation (torch.vmap)
+What it does   `aggregate_together` aggregates many runs in one batched computation (torch.vmap)
 When           on a GPU, for runs of one algorithm and one number of agents; a CPU aggregates one run after another
 What it gains  1.2 x on the MNIST table, 4.7 x on the digits grid
 """
@@ -27,7 +27,7 @@ from waffle_fl.update_encoding import Header, UpdateCollector, seal
 
 
 class Registered(NamedTuple):
-    """What the server knows of a federation before any update arrives; tensors, so that many can be stacked."""
+    """What the server knows about a federation before any update arrives; tensors, so that many can be stacked."""
 
     samples: Tensor  # (N,)
     steps: Tensor  # (N,), K_i as planned
@@ -52,7 +52,7 @@ class Aggregated(NamedTuple):
 
 
 def registered(federation: Federation, settings: RoundSettings, device: torch.device) -> Registered:
-    """Sample counts, planned steps and Alice's number, on the device."""
+    """Return sample counts, planned steps and Alice's index, on the device."""
     samples = federation.samples.to(device)
     counts = [batches_per_epoch(n, settings.batch_size, settings.remainder) for n in federation.samples.tolist()]
     steps = settings.epochs * torch.tensor(counts, device=device)
@@ -60,27 +60,27 @@ def registered(federation: Federation, settings: RoundSettings, device: torch.de
 
 
 def receive(spec: RunSpec, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
-    """The updates after an attack and after the wire, where the run has them."""
+    """Return the updates as the server receives them: after the run's attack and its transport, if it has any."""
     present = known.samples > 0
     if spec.tamper:
-        up = spec.tamper(tree_map(torch.clone, up), r)  # it may keep tensors that workers write over
+        up = spec.tamper(tree_map(torch.clone, up), r)  # cloned: it may keep tensors that workers overwrite
     if not spec.post:
         return Arrived(up, present, [])
     steps = known.steps.tolist()
-    envelope = Header(f"simulation {spec.seed}", r, model.fingerprint())
-    inbox = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, envelope, steps)
+    header = Header(f"simulation {spec.seed}", r, model.fingerprint())
+    collector = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, header, steps)
     for agent in range(spec.federation.agents):
-        for reply in spec.post(agent, r, seal(up, agent, envelope, steps[agent])):
-            inbox.deliver(agent, reply)
-    received, arrived = inbox.updates(type(up))
+        for reply in spec.post(agent, r, seal(up, agent, header, steps[agent])):
+            collector.deliver(agent, reply)
+    received, arrived = collector.updates(type(up))
     up = type(up)(*(value.to(model.device) for value in received))
-    return Arrived(up, present & arrived.to(model.device), inbox.log)
+    return Arrived(up, present & arrived.to(model.device), collector.log)
 
 
 def admit(
     algorithm: Algorithm, server: Any, up: Any, present: Tensor, known: Registered, r: int, settings: RoundSettings
 ) -> tuple[Any, Round, Tensor]:
-    """The updates without those that were rejected, the facts of the round, and a reason code per agent."""
+    """Return the updates without the rejected ones, the facts of the round, and a reason code per agent."""
     guard = settings.guard
     c_new = None
     if guard != "off" and hasattr(algorithm, "new_control_variates"):
@@ -103,7 +103,7 @@ def admit(
 
 
 def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, alice: Tensor) -> dict[str, Tensor]:
-    """What the record tells of an aggregation: the algorithm's own information, Alice's weights, norms of updates."""
+    """Return what is recorded about an aggregation: the algorithm's `info`, Alice's weights, norms of the updates."""
     measured = {k: torch.as_tensor(v, dtype=torch.float64, device=alice.device) for k, v in info._asdict().items()}
     if hasattr(algorithm, "relations"):
         measured["weights"] = row_of(algorithm.relations(server), alice)
@@ -123,7 +123,7 @@ def aggregate(
     present: Tensor,
     known: Registered,
 ) -> Aggregated:
-    """A2.13-16 for one run; an agent whose update was not taken as it was sent keeps the state it had before."""
+    """A2.13-16 for one run; an agent whose update was rejected or clipped keeps its previous state."""
     up, now, codes = admit(algorithm, server, up, present, known, r, settings)
     server, info = algorithm.aggregate(server, up, now)
     agents = where_rows(now.intact, agents, before)
@@ -134,20 +134,20 @@ def aggregate(
 
 
 def applies(model: FlatModel) -> bool:
-    """Is one batched aggregation faster than one after another?"""
+    """Whether one batched aggregation is faster than one after another."""
     return model.device.type == "cuda"
 
 
 def aggregate_together(
     algorithm: Algorithm, r: int, settings: RoundSettings, runs: Sequence[tuple[Any, ...]]
 ) -> list[Aggregated]:
-    """`aggregate` for runs of one size under one algorithm, as a single batched computation."""
+    """Run `aggregate` for runs of one algorithm and size as a single batched computation."""
     stacked = [tree_map(lambda *fields: torch.stack(fields), *states) for states in zip(*runs, strict=True)]
     done = torch.vmap(partial(aggregate, algorithm, r, settings))(*stacked)
     return [tree_map(itemgetter(i), done) for i in range(len(runs))]
 
 
 def screened_of(codes: Sequence[float], names: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
-    """Why an agent's update was not taken as it was sent; an agent without samples sends none."""
+    """Return, by agent, why its update was rejected or clipped; agents without samples send none and are left out."""
     found = zip(names, codes, samples, strict=True)
     return {name: REASONS[int(code)] for name, code, count in found if code != OK and count}

@@ -1,4 +1,4 @@
-"""How numbers are computed while an engine works: on one thread, with products as the precision says."""
+"""Context managers that fix how an engine computes: one thread per row, matrix products in the given precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread computes a row, so that its bits do not depend on the machine's cores."""
+    """Use one torch thread, so that a row's bits do not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """Matrix products as the precision says, and the same bits every time."""
+    """Compute matrix products in the given precision, and deterministically."""
     flags = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic)
     fast = precision in ("tf32", "bf16")
     _set_products(fast, fast, True)

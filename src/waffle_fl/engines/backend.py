@@ -1,14 +1,14 @@
-"""The interface of everything that computes rounds fast, and the order in which a round uses it.
+"""The interface of a fast backend, and the order in which a round calls it.
 
-A backend trains the rows of some runs, aggregates the runs and evaluates their models. What makes it fast lies in
-modules of their own, each of which says what it does, when it applies and what it gains:
+A backend trains the rows of some runs, aggregates the runs and evaluates their models. Each optimisation is a separate
+module; its docstring says what it does, when it applies and what it gains:
 
 row_training      agents as rows of one stack     helper_agents    agents whose own model is not needed
 cuda_graphs       a round's steps, replayed       shared_training  runs that can share one training
 aggregation       many runs in one computation    workers          processes, by runs or by rows
 evaluation        many models in one pass
 
-Each has a function `applies`, so that `benchmarks/ablation.py` can switch it off. All agree with `loop.py`.
+Most have a function `applies`; `benchmarks/ablation.py` switches each one off in turn. All agree with `loop.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Compute: TypeAlias = Callable[[Work], list[Aggregated]]
 
 
 def round_of(backend: Backend) -> Compute:
-    """The function that computes a whole round with this backend."""
+    """Return the function that computes a whole round with this backend."""
 
     def compute(work: Work) -> list[Aggregated]:
         trained = backend.train(work)

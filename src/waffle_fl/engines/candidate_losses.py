@@ -14,14 +14,14 @@ from waffle_fl.batches import Batches
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
-SAMPLES = 512  # of an agent, at most, that its models are judged by
-WIDTH = 128  # samples at a time, so that a row's bits depend on no other's number of them
+SAMPLES = 512  # at most so many samples of an agent evaluate its candidates
+WIDTH = 128  # fixed batch size, so that a row's bits do not depend on the sample counts of other rows
 
 
 class CandidateLosses:
-    """The samples on which each row evaluates models: training data, or validation data where the method asks for it.
+    """Evaluates candidate models on samples of each row: training data, or validation data if the method says so.
 
-    For a method without `candidates` it does nothing.
+    Does nothing for a method without `candidates`.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class CandidateLosses:
         if self._candidates is None:
             return
         held_out = getattr(algorithm, "scored_on", "training") == "validation"
-        judged = [replace(f, train=tuple(_some(part) for part in _judged_by(f, held_out))) for f in federations]
-        self._batches = Batches(judged, seeds, WIDTH, 1, model.dtype, rounds=rounds)
+        scored = [replace(f, train=tuple(_subsample(part) for part in _scored(f, held_out))) for f in federations]
+        self._batches = Batches(scored, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
     def into(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
-        """Return `down` with the mean loss of each candidate, by the labels of round r, in its field `losses`."""
+        """Return `down` with each candidate's mean loss under the labels of round r in its field `losses`."""
         if self._candidates is None or not any(self._batches.lengths[rows]):
             return down
         nets = self._candidates(down, agents)
@@ -57,11 +57,11 @@ class CandidateLosses:
         return down._replace(losses=total / count.clamp(min=1))
 
 
-def _judged_by(federation: Federation, held_out: bool) -> list[Tensor]:
+def _scored(federation: Federation, held_out: bool) -> list[Tensor]:
     pairs = zip(federation.train, federation.validation, strict=True)
     return [validation if held_out and len(validation) else train for train, validation in pairs]
 
 
-def _some(rows: Tensor) -> Tensor:
-    """At most SAMPLES of them, evenly spaced."""
+def _subsample(rows: Tensor) -> Tensor:
+    """Return at most SAMPLES of the rows, evenly spaced."""
     return rows[:: max(1, -(-len(rows) // SAMPLES))]

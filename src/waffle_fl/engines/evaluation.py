@@ -1,8 +1,8 @@
-"""Backend part: the models of many Alices, evaluated on their own held-out data.
+"""Backend part: the models of many Alices, each evaluated on her held-out data.
 
 What it does   on a GPU pads the test sets of many runs to one length and evaluates their models in one stacked pass;
                on a CPU divides a large test set among threads
-When           the model stacks, or there are several cores; bits on a CPU do not depend on the number of threads
+When           the model can be stacked, or there are several cores; bits on a CPU do not depend on the thread count
 What it gains  stacked: 1.5 x on the digits grid; threads: 1.3 x on LeNet-5, 10,000 test images
 """
 
@@ -21,88 +21,90 @@ from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
 SCORE_ROWS = 2000
-CACHED_ROWS = 500  # more do not fit a CPU's cache, and take nearly twice as long a sample
-Answer = Callable[[Tensor], Tensor]  # samples -> what is said of them
-Each = Callable[..., Iterable[Any]]  # map, or what does the same on several cores
+CACHED_ROWS = 500  # larger batches exceed a CPU's cache and take nearly twice as long per sample
+Predictor = Callable[[Tensor], Tensor]  # samples -> outputs
+Mapper = Callable[..., Iterable[Any]]  # map, or a parallel equivalent
 
 
-def answering(algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, moment: float = 1.0) -> Answer:
-    """How Alice answers samples: as her model does, or as the algorithm does with her training data at hand."""
+def predictor_of(
+    algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, progress: float = 1.0
+) -> Predictor:
+    """Return Alice's predictor: her model, or the algorithm's `answer`, which also uses her training data."""
     answer = getattr(algorithm, "answer", None)
     if answer is None:
         return partial(model.predict, *net)
     own = federation.train[federation.alice]
     parts = (federation.x[part].to(model.device, model.dtype) for part in torch.split(own, SCORE_ROWS))
     known = torch.cat([model.features(*net, x)[1] for x in parts])
-    labels = federation.labels(federation.alice, own, moment).to(model.device)
+    labels = federation.labels(federation.alice, own, progress).to(model.device)
     return lambda x: answer(*model.features(*net, x), known, labels)  # type: ignore[no-any-return]
 
 
 def score(
-    model: FlatModel, answer: Answer, federation: Federation, rows: Tensor, moment: float = 0.0, each: Each = map
+    model: FlatModel, answer: Predictor, federation: Federation, rows: Tensor, progress: float = 0.0, each: Mapper = map
 ) -> dict[str, Tensor]:
-    """Accuracy, or the error of a regression in its target's own unit, and mean loss of one model on these samples.
+    """Return the accuracy (regression: RMSE in the target's unit) and mean loss of one model on these samples.
 
-    `each` may count several parts of the samples at the same time; they are added up in their order.
+    `each` may process parts of the samples in parallel; the results are added in order.
     """
     correct, total = (torch.zeros((), dtype=torch.float64, device=model.device) for _ in range(2))
     parts = torch.split(rows, SCORE_ROWS if model.device.type == "cuda" else CACHED_ROWS)
-    for right, lost in each(partial(_counted, model, answer, federation, moment), parts):
+    for right, lost in each(partial(_count, model, answer, federation, progress), parts):
         correct, total = correct + right, total + lost
-    return _graded(federation, correct / len(rows), total / len(rows))
+    return _named_scores(federation, correct / len(rows), total / len(rows))
 
 
 @torch.no_grad()
-def _counted(
-    model: FlatModel, answer: Answer, federation: Federation, moment: float, rows: Tensor
+def _count(
+    model: FlatModel, answer: Predictor, federation: Federation, progress: float, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many of these samples are answered rightly, and the sum of their losses."""
+    """Return the number of correct predictions and the sum of the losses."""
     output = answer(federation.x[rows])
-    target = federation.labels(federation.alice, rows, moment)
+    target = federation.labels(federation.alice, rows, progress)
     right = output.argmax(dim=1) == target if output.ndim == 2 else torch.zeros_like(target)
     return right.sum(), model.losses(output, target).double().sum()
 
 
-def _graded(federation: Federation, accuracy: Tensor, loss: Tensor) -> dict[str, Tensor]:
-    """Numbers that were predicted have no accuracy but an error, told in the target's own unit."""
+def _named_scores(federation: Federation, accuracy: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """Return the scores by name; a regression has an RMSE in the target's unit instead of an accuracy."""
     if federation.task == "regression":
         return {"rmse": federation.unit * loss.sqrt(), "loss": loss}
     return {"accuracy": accuracy, "loss": loss}
 
 
 class StackedTestSets:
-    """The held-out samples of many Alices, padded to one length, so that all their models are scored in one pass."""
+    """Held-out samples of many Alices, padded to one length, so that all their models are scored in one pass."""
 
     def __init__(self, federations: Sequence[Federation], parts: Sequence[Tensor]) -> None:
         self.federations, self.x = federations, federations[0].x
         self.rows = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-        self._still = all(f.later is None for f in federations)
-        self._target = self._called(0.0)
+        self._labels_are_fixed = all(f.later is None for f in federations)
+        self._target = self._labels_at(0.0)
         lengths = torch.tensor([len(part) for part in parts], device=self.rows.device)
         self.lengths = lengths.double()
-        self.held = torch.arange(self.rows.shape[1], device=self.rows.device) < lengths[:, None]
+        self.mask = torch.arange(self.rows.shape[1], device=self.rows.device) < lengths[:, None]
 
-    def _called(self, moment: float) -> Tensor:
+    def _labels_at(self, progress: float) -> Tensor:
         pairs = zip(self.federations, self.rows, strict=True)
-        return torch.stack([f.labels(f.alice, rows, moment) for f, rows in pairs])
+        return torch.stack([f.labels(f.alice, rows, progress) for f, rows in pairs])
 
     @torch.no_grad()
-    def score(self, model: FlatModel, nets: Sequence[Net], moment: float = 0.0) -> list[dict[str, Tensor]]:
-        target = self._target if self._still else self._called(moment)
+    def score(self, model: FlatModel, nets: Sequence[Net], progress: float = 0.0) -> list[dict[str, Tensor]]:
+        target = self._target if self._labels_are_fixed else self._labels_at(progress)
         output = model.predict_rows(torch.stack([net.params for net in nets]), self.x[self.rows])
-        losses = model.losses(output.flatten(0, 1), target.flatten()).view(self.held.shape).double()
-        right = (output.argmax(dim=2) == target) & self.held if output.ndim == 3 else torch.zeros_like(self.held)
-        accuracy, loss = right.sum(dim=1) / self.lengths, torch.where(self.held, losses, 0.0).sum(dim=1) / self.lengths
-        return [_graded(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
+        losses = model.losses(output.flatten(0, 1), target.flatten()).view(self.mask.shape).double()
+        right = (output.argmax(dim=2) == target) & self.mask if output.ndim == 3 else torch.zeros_like(self.mask)
+        accuracy, loss = right.sum(dim=1) / self.lengths, torch.where(self.mask, losses, 0.0).sum(dim=1) / self.lengths
+        return [_named_scores(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
 
 
 def applies(model: FlatModel) -> bool:
-    """Are many models evaluated in one pass?"""
+    """Whether many models are evaluated in one pass."""
     return model.stacked and model.device.type == "cuda"
 
 
 class Evaluator:
-    """Evaluates Alices' models: on a GPU those that stack in one pass, on a CPU one after another."""
+    """Evaluates models of many Alices: on a GPU in one pass if they can be stacked, otherwise one after another."""
 
     def __init__(self, model: FlatModel, cores: int = 1) -> None:
         self.model, self._cores = model, cores
@@ -110,7 +112,7 @@ class Evaluator:
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """End the threads; they come back when they are needed."""
+        """Stop the threads; they start again when needed."""
         if self._pool:
             self._pool.shutdown()
         self._pool = None
@@ -127,25 +129,27 @@ class Evaluator:
         algorithms: Sequence[Algorithm],
         federations: Sequence[Federation],
         nets: Sequence[Net],
-        moment: float,
+        progress: float,
     ) -> list[dict[str, Tensor]]:
-        """Each Alice's model on her own test data, and on validation data where she has some, as she sees them now."""
-        scores = self.score(algorithms, federations, [f.test[f.alice] for f in federations], nets, moment)
-        judged = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
-        requested, theirs = [algorithms[k] for k in judged], [federations[k] for k in judged]
-        more = self.score(requested, theirs, [f.validation[f.alice] for f in theirs], [nets[k] for k in judged], moment)
-        for k, found in zip(judged, more, strict=True):
+        """Score each Alice's model on her test data and, if present, her validation data, with her current labels."""
+        scores = self.score(algorithms, federations, [f.test[f.alice] for f in federations], nets, progress)
+        with_validation = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
+        methods, others = [algorithms[k] for k in with_validation], [federations[k] for k in with_validation]
+        more = self.score(
+            methods, others, [f.validation[f.alice] for f in others], [nets[k] for k in with_validation], progress
+        )
+        for k, found in zip(with_validation, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
         attacked = [(k, f, f.backdoor) for k, f in enumerate(federations) if f.backdoor is not None]
-        stamped = self.score(
+        backdoor_scores = self.score(
             [algorithms[k] for k, *_ in attacked],
             [f for _, f, _ in attacked],
             [rows for *_, rows in attacked],
             [nets[k] for k, *_ in attacked],
-            moment,
+            progress,
         )
-        for (k, *_), found in zip(attacked, stamped, strict=True):
-            scores[k]["backdoor"] = found["accuracy"]  # how often the stamp has its way
+        for (k, *_), found in zip(attacked, backdoor_scores, strict=True):
+            scores[k]["backdoor"] = found["accuracy"]  # success rate of the backdoor attack
         return scores
 
     def score(
@@ -154,9 +158,9 @@ class Evaluator:
         federations: Sequence[Federation],
         parts: Sequence[Tensor],
         nets: Sequence[Net],
-        moment: float,
+        progress: float,
     ) -> list[dict[str, Tensor]]:
-        """Accuracy and loss of each net on its part of the samples."""
+        """Return accuracy and loss of each net on its part of the samples."""
         groups: dict[Any, list[int]] = {}
         for k, (algorithm, federation) in enumerate(zip(algorithms, federations, strict=True)):
             together = applies(self.model) and not hasattr(algorithm, "answer")
@@ -165,11 +169,11 @@ class Evaluator:
         for group in groups.values():
             if len(group) == 1:
                 (k,) = group
-                answer = answering(algorithms[k], self.model, nets[k], federations[k], moment)
-                found[k] = score(self.model, answer, federations[k], parts[k], moment, self._each)
+                answer = predictor_of(algorithms[k], self.model, nets[k], federations[k], progress)
+                found[k] = score(self.model, answer, federations[k], parts[k], progress, self._each)
                 continue
             key = tuple(id(parts[k]) for k in group)
             if key not in self._known:
                 self._known[key] = StackedTestSets([federations[k] for k in group], [parts[k] for k in group])
-            found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group], moment), strict=True)
+            found |= zip(group, self._known[key].score(self.model, [nets[k] for k in group], progress), strict=True)
         return [found[k] for k in range(len(nets))]

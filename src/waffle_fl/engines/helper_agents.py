@@ -1,7 +1,8 @@
-"""Backend part: agents whose own model is not needed train only what the server needs of them.
+"""Backend part: agents whose own model is not needed train only what the server needs from them.
 
 What it does   trains the agents whose models are needed with the method, all others with its cheaper `helper`
-When           a run is for some agents (`Cell.asked`) and its method has a helper, as FedAvg is APFL's and Ditto's
+When           a run needs the models of some agents only (`RunSpec.requested`) and its method has a helper, as APFL
+               and Ditto have FedAvg
 What it gains  1.5 x on LeNet-5, APFL
 """
 
@@ -25,7 +26,7 @@ def applies(specs: Sequence[RunSpec]) -> bool:
 
 
 def helping(specs: Sequence[RunSpec]) -> list[list[int]]:
-    """The agents of each run that only help; none where all models are needed, or the method has no helper."""
+    """Return the agents of each run that only help; none if all models are needed or the method has no helper."""
     return [
         [i for i in range(spec.federation.agents) if i not in spec.requested]
         if spec.requested is not None and hasattr(spec.algorithm, "helper")
@@ -35,7 +36,7 @@ def helping(specs: Sequence[RunSpec]) -> list[list[int]]:
 
 
 class TwoTrainings:
-    """A training in two parts, for the agents whose models are needed and for their helpers; used as a RowTraining."""
+    """Two trainings with the interface of one RowTraining: agents whose models are needed, and agents that help."""
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class TwoTrainings:
         self._rows = [_on(model.device, some) for some in requested]
         self._helpers = [_on(model.device, some) for some in helpers]
         self._orders = [torch.cat(pair).argsort() for pair in zip(self._rows, self._helpers, strict=True)]
-        self._kept = helper.init(model.init(0), 1)[1]  # what a helper keeps: nothing, or its velocity
+        self._kept = helper.init(model.init(0), 1)[1]  # the state a helper keeps: nothing, or its velocity
 
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
-        """As `RowTraining.round`; of the agents that only help, only the helper's own state changes."""
+        """Like `RowTraining.round`; for agents that only help, only the helper's state changes."""
         states = zip(given, self._rows, strict=True)
         requested = [(_picked(down, rows), _picked(agents, rows)) for (down, agents), rows in states]
         states = zip(given, self._helpers, strict=True)
@@ -85,12 +86,12 @@ def _replaced(state: Any, rows: Tensor, new: Any) -> Any:
 
 
 def _common(state: Any, like: Any) -> Any:
-    """The fields of a state that another type of state has too, as that type."""
+    """Return the fields that a state has in common with `like`, as the type of `like`."""
     return type(like)(*(getattr(state, name) for name in like._fields))
 
 
 def _updated(state: Any, rows: Tensor, some: Any) -> Any:
-    """The state with rows of some of its fields replaced."""
+    """Return the state with rows of some of its fields replaced."""
     new = {name: getattr(state, name).index_copy(0, rows, value) for name, value in some._asdict().items()}
     return state._replace(**new)
 

@@ -61,7 +61,7 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
 
 
 class AgentTraining:
-    """The training of single agents: mini-batches in the run's order, gradients by autograd on the module itself."""
+    """Trains single agents: mini-batches in the run's order, gradients by autograd on the module itself."""
 
     def __init__(self, algorithm: Algorithm, model: FlatModel, spec: RunSpec, s: RoundSettings) -> None:
         self.algorithm, self.model = algorithm, model
@@ -72,13 +72,13 @@ class AgentTraining:
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 
     def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
-        """A2.5-12 for agent i: its state after the round, and its update."""
+        """A2.5-12 for agent i: return its state after the round, and its update."""
         algorithm, row = self.algorithm, slice(i, i + 1)
         down = self.losses.into(down, agents, row, r)  # for methods that choose among models
         local = algorithm.begin(down, agents)  # A2.5
         if hasattr(algorithm, "rehearse") and hasattr(
             algorithm, "rehearsed"
-        ):  # for methods that adapt where they start
+        ):  # for methods that adapt their starting point
             epoch = self.batches.steps[i] // self.batches.epochs
             for grad in self._gradients(row, r, attempt, math.ceil(algorithm.rehearsed * epoch)):
                 local = algorithm.rehearse(local, grad)
@@ -87,7 +87,7 @@ class AgentTraining:
         return algorithm.finish(down, agents, local)  # A2.9-12
 
     def _gradients(self, row: slice, r: int, attempt: int, steps: int) -> Iterator[Grad]:
-        """The gradient functions of the round's first mini-batches, one after another."""
+        """Yield the gradient functions of the round's first `steps` mini-batches."""
         if not steps:  # an agent without samples
             return
         plan, sizes = self.batches.plan(r, attempt, row), self.batches.sizes(row, padded=False)

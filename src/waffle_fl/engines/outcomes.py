@@ -1,4 +1,4 @@
-"""From the measurements of a round to its outcome in plain numbers."""
+"""Turn the measurements of a round into its Outcome, in plain numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
 def outcome_of(
     index: int, spec: RunSpec, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
 ) -> Outcome:
-    """The outcome of a round; one that Alice could not train has an error and leaves the state as it was."""
+    """Return the outcome of a round; if Alice's update is not finite it has an error and keeps the state `before`."""
     names, alice = spec.federation.names, spec.federation.alice
     received, codes, refused = measured.pop("received"), measured.pop("codes"), measured.pop("refused", [])
     for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
@@ -39,15 +39,15 @@ def outcome_of(
 
 
 def diverged(r: int, alice: str) -> Diverged:
-    """The error of a run whose Alice has sent no finite update."""
+    """Return the error of a run whose Alice sent no finite update."""
     return Diverged(
         f"round {r}: the training of Alice ({alice}) diverged (no finite update in {ATTEMPTS} attempts): "
-        "lower lr, or set clip; the rounds before are kept"
+        "lower lr, or set clip; earlier rounds are kept"
     )
 
 
 def to_numbers(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All tensors of all runs as plain numbers, fetched from the device in one transfer."""
+    """Convert all tensors of all runs to plain numbers, in one transfer from the device."""
     tensors = [value for entry in measured for value in entry.values() if isinstance(value, Tensor)]
     numbers = iter(torch.cat([t.double().flatten() for t in tensors]).tolist())
 

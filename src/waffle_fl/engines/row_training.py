@@ -1,8 +1,8 @@
-"""Backend part: the agents of many federations as rows of one stack, trained a round at a time.
+"""Backend part: the agents of many federations as rows of one stack, trained one round at a time.
 
-What it does   trains all rows step by step together; large models, or convolutions on a CPU, one row after another;
-               divides long rounds among worker processes by rows
-When           always; `FlatModel.stacked` says whether rows are stacked, `workers` how many processes there may be
+What it does   trains all rows together, step by step; large models and convolutions on a CPU one row after another;
+               divides the rows of long rounds among worker processes
+When           always; `FlatModel.stacked` says whether rows are stacked, `workers` limits the number of processes
 What it gains  5.3 x on the digits grid
 """
 
@@ -22,14 +22,14 @@ from waffle_fl.engines import cuda_graphs
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs, one_step
 from waffle_fl.engines.tree import rows_of, stack, stack_into, tree_map, where_rows
-from waffle_fl.engines.workers import Hiring, Workers, shared
+from waffle_fl.engines.workers import WorkerPolicy, Workers, shared
 from waffle_fl.models import FlatModel
 
 CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 24 << 30}
 
 
 class RowTraining:
-    """The training of a fixed set of rows, so that each worker process can own some of them."""
+    """Trains a fixed set of rows, so that each worker process can own some of them."""
 
     def __init__(
         self,
@@ -43,46 +43,46 @@ class RowTraining:
     ) -> None:
         self.algorithm, self.model, self.batches, self._graphs = algorithm, model, batches, graphs
         self._losses = losses
-        self._edges = _edges(sizes)
-        self._hiring = Hiring(min(cores, len(batches.lengths)))
-        self._like: list[Any] = []  # what a round's rows look like: down, agents, agents afterwards, up
+        self._run_slices = _run_slices(sizes)
+        self._policy = WorkerPolicy(min(cores, len(batches.lengths)))
+        self._templates: list[Any] = []  # states with a round's shapes: down, agents, agents afterwards, up
         self._shared: list[Any] = []
         self._workers: Workers | None = None
 
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
-        """A2.5-12: from (what a federation sends down, what its agents hold) to (what they hold then, what they send).
+        """A2.5-12: for each federation, map (down, agents' states) to (agents' states afterwards, updates).
 
-        Workers write their results over those of the round before.
+        Workers overwrite the results of the previous round.
         """
-        if not self._workers and self._hiring.pays(rounds_left):
-            self._hire()
+        if not self._workers and self._policy.pays(rounds_left):
+            self._start_workers()
         if self._workers:
-            for runtime, states in zip(self._shared, zip(*given, strict=True), strict=False):
-                stack_into(runtime, states)
+            for target, states in zip(self._shared, zip(*given, strict=True), strict=False):
+                stack_into(target, states)
             self._workers(r, attempt)
             agents, up = self._shared[2:]
         else:
-            with self._hiring.watched():
+            with self._policy.timed():
                 down, before = (stack(states) for states in zip(*given, strict=True))
                 trained = [self._train(down, before, r, attempt, chunk) for chunk in self._chunks(1, down)]
                 agents, up = (stack(states) for states in zip(*trained, strict=True))
-                self._like = [down, before, agents, up]
-        return [(rows_of(agents, rows), rows_of(up, rows)) for rows in self._edges]
+                self._templates = [down, before, agents, up]
+        return [(rows_of(agents, rows), rows_of(up, rows)) for rows in self._run_slices]
 
     def close(self) -> None:
         if self._workers:
             self._workers.close()
 
-    def _hire(self) -> None:
-        self._shared = [shared(state) for state in self._like]
+    def _start_workers(self) -> None:
+        self._shared = [shared(state) for state in self._templates]
         down, agents, *made = self._shared
-        shares = self._hiring.cores
+        shares = self._policy.cores
         chunks = self._chunks(shares, down)
 
         def work(share: int, r: int, attempt: int) -> None:
             for chunk in chunks[share::shares]:
-                for runtime, state in zip(made, self._train(down, agents, r, attempt, chunk), strict=True):
-                    tree_map(lambda out, rows: out.copy_(rows), rows_of(runtime, chunk), state)
+                for target, state in zip(made, self._train(down, agents, r, attempt, chunk), strict=True):
+                    tree_map(lambda out, rows: out.copy_(rows), rows_of(target, chunk), state)
 
         self._workers = Workers(work, shares)
 
@@ -92,14 +92,14 @@ class RowTraining:
         down = self._losses.into(down, agents, rows, r)
         local = self.algorithm.begin(down, agents)  # A2.5
         if hasattr(self.algorithm, "rehearse") and hasattr(self.algorithm, "rehearsed"):
-            local = self._rehearsed(self.algorithm.rehearse, self.algorithm.rehearsed, local, r, attempt, rows)
+            local = self._rehearse(self.algorithm.rehearse, self.algorithm.rehearsed, local, r, attempt, rows)
         local = self._steps(local, r, attempt, rows)  # A2.6-8
         return self.algorithm.finish(down, agents, local)  # A2.9-12
 
-    def _rehearsed(
+    def _rehearse(
         self, rehearse: Callable[..., Any], share: float, local: Any, r: int, attempt: int, rows: slice
     ) -> Any:
-        """The first mini-batches of the round, on which an algorithm may adapt where it starts; they train nothing."""
+        """Run `rehearse` on the round's first mini-batches: the algorithm adapts its starting point, nothing trains."""
         plan, sizes = self.batches.plan(r, attempt, rows), self.batches.sizes(rows, padded=self.model.stacked)
         counts = [math.ceil(share * steps / self.batches.epochs) for steps in self.batches.steps[rows]]
         last = torch.tensor(counts, device=self.model.device)
@@ -109,7 +109,7 @@ class RowTraining:
         return local
 
     def _steps(self, local: Any, r: int, attempt: int, rows: slice) -> Any:
-        """All mini-batches of a round, for the rows of one chunk."""
+        """Train the rows of one chunk on all mini-batches of a round."""
         plan, steps = self.batches.plan(r, attempt, rows), self.batches.steps[rows]
         sizes, together = self.batches.sizes(rows, padded=self.model.stacked), min(steps)
         if cuda_graphs.applies(self.model):
@@ -120,20 +120,23 @@ class RowTraining:
         return local
 
     def _chunks(self, shares: int, down: Any) -> list[slice]:
-        """Rows that train together: a share, or as many as memory holds; unstacked, as many alike as go abreast."""
+        """Return the chunks of rows that train together.
+
+        Stacked: one share, or as many rows as fit in memory. Unstacked: up to `model.parallel_rows` equally long rows.
+        """
         lengths = self.batches.lengths
         if not self.model.stacked:
-            alike = _edges([len(list(group)) for _, group in groupby(lengths)])
-            return [chunk for rows in alike for chunk in _cut(rows, self.model.abreast)]
+            equal_lengths = _run_slices([len(list(group)) for _, group in groupby(lengths)])
+            return [chunk for rows in equal_lengths for chunk in _split(rows, self.model.parallel_rows)]
         row_bytes = max(16 * self.model.size * self.model.dtype.itemsize, 4 * sum(field[0].nbytes for field in down))
         most = max(1, CHUNK_BYTES[self.model.device.type] // row_bytes)
-        return _cut(slice(0, len(lengths)), min(most, -(-len(lengths) // shares)))
+        return _split(slice(0, len(lengths)), min(most, -(-len(lengths) // shares)))
 
 
-def _edges(sizes: Sequence[int]) -> list[slice]:
+def _run_slices(sizes: Sequence[int]) -> list[slice]:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _cut(rows: slice, size: int) -> list[slice]:
+def _split(rows: slice, size: int) -> list[slice]:
     return [slice(i, min(i + size, rows.stop)) for i in range(rows.start, rows.stop, size)]

@@ -1,4 +1,4 @@
-"""What a simulation takes and gives: a Cell is one run, an Outcome is the result of one of its rounds."""
+"""Inputs and outputs of a simulation: a RunSpec is one run, an Outcome is the result of one of its rounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
 from waffle_fl.models import FlatModel
 
-Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> what arrives at the server
-Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> what arrives under its name
+Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> updates that arrive at the server
+Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
 
 
 class State(NamedTuple):
-    """Everything a federation carries from round to round."""
+    """Everything that a run keeps from round to round."""
 
     server: Any
     agents: Any
@@ -27,7 +27,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """How the rounds of a simulation are computed, the same for all of its runs."""
+    """Settings of the rounds, shared by all runs of a simulation."""
 
     rounds: int = parameter(MISSING, at_least(1))
     batch_size: int = parameter(32, at_least(1))
@@ -47,9 +47,9 @@ class RunSpec:
     algorithm: Algorithm
     federation: Federation
     seed: int
-    state: State | None = None  # where to resume; None starts from a random model
-    tamper: Tamper | None = None  # changes the updates on their way, as tensors
-    post: Transport | None = None  # changes them as bytes: every update is packed, posted and unpacked
+    state: State | None = None  # the state to resume from; None starts from a random model
+    tamper: Tamper | None = None  # changes the updates in transit, as tensors
+    post: Transport | None = None  # changes them as bytes: every update is packed, passed through it and unpacked
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
     requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
 
@@ -66,16 +66,16 @@ class RunSpec:
 
 
 class Measured(TypedDict, total=False):
-    """The measurements of one round, as `rounds.jsonl` and `Outcome.measured` hold them; None is not finite."""
+    """The measurements of one round, as in `rounds.jsonl` and `Outcome.measured`; None means not finite."""
 
     round: int  # 1-based
     accuracy: float  # of Alice's model on her test data (classification)
     rmse: float | None  # the same for regression, in the target's unit
     loss: float | None  # mean loss on Alice's test data
-    validation_accuracy: float  # the same on her validation data, where she has some
+    validation_accuracy: float  # the same on her validation data, if she has any
     validation_rmse: float | None
     validation_loss: float | None
-    backdoor: float  # share of stamped samples that the backdoor attack misclassifies as it wants
+    backdoor: float  # share of stamped samples that are classified as the backdoor attack intends
     weights: list[float]  # each agent's weight in Alice's model
     alpha: list[float]  # WAFFLE: this round's own weights, before smoothing
     distances: list[float]  # WAFFLE: d_i of Algorithm 1
@@ -85,7 +85,7 @@ class Measured(TypedDict, total=False):
     screened: dict[str, str]  # agents whose update was rejected or clipped, and why
     refused: list[list[str]]  # messages that could not be read: agent, reason
     attackers_weight: float  # sum of the attackers' weights
-    seconds: float  # of computing this round
+    seconds: float  # computing time of this round
 
 
 @dataclass(frozen=True)
@@ -95,31 +95,31 @@ class Outcome:
     index: int  # of the run in the list given to `simulate`
     round: int
     measured: Measured
-    state: State  # after this round; a Cell that is given it resumes here
+    state: State  # after this round; a RunSpec with this state resumes here
     attempt: int = 0  # rejected attempts before this one
     error: Diverged | None = None  # why the run ends here
 
 
 def prepared(model: FlatModel, federation: Federation) -> FlatModel:
-    """The model, which has seen two samples of the federation and knows how it trains."""
+    """Return the model after `FlatModel.prepared` with two samples of the federation."""
     some = federation.train[federation.alice][:2]
     return model.prepared(federation.x[some], federation.y[some]) if len(some) else model
 
 
 def fitted(spec: RunSpec, model: FlatModel) -> RunSpec:
-    """The cell with its algorithm prepared for the model's layers."""
+    """Return the spec with its algorithm prepared for the model's layers."""
     return replace(spec, algorithm=for_model(spec.algorithm, model.layers))
 
 
 def own_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
-    """Alice's model in this state."""
+    """Return Alice's model in this state."""
     alice, algorithm = spec.federation.alice, fitted(spec, model).algorithm
     net = algorithm.personal(state.server, state.agents, spec.federation.agents)
     return Net(net.params[alice], net.stats[alice])
 
 
 def on_device(specs: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:
-    """The cells with their data where the model is; what some of them share is moved once and goes on being shared."""
+    """Return the specs with their data on the model's device; shared tensors are moved once and stay shared."""
     moved: dict[int, Any] = {}
     return [replace(spec, federation=spec.federation.to(model.device, model.dtype, moved)) for spec in specs]
 

@@ -1,4 +1,4 @@
-"""The simulator: many runs at once, on CPU or GPU, by the fast engine or by the readable one (`loop.py`)."""
+"""The simulator: many runs at once, on CPU or GPU, with the fast engine or the readable one (`loop.py`)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def simulate(
 ) -> Iterator[list[Outcome]]:
     """Train the runs together and yield their outcomes, one list per round; diverged runs drop out.
 
-    `start` is the round after which the runs' states stand. `workers` processes at most divide the work on a CPU; 0
-    takes one per core. `engine="loop"` computes every round as the paper prints it, one agent after another.
+    `start` is the number of rounds that the runs' states have completed. At most `workers` processes share the work on
+    a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after another.
     """
     settings = RoundSettings(rounds, batch_size, epochs, augment, guard, remainder)
     if type(start) is not int or not 0 <= start <= rounds:
@@ -62,7 +62,7 @@ def simulate(
     if engine not in get_args(Engine):
         raise WaffleError(f"engine: unknown {engine!r}{suggest(str(engine), get_args(Engine))}")
     if not specs:
-        raise WaffleError("cells: expected at least one Cell, got none")
+        raise WaffleError("specs: expected at least one RunSpec, got none")
     model = prepared(model, specs[0].federation)
     specs = [fitted(spec, model) for spec in specs]
     check_model(specs, model, batch_size, remainder)
@@ -70,37 +70,38 @@ def simulate(
         check_agents(spec.algorithm, spec.federation.agents)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
-    families = shared_training.families_of(specs) if guard == "off" else [[i] for i in range(len(specs))]
-    check_stack([specs[first] for first, *_ in families])
+    groups = shared_training.groups_of(specs) if guard == "off" else [[i] for i in range(len(specs))]
+    check_stack([specs[first] for first, *_ in groups])
     specs, rounds_of = on_device(specs, model), partial(_rounds, model, settings, workers)
-    if len(families) == len(specs):
+    if len(groups) == len(specs):
         return rounds_of(specs, start)
-    return shared_training.once_per_family(rounds_of, families, specs, model, start, rounds)
+    return shared_training.train_once_per_group(rounds_of, groups, specs, model, start, rounds)
 
 
 def check_stack(specs: Sequence[RunSpec]) -> None:
-    """Refuse runs that cannot train in one stack."""
+    """Raise if the runs cannot train in one stack."""
     if len({training_key(spec.algorithm) for spec in specs}) > 1:
         raise WaffleError(
-            "cells in one stack must train their rows alike: give them methods of one kind and the same step settings"
+            "specs: expected runs whose rows train alike, got several kinds of training in one stack: use methods of "
+            "one kind with the same step settings"
         )
 
 
 def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int, remainder: Remainder) -> None:
-    """Refuse batches of one sample for a model with BatchNorm."""
+    """Raise if a model with BatchNorm would get a batch of one sample."""
     if not model.normalises:
         return
     for spec in specs:
         for name, n in zip(spec.federation.names, spec.federation.samples.tolist(), strict=True):
             if n and min(batch_sizes(n, batch_size, remainder)) == 1:
                 raise WaffleError(
-                    f"{name} has {n} samples, so a batch size of {batch_size} makes a mini-batch of one, and "
-                    "BatchNorm cannot normalise a single sample: choose another batch size"
+                    f"{name} has {n} samples, so with batch size {batch_size} one batch has a single sample, which "
+                    "BatchNorm cannot normalise: choose another batch size"
                 )
 
 
 def _loop(specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
-    """The runs by the readable engine, in step with each other."""
+    """Yield the rounds of all runs, computed by the readable engine."""
     runs = [loop.run(spec, model, settings, start, i) for i, spec in enumerate(specs)]
     for _ in range(start, settings.rounds):
         with one_thread(), products(model.precision):
@@ -113,7 +114,10 @@ def _loop(specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, s
 def _rounds(
     model: FlatModel, settings: RoundSettings, workers: int, specs: Sequence[RunSpec], start: int
 ) -> Iterator[list[Outcome]]:
-    """The rounds of the runs by the fast engine; a run whose Alice sends nothing finite in any attempt drops out."""
+    """Yield the rounds of all runs, computed by the fast engine.
+
+    A run drops out when Alice's update is not finite in any attempt.
+    """
     cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
     by_runs = run_workers.applies(specs, model, cores)
     with (

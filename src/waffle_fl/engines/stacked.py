@@ -1,7 +1,7 @@
 """The default backend: the agents of all runs as rows of one stack, on CPU or GPU.
 
-`begin`, `step` and `finish` are row-local, so rows of many federations train together; aggregation is per run. One
-thread computes a row, so its bits depend neither on what else is stacked nor on the machine's cores.
+`begin`, `step` and `finish` are row-local, so rows of many federations train together; aggregation is per run. On a CPU
+one thread computes a row, so its bits depend neither on what else is stacked nor on the number of cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from waffle_fl.models import FlatModel
 
 
 class StackedBackend:
-    """Trains, aggregates and evaluates runs whose data lies on the model's device."""
+    """Trains, aggregates and evaluates runs whose data is on the model's device."""
 
     def __init__(self, specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, cores: int) -> None:
         self.specs, self.model, self.settings, self._cores = specs, model, settings, cores
@@ -33,7 +33,7 @@ class StackedBackend:
         self._trainings: dict[tuple[int, ...], RowTraining | TwoTrainings] = {}
 
     def close(self) -> None:
-        """End all worker processes and threads; they start again when they are needed."""
+        """Stop all worker processes and threads; they start again when needed."""
         for training in self._trainings.values():
             training.close()
         self._trainings = {}
@@ -46,7 +46,7 @@ class StackedBackend:
             for i, (server, agents) in zip(work.runs, work.states, strict=True)
         ]
         if work.runs not in self._trainings:
-            if not work.attempt:  # a run has diverged: the trainings of all runs are over
+            if not work.attempt:  # a run has diverged: trainings of the former set of runs are obsolete
                 self.close()
             self._trainings[work.runs] = self._training(work)
         left = self.settings.rounds - work.r + 1
@@ -55,7 +55,7 @@ class StackedBackend:
     def _training(self, work: Work) -> RowTraining | TwoTrainings:
         s, specs = self.settings, [self.specs[i] for i in work.runs]
         federations, seeds = [spec.federation for spec in specs], [spec.seed for spec in specs]
-        cores = 1 if work.attempt else self._cores  # a few runs that are repeated are soon done
+        cores = 1 if work.attempt else self._cores  # a retry has few runs: workers would not pay
 
         def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
             shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.rounds)
@@ -69,14 +69,14 @@ class StackedBackend:
         return training(specs[0].algorithm, [range(size) for size in sizes])
 
     def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]:
-        """A2.13-16 for every run. Nothing here waits for a GPU, where runs of one kind are aggregated together."""
+        """A2.13-16 for every run. On a GPU runs of one kind are aggregated together, without waiting for the device."""
         inputs, refused = {}, {}
         for i, before, (agents, up) in zip(work.runs, work.states, trained, strict=True):
             arrived = receive(self.specs[i], self.model, up, work.r, self._registered[i])
             inputs[i] = (before.server, before.agents, agents, arrived.up, arrived.present, self._registered[i])
             refused[i] = arrived.refused
         done: dict[int, Aggregated] = {}
-        for algorithm, group in self._alike(work.runs):
+        for algorithm, group in self._by_kind(work.runs):
             several = [inputs[i] for i in group]
             if aggregation.applies(self.model):
                 found = aggregate_together(algorithm, work.r, self.settings, several)
@@ -88,8 +88,8 @@ class StackedBackend:
                 done[i].measured["refused"] = refused[i]
         return [done[i] for i in work.runs]
 
-    def _alike(self, runs: Sequence[int]) -> list[tuple[Algorithm, list[int]]]:
-        """Runs of one algorithm and one number of agents."""
+    def _by_kind(self, runs: Sequence[int]) -> list[tuple[Algorithm, list[int]]]:
+        """Group runs by algorithm and number of agents."""
         groups: dict[tuple[Algorithm, int], list[int]] = {}
         for i in runs:
             groups.setdefault((self.specs[i].algorithm, self.specs[i].federation.agents), []).append(i)

@@ -1,4 +1,4 @@
-"""States are named tuples of tensors, maybe nested: what an engine does to all tensors of one alike."""
+"""Operations on states, which are named tuples or dicts of tensors, possibly nested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tree_map(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """The state with every tensor changed; others of the same build lend theirs as further arguments."""
+    """Apply a function to every tensor of a state; the tensors of `others` (same structure) are further arguments."""
     if isinstance(state, Tensor):
         return change(state, *others)
     if isinstance(state, dict):
@@ -19,13 +19,13 @@ def tree_map(change: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def stack(states: Sequence[Any]) -> Any:
-    """The rows of all these states as one."""
+    """Concatenate the rows of these states."""
     return tree_map(lambda *fields: torch.cat(fields), *states)
 
 
-def stack_into(runtime: Any, states: Sequence[Any]) -> None:
-    """The same, in memory that is there already."""
-    tree_map(lambda out, *fields: torch.cat(fields, out=out), runtime, *states)
+def stack_into(target: Any, states: Sequence[Any]) -> None:
+    """Concatenate the rows of these states into `target`."""
+    tree_map(lambda out, *fields: torch.cat(fields, out=out), target, *states)
 
 
 def rows_of(state: Any, rows: slice) -> Any:
@@ -33,5 +33,5 @@ def rows_of(state: Any, rows: slice) -> Any:
 
 
 def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
-    """New rows where the mask holds, old ones elsewhere."""
+    """Return the new rows where the mask is true, the old ones elsewhere."""
     return tree_map(lambda n, o: o if n is o else torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)

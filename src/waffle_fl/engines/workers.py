@@ -1,7 +1,7 @@
 """Backend part: worker processes, forked once, that divide the rounds of a simulation among the cores of a CPU.
 
-What it does   `RunWorkers` divides runs among processes; `RowTraining` divides the rows of few runs in the same way
-When           on a CPU with several cores, once the rounds measured so far are long enough to win back the start
+What it does   `RunWorkers` divides runs among processes; `RowTraining` divides the rows of a few runs
+When           on a CPU with several cores, once measured rounds are long enough to repay the start of the processes
 What it gains  1.6 x on LeNet-5, 1.6 x on the digits grid, with two cores
 """
 
@@ -30,27 +30,27 @@ from waffle_fl.out_of_memory import is_shortage
 
 Work = Callable[[int, int, int], None]  # (share, round, attempt)
 
-ROUND = 0.01  # seconds that a round must take for workers to gain more than the handing over costs
-START = 0.2  # seconds that workers must save in all, to be worth their start
-WARM_UP = 0.3  # seconds of a first round that say nothing of the next ones
-NO_MEMORY = 12  # the exit status of a worker that ran out of it
-_ORDER = struct.Struct("qq")  # round, attempt
-KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the one before gave back
-ON_REQUEST = 1 << 25  # bytes from which on memory is asked of the system piece by piece; the C library allows no more
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h has them
+ROUND = 0.01  # seconds: in shorter rounds the communication with workers costs more than they save
+START = 0.2  # seconds that workers must save in total to repay their start
+WARM_UP = 0.3  # seconds of the first round that are warm-up
+NO_MEMORY = 12  # exit status of a worker that ran out of memory
+_COMMAND = struct.Struct("qq")  # round, attempt
+KEPT = 1 << 28  # bytes of freed memory that a process keeps: each step needs again what the previous one freed
+MAPPED = 1 << 25  # bytes from which an allocation is mapped separately; the largest value the C library allows
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
-class Hiring:
-    """Whether workers would pay, judged by the seconds that a round takes without them."""
+class WorkerPolicy:
+    """Decides whether workers are worth starting, from the seconds that a round takes without them."""
 
     def __init__(self, cores: int) -> None:
-        can_fork = hasattr(os, "fork") and not torch.cuda.is_available()  # autograd has threads for a GPU
+        can_fork = hasattr(os, "fork") and not torch.cuda.is_available()  # forking breaks autograd's GPU threads
         self.cores = cores if can_fork else 1
         self._seconds = -math.inf
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """A round without workers; the first also warms up, so that only a long one tells anything."""
+    def timed(self) -> Iterator[None]:
+        """Measure a round without workers; of the first, the warm-up is subtracted."""
         began = time.perf_counter() + (WARM_UP if self._seconds == -math.inf else 0)
         yield
         self._seconds = time.perf_counter() - began
@@ -61,7 +61,7 @@ class Hiring:
 
 
 def shared(state: Any) -> Any:
-    """A copy of a state in memory that workers and their parent both see."""
+    """Return a copy of a state in memory shared by the workers and their parent."""
     return tree_map(_shared, state)
 
 
@@ -73,76 +73,79 @@ def _shared(tensor: Tensor) -> Tensor:
 
 
 class Workers:
-    """One piece of work, in shares that are done at the same time: the first here, each other one by its own process.
+    """Work in shares that run in parallel: the first in this process, the others in a process each.
 
-    A worker is forked once and inherits all that stays as it is; what changes from round to round lies in shared
-    memory. It waits for a round's number, does its share, says so, and waits again. It ends when its parent closes or
-    is gone; what a terminal or a service manager wants to stop is the parent's to decide.
+    A worker is forked once and inherits all constant data; what changes from round to round is in shared memory. It
+    waits for the number of a round, computes its share, reports, and waits again. It ends when its parent closes it or
+    has ended. It ignores SIGINT and SIGTERM: the parent handles these.
     """
 
     def __init__(self, work: Work, shares: int) -> None:
         self._work = work
-        self._lines: dict[int, socket.socket] = {}  # by process
-        _keep_memory()
+        self._sockets: dict[int, socket.socket] = {}  # by process
+        _keep_freed_memory()
         for share in range(1, shares):
-            self._hire(share)
+            self._start(share)
 
-    def _hire(self, share: int) -> None:
+    def _start(self, share: int) -> None:
         ours, theirs = socket.socketpair()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # and so it stays there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # the child inherits it
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # a worker touches nothing that a thread could hold
+                warnings.simplefilter("ignore", DeprecationWarning)  # a worker uses no lock that a thread could hold
                 process = os.fork()
             if not process:
                 _serve(self._work, share, theirs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._lines[process] = ours
+        self._sockets[process] = ours
 
     def __call__(self, r: int, attempt: int) -> None:
-        """Do all shares of a round."""
-        for process, line in self._lines.items():
+        """Compute all shares of a round."""
+        for process, connection in self._sockets.items():
             try:
-                line.sendall(_ORDER.pack(r, attempt))
+                connection.sendall(_COMMAND.pack(r, attempt))
             except ConnectionError:
-                self._lost(process)
+                self._raise_ended(process)
         self._work(0, r, attempt)
-        for process, line in self._lines.items():
+        for process, connection in self._sockets.items():
             try:
-                done = line.recv(1)
+                done = connection.recv(1)
             except ConnectionError:
                 done = b""
             if not done:
-                self._lost(process)
+                self._raise_ended(process)
 
-    def _lost(self, process: int) -> None:
-        self._lines.pop(process).close()
+    def _raise_ended(self, process: int) -> None:
+        self._sockets.pop(process).close()
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
-        why = "is there enough memory?" if code in (NO_MEMORY, -signal.SIGKILL) else "its traceback stands above"
+        why = "is there enough memory?" if code in (NO_MEMORY, -signal.SIGKILL) else "see its traceback above"
         raise RuntimeError(f"a training process ended with status {code}: {why}")
 
     def close(self) -> None:
-        """End all workers, wherever they are in their work: nothing is theirs to lose."""
-        for process, line in self._lines.items():
+        """Kill all workers, also during work: they hold nothing that must be saved."""
+        for process, connection in self._sockets.items():
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-            line.close()
-        self._lines = {}
+            connection.close()
+        self._sockets = {}
 
 
-def _serve(work: Work, share: int, line: socket.socket) -> None:
-    """A worker's life. What it inherited is never collected: that would copy its pages, and could end other workers."""
+def _serve(work: Work, share: int, connection: socket.socket) -> None:
+    """The main loop of a worker.
+
+    Inherited objects are never garbage collected: that would copy their pages, and could end other workers.
+    """
     code = 1
     try:
         gc.freeze()
-        _keep_open(line.fileno())
-        while order := line.recv(_ORDER.size, socket.MSG_WAITALL):
-            work(share, *_ORDER.unpack(order))
-            line.sendall(b".")
+        _close_all_but(connection.fileno())
+        while command := connection.recv(_COMMAND.size, socket.MSG_WAITALL):
+            work(share, *_COMMAND.unpack(command))
+            connection.sendall(b".")
         code = 0
     except ConnectionError:
         code = 0
@@ -155,15 +158,15 @@ def _serve(work: Work, share: int, line: socket.socket) -> None:
         os._exit(code)
 
 
-def _keep_memory() -> None:
-    """Memory that goes back to the system after every step comes again as pages of zeros, a tenth of a small step."""
+def _keep_freed_memory() -> None:
+    """Keep freed memory in the process: to get it back from the system costs a tenth of a small step."""
     allocate = getattr(ctypes.CDLL(None), "mallopt", None)  # of the GNU C library
     if allocate:
         allocate(_TRIM_THRESHOLD, KEPT)
-        allocate(_MMAP_THRESHOLD, ON_REQUEST)
+        allocate(_MMAP_THRESHOLD, MAPPED)
 
 
-def _keep_open(line: int) -> None:
-    """Close all other files but the standard ones: a lock that the parent holds on one must end with the parent."""
-    os.closerange(3, line)
-    os.closerange(line + 1, os.sysconf("SC_OPEN_MAX"))
+def _close_all_but(connection: int) -> None:
+    """Close all files but this one and the standard ones, so that the parent's file locks end with the parent."""
+    os.closerange(3, connection)
+    os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))

@@ -31,7 +31,10 @@ NEEDS = {"lenet5": 3, "lenet5-tanh": 3, "dla": 3, "cnn": 3, "cnn-1d": 2}  # axes
 
 
 def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
-    """A function that builds the named network (or `module:factory`, or what suits the data set or its shape)."""
+    """Return a function that builds the named network.
+
+    The name `auto` selects one by the data set or the shape of its samples; `module:factory` imports your own.
+    """
     chosen = DEFAULTS.get(data) or BY_AXES.get(len(shape), "mlp") if name == "auto" else name
     if ":" in chosen:
         return ready(lambda: import_named(chosen, "model")(shape, classes), shape)

@@ -1,4 +1,4 @@
-"""What models are trained on and by: rows of parameters, mini-batches, and losses."""
+"""Rows of parameters, mini-batches and losses."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one loss a sample
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> one loss per sample
 
 
 class Net(NamedTuple):
-    """One model a row: trainable parameters, and the running statistics of its normalisation layers (may be empty)."""
+    """One model per row: trained parameters, and running statistics with frozen parameters (may be empty)."""
 
     params: Tensor
     stats: Tensor
 
 
 class Batch(NamedTuple):
-    """One mini-batch a row. A row with fewer samples is padded, and the padding weighs 0."""
+    """One mini-batch per row. Rows with fewer samples are padded; padding has weight 0."""
 
     x: Tensor  # (N, B, ...)
     y: Tensor  # (N, B)
@@ -32,7 +32,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    """For regression: one number a sample, as (n, 1) or (n,)."""
+    """For regression: one number per sample, as (n, 1) or (n,)."""
     return (output.reshape(target.shape) - target) ** 2
 
 

@@ -1,4 +1,4 @@
-"""From what a user gives (a module, or a factory of modules) to modules of known size, on a device, in a precision."""
+"""Build modules of known size from what a user passes (a module or a factory), and check them against the data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from waffle_fl.errors import WaffleError, suggest
 
 Precision: TypeAlias = Literal["float32", "float64", "tf32", "bf16"]
 Factory: TypeAlias = Callable[[], nn.Module]
-TO_GIVE = "a torch.nn.Module, or a function without arguments that returns one"
+EXPECTED_MODEL = "a torch.nn.Module, or a function without arguments that returns one"
 
 
 def factory_of(model: Any) -> Factory:
-    """Return a function without arguments that builds the module; of a module given as such, copies."""
+    """Return a function without arguments that builds the module; if a module was given, it returns copies."""
     if isinstance(model, nn.Module):
         start = copied(model)
         return lambda: copied(start)
     if not callable(model):
-        raise WaffleError(f"expected {TO_GIVE}, got {_described(model)}")
+        raise WaffleError(f"expected {EXPECTED_MODEL}, got {_described(model)}")
     _check_signature(model)
     return model  # type: ignore[no-any-return]
 
@@ -33,7 +33,7 @@ def _check_signature(factory: Callable[..., Any]) -> None:
     name = getattr(factory, "__name__", type(factory).__name__)
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # written in C: it cannot be asked
+    except (TypeError, ValueError):  # written in C: it has no signature
         return
     try:
         signature.bind()
@@ -50,7 +50,7 @@ def _needed(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def built(factory: Factory, seed: int) -> nn.Module:
-    """Build a module whose random numbers depend on the seed alone."""
+    """Build a module whose random weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = factory()
@@ -71,14 +71,14 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def unsized(module: nn.Module) -> list[str]:
-    """Names of the layers that know their size only once they have seen a sample."""
+    """Return the names of lazy layers, whose size is unknown until they have seen a sample."""
     kinds = (UninitializedParameter, UninitializedBuffer)
     parts = ((name, (*part._parameters.values(), *part._buffers.values())) for name, part in module.named_modules())
     return [name for name, tensors in parts if any(isinstance(tensor, kinds) for tensor in tensors)]
 
 
 def sized(factory: Factory, x: Tensor) -> Factory:
-    """Return the factory, its lazy layers given their size by these samples before anyone sees them."""
+    """Return a factory whose modules have run on these samples once, so that lazy layers have a size."""
 
     def build() -> nn.Module:
         module = factory()
@@ -87,7 +87,7 @@ def sized(factory: Factory, x: Tensor) -> Factory:
             like = next(known, torch.empty(0))
             with torch.no_grad():
                 training = module.training
-                answered(module.eval(), x.to(like.device, like.dtype))
+                call_module(module.eval(), x.to(like.device, like.dtype))
                 module.train(training)
         return module
 
@@ -95,7 +95,7 @@ def sized(factory: Factory, x: Tensor) -> Factory:
 
 
 def ready(factory: Factory, shape: Sequence[int]) -> Factory:
-    """Return the factory for use outside FlatModel: modules of known size that take samples of this shape as floats."""
+    """Return a factory for use outside FlatModel: its modules have known sizes and take float samples of this shape."""
     blank = torch.zeros(2, *shape)
 
     def build() -> nn.Module:
@@ -111,13 +111,13 @@ def ready(factory: Factory, shape: Sequence[int]) -> Factory:
 def _takes_integers(module: nn.Module, x: Tensor) -> bool:
     with torch.no_grad():
         try:
-            return answered(copied(module).eval(), x)[1]
-        except WaffleError:  # which is reported when the model meets the data
+            return call_module(copied(module).eval(), x)[1]
+        except WaffleError:  # reported later, when the model is applied to the data
             return False
 
 
-def answered(module: nn.Module, x: Tensor) -> tuple[Any, bool]:
-    """Return what the module makes of the samples, and whether they had to be integers (as nn.Embedding needs)."""
+def call_module(module: nn.Module, x: Tensor) -> tuple[Any, bool]:
+    """Return the module's output, and whether its input had to be integers (as nn.Embedding needs)."""
     try:
         return module(x), False
     except Exception as error:
@@ -132,17 +132,17 @@ def answered(module: nn.Module, x: Tensor) -> tuple[Any, bool]:
 
 
 def to_integers(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A hook: samples are kept as floats, and this module takes integers."""
+    """Forward pre-hook that converts float samples to integers."""
     return given[0].long(), *given[1:]
 
 
 def to_copies(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A hook: the module writes over what it is given."""
+    """Forward pre-hook that copies the input, for a module that overwrites it."""
     return given[0].clone(), *given[1:]
 
 
 def _why(module: nn.Module, x: Tensor, error: Exception) -> str:
-    """The layer whose size does not fit, where one can be named; else what torch says."""
+    """Return which layer's size does not fit, if it can be found; otherwise torch's message."""
     found: list[str] = []
 
     def compare(name: str, layer: nn.Module, given: tuple[Any, ...]) -> None:
@@ -155,8 +155,8 @@ def _why(module: nn.Module, x: Tensor, error: Exception) -> str:
         else:
             return
         if expected != got:
-            called = f"its layer {name} ({type(layer).__name__})" if name else f"this {type(layer).__name__}"
-            found.append(f"{called} expects {expected} {what}, got {got}: build the model for this data")
+            description = f"its layer {name} ({type(layer).__name__})" if name else f"this {type(layer).__name__}"
+            found.append(f"{description} expects {expected} {what}, got {got}: build the model for this data")
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda layer, given: compare(name, layer, given)
@@ -188,7 +188,7 @@ def check_output(output: Any, samples: int) -> Tensor:
 
 
 def check_losses(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, y: Tensor, outputs: int | None) -> None:
-    """Raise unless the output has as many numbers as asked for, and the loss makes one number per sample of it."""
+    """Raise unless the output has the requested number of outputs and the loss returns one number per sample."""
     shape = tuple(output.shape[1:])
     if outputs is not None and shape != (outputs,) and not (outputs == 1 and shape == ()):
         raise WaffleError(
@@ -226,7 +226,7 @@ def device_named(device: str | torch.device) -> torch.device:
         raise WaffleError(f"expected the device cpu or cuda, got {str(device)!r}")
     count = torch.cuda.device_count() if found.type == "cuda" and torch.cuda.is_available() else 0
     if found.type == "cuda" and not count:
-        raise WaffleError("device cuda was asked for, but this machine shows none: use cpu")
+        raise WaffleError("device cuda was requested, but this machine has no CUDA device: use cpu")
     if found.type == "cuda" and (found.index or 0) >= count:
         raise WaffleError(f"expected a device from cuda:0 to cuda:{count - 1}, got {found}: this machine has no other")
     return found

@@ -1,13 +1,13 @@
-"""Convolution, ReLU and max-pooling as one matrix product over the windows of the pooling: for small images on a CPU.
+"""Convolution, ReLU and max-pooling as one matrix product over pooling windows, for small images on a CPU.
 
-The S x S outputs that one maximum is taken of read a patch of (K+S-1) x (K+S-1) pixels. So the patches of a pooling
-window are one column, the kernel is laid out once for each of the S x S places, and the product has as many rows as
-there are places and channels: fewer patches, larger products, and a maximum over long rows of memory. The batch is the
-innermost dimension of every tensor here, so that all copies are of whole rows, and the next convolution reads the
-result as it lies. Bias and ReLU come after the maximum, with which they commute.
+The S x S outputs of one pooling window read a patch of (K+S-1) x (K+S-1) pixels. So each pooling window is one column,
+the kernel is laid out once for each of the S x S positions, and the product has one row per position and channel. This
+gives fewer patches, larger products, and a maximum over contiguous memory. The batch is the innermost dimension of
+every tensor, so that all copies are of whole rows and the next convolution can read the result without a copy. Bias and
+ReLU are applied after the maximum, with which they commute.
 
-A convolution does not know what comes after it. `Rewriting` puts it off, and `Later` does it when it is read: together
-with a ReLU and a pooling where these follow, and by the library otherwise.
+A convolution is called before its ReLU and pooling are known. `Rewriting` therefore returns a `DeferredConv`, which is
+computed when it is read: together with a ReLU and a pooling if these follow, otherwise by the library.
 
 What it gains  1.2 x on LeNet-5
 """
@@ -29,22 +29,22 @@ Pair = tuple[int, int]
 RELU = (torch.relu, F.relu, Tensor.relu)
 RELU_IN_PLACE = (torch.relu_, Tensor.relu_)
 MAX_POOL = (torch.max_pool2d, F.max_pool2d)
-WEIGHTS = 400  # of one output channel
-LANES = 16
-BATCH = 16
+WEIGHTS = 400  # largest number of weights per output channel for which the product pays
+LANES = 16  # float32 lanes of the library's vectors
+BATCH = 16  # smallest batch for which the product pays
 NOTHING = torch.empty(0, device="meta")
 aten = torch.ops.aten
 
 
 class Rewriting(TorchFunctionMode):
-    """While active, convolutions that train are put off until they are read.
+    """While active, convolutions that train are deferred until their result is read.
 
-    Between two entries comes at most one backward pass, for each pass writes over what the one before has kept.
+    Call backward at most once between two entries: each pass overwrites the saved tensors of the previous one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolutions = self.products = 0  # of this pass: all, and those done together with their pooling
+        self.convolutions = self.products = 0  # in this pass: all, and those computed together with their pooling
         self._windows: dict[int, Windows] = {}
 
     def __enter__(self) -> Rewriting:
@@ -59,15 +59,15 @@ class Rewriting(TorchFunctionMode):
         if func is F.conv2d:
             self.convolutions += 1
             if conv := _convolution(*args, **kwargs):
-                return Later(self, conv)
-        if args and type(args[0]) is Later:
-            return Later.__torch_function__(func, types, args, kwargs)
+                return DeferredConv(self, conv)
+        if args and type(args[0]) is DeferredConv:
+            return DeferredConv.__torch_function__(func, types, args, kwargs)
         if func is Tensor.view and not isinstance(args[1], torch.dtype):
-            func = Tensor.reshape  # what a window product returns does not lie as the library's result does
+            func = Tensor.reshape  # a window product has other strides than the library's result
         return func(*args, **kwargs)
 
     def product(self, conv: Convolution, window: Pair, rectified: bool) -> Tensor | None:
-        """Convolution, ReLU and pooling in one, where it pays, in the memory this product of the pass had before."""
+        """Compute convolution, ReLU and pooling in one product if that is faster; buffers are reused between passes."""
         signature = conv.x.shape, conv.weight.shape, conv.padding, window, conv.x.dtype
         windows = self._windows.get(self.products)
         if windows is None or windows.signature != signature:
@@ -94,39 +94,39 @@ class Convolution(NamedTuple):
         return height, width
 
 
-class Later(Tensor):
-    """A convolution, perhaps with its ReLU, that is done when anything reads it."""
+class DeferredConv(Tensor):
+    """A convolution, possibly with its ReLU, that is computed when it is read."""
 
     rewriting: Rewriting
     conv: Convolution
     rectified: bool
-    value: Tensor | None  # once it is done
+    value: Tensor | None  # None until it is computed
 
-    def __new__(cls, rewriting: Rewriting, conv: Convolution, rectified: bool = False) -> Later:
-        later = Tensor._make_subclass(cls, NOTHING)
-        later.rewriting, later.conv, later.rectified, later.value = rewriting, conv, rectified, None
-        return later
+    def __new__(cls, rewriting: Rewriting, conv: Convolution, rectified: bool = False) -> DeferredConv:
+        deferred = Tensor._make_subclass(cls, NOTHING)
+        deferred.rewriting, deferred.conv, deferred.rectified, deferred.value = rewriting, conv, rectified, None
+        return deferred
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Later) and args[0].value is None:
-            later = args[0]
+        if args and isinstance(args[0], DeferredConv) and args[0].value is None:
+            deferred = args[0]
             if func in RELU_IN_PLACE or (func in RELU and kwargs.get("inplace")):
-                later.rectified = True
-                return later
+                deferred.rectified = True
+                return deferred
             if func in RELU:
-                return Later(later.rewriting, later.conv, rectified=True)
+                return DeferredConv(deferred.rewriting, deferred.conv, rectified=True)
             if func in MAX_POOL and (window := _window(*args, **kwargs)):
-                pooled = later.rewriting.product(later.conv, window, later.rectified)
+                pooled = deferred.rewriting.product(deferred.conv, window, deferred.rectified)
                 if pooled is not None:
                     return pooled
-        return func(*_settled(args), **_settled(kwargs))
+        return func(*_resolve(args), **_resolve(kwargs))
 
-    def settled(self) -> Tensor:
-        """The library's result; it trains, as it would have where the convolution was called."""
+    def resolve(self) -> Tensor:
+        """Compute it with the library, with gradients, as if the convolution had not been deferred."""
         if self.value is None:
             with torch.enable_grad():
                 x, weight, bias, padding = self.conv
@@ -135,13 +135,13 @@ class Later(Tensor):
         return self.value
 
 
-def _settled(value: Any) -> Any:
-    """The same arguments with everything done that was put off."""
-    if isinstance(value, Later):
-        return value.settled()
+def _resolve(value: Any) -> Any:
+    """Return the arguments with all deferred convolutions computed."""
+    if isinstance(value, DeferredConv):
+        return value.resolve()
     if isinstance(value, dict):
-        return {key: _settled(item) for key, item in value.items()}
-    return type(value)(_settled(item) for item in value) if type(value) in (tuple, list) else value
+        return {key: _resolve(item) for key, item in value.items()}
+    return type(value)(_resolve(item) for item in value) if type(value) in (tuple, list) else value
 
 
 def _convolution(
@@ -153,9 +153,12 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Convolution | None:
-    """What may be put off. That which trains cannot change before it is read, since its gradient needs it as it is."""
-    if isinstance(input, Later):
-        input = input.settled()
+    """Return the convolution if it may be deferred.
+
+    That needs inputs under autograd, which cannot change before they are read: the gradient needs them unchanged.
+    """
+    if isinstance(input, DeferredConv):
+        input = input.resolve()
     trains = torch.is_grad_enabled() and weight.requires_grad and not torch.is_autocast_enabled("cpu")
     usual = input.ndim == 4 and not isinstance(padding, str) and _pair(stride) == _pair(dilation) == (1, 1)
     return Convolution(input, weight, bias, _pair(padding)) if trains and usual and groups == 1 else None
@@ -170,22 +173,22 @@ def _window(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Pair | None:
-    """The window of a pooling whose windows lie side by side."""
+    """Return the window of a pooling whose windows are adjacent, otherwise None."""
     window, plain = _pair(kernel_size), _pair(padding) == (0, 0) and _pair(dilation) == (1, 1)
-    beside = plain and _pair(stride or kernel_size) == window and not ceil_mode and not return_indices
-    return window if beside else None
+    adjacent = plain and _pair(stride or kernel_size) == window and not ceil_mode and not return_indices
+    return window if adjacent else None
 
 
 def _pays(conv: Convolution, window: Pair) -> bool:
-    """Measured: few weights a channel, and in float32 fewer channels than the library's vectors have lanes.
+    """Whether the product is faster, as measured: few weights per channel, and in float32 fewer channels than LANES.
 
-    The kernel must reach over whole windows, and a batch, the innermost dimension of every copy, must not be tiny.
+    The kernel must span whole windows, and the batch, the innermost dimension of every copy, must not be tiny.
     """
     (batch, channels, _, _), (out, _, *kernel) = conv.x.shape, conv.weight.shape
     whole = all((k - 1) % size == 0 <= side - size for k, size, side in zip(kernel, window, conv.outputs, strict=True))
     if conv.x.dtype == torch.float32:
-        first, later = channels == 1 and out < LANES, 2 * channels < LANES >= out and conv.x.stride(0) == 1
-        few = first or later
+        first, following = channels == 1 and out < LANES, 2 * channels < LANES >= out and conv.x.stride(0) == 1
+        few = first or following
     else:
         few = conv.x.dtype == torch.float64
     return whole and few and batch >= BATCH and channels * prod(kernel) <= WEIGHTS
@@ -197,7 +200,7 @@ def _pair(value: Any) -> Pair:
 
 
 class Windows:
-    """The memory of one window product, and its views, made once and used in every step."""
+    """Buffers and views of one window product, created once and used in every step."""
 
     def __init__(self, image: torch.Size, weight: torch.Size, padding: Pair, window: Pair, dtype: torch.dtype) -> None:
         self.signature = image, weight, padding, window, dtype
@@ -221,18 +224,18 @@ class Windows:
         taps = _taps(dkernels, kh, kw)
         self.dtaps = [taps[i, j] for i in range(sh) for j in range(sw)]
         self.dkernels = dkernels.view(self.kernels.shape)
-        self.places = torch.zeros(sh * sw * out, hp * wp * batch, dtype=dtype)
-        # a window's places are one image of the window's size, channels last, as the library's pooling likes it
-        self.places_image = self.places.view(1, sh, sw, -1).permute(0, 3, 1, 2)
+        self.positions = torch.zeros(sh * sw * out, hp * wp * batch, dtype=dtype)
+        # a window's positions form one image of the window's size, channels last: the library pools these fastest
+        self.positions_image = self.positions.view(1, sh, sw, -1).permute(0, 3, 1, 2)
 
-        self.pooled = F.max_pool2d(self.places_image, window, return_indices=True)  # the largest, and their places
+        self.pooled = F.max_pool2d(self.positions_image, window, return_indices=True)  # maxima and their positions
         self.largest = self.pooled[0].view(out, hp, wp, batch)
 
-        above, left = eh // sh, ew // sw  # windows that a patch reaches over
+        above, left = eh // sh, ew // sw  # windows that a patch spans
         self.by_row = [part.t() for part in self.kernels.view(sh * sw * out, above, -1).unbind(1)]
         rows = torch.empty(sh * ew * channels, (hp + above - 1) * wp * batch, dtype=dtype)
         self.row_parts = [rows[:, i * wp * batch : (i + hp) * wp * batch] for i in range(above)]
-        self.beyond = rows[:, hp * wp * batch :]  # what the first part does not write
+        self.beyond = rows[:, hp * wp * batch :]  # the columns that the first part does not write
         columns = rows.view(sh, left, sw, channels, hp + above - 1, wp, batch)
         self.phases = torch.empty(sh, sw, channels, hp + above - 1, wp + left - 1, batch, dtype=dtype)
         self.column_parts = [(self.phases[..., j : j + wp, :], columns[:, j]) for j in range(left)]
@@ -241,14 +244,14 @@ class Windows:
 
 
 def _taps(kernels: Tensor, kh: int, kw: int) -> Tensor:
-    """Where the weights (SH, SW, O, KH, KW, C) lie in the kernels (SH, SW, O, KH+SH-1, KW+SW-1, C) of the places."""
+    """View of the weights (SH, SW, O, KH, KW, C) inside the positions' kernels (SH, SW, O, KH+SH-1, KW+SW-1, C)."""
     sh, sw, out, _, _, channels = kernels.shape
     i, j, o, h, w, c = kernels.stride()
     return kernels.as_strided((sh, sw, out, kh, kw, channels), (i + h, j + w, o, h, w, c))
 
 
 class WindowProduct(torch.autograd.Function):
-    """max_pool2d(conv2d(x, weight, bias)), with a ReLU between them if so asked."""
+    """max_pool2d(conv2d(x, weight, bias)), with a ReLU between them if `rectified`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, windows, rectified):  # type: ignore[no-untyped-def]
@@ -258,9 +261,9 @@ class WindowProduct(torch.autograd.Function):
             image = windows.padded
         windows.patches.copy_(image.as_strided(*windows.view))
         windows.taps.copy_(weight.permute(0, 2, 3, 1))
-        torch.mm(windows.kernels, windows.columns, out=windows.places)
+        torch.mm(windows.kernels, windows.columns, out=windows.positions)
         aten.max_pool2d_with_indices.out(
-            windows.places_image, windows.window, out=windows.pooled[0], indices=windows.pooled[1]
+            windows.positions_image, windows.window, out=windows.pooled[0], indices=windows.pooled[1]
         )
         y = windows.largest.clone() if bias is None else windows.largest + bias[:, None, None, None]
         if rectified:
@@ -274,30 +277,30 @@ class WindowProduct(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         windows, (y,) = ctx.windows, ctx.saved_tensors
         if ctx.step != windows.steps:
-            raise RuntimeError("a later pass has used the memory of this one")
+            raise RuntimeError("a later pass has overwritten the buffers of this one: call backward before it")
         dy = dy.permute(1, 2, 3, 0)
         dy = dy.contiguous() if y is None else aten.threshold_backward.default(dy, y, 0)
         dbias = dy.sum(dim=(1, 2, 3)) if ctx.needs_input_grad[2] else None
         size = windows.window
-        dplaces = windows.places  # the pooling's gradient needs nothing but the places chosen
+        dpositions = windows.positions  # buffer reused: the pooling's gradient needs only the indices of the maxima
         aten.max_pool2d_with_indices_backward.grad_input(
             dy.view(1, 1, 1, -1).permute(0, 3, 1, 2),
-            windows.places_image,
+            windows.positions_image,
             *(size, size, (0, 0), (1, 1), False),
             windows.pooled[1],
-            grad_input=windows.places_image,
+            grad_input=windows.positions_image,
         )
-        torch.mm(dplaces, windows.columns.t(), out=windows.dkernels)
+        torch.mm(dpositions, windows.columns.t(), out=windows.dkernels)
         dweight = reduce(torch.add, windows.dtaps).permute(0, 3, 1, 2)
-        dx = _input_gradient(windows, dplaces) if ctx.needs_input_grad[0] else None
+        dx = _input_gradient(windows, dpositions) if ctx.needs_input_grad[0] else None
         return dx, dweight, dbias, None, None
 
 
-def _input_gradient(windows: Windows, dplaces: Tensor) -> Tensor:
-    """Patches overlap by whole windows: rows of windows are added by the product itself, columns afterwards."""
+def _input_gradient(windows: Windows, dpositions: Tensor) -> Tensor:
+    """Sum the patches, which overlap by whole windows: rows of windows in the product itself, columns afterwards."""
     windows.beyond.zero_()
     for i, (part, kernels) in enumerate(zip(windows.row_parts, windows.by_row, strict=True)):
-        torch.addmm(part, kernels, dplaces, beta=min(i, 1), out=part)  # what lay in the first is of the step before
+        torch.addmm(part, kernels, dpositions, beta=min(i, 1), out=part)  # beta 0 discards the previous step
     windows.phases.zero_()
     for phases, rows in windows.column_parts:
         phases += rows

@@ -15,7 +15,7 @@ def conv_bn_relu(inputs: int, outputs: int, kernel: int = 3) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """FlatModel: any `torch.nn.Module` as rows of flat parameters.
 
-Running statistics (the float buffers of BatchNorm), and parameters that the module froze, are rows of their own, beside
-the trained ones and never inside an update, so distances do not see them. Integer buffers are constants of the module
-and are neither sent nor averaged.
+Running statistics (the float buffers of BatchNorm) and frozen parameters are kept in separate rows. They are never part
+of an update, so they do not affect distances. Integer buffers are constants and are neither sent nor averaged.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.models.batch import Batch, Loss, Net, cross_entropy, output_is_loss, squared_error
 from waffle_fl.models.building import (
     Precision,
-    answered,
     built,
+    call_module,
     check_losses,
     check_output,
     check_precision,
@@ -34,25 +33,25 @@ from waffle_fl.models.building import (
 from waffle_fl.models.layers import Layers
 from waffle_fl.models.passes import Passes
 from waffle_fl.models.seeding import seeded
-from waffle_fl.models.stacking_trial import conduct, say_once, stacking_mode
+from waffle_fl.models.stacking_trial import observe_forward, stacking_mode, warn_once
 from waffle_fl.models.traced import TracedGradients
 from waffle_fl.randomness import derive
 
 STACKED_PARAMETERS = 1_000_000
-REPLAYED_ROWS = 4  # that are not stacked: a trace has the operations of each
+REPLAYED_ROWS = 4  # unstacked rows up to which gradients are traced: a trace has the operations of every row
 STATS_POLICY = "running statistics: averaged with the weights of the updates, outside every distance; counters constant"
 
 
 class FlatModel:
     """init / grad / predict on flat parameters, for one architecture.
 
-    `model` is a module, or a function without arguments that builds one. A module's own weights are the initial model
-    for every seed (it is copied and stays as it is); a function is called under the seed, which its random weights
-    depend on.
+    `model` is a module, or a function without arguments that builds one. The weights of a module are the initial model
+    for every seed; the module is copied and not changed. A function is called with torch seeded, so that its random
+    weights depend on the seed.
 
-    Any module works. Whether its rows can be stacked is tried on two samples, by `prepared` or at the first gradient; a
-    module whose rows cannot be stacked trains row by row, and one line of the log says so. Random draws in its forward
-    pass are governed by the key of each row and step.
+    Any module works. `prepared`, or the first gradient, tests on two samples whether its rows can be stacked. A module
+    whose rows cannot be stacked trains row by row, with one warning in the log. Random draws in the forward pass are
+    seeded by the key of each row and step.
     """
 
     def __init__(
@@ -68,31 +67,31 @@ class FlatModel:
         check_precision(precision)
         self._build, self._loss, self.precision, self.device = factory_of(model), loss, precision, device_named(device)
         self.dtype = torch.float64 if precision == "float64" else torch.float32
-        self._wish, self._compile = stacked, compiled
+        self._stacked_option, self._compile = stacked, compiled
         self._own = threading.local()
-        self._known = False  # is it known what the module does with samples?
-        self._folds: bool | None = None  # does the folded pass fit this module? None: not tried
-        self._single = False  # was stacking found wrong?
+        self._known = False  # whether the forward pass has been observed
+        self._uses_folded: bool | None = None  # whether the folded pass is exact for this module; None: not tested
+        self._never_stack = False  # whether the test found that rows cannot be stacked
         module = built(self._build, 0)
         self._unsized = unsized(module)
         if not self._unsized:
-            self._lay_out(module)
+            self._set_layout(module)
 
-    def _lay_out(self, module: nn.Module) -> None:
+    def _set_layout(self, module: nn.Module) -> None:
         passes = self.passes = Passes(copied(module).to(self.device, self.dtype), self._loss, self.precision)
         self.layers = Layers.of(passes.template, passes.params, passes.stats)
         self._check()
-        self.stacked = self._stacks_well() if self._wish is None else self._wish
+        self.stacked = self._stacks_well() if self._stacked_option is None else self._stacked_option
         if self.stacked and (self.stats_size or self.normalises):
             raise WaffleError(
-                "a model with statistics of its batches trains row by row: leave `stacked` unset or false"
+                "stacked: expected false or unset for a model with batch statistics, which trains row by row, got true"
             )
         self.compiled = self._compile and not self.stacked
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Called for what is missing: a model with lazy layers has no size before it has seen a sample."""
+            """Raise for a missing attribute: a model with lazy layers has no size before it has seen a sample."""
             if name.startswith("__") or not self.__dict__.get("_unsized"):
                 raise AttributeError(f"FlatModel has no attribute {name!r}")
             raise WaffleError(
@@ -112,7 +111,7 @@ class FlatModel:
 
     @property
     def normalises(self) -> bool:
-        """Does it normalise by the statistics of its batches?"""
+        """Whether it has BatchNorm layers."""
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.passes.template.modules())
 
     def _check(self) -> None:
@@ -123,7 +122,11 @@ class FlatModel:
                 raise WaffleError(f"{name}: BatchNorm needs a momentum here; its cumulative average is not supported")
 
     def _stacks_well(self) -> bool:
-        """Padding spoils running statistics, large models fill the device alone, a CPU convolves better row by row."""
+        """Whether to stack rows by default.
+
+        Not with batch statistics (padding would distort them), not for large models (one row fills the device), and not
+        for convolutions on a CPU (faster row by row).
+        """
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self.passes.template.modules())
         small = self.size <= STACKED_PARAMETERS
         plain = not self.stats_size and not self.normalises
@@ -132,89 +135,89 @@ class FlatModel:
     def prepared(self, x: Tensor, y: Tensor, outputs: int | None = None) -> Self:
         """Find out, from two samples and their targets, how this module trains; return the model itself.
 
-        Lazy layers receive their size, a module that does not fit the data is refused in one line, and `stacked` and
-        `capturable` are final afterwards: call this before they are read. `outputs` is how many numbers the model must
-        return per sample. Further calls change nothing.
+        Lazy layers receive their size, a module that does not fit the data raises a one-line error, and `stacked` and
+        `capturable` become final: call this before reading them. `outputs` is the number of outputs per sample that the
+        model must have. Further calls have no effect.
         """
         x, y = x.to(self.device, self.dtype), y.to(self.device)
-        self._meet(x)
+        self._observe(x)
         self._try_stacking(x, y, outputs)
-        self.stacked = self.stacked and not self._single
+        self.stacked = self.stacked and not self._never_stack
         return self
 
     @property
     def capturable(self) -> bool:
-        """Can its steps be recorded as a CUDA graph? Not where each step seeds its draws, or depends on numbers."""
+        """Whether its steps can be captured as a CUDA graph: not if it draws random numbers or depends on values."""
         return not self.passes.seeded
 
-    def _meet(self, x: Tensor) -> None:
-        """Find out what the module does with samples."""
+    def _observe(self, x: Tensor) -> None:
+        """Observe the module's forward pass on two samples."""
         if self._known or not len(x):
             return
         x = x[[0, -1]]
         if self._unsized:
             self._build = sized(self._build, x)
-            self._lay_out(built(self._build, 0))
+            self._set_layout(built(self._build, 0))
         template = self.passes.template
         with torch.no_grad(), seeded(0, self.device):
-            output, integers = answered(copied(template).eval(), x.clone())
+            output, integers = call_module(copied(template).eval(), x.clone())
         check_output(output, len(x))
         if integers:
-            self.passes.enter_by(to_integers)
-        found = conduct(template, x)
+            self.passes.add_input_hook(to_integers)
+        found = observe_forward(template, x)
         if found.overwrites:
-            self.passes.enter_by(to_copies)
+            self.passes.add_input_hook(to_copies)
         self.passes.seeded = found.draws or found.reads
         if self.passes.seeded and self.stacked:
-            draws, reads = "its forward pass draws random numbers", "its forward pass depends on the numbers it reads"
+            draws, reads = "its forward pass draws random numbers", "its forward pass depends on tensor values"
             self._train_singly(draws if found.draws else reads)
         self._known = True
 
     def _try_stacking(self, x: Tensor, y: Tensor, outputs: int | None = None) -> None:
-        """Compare the gradients of stacked rows with those of single ones, in float64 and on the CPU."""
-        if self._folds is not None:
+        """Compare the gradients of stacked rows with those of single rows, in float64 on the CPU."""
+        if self._uses_folded is not None:
             return
         x, y = x[[0, -1]], y[[0, -1]]
         with torch.no_grad(), seeded(0, self.device):
             check_losses(self._loss, self.module()(x), y, outputs)
-        if self.stacked and not self._single:
-            twin = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
+        if self.stacked and not self._never_stack:
+            exact = FlatModel(self._build, loss=self._loss, precision="float64", stacked=True)
             x, y = (part.double() if part.is_floating_point() else part for part in (x.cpu(), y.cpu()))
-            twin._meet(x)
-            way, reason = stacking_mode(twin.passes, torch.stack([twin.init(seed).params for seed in range(3)]), x, y)
-            self._folds = way == "folded"
+            exact._observe(x)
+            way, reason = stacking_mode(exact.passes, torch.stack([exact.init(seed).params for seed in range(3)]), x, y)
+            self._uses_folded = way == "folded"
             if way is None:
                 self._train_singly(reason)
         else:
-            self._folds = False
+            self._uses_folded = False
 
     def _train_singly(self, reason: str) -> None:
-        self._single = True
-        say_once(type(self.passes.template).__name__, reason)
+        self._never_stack = True
+        warn_once(type(self.passes.template).__name__, reason)
 
-    def _settle(self, batch: Batch) -> None:
-        """Where `prepared` was not called: find out the same from the first row of a batch."""
-        if self._folds is None:
-            self._meet(batch.x[0])
+    def _prepare_from(self, batch: Batch) -> None:
+        """Do the work of `prepared` with the first row of a batch, if it was not called."""
+        if self._uses_folded is None:
+            self._observe(batch.x[0])
             self._try_stacking(batch.x[0], batch.y[0])
 
     def init(self, seed: int) -> Net:
-        """A random model that depends on the seed alone; of a module given as such, its own weights."""
+        """Return a random model that depends only on the seed; if a module was given, its weights."""
         module = built(self._build, derive(seed, "init"))
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         params, stats = self.passes.params.flatten(tensors), self.passes.stats.flatten(tensors)
         return Net(params.to(self.device, self.dtype), stats.to(self.device, self.dtype))
 
     def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """Gradient of each row's mean loss over its mini-batch, and its statistics afterwards.
+        """Return the gradient of each row's mean loss over its mini-batch, and its statistics afterwards.
 
-        Several models a row are taken one block of rows after another: the batch is repeated for each.
+        With several models per row, `params` holds one block of rows after another, and the batch is repeated.
         """
         models = len(params) // len(batch.x)
         if models > 1:
             batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
-        self._settle(batch)
-        stacks = self.stacked and not self._single
+        self._prepare_from(batch)
+        stacks = self.stacked and not self._never_stack
         if self.device.type == "cuda" or self.passes.seeded or not (stacks or len(params) <= REPLAYED_ROWS):
             return self._grad(params, stats, *batch)
         if not hasattr(self._own, "replays"):
@@ -225,30 +228,30 @@ class FlatModel:
         batch, passes = Batch(*parts), self.passes
         if not self.stacked:
             return passes.single(params, stats, batch, self.compiled)
-        if self._single:
+        if self._never_stack:
             return Net(passes.single_without_padding(params, stats, batch), stats)
-        return Net(passes.folded(params, batch) if self._folds else passes.vmapped(params, batch), stats)
+        return Net(passes.folded(params, batch) if self._uses_folded else passes.vmapped(params, batch), stats)
 
     def plain_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """As `grad`, without stacking, tracing or rewriting: autograd on the module, one row after another."""
+        """Like `grad`, without stacking, tracing or rewriting: autograd on the module, one row after another."""
         batches = [Batch(*(part[i % len(batch.x)] for part in batch)) for i in range(len(params))]
         rows = [self.passes.plain(*row) for row in zip(params, stats, batches, strict=True)]
         return Net(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
 
     @property
-    def abreast(self) -> int:
-        """How many rows of an unstacked model train at the same time in this process."""
-        return self.passes.abreast
+    def parallel_rows(self) -> int:
+        """Number of rows of an unstacked model that train in parallel in this process."""
+        return self.passes.parallel_rows
 
     @torch.no_grad()
     def predict(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
-        """Outputs of one model, its statistics frozen."""
-        self._meet(x)
+        """Return the outputs of one model in evaluation mode."""
+        self._observe(x)
         return self.passes.output(params, stats, x)
 
     def features(self, params: Tensor, stats: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of one model, and what its last linear layer was given; the samples, where it has no such layer."""
-        self._meet(x)
+        """Return the outputs of one model and the inputs of its last linear layer (the samples, if it has none)."""
+        self._observe(x)
         seen = [x]
         layers = [part for part in self.module().modules() if isinstance(part, nn.Linear)]
         hooks = [layer.register_forward_pre_hook(lambda _, given: seen.extend(given[:1])) for layer in layers]
@@ -261,17 +264,17 @@ class FlatModel:
 
     @torch.no_grad()
     def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:
-        """Outputs of many models without running statistics, each on samples of its own: (N, B, ...)."""
-        if self._folds:
+        """Return the outputs (N, B, ...) of many models without running statistics, each on its own samples."""
+        if self._uses_folded:
             return self.passes.folded_outputs(params, x)
         return torch.stack([self.predict(p, p[:0], samples) for p, samples in zip(params, x, strict=True)])
 
     @torch.no_grad()
     def batch_losses(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
-        """(N, B): what each row's model, its statistics frozen, loses on each sample of its batch; 0 on padding."""
-        self._settle(batch)
-        if self._folds:
-            pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one adds up in another order
+        """Return (N, B): each row's losses on the samples of its batch, in evaluation mode; 0 on padding."""
+        self._prepare_from(batch)
+        if self._uses_folded:
+            pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one would sum in another order
             output = self.predict_rows(pair, batch.x.expand(len(pair), *batch.x.shape[1:]))[: len(params)]
         else:
             output = torch.stack([self.predict(*row) for row in zip(params, stats, batch.x, strict=True)])
@@ -279,18 +282,19 @@ class FlatModel:
         return torch.where(batch.weight > 0, losses, 0.0)
 
     def module(self) -> nn.Module:
-        """This thread's copy of the network, in evaluation mode; what its parameters hold has no meaning."""
+        """Return this thread's copy of the network, in evaluation mode; its parameter values are meaningless."""
         return self.passes.module(training=False)
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sample."""
         return self._loss(output, target)
 
     def state_dict(self, net: Net) -> dict[str, Tensor]:
-        """One model's named tensors, for saving or for `module.load_state_dict(..., strict=False)`."""
+        """Return one model's named tensors, for saving or for `module.load_state_dict(..., strict=False)`."""
         return {name: tensor.detach().cpu().clone() for name, tensor in self.passes.tensors(net).items()}
 
     def fingerprint(self) -> str:
-        """Names and shapes of all tensors: two models that share it can exchange updates."""
+        """Return a hash of the names and shapes of all tensors; models with equal hashes can exchange updates."""
         layout = repr((self.dtype, self.passes.params.shapes, self.passes.stats.shapes))
         return f"{derive(0, layout):016x}"
 

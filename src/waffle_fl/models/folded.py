@@ -1,8 +1,8 @@
-"""One forward pass for many models: every row has parameters of its own, and the rows are folded into the batch.
+"""One forward pass for many models: every row has its own parameters, and the rows are folded into the batch.
 
-Only a function that takes parameters needs to know of rows: `linear`, `conv1d`, `conv2d`, and dropout for its seed. All
-others see a larger batch. A module that does anything else with its parameters, or mixes the samples of a batch, does
-not fit; FlatModel finds that out by comparing one result with vmap's, and then uses vmap.
+Only functions that take parameters (`linear`, `conv1d`, `conv2d`), and dropout for its seed, handle rows. All others
+see a larger batch. This does not work for a module that does anything else with its parameters or mixes the samples of
+a batch; `stacking_trial` detects that, and FlatModel then uses vmap or trains row by row.
 
 What it gains  5.0 x on the MNIST table
 """
@@ -20,23 +20,23 @@ from torch.overrides import TorchFunctionMode
 from waffle_fl.randomness import noise
 
 RELU = (torch.relu, F.relu)
-SMALL_PATCH = 32  # a convolution of patches up to this size gains by being pooled in the same pass
+SMALL_PATCH = 32  # convolutions with patches up to this size are faster when pooled in the same pass
 
 
 class _Pending(NamedTuple):
-    """What is not made yet, because pooling may do it in the same pass: a convolution, a ReLU, or both."""
+    """A deferred convolution, ReLU, or both, which pooling may compute in the same pass."""
 
-    stand_in: Tensor  # has the shape and no numbers; whoever reads it is given what it stands for
+    stand_in: Tensor  # a meta tensor of the right shape; replaced by the result when it is used
     source: Tensor | StackedConvolution
     rectified: bool
 
-    def made(self) -> Tensor:
-        source = self.source.made() if isinstance(self.source, StackedConvolution) else self.source
+    def compute(self) -> Tensor:
+        source = self.source.compute() if isinstance(self.source, StackedConvolution) else self.source
         return torch.relu(source) if self.rectified else source
 
 
 class Stacking(TorchFunctionMode):
-    """While active, weights with one dimension too many are read as one weight a row."""
+    """While active, weights with one extra dimension are treated as one weight per row."""
 
     def __init__(self, keys: Tensor, precision: str) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ class Stacking(TorchFunctionMode):
         if func is F.max_pool2d and not kwargs.pop("return_indices", False):
             pending = self._known(args[0])
             return max_pool2d(pending.source, pending.rectified, *args[1:], **kwargs)
-        if func in RELU and not kwargs.get("inplace") and self._can_wait(args[0]):
+        if func in RELU and not kwargs.get("inplace") and self._can_defer(args[0]):
             return self._stand_in(args[0].shape, self._known(args[0]).source, rectified=True)
-        args, kwargs = self.settled(args), self.settled(kwargs)
+        args, kwargs = self.resolve(args), self.resolve(kwargs)
         if func is F.linear and args[1].ndim == 3:
             return linear(self.rows, *args, **kwargs)
         if func is F.conv2d and args[1].ndim == 5:
             convolution = StackedConvolution(self.rows, self.precision, *args, **kwargs)
             fuses = convolution.has_kernel and convolution.weight[0, 0].numel() <= SMALL_PATCH
-            return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.made()
+            return self._stand_in(convolution.shape, convolution, False) if fuses else convolution.compute()
         if func is F.conv1d and args[1].ndim == 4:
             return StackedConvolution(self.rows, self.precision, *args, **kwargs).of_signals()
         if func is F.dropout:
@@ -66,22 +66,22 @@ class Stacking(TorchFunctionMode):
             return dropout(self.keys + self.dropouts, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def settled(self, value: Any) -> Any:
-        """The value, and in place of every stand-in what it stands for."""
+    def resolve(self, value: Any) -> Any:
+        """Return the value with every stand-in replaced by the computed result."""
         if type(value) in (list, tuple):
-            return type(value)(self.settled(part) for part in value)
+            return type(value)(self.resolve(part) for part in value)
         if type(value) is dict:
-            return {key: self.settled(part) for key, part in value.items()}
+            return {key: self.resolve(part) for key, part in value.items()}
         if id(value) not in self._pending:
             return value
-        made = self._pending[id(value)].made()
-        self._pending[id(value)] = _Pending(value, made, rectified=False)
-        return made
+        compute = self._pending[id(value)].compute()
+        self._pending[id(value)] = _Pending(value, compute, rectified=False)
+        return compute
 
     def _known(self, value: Tensor) -> _Pending:
         return self._pending.get(id(value)) or _Pending(value, value, rectified=False)
 
-    def _can_wait(self, value: Tensor) -> bool:
+    def _can_defer(self, value: Tensor) -> bool:
         return id(value) in self._pending or (has_kernels(value) and value.ndim == 4)
 
     def _stand_in(self, shape: Sequence[int], source: Tensor | StackedConvolution, rectified: bool) -> Tensor:
@@ -91,7 +91,7 @@ class Stacking(TorchFunctionMode):
 
 
 class SeededDropout(TorchFunctionMode):
-    """The same for a single row: only dropout needs to know its key."""
+    """The same for a single row: only dropout needs the row's key."""
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def linear(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """A product a row, whose gradients come as they lie: the library's own would be transposed and copied."""
+    """One matrix product per row; its gradients need no copy, unlike the library's, which are transposed."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
@@ -124,14 +124,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def,override]
         x, weight = ctx.saved_tensors
-        x, dy = x.to(weight.dtype), dy.to(weight.dtype)  # where autocast has made them shorter
+        x, dy = x.to(weight.dtype), dy.to(weight.dtype)  # autocast may have lowered their precision
         dx = torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None
         dbias = dy.sum(dim=1) if ctx.needs_input_grad[2] else None
         return dx, torch.bmm(dy.transpose(1, 2), x), dbias
 
 
 class StackedConvolution(NamedTuple):
-    """A convolution a row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
+    """One convolution per row: x (R*B, C, H, W), weight (R, O, C, KH, KW), bias (R, O) -> (R*B, O, HO, WO)."""
 
     rows: int
     precision: str
@@ -150,7 +150,7 @@ class StackedConvolution(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what comes out of it."""
+        """Shape of the output."""
         extents = zip(
             self.x.shape[2:],
             self.weight.shape[3:],
@@ -165,7 +165,7 @@ class StackedConvolution(NamedTuple):
             *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in extents),
         )
 
-    def made(self) -> Tensor:
+    def compute(self) -> Tensor:
         if self.groups != 1 or isinstance(self.padding, str):
             raise NotImplementedError("grouped or named-padding convolution in a stack")
         if not self.has_kernel:
@@ -175,15 +175,15 @@ class StackedConvolution(NamedTuple):
         return kernels.Conv2d.apply(self.x, self.weight, self.bias, _pair(self.padding), self.precision)  # type: ignore[no-any-return,no-untyped-call]
 
     def of_signals(self) -> Tensor:
-        """The same of signals, x (R*B, C, L) and weight (R, O, C, K): images of one line."""
+        """Convolve signals, x (R*B, C, L) and weight (R, O, C, K), as images of height 1."""
         if isinstance(self.padding, str):
             raise NotImplementedError("named padding of a convolution in a stack")
         stride, padding, dilation = (_pair(value)[0] for value in (self.stride, self.padding, self.dilation))
         lines = self._replace(x=self.x.unsqueeze(2), weight=self.weight.unsqueeze(3), stride=(1, stride))
-        return lines._replace(padding=(0, padding), dilation=(1, dilation)).made().squeeze(2)
+        return lines._replace(padding=(0, padding), dilation=(1, dilation)).compute().squeeze(2)
 
     def pooled(self, size: int, rectified: bool) -> Tensor:
-        """Its largest (rectified: or 0) output in each window, in one pass."""
+        """Convolve, apply ReLU if `rectified`, and max-pool in one pass."""
         from waffle_fl.models import kernels
 
         return kernels.PooledConv2d.apply(  # type: ignore[no-any-return,no-untyped-call]
@@ -192,7 +192,7 @@ class StackedConvolution(NamedTuple):
 
 
 def _patch_product(of: StackedConvolution) -> Tensor:
-    """Convolution as one batched matrix product over explicit patches: any device, any precision."""
+    """Compute the convolution as one batched matrix product over explicit patches: any device, any precision."""
     images, out, height, width = of.shape
     patches = F.unfold(of.x, of.weight.shape[3:], of.dilation, of.padding, of.stride)  # (R*B, K, L)
     columns = patches.view(of.rows, -1, *patches.shape[1:]).transpose(1, 2).flatten(2)  # (R, K, B*L)
@@ -211,14 +211,14 @@ def max_pool2d(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Square windows that do not overlap have kernels of their own on a GPU, which do what comes before them too."""
+    """Max-pool; non-overlapping square windows on a GPU use kernels that also compute the deferred operations."""
     window, steps = _pair(kernel_size), _pair(stride or kernel_size)
     plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode
     plain = plain and steps == window and window[0] == window[1]
     if isinstance(of, StackedConvolution):
         if plain:
             return of.pooled(window[0], rectified)
-        of = of.made()
+        of = of.compute()
     if plain and has_kernels(of):
         from waffle_fl.models import kernels
 
@@ -227,12 +227,12 @@ def max_pool2d(
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Our own kernels are for float32 on a GPU."""
+    """Whether the Triton kernels apply: float32 on a GPU."""
     return x.is_cuda and x.dtype == torch.float32
 
 
 def dropout(keys: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout whose mask depends on the row's key and on nothing that runs beside it."""
+    """Dropout whose mask depends only on the row's key, not on what else is in the stack."""
     if not training or p == 0:
         return x
     draws = noise(keys, x.numel() // len(keys)).view(x.shape)

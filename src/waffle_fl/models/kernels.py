@@ -1,8 +1,8 @@
-"""Stacked convolution and pooling on a GPU, in Triton: row r of the weights meets the images of row r.
+"""Stacked convolution and pooling on a GPU, in Triton: row r of the weights is applied to the images of row r.
 
 The library's grouped convolutions are slow when every row has its own few channels. Here a convolution is an implicit
-matrix product: patches are gathered on the fly and never written to memory. All sums have a fixed order, so a run
-repeats bit for bit. Nothing here knows a network: any convolution with stride 1 and without dilation or groups fits.
+matrix product: patches are gathered on the fly and never written to memory. All sums have a fixed order, so results are
+deterministic. The kernels work for any convolution with stride 1 and without dilation or groups.
 
 What it gains  82 x on the MNIST table
 """
@@ -15,15 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 8192  # parts of a weight gradient are added up at the end; more of them fill the GPU better,
-FEW, MANY = 128, 512  # but their number takes two values only, so that stacks of many sizes share a compilation
+PROGRAMS = 8192  # parts of a weight gradient, summed at the end; more of them fill the GPU better
+FEW, MANY = (
+    128,
+    512,
+)  # row counts by which the number of parts is chosen: two values, so that stacks share a compilation
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _corners(  # type: ignore[no-untyped-def]
     m, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """Where the patch of output pixel m begins in a row's images; of S x S pixels pooled into one, the first one's."""
+    """Offset in a row's images of the patch of output pixel m; of S x S pixels pooled into one, of the first."""
     pixel = m % (HP * WP)
     return (m // (HP * WP)) * (C * H * W) + (pixel // WP) * (S * W) + (pixel % WP) * S
 
@@ -33,10 +36,10 @@ def _patches(  # type: ignore[no-untyped-def]
     x, corner, inside, k, EVEN: tl.constexpr, BEYOND: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row's patch matrix: one line a corner, k runs over the patch, BEYOND lies outside."""
+    """A tile of a row's patch matrix: one line per corner, k runs over the patch, BEYOND is the value outside."""
     offset = (k // (KH * KW)) * (H * W) + ((k // KW) % KH) * W + k % KW
     held = (k < C * KH * KW)[None, :]
-    if not EVEN:  # where the blocks fill the pixels, a test for each element is saved
+    if not EVEN:  # if the blocks cover the pixels exactly, no test per element is needed
         held = held & inside[:, None]
     return tl.load(x + corner[:, None] + offset[None, :], mask=held, other=BEYOND)
 
@@ -47,7 +50,7 @@ def _forward(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, S: tl.constexpr, RECTIFIED: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Convolution, and with S > 1 the largest (RECTIFIED: or 0) of each S x S pixels, and which of them it was."""
+    """Convolution; with S > 1 also the maximum (RECTIFIED: or 0) of each S x S pixels, and its position."""
     K: tl.constexpr = C * KH * KW
     HP: tl.constexpr = (H - KH + 1) // S
     WP: tl.constexpr = (W - KW + 1) // S
@@ -59,11 +62,11 @@ def _forward(  # type: ignore[no-untyped-def]
     corner, inside = _corners(m, C, H, W, HP, WP, S), m < IMAGES * HP * WP
     best = tl.full((BM, BN), float("-inf"), tl.float32)
     where = tl.zeros((BM, BN), tl.int32)
-    for runtime in tl.static_range(S * S):
+    for position in tl.static_range(S * S):
         total = tl.zeros((BM, BN), tl.float32)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
-            patch = _patches(x, corner + (runtime // S) * W + runtime % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
+            patch = _patches(x, corner + (position // S) * W + position % S, inside, k, EVEN, 0.0, C, H, W, KH, KW)
             taps = (k < K)[:, None] & (n < OUT)[None, :]
             kernel = tl.load(weight + n[None, :] * K + k[:, None], mask=taps, other=0.0)
             total = tl.dot(patch, kernel, total, input_precision=PRECISION)
@@ -72,14 +75,14 @@ def _forward(  # type: ignore[no-untyped-def]
         else:
             better = (total > best) | (total != total)
             best = tl.where(better, total, best)
-            where = tl.where(better, runtime, where)
+            where = tl.where(better, position, where)
     if BIAS:
         best += tl.load(bias + row * OUT + n, mask=n < OUT, other=0.0)[None, :]
     target = (row * IMAGES + m // (HP * WP)) * (OUT * HP * WP) + m % (HP * WP)
     held = inside[:, None] & (n < OUT)[None, :]
     if S > 1:
         if RECTIFIED:
-            where = tl.where(best <= 0, S * S, where)  # nobody is chosen: no slope flows back
+            where = tl.where(best <= 0, S * S, where)  # no pixel is chosen: no gradient flows back
             best = tl.where(best <= 0, 0.0, best)
         tl.store(chosen + target[:, None] + n[None, :] * (HP * WP), where.to(tl.uint8), mask=held)
     tl.store(y + target[:, None] + n[None, :] * (HP * WP), best, mask=held)
@@ -102,7 +105,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     x += row * (IMAGES * C * H * W)
     dy += row * (IMAGES * OUT * HP * WP)
     chosen += row * (IMAGES * OUT * HP * WP)
-    total = tl.zeros((BN, BK), tl.float32)  # column K meets patches of ones: the gradient of the bias
+    total = tl.zeros((BN, BK), tl.float32)  # in column K the patches are ones: the gradient of the bias
     for start in range(0, CHUNK, BM):
         m = part * CHUNK + start + tl.arange(0, BM)
         corner, inside = _corners(m, C, H, W, HP, WP, S), m < IMAGES * HP * WP
@@ -110,17 +113,17 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         held = (n < OUT)[:, None]
         if not EVEN:
             held = held & inside[None, :]
-        slope = tl.load(dy + source, mask=held, other=0.0)
+        gradient = tl.load(dy + source, mask=held, other=0.0)
         if S == 1:
             patch = _patches(x, corner, inside, k, EVEN, 1.0, C, H, W, KH, KW)
-            total = tl.dot(slope, patch, total, input_precision=PRECISION)
+            total = tl.dot(gradient, patch, total, input_precision=PRECISION)
         else:
-            place_of = tl.load(chosen + source, mask=held, other=255)
-            for runtime in tl.static_range(S * S):
-                patch = _patches(x, corner + (runtime // S) * W + runtime % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
-                total = tl.dot(tl.where(place_of == runtime, slope, 0.0), patch, total, input_precision=PRECISION)
-    runtime = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
-    tl.store(partial + runtime, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
+            winner = tl.load(chosen + source, mask=held, other=255)
+            for position in tl.static_range(S * S):
+                patch = _patches(x, corner + (position // S) * W + position % S, inside, k, EVEN, 1.0, C, H, W, KH, KW)
+                total = tl.dot(tl.where(winner == position, gradient, 0.0), patch, total, input_precision=PRECISION)
+    position = ((part * tl.num_programs(2) + row) * OUT + n[:, None]) * (K + 1) + k[None, :]
+    tl.store(partial + position, total, mask=(n < OUT)[:, None] & (k <= K)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,13 +137,13 @@ def _pool(  # type: ignore[no-untyped-def]
     corner = (m // (HO * WO)) * (H * W) + ((m // WO) % HO) * (S * W) + (m % WO) * S
     best = tl.load(x + corner, mask=m < TOTAL, other=0.0)
     where = tl.zeros((BM,), tl.uint8)
-    for runtime in tl.static_range(1, S * S):
-        value = tl.load(x + corner + (runtime // S) * W + runtime % S, mask=m < TOTAL, other=0.0)
+    for position in tl.static_range(1, S * S):
+        value = tl.load(x + corner + (position // S) * W + position % S, mask=m < TOTAL, other=0.0)
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
-        where = tl.where(better, runtime, where).to(tl.uint8)
+        where = tl.where(better, position, where).to(tl.uint8)
     if RECTIFIED:
-        where = tl.where(best <= 0, S * S, where).to(tl.uint8)  # nobody is chosen: no slope flows back
+        where = tl.where(best <= 0, S * S, where).to(tl.uint8)  # no pixel is chosen: no gradient flows back
         best = tl.where(best <= 0, 0.0, best)
     tl.store(y + m, best, mask=m < TOTAL)
     tl.store(chosen + m, where, mask=m < TOTAL)
@@ -161,7 +164,7 @@ def _pool_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lay_back(  # type: ignore[no-untyped-def]
+def _add_patches(  # type: ignore[no-untyped-def]
     patches, dx, TOTAL, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, PH: tl.constexpr,
     PW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +181,7 @@ def _lay_back(  # type: ignore[no-untyped-def]
 
 
 def _index(largest: Tensor) -> tl.dtype:
-    """Narrow indices are several times faster to divide."""
+    """Return the index type: 32-bit indices are several times faster to divide."""
     return tl.int32 if largest.numel() < 2**31 else tl.int64
 
 
@@ -199,7 +202,7 @@ def valid_conv2d(
 def valid_conv2d_pooled(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: int, rectified: bool, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """The same, pooled in the same pass: the largest of each window, and which of its pixels that was."""
+    """The same, pooled in the same pass: the maximum of each window, and the position of its pixel."""
     y = x.new_empty(len(x), weight.shape[1], *_outputs(x, weight, size))
     chosen = torch.empty_like(y, dtype=torch.uint8)
     _launch_forward(x, weight, bias, y, chosen, size, rectified, 128, precision)
@@ -227,29 +230,29 @@ def _launch_forward(
 def conv2d_input_gradient(
     dy: Tensor, weight: Tensor, size: tuple[int, int], padding: tuple[int, int], precision: str
 ) -> Tensor:
-    """Each output pixel's slope times its kernel gives a patch; the patches are laid back over the image and added.
+    """Return the gradient of the input: each output pixel's gradient times its kernel is a patch; patches are summed.
 
-    The patches are many, so in TF32 they are kept in half the bytes; their sum is float32.
+    With precision TF32 patches are stored as bfloat16, to halve their memory; their sum is float32.
     """
     by_patch = weight.flatten(2).transpose(1, 2)[..., None, None]  # (R, K, O, 1, 1): a convolution of size 1
     patches = valid_conv2d(dy, by_patch, None, precision, torch.bfloat16 if precision == "tf32" else torch.float32)
     dx = dy.new_empty(len(dy), weight.shape[2], *size)
     blocks, geometry = (triton.cdiv(dx.numel(), 256),), (*size, *dy.shape[2:], *padding, *weight.shape[3:])
-    _lay_back[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=4)
+    _add_patches[blocks](patches, dx, dx.numel(), *geometry, BM=256, INDEX=_index(patches), num_warps=4)
     return dx
 
 
 def valid_conv2d_weight_gradient(
     x: Tensor, dy: Tensor, chosen: Tensor | None, size: int, weight: Tensor, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias, from slopes that are pooled or not; long sums are split and added in order."""
+    """Return the gradients of weight and bias from output gradients, pooled or not; long sums are split in parts."""
     rows, out, channels, kh, kw = weight.shape
     x, dy = x.contiguous(), dy.contiguous()
     images, patch, total = len(x) // rows, channels * kh * kw, len(x) // rows * dy.shape[2] * dy.shape[3]
     block, warps, depth, wide = 64 if size == 1 else 32, 2 if size == 1 else 1, 32, _width(out)
     blocks = triton.cdiv(patch + 1, depth) * triton.cdiv(out, wide)
     parts = max(1, min(triton.cdiv(PROGRAMS, (FEW if rows <= FEW else MANY) * blocks), triton.cdiv(total, 4 * block)))
-    if total % block == 0:  # parts of one length need no test for the end
+    if total % block == 0:  # parts of equal length need no bounds test
         parts = max(p for p in range(1, parts + 1) if total // block % p == 0)
     chunk = triton.cdiv(triton.cdiv(total, parts), block) * block
     partial = x.new_empty(parts, rows, out, patch + 1)
@@ -262,7 +265,7 @@ def valid_conv2d_weight_gradient(
 
 
 class Conv2d(torch.autograd.Function):
-    """The kernels above as one differentiable function; padding is done before them, so that they need no bounds."""
+    """Stacked convolution with gradients; the input is padded first, so that the kernels need no bounds tests."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, precision):  # type: ignore[no-untyped-def]
@@ -282,7 +285,7 @@ class Conv2d(torch.autograd.Function):
 
 
 class PooledConv2d(torch.autograd.Function):
-    """Convolution, ReLU if `rectified`, and maximum over windows that do not overlap, in one pass."""
+    """Convolution, ReLU if `rectified`, and maximum over non-overlapping windows, in one pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, size, rectified, precision):  # type: ignore[no-untyped-def]
@@ -305,7 +308,7 @@ class PooledConv2d(torch.autograd.Function):
 
 
 class MaxPool2d(torch.autograd.Function):
-    """Maximum over windows that do not overlap, of the input or of its rectification."""
+    """Maximum over non-overlapping windows, of the input or of its ReLU."""
 
     @staticmethod
     def forward(ctx, x, size, rectified):  # type: ignore[no-untyped-def]
@@ -328,7 +331,7 @@ class MaxPool2d(torch.autograd.Function):
 
 
 def _spread(dy: Tensor, chosen: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
-    """The slope of each window goes to the pixel that was chosen."""
+    """Pass the gradient of each window to its maximal pixel."""
     dx = dy.new_empty(shape)
     blocks = (triton.cdiv(dx.numel(), 1024),)
     _pool_gradient[blocks](dy.contiguous(), chosen, dx, dx.numel(), *shape[2:], size, BM=1024, INDEX=_index(dx))

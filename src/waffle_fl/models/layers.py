@@ -1,4 +1,4 @@
-"""Layers: which of a network's flat numbers belong to which of its modules."""
+"""Layers: which entries of a network's flat vectors belong to which of its modules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.row_module import Layout
 
-Stretches: TypeAlias = tuple[tuple[str, int], ...]  # (layer, count of numbers), as they lie in a flat vector
+Stretches: TypeAlias = tuple[tuple[str, int], ...]  # (layer, number of entries), in the order of the flat vector
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The modules that hold numbers of their own, in the order of their definition, and where those numbers lie."""
+    """The modules with parameters or statistics of their own, in definition order, and their parts of flat vectors."""
 
     names: tuple[str, ...]
     batch_norms: frozenset[str]
@@ -33,7 +33,7 @@ class Layers:
         return cls(tuple(modules), frozenset(norms), trained, carried)
 
     def head(self, count: int) -> frozenset[str]:
-        """The last `count` layers that train, and whatever was defined after the first of them."""
+        """Return the last `count` layers that train, and all layers defined after the first of these."""
         trained = {layer for layer, _ in self.params}
         starts = [i for i, name in enumerate(self.names) if name in trained]
         if count > len(starts):
@@ -48,5 +48,5 @@ def _stretches(layout: Layout) -> Stretches:
 
 
 def _layer_of(name: str) -> str:
-    """The module that a tensor belongs to; a parametrised weight, such as weight norm's, to the layer that uses it."""
+    """Return the module that owns a tensor; a parametrised weight (such as weight norm's) belongs to its layer."""
     return re.sub(r"(^|\.)parametrizations\..*|(^|\.)[^.]*$", "", name, count=1)

@@ -60,7 +60,7 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def cnn_1d(shape: Sequence[int], classes: int) -> nn.Module:
-    """The same for signals of any length, samples of (channels, length), with two convolutions."""
+    """A small network like `cnn`, with two convolutions, for signals (channels, length) of any length."""
     return nn.Sequential(
         *(nn.Conv1d(shape[0], 32, 5, padding=2), nn.ReLU(), nn.MaxPool1d(2, ceil_mode=True)),
         *(nn.Conv1d(32, 64, 5, padding=2), nn.ReLU(), Mean()),
@@ -69,7 +69,7 @@ def cnn_1d(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 class Mean(nn.Module):
-    """The mean over all axes but samples and channels; unlike adaptive pooling it repeats bit for bit on a GPU."""
+    """The mean over all axes but samples and channels; unlike adaptive pooling it is deterministic on a GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(2).mean(dim=2)

@@ -1,7 +1,7 @@
-"""Passes: outputs and gradients of rows of one module, computed in each of three ways.
+"""Passes: outputs and gradients of the rows of one module, computed in one of three ways.
 
-Row by row works for any module. The two others stack rows: folded into the batch, or under vmap. Which of them is right
-for a module is found out in `stacking_trial`.
+Row by row works for any module. The two others stack rows: folded into the batch, or under vmap. `stacking_trial` finds
+out which of them is exact for a module.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from waffle_fl.models.batch import Batch, Loss, Net
 from waffle_fl.models.building import Precision
 from waffle_fl.models.folded import SeededDropout, Stacking
-from waffle_fl.models.row_module import Layout, RowModule, abreast
+from waffle_fl.models.row_module import Layout, RowModule, synchronised_streams
 from waffle_fl.models.seeding import seeded
 from waffle_fl.randomness import derive
 
-ABREAST = 10  # rows of a large model that share a GPU: fewer leave it idle, more gain little
+PARALLEL_ROWS = 10  # rows of a large model that train in parallel on a GPU: fewer leave it idle, more gain little
 
 
 class Passes:
-    """The module, where its tensors lie in flat vectors, and its passes; it takes the module over."""
+    """A module, the layout of its tensors in flat vectors, and its passes; takes ownership of the module."""
 
     def __init__(self, module: nn.Module, loss: Loss, precision: Precision) -> None:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -35,58 +35,58 @@ class Passes:
         self.params, self.stats = Layout(trained), Layout({**frozen, **moving})
         self.template, self.loss, self.precision = module.requires_grad_(False), loss, precision
         self.device = next(module.parameters(), torch.empty(0)).device
-        self.seeded = False  # must each forward pass be seeded?
+        self.seeded = False  # whether each forward pass must be seeded
         self._own = threading.local()
 
-    def enter_by(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
-        """Let what the module is given go through the hook first."""
+    def add_input_hook(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
+        """Add a forward pre-hook to the module."""
         self.template.register_forward_pre_hook(hook)
         self._own = threading.local()
 
     def module(self, training: bool) -> nn.Module:
-        """This thread's own copy: functional_call puts its tensors into the module while it runs."""
+        """Return this thread's own copy: functional_call puts tensors into the module while it runs."""
         if not hasattr(self._own, "modules"):
             self._own.modules = {mode: copy.deepcopy(self.template).train(mode) for mode in (True, False)}
         return self._own.modules[training]  # type: ignore[no-any-return]
 
     @property
-    def abreast(self) -> int:
-        """How many single rows train at the same time in this process."""
-        return ABREAST if self.device.type == "cuda" else 1
+    def parallel_rows(self) -> int:
+        """Number of single rows that train in parallel in this process."""
+        return PARALLEL_ROWS if self.device.type == "cuda" else 1
 
     @property
     def products(self) -> str:
-        """How kernels of our own multiply: in TF32, or in three TF32 products that together are exact float32."""
+        """How the Triton kernels multiply: in TF32, or in three TF32 products that together are exact float32."""
         return "tf32" if self.precision == "tf32" else "tf32x3"
 
     def plain(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
-        """Gradient of one row by autograd on the module itself: what the faster ways must agree with."""
+        """Return the gradient of one row by autograd on the module itself, the reference for the faster ways."""
         leaf = params.detach().clone().requires_grad_()
         carried = {name: part.clone() for name, part in self.stats.unflatten(stats).items()}
-        with torch.enable_grad(), self._governed(batch.key), SeededDropout(batch.key):
+        with torch.enable_grad(), self._seeded_for(batch.key), SeededDropout(batch.key):
             output = self._call({**self.params.unflatten(leaf), **carried}, batch.x)
             loss = (self.loss(output, batch.y) * batch.weight).sum() / batch.weight.sum().clamp(min=1)
             (gradient,) = torch.autograd.grad(loss, leaf)
         return Net(gradient, self.stats.flatten(carried) if carried else stats)
 
     def single(self, params: Tensor, stats: Tensor, batch: Batch, compiled: bool = False) -> Net:
-        """Gradients row by row: each in a vessel of its own, as many abreast as the device bears."""
+        """Return gradients computed row by row, up to `parallel_rows` rows at once, each in its own row module."""
         batch = batch._replace(weight=batch.weight / batch.weight.sum(dim=1, keepdim=True).clamp(min=1))
         gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
-        for start in range(0, len(params), self.abreast):
-            rows = range(start, min(start + self.abreast, len(params)))
-            vessels = self._vessels()[: len(rows)]
-            with abreast(vessels):
-                for vessel, i in zip(vessels, rows, strict=True):
-                    with torch.cuda.stream(vessel.stream) if vessel.stream else nullcontext():
-                        vessel.fill(params[i], stats[i])
-                        self._row_grad(vessel, Batch(*(part[i] for part in batch)), gradient[i], compiled)
+        for start in range(0, len(params), self.parallel_rows):
+            rows = range(start, min(start + self.parallel_rows, len(params)))
+            pool = self._row_modules()[: len(rows)]
+            with synchronised_streams(pool):
+                for row_module, i in zip(pool, rows, strict=True):
+                    with torch.cuda.stream(row_module.stream) if row_module.stream else nullcontext():
+                        row_module.fill(params[i], stats[i])
+                        self._row_grad(row_module, Batch(*(part[i] for part in batch)), gradient[i], compiled)
                         if self.stats.size:
-                            after[i] = vessel.settled()
+                            after[i] = row_module.current_stats()
         return Net(gradient, after)
 
     def single_without_padding(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
-        """Gradients row by row, for rows that were padded before it was known that they cannot be stacked."""
+        """Return gradients computed row by row, for rows that were padded before the stacking test failed."""
         gradient = torch.zeros_like(params)
         for i, held in enumerate(batch.weight > 0):
             if held.any():
@@ -95,21 +95,21 @@ class Passes:
                 gradient[row] = self.single(params[row], stats[row], Batch(x, y, weight, batch.key[row])).params
         return gradient
 
-    def _row_grad(self, vessel: RowModule, batch: Batch, gradient: Tensor, compiled: bool) -> None:
-        with torch.enable_grad(), self._governed(batch.key):
-            output = self._in_precision(vessel, batch.x, batch.key, compiled and not self.seeded)
-            vessel.differentiate(self.loss(output, batch.y), batch.weight, gradient)
+    def _row_grad(self, row_module: RowModule, batch: Batch, gradient: Tensor, compiled: bool) -> None:
+        with torch.enable_grad(), self._seeded_for(batch.key):
+            output = self._in_precision(row_module, batch.x, batch.key, compiled and not self.seeded)
+            row_module.differentiate(self.loss(output, batch.y), batch.weight, gradient)
 
-    def _governed(self, key: Tensor | None) -> AbstractContextManager[None]:
-        """Draws depend on the key of the row's step; in evaluation, which has none, they are always the same."""
+    def _seeded_for(self, key: Tensor | None) -> AbstractContextManager[None]:
+        """Seed the draws by the key of the row's step; in evaluation, without a key, they are always the same."""
         if not self.seeded:
             return nullcontext()
         return seeded(derive(0 if key is None else int(key), "forward pass"), self.device)
 
-    def _vessels(self) -> list[RowModule]:
-        if not hasattr(self._own, "vessels"):
-            self._own.vessels = [RowModule(self.template, self.params, self.stats) for _ in range(self.abreast)]
-        return self._own.vessels  # type: ignore[no-any-return]
+    def _row_modules(self) -> list[RowModule]:
+        if not hasattr(self._own, "pool"):
+            self._own.pool = [RowModule(self.template, self.params, self.stats) for _ in range(self.parallel_rows)]
+        return self._own.pool  # type: ignore[no-any-return]
 
     def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.precision != "bf16":
@@ -118,21 +118,21 @@ class Passes:
             return call(*arguments).float()
 
     def folded(self, params: Tensor, batch: Batch) -> Tensor:
-        """Gradients of rows without statistics, folded into one batch."""
-        if len(params) == 1:  # a stack of one would add up in another order: its bits must not depend on company
+        """Return gradients of rows without statistics, folded into one batch."""
+        if len(params) == 1:  # a stack of one would sum in another order: bits must not depend on the stack's size
             return self.folded(params.expand(2, -1), Batch(*(part.expand(2, *part.shape[1:]) for part in batch)))[:1]
         rows = len(params)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             with Stacking(batch.key, self.products) as stack:
-                output = stack.settled(self._call(self.params.unflatten(leaf), batch.x.flatten(0, 1)))
+                output = stack.resolve(self._call(self.params.unflatten(leaf), batch.x.flatten(0, 1)))
             losses = self.loss(output, batch.y.flatten(0, 1)).view(rows, -1)
             per_row = (losses * batch.weight).sum(dim=1) / batch.weight.sum(dim=1).clamp(min=1)
             (gradient,) = torch.autograd.grad(per_row.sum(), leaf)
         return gradient
 
     def vmapped(self, params: Tensor, batch: Batch) -> Tensor:
-        """Gradients of rows without statistics, under vmap."""
+        """Return gradients of rows without statistics, under vmap."""
         gradient = torch.func.grad(self._row_loss)
         return torch.vmap(gradient, randomness="error")(params, *batch)  # type: ignore[no-any-return]
 
@@ -145,22 +145,22 @@ class Passes:
         return self._in_precision(torch.func.functional_call, self.module(training=True), tensors, (x,))
 
     def output(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
-        """Outputs of one model, its statistics frozen."""
+        """Return the outputs of one model in evaluation mode."""
         tensors = {**self.params.unflatten(params), **self.stats.unflatten(stats)}
-        with self._governed(None):
+        with self._seeded_for(None):
             return torch.func.functional_call(self.module(training=False), tensors, (x,))  # type: ignore[no-any-return]
 
     def folded_outputs(self, params: Tensor, x: Tensor) -> Tensor:
-        """Outputs of many models without statistics, folded into one batch."""
+        """Return the outputs of many models without statistics, folded into one batch."""
         keys = torch.zeros(len(params), dtype=torch.int64, device=self.device)
         with Stacking(keys, self.products) as stack:
             tensors = self.params.unflatten(params)
             output = torch.func.functional_call(self.module(training=False), tensors, (x.flatten(0, 1),))
-            output = stack.settled(output)
+            output = stack.resolve(output)
         return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
 
     def tensors(self, net: Net) -> dict[str, Tensor]:
-        """One model's tensors under all their names: one that the module holds twice has two."""
+        """Return one model's tensors under all their names; a tensor that the module shares has several."""
         tensors = {**self.params.unflatten(net.params), **self.stats.unflatten(net.stats)}
         first: dict[int, str] = {}
         for name, held in (

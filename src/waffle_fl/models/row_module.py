@@ -1,7 +1,7 @@
-"""One row at a time: a module that is filled with a row's numbers, for models that are too large to stack.
+"""Row modules: one row at a time in a module of its own, for models that are too large to stack.
 
-On a GPU several vessels work abreast, each on a stream of its own, so that one row's small kernels fill the gaps of
-another's; and where a run is long enough to pay for it, the module is compiled.
+On a GPU several row modules run in parallel, each on its own CUDA stream, so that the small kernels of one row fill the
+gaps of another. If a run is long enough to repay the compilation, the module is compiled.
 
 What it gains  rows abreast: 1.4 x on DLA; compiled passes: 1.2 x on DLA
 """
@@ -22,12 +22,12 @@ from waffle_fl.models.cpu_conv_pool import Rewriting
 from waffle_fl.models.folded import SeededDropout
 from waffle_fl.models.seeding import seeded
 
-TOLERANCE = 1e-3  # relative, of a rewritten gradient in float32: a wrong one is far off
-COMPILED_BATCH = 32  # a smaller rest of an epoch is not worth a compilation of its own
+TOLERANCE = 1e-3  # relative error of a rewritten gradient in float32: a wrong one is far off
+COMPILED_BATCH = 32  # a smaller last batch of an epoch is not worth a compilation of its own
 
 
 class Layout:
-    """Where each named tensor lies in a flat vector."""
+    """The position of each named tensor in a flat vector."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -39,27 +39,27 @@ class Layout:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
+        """Return named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
         parts, rows = torch.split(flat, self._sizes, dim=-1), flat.shape[:-1]
         return {n: part.view((*rows, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
-class _Habits(NamedTuple):
-    """What a module does that the caller must know."""
+class _Traits(NamedTuple):
+    """What a caller must know about a module."""
 
-    takes_last: bool  # it minds no images that lie channels last
-    drops: bool  # it drops units out
-    rewritten: bool  # it gains from a rewriting of its convolutions
+    takes_last: bool  # accepts images in channels-last layout
+    drops: bool  # uses dropout
+    rewritten: bool  # is faster with its convolutions rewritten (cpu_conv_pool)
 
 
 class RowModule:
-    """A module whose parameters and statistics are views of two flat vectors: to fill it is one copy each."""
+    """A module whose parameters and statistics are views of two flat vectors, so that loading a row is two copies."""
 
     def __init__(self, template: nn.Module, params: Layout, stats: Layout) -> None:
         self.module = copy.deepcopy(template).train()
         self._layout = params
         self._rewriting = Rewriting()
-        self._habits: dict[torch.Size, _Habits] = {}  # found out at the first call with a batch of that shape
+        self._traits: dict[torch.Size, _Traits] = {}  # by batch shape, observed at the first call
         first = next(self.module.parameters())
         self.params, self.stats = first.new_empty(params.size), first.new_empty(stats.size)
         self.stream = torch.cuda.Stream() if first.is_cuda else None  # type: ignore[no-untyped-call]
@@ -69,10 +69,10 @@ class RowModule:
             if name in named:
                 named[name].data = part
         self._buffers = {name: part for name, part in carried.items() if name not in named}
-        self._place()
+        self._attach_buffers()
         self._leaves = [named[name].requires_grad_() for name in trained]
 
-    def _place(self) -> None:
+    def _attach_buffers(self) -> None:
         for name, part in self._buffers.items():
             owner, _, last = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[last] = part
@@ -83,16 +83,16 @@ class RowModule:
             self.stats.copy_(stats)
 
     def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
-        """The forward pass; images lie channels last, which both CPU and GPU convolve faster."""
-        if x.shape not in self._habits:
-            with seeded(0, x.device):  # what is drawn here must not move what is drawn afterwards
-                self._habits[x.shape] = self._observed(x.clone(), key)
-        habits = self._habits[x.shape]
-        x = _channels_last(x) if habits.takes_last and not habits.rewritten else x
-        if habits.drops or habits.rewritten:
+        """Run the forward pass; images are in channels-last layout if possible, which CPU and GPU convolve faster."""
+        if x.shape not in self._traits:
+            with seeded(0, x.device):  # draws of the trial must not change later draws
+                self._traits[x.shape] = self._observe(x.clone(), key)
+        traits = self._traits[x.shape]
+        x = _channels_last(x) if traits.takes_last and not traits.rewritten else x
+        if traits.drops or traits.rewritten:
             with (
-                self._rewriting if habits.rewritten else nullcontext(),
-                SeededDropout(key) if habits.drops else nullcontext(),
+                self._rewriting if traits.rewritten else nullcontext(),
+                SeededDropout(key) if traits.drops else nullcontext(),
             ):
                 return self.module(x)  # type: ignore[no-any-return]
         if not compiled or len(x) < COMPILED_BATCH:
@@ -100,21 +100,21 @@ class RowModule:
         return _compiled_pass()(self.module, x)
 
     @torch.no_grad()
-    def _observed(self, x: Tensor, key: Tensor) -> _Habits:
-        """Try a copy of the module on two samples, and the rewriting on all of them."""
+    def _observe(self, x: Tensor, key: Tensor) -> _Traits:
+        """Try a copy of the module on two samples, and the rewriting on the whole batch."""
         rewritten = self._gains_by_rewriting(x, key)
         with SeededDropout(key) as seeded:
-            if x.ndim == 4 and (x.is_cuda or x.dtype != torch.float64):  # in float64 a CPU minds them very much
+            if x.ndim == 4 and (x.is_cuda or x.dtype != torch.float64):  # much slower in float64 on a CPU
                 try:
                     copy.deepcopy(self.module)(_channels_last(x[:2]))
-                    return _Habits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
+                    return _Traits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
                 except RuntimeError:
                     seeded.dropouts = 0
             copy.deepcopy(self.module)(x[:2])
-        return _Habits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
+        return _Traits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
 
     def _gains_by_rewriting(self, x: Tensor, key: Tensor) -> bool:
-        """Are all of its convolutions better done as products, and is the gradient the same?"""
+        """Whether all convolutions can be computed as window products, with the same gradient."""
         if x.is_cuda or x.ndim != 4:
             return False
         rewriting = Rewriting()
@@ -127,7 +127,7 @@ class RowModule:
 
     @torch.enable_grad()
     def _probe(self, x: Tensor, key: Tensor, mode: AbstractContextManager[Any]) -> Tensor:
-        """A gradient of a copy of the module."""
+        """Return a gradient of a copy of the module."""
         module = copy.deepcopy(self.module)
         with mode, SeededDropout(key):
             output = module(x)
@@ -143,28 +143,31 @@ class RowModule:
         else:
             torch.cat([part.reshape(-1) for part in parts], out=gradient)
 
-    def settled(self) -> Tensor:
-        """The statistics after a pass, also those that a module replaced instead of changing."""
+    def current_stats(self) -> Tensor:
+        """Return the statistics after a pass, including buffers that the module replaced instead of updating."""
         for name, now in self.module.named_buffers():
             if name in self._buffers and now is not self._buffers[name]:
                 self._buffers[name].copy_(now)
-        self._place()
+        self._attach_buffers()
         return self.stats
 
 
-def copy_each(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Each part into its place: those that lie alike in a few kernels; `torch.cat` would copy the others twice."""
-    alike = [runtime.stride() == part.stride() for runtime, part in zip(places, parts, strict=True)]
-    if any(alike):
-        torch._foreach_copy_(list(compress(places, alike)), list(compress(parts, alike)))
-    for runtime, part, same in zip(places, parts, alike, strict=True):
+def copy_each(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy each part to its target: parts with equal strides in a few kernels, the others one by one.
+
+    `torch.cat` would copy the latter twice.
+    """
+    same_strides = [target.stride() == part.stride() for target, part in zip(targets, parts, strict=True)]
+    if any(same_strides):
+        torch._foreach_copy_(list(compress(targets, same_strides)), list(compress(parts, same_strides)))
+    for target, part, same in zip(targets, parts, same_strides, strict=True):
         if not same:
-            runtime.copy_(part)
+            target.copy_(part)
 
 
 @cache
 def _compiled_pass() -> Callable[[nn.Module, Tensor], Tensor]:
-    """One for all vessels: modules that are built alike share what was compiled for the first of them."""
+    """Return one compiled function for all row modules: modules of one architecture share a compilation."""
     return torch.compile(_forward_pass, dynamic=False)
 
 
@@ -173,9 +176,9 @@ def _forward_pass(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def abreast(vessels: Sequence[RowModule]) -> Iterator[None]:
-    """Each vessel's work on its stream begins after all that was asked for before, and ends before what comes next."""
-    streams = [vessel.stream for vessel in vessels if vessel.stream]
+def synchronised_streams(modules: Sequence[RowModule]) -> Iterator[None]:
+    """Synchronise the row modules' streams: their work starts after earlier work and ends before later work."""
+    streams = [module.stream for module in modules if module.stream]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     yield
@@ -184,7 +187,7 @@ def abreast(vessels: Sequence[RowModule]) -> Iterator[None]:
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """The same images with channels innermost; said in so many words, for one channel looks like either layout."""
+    """Return the images in channels-last layout; an explicit copy, because one channel matches either layout."""
     n, channels, height, width = images.shape
-    laid = images.new_empty(n, height, width, channels)
-    return laid.permute(0, 3, 1, 2).copy_(images)
+    copied = images.new_empty(n, height, width, channels)
+    return copied.permute(0, 3, 1, 2).copy_(images)

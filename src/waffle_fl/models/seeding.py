@@ -1,4 +1,4 @@
-"""Random draws inside a forward pass: governed by one seed, and without a trace in the program's own generators."""
+"""Seed the random draws inside a forward pass, and leave the process's own generators unchanged."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import numpy as np
 import torch
 
-_ALONE = threading.RLock()  # the generators belong to the whole process, and models are evaluated in several threads
+_LOCK = threading.RLock()  # generators are global to the process, and models are evaluated in several threads
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Start the generators of torch, NumPy and Python from the seed, and put them back afterwards."""
+    """Seed the generators of torch, NumPy and Python, and restore their states afterwards."""
     cuda = [device] if device.type == "cuda" else []
-    with _ALONE, torch.random.fork_rng(devices=cuda):
-        ours, numpys = random.getstate(), np.random.get_state()
+    with _LOCK, torch.random.fork_rng(devices=cuda):
+        pythons, numpys = random.getstate(), np.random.get_state()
         torch.default_generator.manual_seed(seed)
-        for runtime in cuda:
-            with torch.cuda.device(runtime):
+        for gpu in cuda:
+            with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
             yield
         finally:
-            random.setstate(ours)
+            random.setstate(pythons)
             np.random.set_state(numpys)
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """What any draw from a generator of the process changes."""
+    """Return the states of the process's generators; any draw changes them."""
     states = [torch.random.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -1,4 +1,4 @@
-"""What a module does in a forward pass, and whether its rows may be stacked: found out once, with two samples."""
+"""Find out once, with two samples, what a module does in a forward pass and whether its rows can be stacked."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from waffle_fl.models.seeding import generator_states, seeded
 
 Way: TypeAlias = Literal["folded", "vmapped"]
 
-ROWS = ((0, 1, 0), (1, 0, 0), (0, 0, 1))  # of the two samples; the third of each row is padding
+ROWS = ((0, 1, 0), (1, 0, 0), (0, 0, 1))  # indices of the two samples; the third of each row is padding
 NO_RULE = "There is a performance drop because we have not yet implemented the batching rule"
-NOISE = 0.01  # on parameters, so that none is 0 and no two rows are alike
+NOISE = 0.01  # added to parameters, so that none is 0 and no two rows are equal
 log = logging.getLogger("waffle_fl")
 
 
 class ForwardTraits(NamedTuple):
-    """What a forward pass does beside computing its output."""
+    """What a forward pass does apart from computing its output."""
 
-    draws: bool  # random numbers, other than by nn.Dropout
-    reads: bool  # numbers, so that control flow or shapes may depend on them
-    overwrites: bool  # the samples it was given
+    draws: bool  # draws random numbers, other than by nn.Dropout
+    reads: bool  # reads values, so that control flow or shapes may depend on them
+    overwrites: bool  # overwrites its input
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether any operation hands a tensor's numbers to Python, or makes a shape of them."""
+    """Records whether any operation passes a tensor's values to Python, or makes a shape depend on them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, a second or two, only to leave this class out of it."""
+        """Return False: otherwise torch imports its compiler, which takes a second or two, to skip this class."""
         return False
 
     def __torch_dispatch__(
@@ -61,27 +61,27 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def conduct(module: nn.Module, x: Tensor) -> ForwardTraits:
-    """Watch a copy of the module in training and in evaluation."""
+def observe_forward(module: nn.Module, x: Tensor) -> ForwardTraits:
+    """Run a copy of the module in training and in evaluation mode, and return what it does."""
     draws = overwrites = False
-    watch = _Reads()
+    reads_mode = _Reads()
     for training in (True, False):
         given, key = x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-        watched = copy.deepcopy(module).train(training)
+        observed = copy.deepcopy(module).train(training)
         with seeded(0, x.device):
             before = generator_states(x.device)
-            with SeededDropout(key), watch:
-                watched(given)
+            with SeededDropout(key), reads_mode:
+                observed(given)
             draws |= before != generator_states(x.device)
         overwrites |= not torch.allclose(given, x, rtol=0, atol=0, equal_nan=True)
-    return ForwardTraits(draws, watch.found, overwrites)
+    return ForwardTraits(draws, reads_mode.found, overwrites)
 
 
 def stacking_mode(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple[Way | None, str]:
-    """Return the way of stacking whose gradients are those of single rows; or None, and why there is none.
+    """Return the way of stacking whose gradients equal those of single rows; or None and the reason.
 
-    `passes` compute in float64 on the CPU; `params` are three rows, x and y two samples. Stacked rows are padded, as
-    they are in training, and single rows are not: padding must change nothing.
+    `passes` compute in float64 on the CPU; `params` are three rows, x and y two samples. Stacked rows are padded, as in
+    training, and single rows are not: padding must not change the gradients.
     """
     numbers = torch.Generator().manual_seed(0)
     near, off = (NOISE * torch.randn(params.shape, generator=numbers, dtype=params.dtype) for _ in range(2))
@@ -108,7 +108,7 @@ def stacking_mode(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple
             try:
                 if torch.allclose(gradient(), expected, rtol=1e-8, atol=1e-10, equal_nan=True):
                     return way, ""
-                reason = "stacked rows would have other gradients, or padding would change them"
+                reason = "stacking or padding would change its gradients"
             except UserWarning as warning:
                 reason = f"vmap cannot batch {''.join(re.findall(r'aten::[a-z0-9_]+', str(warning))[:1])}"
             except Exception as error:
@@ -117,7 +117,7 @@ def stacking_mode(passes: Passes, params: Tensor, x: Tensor, y: Tensor) -> tuple
 
 
 @cache
-def say_once(name: str, reason: str) -> None:
-    """Tell the user that a model trains row by row: a line of the log, once."""
+def warn_once(name: str, reason: str) -> None:
+    """Log a warning, once, that a model trains row by row."""
     shown = reason if len(reason) <= 160 else f"{reason[:157]}..."
     log.warning("%s trains row by row, which is slower than stacked rows: %s", name, shown)

@@ -1,8 +1,8 @@
-"""How agents' data differ beyond the paper's splits, each shift a few pure functions of arrays and a seed.
+"""Shifts: additional heterogeneity beyond the paper's splits, as pure functions of arrays and a seed.
 
-labels      who has how many samples, of which labels, in training and in test data
-covariates  what a sample looks like            concepts  what a label means, and from when on
-groups      which agents are shifted            reading   `rotate(45) + swap(4, groups=2)` in words
+labels      sample counts and label distributions, of training and test data
+covariates  features of a sample                concepts  meaning of the labels, and when it changes
+groups      which agents are shifted            reading   parses `rotate(45) + swap(4, groups=2)`
 """
 
 from waffle_fl.shifts.concepts import Drift, Swap

@@ -1,4 +1,4 @@
-"""Shifts of what a label means: agents that swap labels, and agents that change their mind during training."""
+"""Concept shifts: groups of agents that swap labels, and agents whose labels change during training (drift)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waffle_fl.shifts.labels import Indices, Shares
 
 @dataclass(frozen=True)
 class Swap:
-    """Concept shift: each group but Alice's passes `k` labels of its own choice round among themselves."""
+    """Concept shift: each group but Alice's permutes `k` labels in a cycle, drawn per group."""
 
     k: int
     groups: int = 2
@@ -26,7 +26,7 @@ class Swap:
         check_groups("swap", self.groups)
 
     def concepts(self, agents: int, classes: int, alice: int, seed: int) -> Indices:
-        """(agents, classes): agents of one group share a concept."""
+        """Return (agents, classes): the label of each class; agents of one group share a concept."""
         own = np.arange(classes)
         return np.stack(
             [
@@ -38,10 +38,10 @@ class Swap:
 
 @dataclass(frozen=True)
 class Drift:
-    """Concept drift: from the share `at` of the rounds on, `k` labels (0: all) mean others.
+    """Concept drift: after the share `at` of the rounds, `k` labels (0: all) change their meaning.
 
-    Suddenly all samples, or gradually a share of them that grows until `until`. `who` drifts: the others than Alice's
-    group, Alice's group alone, or all groups, each to a concept of its own.
+    "sudden" changes all samples at once, "gradual" a share of them that grows until `until`. `who` selects the groups
+    that drift, each to its own concept: all but Alice's ("others"), hers only ("alice"), or "all".
     """
 
     kind: Literal["sudden", "gradual"] = "sudden"
@@ -59,7 +59,7 @@ class Drift:
         check_groups("drift", self.groups, 1 if self.who == "all" else 2)
 
     def concepts(self, agents: int, classes: int, alice: int, seed: int) -> Indices:
-        """(agents, classes): what each agent calls a class once it has drifted."""
+        """Return (agents, classes): each agent's label of a class after the drift."""
         own = np.arange(classes)
         return np.stack(
             [
@@ -72,16 +72,16 @@ class Drift:
         return self.who == "all" or (group == 0) == (self.who == "alice")
 
     def turns(self, samples: int, seed: int) -> Shares:
-        """For each sample the share of the rounds after which it is called by the new concept."""
+        """Return for each sample the share of the rounds after which it has its new label."""
         if self.kind == "sudden":
             return np.full(samples, self.at)
         return self.at + (self.until - self.at) * generator(seed, "drift").random(samples)
 
 
 def cycle(classes: int, k: int, seed: int, *words: str | int) -> Indices:
-    """A permutation that moves exactly k classes, each to the place of the next."""
+    """Return a permutation that moves exactly k classes in a cycle."""
     if k > classes:
-        raise WaffleError(f"{words[0]}: expected at most the {classes} labels that there are, got {k}")
+        raise WaffleError(f"{words[0]}: expected at most {classes} labels, as many as the data has, got {k}")
     moved = generator(seed, *words).choice(classes, k, replace=False)
     permutation = np.arange(classes)
     permutation[moved] = np.roll(moved, 1)

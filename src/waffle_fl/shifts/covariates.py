@@ -1,6 +1,6 @@
-"""Shifts of the features: rotation, blur, noise, contrast, colour, feature scaling.
+"""Covariate shifts: rotation, blur, noise, contrast, colour, feature scaling.
 
-Sums and products of single elements only, in one order, so that every machine makes the same bits.
+They use only element-wise sums and products in a fixed order, so that every machine computes the same bits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from waffle_fl.shifts.groups import Member, check_groups, members
 
 @runtime_checkable
 class Covariate(Protocol):
-    """What changes features; the shape and who is shifted stay."""
+    """A shift of the features; shapes do not change."""
 
     @property
     def groups(self) -> int: ...
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        """The samples x of a part (train, validation, test) as the agent sees them; `black` (C,) is an image's."""
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        """Return the samples x of a part (train, validation, test), shifted for this agent; `black` (C,) of images."""
         ...
 
 
 @dataclass(frozen=True)
 class Rotate:
-    """Images turned anticlockwise about their centre, bilinearly; what comes in from outside is black."""
+    """Rotate images anticlockwise about their centre, with bilinear interpolation; pixels from outside are black."""
 
     degrees: float
     groups: int = 2
@@ -43,14 +43,14 @@ class Rotate:
             raise WaffleError(f"rotate: expected degrees from -360 to 360, got {self.degrees:g}")
         check_groups("rotate", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         check_images("rotate", x)
-        return rotated(x, self.degrees * who.degree, black)
+        return rotated(x, self.degrees * member.degree, black)
 
 
 @dataclass(frozen=True)
 class Blur:
-    """Images seen through a Gaussian lens of `sigma` pixels."""
+    """Blur images with a Gaussian of `sigma` pixels."""
 
     sigma: float
     groups: int = 2
@@ -60,14 +60,14 @@ class Blur:
             raise WaffleError(f"blur: expected sigma above 0 and up to 10 pixels, got {self.sigma:g}")
         check_groups("blur", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         check_images("blur", x)
-        return blurred(x, self.sigma * who.degree)
+        return blurred(x, self.sigma * member.degree)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Gaussian noise of deviation `std` on every feature, the same each time that a sample is seen."""
+    """Add Gaussian noise of standard deviation `std` to every feature; it is the same every time a sample is used."""
 
     std: float
     groups: int = 2
@@ -77,14 +77,14 @@ class Noise:
             raise WaffleError(f"noise: expected a deviation above 0 and up to 100, got {self.std:g}")
         check_groups("noise", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        drawn = generator(who.seed, "noise", who.agent, part).standard_normal(tuple(x.shape), dtype=np.float32)
-        return x + self.std * who.degree * torch.from_numpy(drawn)
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        drawn = generator(member.seed, "noise", member.agent, part).standard_normal(tuple(x.shape), dtype=np.float32)
+        return x + self.std * member.degree * torch.from_numpy(drawn)
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Features stretched about 0, the data set's mean: below 1 they grow faint, above 1 harsh."""
+    """Scale all features about 0, the data set's mean; a factor below 1 lowers the contrast."""
 
     factor: float
     groups: int = 2
@@ -94,13 +94,13 @@ class Contrast:
             raise WaffleError(f"contrast: expected a factor from 0.01 to 100, got {self.factor:g}")
         check_groups("contrast", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        return x * math.pow(self.factor, who.degree)
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        return x * math.pow(self.factor, member.degree)
 
 
 @dataclass(frozen=True)
 class Colour:
-    """The light of each colour channel stretched by exp(sigma z), one z a group and channel; black stays black."""
+    """Scale the brightness of each colour channel by exp(sigma z), one z per group and channel; black stays black."""
 
     sigma: float
     groups: int = 2
@@ -110,17 +110,17 @@ class Colour:
             raise WaffleError(f"colour: expected sigma above 0 and up to 3, got {self.sigma:g}")
         check_groups("colour", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
         check_images("colour", x)
-        if not who.group:
+        if not member.group:
             return x
         dark = black.view(-1, 1, 1)
-        return dark + (x - dark) * _gains(self.sigma, "colour", who, tuple(dark.shape))
+        return dark + (x - dark) * _gains(self.sigma, "colour", member, tuple(dark.shape))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Every feature scaled by exp(sigma z), one z a group and feature: instruments that were calibrated apart."""
+    """Scale every feature by exp(sigma z), one z per group and feature, like differently calibrated instruments."""
 
     sigma: float
     groups: int = 2
@@ -130,22 +130,22 @@ class Scale:
             raise WaffleError(f"scale: expected sigma above 0 and up to 3, got {self.sigma:g}")
         check_groups("scale", self.groups)
 
-    def transform(self, x: Tensor, who: Member, part: str, black: Tensor) -> Tensor:
-        return x * _gains(self.sigma, "scale", who, tuple(x.shape[1:])) if who.group else x
+    def transform(self, x: Tensor, member: Member, part: str, black: Tensor) -> Tensor:
+        return x * _gains(self.sigma, "scale", member, tuple(x.shape[1:])) if member.group else x
 
 
-def _gains(sigma: float, purpose: str, who: Member, shape: tuple[int, ...]) -> Tensor:
-    drawn = generator(who.seed, purpose, who.group).standard_normal(shape)
+def _gains(sigma: float, purpose: str, member: Member, shape: tuple[int, ...]) -> Tensor:
+    drawn = generator(member.seed, purpose, member.group).standard_normal(shape)
     return torch.from_numpy(np.exp(sigma * drawn).astype(np.float32))
 
 
 def check_images(kind: str, x: Tensor) -> None:
     if x.ndim != 4:
-        raise WaffleError(f"{kind} is for images; this data has samples of shape {tuple(x.shape[1:])}")
+        raise WaffleError(f"{kind}: expected images, got samples of shape {tuple(x.shape[1:])}: choose another shift")
 
 
 def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
-    """Images (n, C, H, W), turned; a pixel is the mean of the four that it comes from, by its distance from each."""
+    """Return images (n, C, H, W) rotated with bilinear interpolation."""
     if not degrees:
         return x
     height, width = x.shape[-2:]
@@ -161,14 +161,14 @@ def rotated(x: Tensor, degrees: float, black: Tensor) -> Tensor:
             row, column = i.floor() + top, j.floor() + left
             weight = (1 - (i - row).abs()) * (1 - (j - column).abs())
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-            runtime = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
-            pixels = light.flatten(2)[:, :, runtime.flatten()].view(x.shape)
+            index = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
+            pixels = light.flatten(2)[:, :, index.flatten()].view(x.shape)
             found += pixels * (weight * inside).to(x.dtype)
     return found + black.view(-1, 1, 1)
 
 
 def blurred(x: Tensor, sigma: float) -> Tensor:
-    """Images (n, C, H, W) under a Gaussian of three sigma, down and across; edges are continued."""
+    """Return images (n, C, H, W) blurred by a Gaussian, truncated at three sigma; edge pixels are repeated."""
     if not sigma:
         return x
     reach = math.ceil(3 * sigma)
@@ -183,21 +183,21 @@ def blurred(x: Tensor, sigma: float) -> Tensor:
 def materialise(
     x: Tensor, parts: dict[str, tuple[Tensor, ...]], shifts: Sequence[Covariate], alice: int, seed: int
 ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, ...]]]:
-    """A pool of what the agents hold, as each sees it: (samples, where in the old pool they lay, the new parts)."""
+    """Return a pool of each agent's shifted samples: (samples, their indices in the old pool, the new parts)."""
     black = x.amin(dim=(0, 2, 3)) if x.ndim == 4 else x[:0]
     agents = len(parts["train"])
-    company = [members(agents, alice, shift.groups, seed) for shift in shifts]
+    memberships = [members(agents, alice, shift.groups, seed) for shift in shifts]
     seen, origin, moved = [], [], {}
     edge = 0
     for part, rows in parts.items():
-        places = []
+        positions = []
         for agent, held in enumerate(rows):
             samples = x[held]
-            for shift, people in zip(shifts, company, strict=True):
-                samples = shift.transform(samples, people[agent], part, black)
+            for shift, agents_of in zip(shifts, memberships, strict=True):
+                samples = shift.transform(samples, agents_of[agent], part, black)
             seen.append(samples)
             origin.append(held)
-            places.append(torch.arange(edge, edge + len(held)))
+            positions.append(torch.arange(edge, edge + len(held)))
             edge += len(held)
-        moved[part] = tuple(places)
+        moved[part] = tuple(positions)
     return torch.cat(seen), torch.cat(origin), moved

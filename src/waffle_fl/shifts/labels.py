@@ -1,4 +1,4 @@
-"""Shifts of how many samples an agent has, and of which labels: functions of the share matrix (agent x label)."""
+"""Shifts of sample counts and label distributions: functions of the share matrix (agent x label)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF = 0.5
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Label skew: an agent's labels are drawn about the split's, Dir(alpha K p); a small alpha leaves few."""
+    """Label skew: an agent's labels are drawn from Dir(alpha K p) with p of the split; small alpha means few labels."""
 
     alpha: float
 
@@ -27,7 +27,7 @@ class Dirichlet:
             raise WaffleError(f"dirichlet: expected alpha from 0.001 to 1e6, got {self.alpha:g}")
 
     def skewed(self, shares: Shares, seed: int) -> Shares:
-        """One draw an agent: no sampling until it fits, so it ends for any data."""
+        """Return the skewed shares: one draw per agent, without rejection, so that it ends for any data."""
         rows = np.zeros_like(shares)
         for agent, row in enumerate(shares):
             held = row > 0
@@ -47,14 +47,14 @@ class Quantity:
             raise WaffleError(f"quantity: expected sigma from 0 to 5, got {self.sigma:g}")
 
     def sizes(self, agents: int, seed: int) -> Shares:
-        """Relative to their mean."""
+        """Return the sizes relative to their mean."""
         drawn = [generator(seed, "quantity", agent).standard_normal() for agent in range(agents)]
         return _relative(np.exp(self.sigma * np.asarray(drawn)))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Quantity skew by hand: relative sizes, the list repeated as often as needed."""
+    """Quantity skew with given relative sizes; the list is repeated as needed."""
 
     values: tuple[float, ...]
 
@@ -63,13 +63,13 @@ class Sizes:
             raise WaffleError("sizes: expected numbers above 0 and up to 1e6, as in sizes(4, 1, 1)")
 
     def sizes(self, agents: int, seed: int) -> Shares:
-        """Relative to their mean."""
+        """Return the sizes relative to their mean."""
         return _relative(np.resize(np.asarray(self.values, np.float64), agents))
 
 
 @dataclass(frozen=True)
 class Prior:
-    """Prior shift: the labels of an agent's test data are `amount` away from those it trains on, in total variation."""
+    """Prior shift: label distributions of an agent's test and training data differ by `amount` in total variation."""
 
     amount: float
 
@@ -78,19 +78,19 @@ class Prior:
             raise WaffleError(f"prior: expected an amount from 0 to 1, got {self.amount:g}")
 
     def moved(self, shares: Shares, seed: int) -> Shares:
-        """What some labels lose the others gain, both in proportion."""
+        """Return the shares of the test data: mass moves from some labels to the others, both in proportion."""
         return np.stack([self._moved(row, generator(seed, "prior", agent)) for agent, row in enumerate(shares)])
 
     def _moved(self, row: Shares, rng: np.random.Generator) -> Shares:
-        """A row with too few labels to move so much moves what it can; one with a single label nothing."""
+        """Move `amount`, or as much as the labels of the row allow; a row with a single label does not change."""
         order = rng.permutation(np.flatnonzero(row))
         if len(order) < 2:
             return row
         p = row / row.sum()
         losers = _shortest(order, p, max(self.amount, HALF))
-        if len(losers) == len(order):  # the last one is so common that it must be the one to lose
+        if len(losers) == len(order):  # the last label is so common that it must be the one to lose
             losers = _shortest(order[::-1], p, max(self.amount, HALF))
-        if len(losers) == len(order):  # somebody must gain, then the rarest
+        if len(losers) == len(order):  # one label must gain: the rarest
             losers = order[order != order[p[order].argmin()]]
         lost = np.zeros(len(row), bool)
         lost[losers] = True
@@ -105,14 +105,17 @@ def _relative(sizes: Shares) -> Shares:
 
 
 def _shortest(order: Indices, p: Shares, mass: float) -> Indices:
-    """The first labels that together hold this much."""
+    """Return the first labels that together have at least this mass."""
     return order[: int(np.searchsorted(np.cumsum(p[order]), mass - 1e-12)) + 1]
 
 
 def serve(parts: list[list[Indices]], labels: Indices, shares: Shares) -> list[list[Indices]]:
-    """Nobody is left without a sample: who has none takes a spare one, of the label it wants most, or the fullest's."""
+    """Give every agent at least one sample.
+
+    An agent without samples takes an unused one, of its most probable label, or else one of the largest agent's.
+    """
     if len(labels) < len(parts):
-        raise WaffleError(f"{len(labels)} training samples are too few for {len(parts)} agents: expected one for each")
+        raise WaffleError(f"expected at least one training sample per agent, got {len(labels)} for {len(parts)} agents")
     parts = [list(part) for part in parts]
     used = np.concatenate([samples for part in parts for samples in part])
     spare = set(np.setdiff1d(np.arange(len(labels)), used).tolist())
@@ -131,5 +134,5 @@ def serve(parts: list[list[Indices]], labels: Indices, shares: Shares) -> list[l
 
 
 def caps(samples_per_agent: int, sizes: Sequence[float] | Shares) -> list[int]:
-    """How many samples each agent keeps, so many on average; 0 keeps all."""
+    """Return how many samples each agent keeps, `samples_per_agent` on average; 0 keeps all."""
     return [max(1, round(samples_per_agent * size)) if samples_per_agent else 0 for size in sizes]

@@ -1,4 +1,4 @@
-"""The text of a shift, or of a mixture joined by +, as the same words in TOML, on the command line and in Python."""
+"""Parse the text of a shift, or of shifts joined by +: the same syntax in TOML, on the command line and in Python."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ KINDS: dict[str, type[Shift]] = {kind.__name__.lower(): kind for kind in typing.
 
 @cache
 def read_shifts(text: str) -> tuple[Shift, ...]:
-    """The shifts of a text such as `noise(0.3) + swap(4, groups=2)`; none where it is empty."""
+    """Return the shifts of a text such as `noise(0.3) + swap(4, groups=2)`; none if it is empty."""
     if not text.strip():
         return ()
     shifts = tuple(_read(part) for part in text.split("+"))
     for kinds in ((Quantity, Sizes), *((kind,) for kind in KINDS.values())):
-        if sum(isinstance(shift, kinds) for shift in shifts) > 1:  # two of a kind would draw the same numbers
+        if sum(isinstance(shift, kinds) for shift in shifts) > 1:  # two of one kind would draw the same numbers
             raise WaffleError(f"expected one {kinds[0].__name__.lower()} in a mixture, got {text!r}")
     return shifts
 
 
 def shifted_groups(text: str, agents: int, alice: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Each shift that is not everybody's, with the group of every agent; 0 is Alice's."""
+    """Return each shift that has groups, with the group of every agent; 0 is Alice's group."""
     found = zip(text.split("+"), read_shifts(text), strict=False)
     return tuple(
         (part.strip(), groups_of(agents, alice, shift.groups)) for part, shift in found if hasattr(shift, "groups")
