@@ -90,7 +90,7 @@ class Server:
         )
         algorithm = for_model(self.config.algorithm(), model.layers)
         samples = (facts.samples["north"],)
-        steps = (s.epochs * -(-samples[0] // s.batch_size),)
+        steps = (s.steps(samples[0]),)
         plan = RunPlan(
             self.run, "course", algorithm, ("north",), 0, samples, steps, s.rounds, s.batch_size, "off", "north"
         )
