@@ -24,7 +24,7 @@ test-thorough: $(READY)
 	$(BIN)/pytest -n 2 -m thorough
 
 test-flower: $(READY)
-	$(BIN)/pytest -m flower tests/test_flower_*.py
+	$(BIN)/pytest -m flower tests/test_flower_*.py tests/test_tutorials.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
