@@ -22,7 +22,7 @@ pytest.importorskip("flwr")
 
 from browser import launched
 from conftest import refusal
-from flower_harness import conduct, federation, small
+from flower_harness import federation, run_job, small_config
 from waffle_fl.deploy import live_page, membership, settings_files
 from waffle_fl.deploy.control_client import ControlClient, Node
 from waffle_fl.deploy.jobs import Job
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SITES:
         settings_files.change(folder / "sites" / name / "site.toml", max_exposed=1.0)
     for name, rounds, alice in (("first", 3, "0"), ("every", 2, "all")):
-        conduct(folder, small(rounds, alice=alice), root / name).update_state(status="finished", waiting=[])
+        run_job(folder, small_config(rounds, alice=alice), root / name).update_state(status="finished", waiting=[])
     return root
 
 
