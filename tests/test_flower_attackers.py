@@ -1,6 +1,6 @@
 """Attacks on a running federation of real processes; each of them succeeded against an earlier version.
 
-stranger        reaches the server's port; has no key and no certificate
+unknown client  reaches the server's port; has no key and no certificate
 ca holder       also has `ca.crt`, which every site has
 operator        controls the server and has the operator's key
 local user      has an account on the machine of a site or of the server
@@ -92,11 +92,11 @@ def task_request() -> AcquireTaskRequest:
     return AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP, TaskType.CLIENT_APP])
 
 
-def test_a_stranger_cannot_act_as_the_server(running: Deployment) -> None:
-    """The public port serves only the Fleet API: a stranger can take no task and start no run."""
+def test_an_unknown_client_cannot_act_as_the_server(running: Deployment) -> None:
+    """The public port serves only the Fleet API: an unknown client can take no task and start no run."""
     public, _ = addresses(running)
-    stranger = AnonymousClient(RuntimeHttpClient, public)
-    assert stranger.status("AcquireTask", task_request()) == 404
+    client = AnonymousClient(RuntimeHttpClient, public)
+    assert client.status("AcquireTask", task_request()) == 404
     control = AnonymousClient(ControlHttpClient, public)
     assert control.status("ListNodes", ListNodesRequest()) == 404
     assert control.status("StartRun", StartRunRequest()) == 404

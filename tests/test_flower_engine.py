@@ -74,7 +74,7 @@ def tables(method: str = "waffle", **settings: Any) -> RunConfig:
 def test_tables_end_in_the_simulator_s_bits(settings: dict[str, Any], tmp_path: Path) -> None:
     """Sites that each hold one table agree on its columns from summaries and train to the simulator's bits."""
     data = hospitals(tmp_path / "hospitals")
-    folder = federation(tmp_path / "own", ("north", "south"), str(data))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data))
     grid = Grid(folder)
     run_job(folder, tables(**settings), tmp_path / "run", grid)
     model, rounds, result = bits(tmp_path / "run")
@@ -106,7 +106,7 @@ def test_every_method_ends_in_the_simulator_s_bits(method: str, folder: Path, tm
 def test_optional_hooks(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Methods that score candidates, run trial steps, use neighbours or split the model give the same bits."""
     data = hospitals(tmp_path / "hospitals")
-    folder = federation(tmp_path / "own", ("north", "south"), str(data))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data))
     run_job(folder, tables(method, **settings), tmp_path / "run")
     reference = bits(run_simulation(tables(method, data=str(data), **settings), tmp_path / "reference"))
     assert bits(tmp_path / "run")[:2] == reference[:2]
@@ -252,7 +252,7 @@ def test_invalid_scores_are_recorded_as_none(r: int, folder: Path, tmp_path: Pat
 def test_invalid_summaries_are_rejected(summary: dict[str, Any], tmp_path: Path) -> None:
     """A site that sends an impossible summary of its data is named before the first round."""
     data = hospitals(tmp_path / "hospitals")
-    folder = federation(tmp_path / "own", ("north", "south"), str(data))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data))
 
     def lie(name: str, request: Message, reply: Message) -> Message:
         replaced = {key: value for key, value in summary.items() if key in reply.fields}
@@ -275,7 +275,7 @@ def test_too_many_classes_are_rejected_before_a_model_is_built(folder: Path, tmp
 @pytest.mark.parametrize("kind", [["tables"], None, "\x1b[31mred"])
 def test_different_kinds_of_data_are_rejected(kind: Any, tmp_path: Path) -> None:
     """Sites with different kinds of data cause a one-line error without control characters."""
-    folder = federation(tmp_path / "own", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
 
     def lie(name: str, request: Message, reply: Message) -> Message:
         return Message({**reply.fields, "kind": kind}) if name == "south" else reply
@@ -416,7 +416,7 @@ def test_f12_an_exception_at_a_site(tmp_path: Path, caplog: pytest.LogCaptureFix
     data = hospitals(tmp_path / "hospitals")
     with (data / "south.csv").open("a") as stream:
         stream.write("\n44,f,1.0,A,secret")
-    folder = federation(tmp_path / "own", ("north", "south"), str(data))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data))
     with pytest.raises(
         WaffleError, match=r"^south: failed at the site \(WaffleError\); see the site's own log"
     ) as caught:
@@ -428,7 +428,7 @@ def test_f12_an_exception_at_a_site(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_p5_changed_data_stops_the_site(tmp_path: Path) -> None:
     """P5: a site whose file changed since the start of the run takes no further part in it and reports the reason."""
     data = hospitals(tmp_path / "hospitals")
-    folder = federation(tmp_path / "own", ("north", "south"), str(data), retries=0)
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data), retries=0)
 
     def change_file(name: str, request: Message, reply: Message) -> Message:
         if request.fields.get("tasks", [{}])[0].get("round") == 1 and name == "south":
@@ -538,10 +538,10 @@ def test_a_run_with_few_reported_metrics_is_watched(
     job = Job.create(folder, config(alice=alice, rounds=2), tmp_path / "run", force=False)
     main(folder, Grid(folder, send_markup), job.name)
     for result in (tmp_path / "run").rglob("result.json"):
-        result.rename(result.with_suffix(".kept"))
+        result.rename(result.with_suffix(".moved"))
     with ProgressDisplay(Console(file=text, width=200)) as received:
         job_watcher._follow(None, "1", job, 0, received)
-    for result in (tmp_path / "run").rglob("result.kept"):
+    for result in (tmp_path / "run").rglob("result.moved"):
         result.rename(result.with_suffix(".json"))
     with ProgressDisplay(Console(file=text, width=200)) as received:
         job_watcher._follow(None, "1", job, 0, received)
@@ -557,7 +557,7 @@ def test_a_run_with_few_reported_metrics_is_watched(
 def test_a_survey_belongs_to_one_run(tmp_path: Path) -> None:
     """P5: the survey is repeated for another target and for a run whose folder was deleted."""
     data = hospitals(tmp_path / "hospitals")
-    folder = federation(tmp_path / "own", ("north", "south"), str(data))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data))
     for site in ("north", "south"):
         change(folder / "sites" / site / "site.toml", surveys=2)
     first = run_job(folder, tables(), tmp_path / "run")

@@ -289,13 +289,13 @@ def test_a_final_model_is_not_overwritten(first: SurveyedSite) -> None:
     models = first.server.site / "models"
     final = {"round": 0, "final": True}
     assert "metrics" in first.answer(**final)
-    kept = (models / "run-course" / "model.safetensors").read_bytes()
+    original = (models / "run-course" / "model.safetensors").read_bytes()
     other = next(first.other_models())
     assert "metrics" in first.answer(other, **final)
     assert "metrics" in first.answer(**final)
     clash = surveyed_site(first.server.site, run="run-course")
     assert "metrics" in clash.answer(other, course="2", **final)
-    assert (models / "run-course" / "model.safetensors").read_bytes() == kept
+    assert (models / "run-course" / "model.safetensors").read_bytes() == original
     assert sorted(path.name for path in models.iterdir()) == ["run-course", "run-course-2", "run-course.2"]
 
 
@@ -479,8 +479,8 @@ def test_the_ledger_records_every_reply(first: SurveyedSite) -> None:
 
 def test_one_answer_at_a_time(site: Path) -> None:
     """While one process answers, another waits, so that both are counted."""
-    own = Site(site).ledger
-    with own.alone(), (site / ".ledger.jsonl.lock").open("ab") as stream, pytest.raises(BlockingIOError):
+    site_ledger = Site(site).ledger
+    with site_ledger.alone(), (site / ".ledger.jsonl.lock").open("ab") as stream, pytest.raises(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -94,10 +94,10 @@ def test_logs_are_plain_lines(running: Deployment) -> None:
         lines = output_of("logs", end, "--lines", 1000).splitlines()
         assert len(lines) > 5
         for line in lines:
-            when, level, who, *_ = line.split(" ")
+            when, level, sender, *_ = line.split(" ")
             assert when.endswith("Z")
             assert level in ("INFO", "WARNING", "ERROR")
-            assert who == name
+            assert sender == name
     assert b"\x1b[" not in running.log.read_bytes()
 
 

@@ -66,7 +66,7 @@ def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
         running.wait(timeout=PATIENCE)
     assert "stopped the run, the server and its sites" in log.read_text()
     end = time.monotonic() + 60
-    while processes_in(out) and time.monotonic() < end:  # Flower's own helpers see that their parent is gone
+    while processes_in(out) and time.monotonic() < end:  # Flower's helpers end once their parent has ended
         time.sleep(0.5)
     assert processes_in(out) == []
 

@@ -253,9 +253,7 @@ def test_requests_are_repeated_while_the_superlink_is_down(
 
         def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
             self.reached()
-            time.sleep(
-                0.1
-            )  # as long as `grace`: a site that was online at the last check stays online while replies load
+            time.sleep(0.1)  # as long as `grace`: sites must still count as online while replies are fetched
             return super().pull_messages(numbers)
 
     run_job(folder, config(3), tmp_path / "run", Flaky(folder))

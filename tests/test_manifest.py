@@ -139,10 +139,10 @@ def test_an_edited_file_is_refused_by_every_command(run: Path, patients: Path, n
 @pytest.mark.parametrize("name", JSON)
 def test_a_file_that_was_removed_or_added_is_refused(run: Path, patients: Path, name: str) -> None:
     """A missing file and a file that the run never wrote are both named."""
-    kept = (run / name).read_bytes()
+    original_bytes = (run / name).read_bytes()
     (run / name).unlink()
     assert name in refusal(waffle("predict", run, patients)) or name in ("config.json", "result.json")
-    (run / name).write_bytes(kept)
+    (run / name).write_bytes(original_bytes)
     assert waffle("predict", run, patients).err.count("note") == 0
     (run / "manifest.json").unlink()
     (run / name).rename(run / "elsewhere")
@@ -194,7 +194,7 @@ def test_tune_does_not_continue_from_a_changed_log(tmp_path: Path) -> None:
 
 
 def test_an_edited_learning_rate_is_not_resumed(tmp_path: Path) -> None:
-    """`waffle resume` rejects an edited config; --force continues, and the record says so."""
+    """`waffle resume` rejects an edited config; --force continues, and the record lists the change."""
     folder = paused_run(tmp_path / "run")
     edit_json(folder / "config.json", lambda content: content["settings"].update(lr=0.4))
     assert "config.json was changed" in refusal(waffle("resume", folder, "--quiet"))
@@ -210,13 +210,13 @@ def test_a_rewritten_checkpoint_is_not_resumed(tmp_path: Path, which: str) -> No
     """A checkpoint with a correct own digest that differs from the manifest is rejected."""
     folder = paused_run(tmp_path / "run", 3)
     first, last = sorted(folder.glob("checkpoint-*"))
-    kept = last.read_bytes()
+    original_bytes = last.read_bytes()
     rewrite_tensors(last)
     if which == "both":
         rewrite_tensors(first)
     assert f"{last} was changed" in refusal(waffle("resume", folder, "--quiet"))
     if which == "newest":
-        last.write_bytes(kept)
+        last.write_bytes(original_bytes)
         assert waffle("resume", folder, "--quiet").code == 0
         execute([(run_config(), tmp_path / "uninterrupted")], Runtime())
         assert bits(folder) == bits(tmp_path / "uninterrupted")

@@ -266,8 +266,8 @@ from waffle_fl.config import check_run
 
 settings = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 3}
 config, out = check_run("scaffold", settings, {}), Path(sys.argv[1])
-whole = tensorfile.write_atomically
-whole_append = records.Run.append
+real_write = tensorfile.write_atomically
+real_append = records.Run.append
 
 
 def dying(point, phase):
@@ -276,16 +276,16 @@ def dying(point, phase):
 
     def write(path, content):
         if next(calls) != point:
-            return whole(path, content)
+            return real_write(path, content)
         if phase == "half":
             path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
         else:
-            whole(path, content)
+            real_write(path, content)
         os._exit(9)
 
     def append(run, measured):
         if next(calls) != point:
-            return whole_append(run, measured)
+            return real_append(run, measured)
         line = records.json_line(measured)
         run._log.append(line[: len(line) // 2] if phase == "half" else line)
         os._exit(9)

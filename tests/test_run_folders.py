@@ -292,9 +292,9 @@ def test_force_never_gives_a_finished_run_a_config_it_was_not_trained_with(tmp_p
 def test_every_method_resumes_to_the_same_bits(tmp_path: Path, method: str) -> None:
     """A run of any method that was halted twice ends with the model and log of the uninterrupted run."""
     chosen = config(method)
-    whole = finish(tmp_path / "uninterrupted", chosen)
+    uninterrupted = finish(tmp_path / "uninterrupted", chosen)
     folder = halted(tmp_path / "broken", chosen, after=2)
     halted(folder, chosen, after=5)
-    assert finish(folder, chosen) == whole
+    assert finish(folder, chosen) == uninterrupted
     assert bits(folder) == bits(tmp_path / "uninterrupted")
     assert list(folder.glob("checkpoint-*")) == []

@@ -256,8 +256,8 @@ def test_the_sbom_lists_what_a_deployment_installs(tmp_path: Path) -> None:
         {p["value"] for p in component["properties"]} == set(pins[name][1]) for name, component in components.items()
     )
     assert bom["metadata"]["component"]["version"] == version("waffle-fl")
-    (own,) = [node for node in bom["dependencies"] if node["ref"] == bom["metadata"]["component"]["bom-ref"]]
-    assert len(own["dependsOn"]) == 14  # 8 dependencies, 5 of the extra `flower`, pyarrow
+    (root_node,) = [node for node in bom["dependencies"] if node["ref"] == bom["metadata"]["component"]["bom-ref"]]
+    assert len(root_node["dependsOn"]) == 14  # 8 dependencies, 5 of the extra `flower`, pyarrow
     assert str(ROOT) not in file.read_text(encoding="utf-8")
 
 
