@@ -39,13 +39,11 @@ from waffle_fl.tensorfile import pack
 ROWS = 40
 
 
-def table(path: Path, rows: int = ROWS, write_patients: int = ROWS) -> None:
+def table(path: Path, rows: int = ROWS, names: int = ROWS) -> None:
     """Write a table of patients with a name, two numbers and a ward to predict."""
     lines = ["name,age,dose,ward"]
     for i in range(rows):
-        lines.append(
-            f"patient{i % write_patients},{20 + i * 7 % 60},{(i * 13 % 11) / 3:.3f},{'AB'[(i * i + i // 3) % 2]}"
-        )
+        lines.append(f"patient{i % names},{20 + i * 7 % 60},{(i * 13 % 11) / 3:.3f},{'AB'[(i * i + i // 3) % 2]}")
     path.write_text("\n".join(lines))
 
 
@@ -528,7 +526,7 @@ def test_the_values_of_a_column_do_not_leave_as_classes(target: str, site: Path)
 
 def test_a_rare_category_does_not_leave(site: Path) -> None:
     """A category or class with fewer rows than the site's minimum does not leave."""
-    table(site / "data" / "north.csv", rows=38, write_patients=4)
+    table(site / "data" / "north.csv", rows=38, names=4)
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("\nrare1,33,1.5,A\nrare2,34,1.6,B\n")
     reply = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
@@ -570,6 +568,7 @@ def test_impossible_means_are_refused(changes: dict[str, Any], first: SurveyedSi
 
 
 def test_reported_categories_cannot_be_omitted(first: SurveyedSite) -> None:
+    """A preparation without a category that this site reported is refused."""
     prepared = first.facts.prepared
     assert prepared is not None
     columns = [
