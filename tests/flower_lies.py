@@ -78,7 +78,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "W5 float32": (with_update(lambda dy: dy.float()), "'F32'"),
     "W5 other than declared": (with_header_text(b'"F64"', b'"F32"'), "damaged"),
     "W5 a pickle": (lambda payload: b"\x80\x04cos\nsystem\n(S'true'\ntR.", "not a safetensors file"),
-    "W6 header bomb": (lambda payload: (1 << 40).to_bytes(8, "little") + payload[8:], "header would be longer"),
+    "W6 header bomb": (lambda payload: (1 << 40).to_bytes(8, "little") + payload[8:], "its header is too long"),
     "W6 shape bomb": (with_shape(*300_000 * [9]), "damaged"),
     "W6 text bomb": (with_shape(1_000_000, 1_000_000 * "x"), "damaged"),
     "W6 too long": (lambda payload: payload + bytes(BOMB), "more bytes than any message"),

@@ -296,7 +296,7 @@ def test_a_round_accepts_any_json_reply(replies: list[tuple[int, dict[str, Any],
     algorithm = config(2).algorithm()
     plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
     server_run, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
-    honest = seal(server_run._up, 0, server_run.collector.envelope, 1)
+    honest = seal(server_run._up, 0, server_run.collector.header, 1)
     for agent in (A, B):
         server_run.receive(agent, {}, honest)
     server_run.advance(1)
