@@ -125,7 +125,7 @@ def test_mistakes_in_server_toml(folder: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"rubbish", b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA== x"])
 def test_a_missing_or_invalid_public_key_is_one_line(content: bytes | None, folder: Path, tmp_path: Path) -> None:
-    """A missing or invalid public key of a site in server.toml is a one-line error."""
+    """If a site in server.toml has no valid public key, the one-line error names the key file."""
     if content is not None:
         (folder / "keys" / "north.pub").write_bytes(content)
         (folder / "keys" / "south.pub").write_bytes(content)

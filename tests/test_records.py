@@ -465,7 +465,7 @@ def test_a_file_without_a_correct_digest_is_rejected(tmp_path: Path, payload: by
 
 @pytest.mark.parametrize("metadata", [{}, {"round": "soon"}, {"round": ""}], ids=["no round", "a word", "nothing"])
 def test_a_checkpoint_without_a_round_is_refused(tmp_path: Path, metadata: dict[str, str]) -> None:
-    """A valid file without a round number is not a checkpoint."""
+    """A valid file that has no round number is not a checkpoint."""
     folder = recorded(tmp_path / "run", (1,), rounds=2)
     write_tensors(checkpoint(folder, 2), metadata, state(2))
     r, _, warnings = resumed(folder)
