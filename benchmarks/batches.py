@@ -33,7 +33,7 @@ def digits() -> tuple[Federation, FlatModel]:
     """Ten agents with 33 training images each, and a linear model."""
     data = load("digits")
     parts = split(data.y_train, data.y_test, "A", agents=10, samples_per_agent=33, test="all")
-    return build(data, parts), FlatModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    return build(data, parts), FlatModel(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
 
 
 def remainder() -> Iterator[dict[str, Any]]:
@@ -92,7 +92,7 @@ def rows() -> Iterator[dict[str, Any]]:
     for how in REMAINDERS:
         for n in ROWS:
             federation = three_sites(n)
-            model = FlatModel(nn.Linear(10, 1), loss=squared_error)
+            model = FlatModel(lambda: nn.Linear(10, 1), loss=squared_error)
             waffle = [RunSpec(Waffle(SGD(0.1)), federation, seed) for seed in SEEDS]
             weights = [
                 outcome.measured["weights"][1]

@@ -58,7 +58,7 @@ def test_a_plan_has_these_sizes(remainder: Remainder) -> None:
 def local_error(rows: int, remainder: Remainder) -> float:
     """Error of a site with so many rows that trains alone, mean over three seeds."""
     federation = three_sites(rows).only(1)
-    model = FlatModel(nn.Linear(10, 1), loss=squared_error)
+    model = FlatModel(lambda: nn.Linear(10, 1), loss=squared_error)
     specs = [RunSpec(Local(SGD(0.1)), federation, seed) for seed in (1, 2, 3)]
     *_, last = simulate(specs, model, rounds=20, batch_size=32, remainder=remainder, workers=1)
     return mean(outcome.measured["rmse"] for outcome in last)
