@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from conftest import refusal
-from data_support import AGAIN, MEGABYTE, answer, memory_below
+from data_support import FETCH_AGAIN, MEGABYTE, memory_below, result_or_message
 from waffle_fl import data
 from waffle_fl.data import cifar
 from waffle_fl.data.files import checksum
@@ -179,7 +179,7 @@ def test_binary_batch_of_another_size_is_refused(tmp_path: Path, size: int) -> N
         stream.truncate(size)
     text = refusal(cifar.read_binary, path)
     assert f"expected {N * 3073} bytes, it has {size}" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_label_ten_in_a_binary_batch_is_refused(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_python_batch_of_another_shape_is_refused(
     path = small_python(tmp_path / "data_batch_1", monkeypatch, **changes)
     text = refusal(cifar.read_python, path)
     assert f"{path} is not a CIFAR-10 batch" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 @pytest.mark.parametrize("label", [10, -1, 255])
@@ -476,7 +476,7 @@ def test_the_flag_that_was_given_is_not_advised_again(tmp_path: Path, monkeypatc
     """D4: an archive that is refused although unverified files are allowed does not advise to allow them."""
     few(monkeypatch)
     make_archive(tmp_path, small_binaries(), monkeypatch, official=False)
-    found = answer(data.load, "cifar10", str(tmp_path), allow_unverified=True)
+    found = result_or_message(data.load, "cifar10", str(tmp_path), allow_unverified=True)
     assert "--allow-unverified" not in found if isinstance(found, str) else found.verified is False
 
 
@@ -521,7 +521,7 @@ def test_cut_batch_beside_its_archive_is_mended(tmp_path: Path, monkeypatch: pyt
     make_archive(tmp_path, batches, monkeypatch)
     batches["data_batch_5.bin"] = batches["data_batch_5.bin"][:-1]
     runtime = unpacked(tmp_path, batches)
-    assert AGAIN in refusal(data.load, "cifar10", str(tmp_path))
+    assert FETCH_AGAIN in refusal(data.load, "cifar10", str(tmp_path))
     (runtime / "data_batch_5.bin").unlink()
     data.fetch("cifar10", str(tmp_path))
     assert data.load("cifar10", str(tmp_path)).verified is True

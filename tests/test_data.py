@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import refusal
-from data_support import AGAIN, MEGABYTE, memory_below
+from data_support import FETCH_AGAIN, MEGABYTE, memory_below
 from waffle_fl import data
 from waffle_fl.data.files import checksum, data_dir, is_official, verify
 from waffle_fl.data.idx import read_idx
@@ -53,7 +53,7 @@ def test_truncated_gzip_is_refused(tmp_path: Path, kept: int) -> None:
     path.write_bytes(path.read_bytes()[:kept])
     text = refusal(read_idx, path, (10, 10, 10))
     assert f"{path} is damaged" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 @pytest.mark.parametrize("kept", [400, -8])
@@ -69,7 +69,7 @@ def test_short_body_is_refused_with_both_sizes(tmp_path: Path) -> None:
     text = refusal(read_idx, write_idx(tmp_path / "short.gz", (10, 10), noise(99)), (10, 10))
     assert "expected 100 bytes" in text
     assert "read 99 bytes" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_long_body_is_refused(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_crc_error_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     text = refusal(read_idx, path, (10, 10))
     assert "CRC" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_flipped_bytes_inside_are_refused(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_rubbish_after_the_gzip_stream_is_refused(tmp_path: Path) -> None:
     """Bytes after the end of the gzip stream make a file damaged."""
     path = write_idx(tmp_path / "tail.gz", (10, 10), noise(100))
     path.write_bytes(path.read_bytes() + b"rubbish")
-    assert AGAIN in refusal(read_idx, path, (10, 10))
+    assert FETCH_AGAIN in refusal(read_idx, path, (10, 10))
 
 
 def test_absent_and_folder_paths_are_refused(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_truncated_file_gives_no_partial_set(fakes: Path, tmp_path: Path) -> Non
     path.write_bytes((fakes / "mnist" / FILES[2]).read_bytes()[:-100])
     text = refusal(data.load, "mnist", str(tmp_path), allow_unverified=True)
     assert f"{path} is damaged" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_fewer_labels_than_images_are_refused(fakes: Path, tmp_path: Path) -> None:
