@@ -203,7 +203,7 @@ def test_few_samples_have_no_verdict() -> None:
     assert text.endswith("+7.0 points (95 % interval +2.0 to +12.0).")
 
 
-def test_partners_who_help_and_who_hurt(study: Decision) -> None:
+def test_partners_that_help_and_hurt(study: Decision) -> None:
     """Partners with a clear effect are named; without any, the text says so."""
     found = {"x": Interval(0.1, 0.05, 0.15), "y": Interval(-0.1, -0.15, -0.05), "z": Interval(0.0, -0.1, 0.1)}
     assert partners(view(Interval(0, 0, 0), partners=found), study).startswith("x clearly helps VA; y clearly hurts it")

@@ -190,6 +190,7 @@ def test_gains_in_docstrings_are_measured(module: Path) -> None:
 
 
 def test_the_page_on_speed_needs_no_peers() -> None:
+    """Without records of other libraries the section on them is empty."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.cpu import _apart
     from benchmarks.page import peers

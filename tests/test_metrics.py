@@ -52,5 +52,6 @@ def test_auc_of_one_class_is_none() -> None:
 
 
 def test_rmse() -> None:
+    """The only metric of a regression is the RMSE."""
     found = measure(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 0.0]))
     assert found == {"rmse": pytest.approx(5**0.5)}

@@ -573,6 +573,7 @@ def test_check_passes_with_complete_records(
 def test_the_committed_records_reproduce_the_paper_on_mnist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`waffle reproduce mnist --check` passes on the committed records."""
     monkeypatch.chdir(ROOT)
     assert menu.main(["reproduce", "mnist", "--check"]) == 0
     assert "DOES NOT HOLD" not in capsys.readouterr().out

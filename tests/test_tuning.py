@@ -337,7 +337,7 @@ def test_every_space_has_existing_options() -> None:
 
 
 def test_a_method_without_a_space_searches_its_step_size() -> None:
-    """A method without a space of its own is tuned in lr."""
+    """A method that defines no space is tuned in lr."""
     assert set(space_of("fedper")) == {"lr"}
 
 
