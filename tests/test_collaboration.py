@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import CLASSES, FEATURES, fitted, last_state, make_federation, make_model, refusal
 from reference.collaboration import bipartition, nearest
-from test_families import alike, everyone, outcomes
+from test_shared_training import alike, everyone, outcomes
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
 from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, split_clusters

@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     trained(folder / "digits", "--data", "digits", "--samples-per-agent", "40")
     trained(folder / "exact", "--data", "synthetic", "--samples-per-agent", "40", "--precision", "float64")
-    trained(folder / "lenet", "--data", "digits", "--samples-per-agent", "40", "--model", "test_use:normalised")
+    trained(folder / "lenet", "--data", "digits", "--samples-per-agent", "40", "--model", "test_inference:normalised")
     for task in ("ill", "cost"):
         data = folder / task
         data.mkdir()

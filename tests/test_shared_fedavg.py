@@ -14,7 +14,7 @@ from torch import nn
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from records_support import bits
-from test_families import alike
+from test_shared_training import alike
 from waffle_fl import APFL, SGD, Ditto, FedAvg, Federation, FlatModel, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.config import RunConfig, check_run
