@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import CLASSES, FEATURES, fitted, last_state, make_federation, make_model, refusal
 from reference.collaboration import bipartition, nearest
-from test_shared_training import alike, everyone, outcomes
+from test_shared_training import one_run_per_alice, outcomes, same_outcome
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
 from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, split_clusters
@@ -390,12 +390,12 @@ def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
 @pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per"])
 def test_each_agent_gets_what_it_would_get_alone(method: str) -> None:
     """All agents' models are trained at once, and each agent's scores and weights are its own."""
-    cells = everyone(method, make_federation())
+    cells = one_run_per_alice(method, make_federation())
     assert len(groups_of(cells)) == 1
     together = outcomes(cells)
     for i, cell in enumerate(cells):
         for done, (alone,) in zip(together, outcomes([cell]), strict=True):
-            assert alike(done[i], alone)
+            assert same_outcome(done[i], alone)
 
 
 def test_knn_per_and_fedavg_share_a_stack() -> None:

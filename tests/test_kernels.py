@@ -1,4 +1,4 @@
-"""The GPU's kernels, run by Triton's interpreter: the same code, without a GPU."""
+"""The GPU kernels, run by Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ print("agreed")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_agree_with_the_library() -> None:
-    """Stacked convolutions, their gradients, and pools with and without ReLU give what torch gives, row by row."""
+    """Stacked convolutions, their gradients, and pools with and without ReLU agree with torch row by row."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHECK], capture_output=True, text=True, env=environment, timeout=300, check=False
