@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 ADAPTIVE = {"omega": "adaptive", "psi": "adaptive"}
 
 
-def round_context(agents: int, intact: list[bool] | None = None) -> Round:
+def round_of(agents: int, intact: list[bool] | None = None) -> Round:
     ones, intact_mask = torch.ones(agents, dtype=torch.int64), torch.tensor(intact or [True] * agents)
     return Round(1, 100, torch.tensor(0), intact_mask, intact_mask, ones, ones, 32)
 
@@ -38,7 +38,7 @@ def statistics_after(*rounds: list[list[float]]) -> GradientStatistics:
     """Return the statistics after these rounds' gradients; Alice's gradient comes first."""
     statistics = start(CPU)
     for gradients in rounds:
-        statistics = observe(statistics, torch.tensor(gradients, dtype=torch.float64), round_context(len(gradients)))
+        statistics = observe(statistics, torch.tensor(gradients, dtype=torch.float64), round_of(len(gradients)))
     return statistics
 
 
@@ -94,7 +94,7 @@ def test_equal_gradients_stay_global() -> None:
 def test_altered_updates_do_not_count() -> None:
     """An agent whose update was rejected or altered does not affect the degree."""
     gradients = torch.tensor([[1.0, 0.0], [1.0, 0.0], [math.nan, -5.0]], dtype=torch.float64)
-    statistics = observe(start(CPU), gradients.nan_to_num(-7.0), round_context(3, [True, True, False]))
+    statistics = observe(start(CPU), gradients.nan_to_num(-7.0), round_of(3, [True, True, False]))
     assert statistics.degree.item() == 1.0
 
 
@@ -112,8 +112,8 @@ def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) ->
 
 
 def weights_of(federation: Federation, rounds: int = 40, **options: Any) -> list[list[float]]:
-    cell = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
-    return [outcome.measured["weights"] for outcome in last_state(cell, make_model(), rounds=rounds)]
+    spec = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
+    return [outcome.measured["weights"] for outcome in last_state(spec, make_model(), rounds=rounds)]
 
 
 def test_one_concept_stays_near_uniform() -> None:
@@ -154,9 +154,9 @@ def test_default_keeps_no_statistics() -> None:
 
 def test_resumed_run_is_identical() -> None:
     """A run resumed after three rounds ends with the same bits as an uninterrupted run."""
-    model, cell = make_model(torch.float32), RunSpec(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
-    unbroken = [outcomes[0] for outcomes in simulate([cell], model, rounds=6, batch_size=BATCH)]
-    resumed = replace(cell, state=unbroken[2].state)
+    model, spec = make_model(torch.float32), RunSpec(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
+    unbroken = [outcomes[0] for outcomes in simulate([spec], model, rounds=6, batch_size=BATCH)]
+    resumed = replace(spec, state=unbroken[2].state)
     last = [outcomes[0] for outcomes in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
     assert all(torch.equal(a, b) for a, b in zip(last.state.server, unbroken[-1].state.server, strict=True))
     assert last.measured["omega"] == unbroken[-1].measured["omega"] == last.state.server.degree.item()

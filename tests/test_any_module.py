@@ -274,8 +274,8 @@ def test_any_module_trains(name: str) -> None:
     ends = []
     for prepared in (True, False):
         model = model_for(name, DETERMINISTIC_MODULES[name], federation, prepared)
-        cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
-        *_, outcomes = simulate(cells, model, rounds=2, batch_size=BATCH, epochs=2, workers=1)
+        specs = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
+        *_, outcomes = simulate(specs, model, rounds=2, batch_size=BATCH, epochs=2, workers=1)
         ends.append(outcomes[0].state.server.x)
         assert ends[-1].isfinite().all()
         assert not torch.equal(ends[-1], model.init(1).params)
@@ -287,8 +287,8 @@ def test_training_equals_a_plain_loop(name: str) -> None:
     """Two rounds of one agent on all its samples equal as many steps of torch.optim.SGD."""
     federation = federation_for(name).only(0)
     model = model_for(name, DETERMINISTIC_MODULES[name], federation)
-    cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
-    *_, outcomes = simulate(cells, model, rounds=2, batch_size=32, epochs=2, workers=1)
+    specs = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
+    *_, outcomes = simulate(specs, model, rounds=2, batch_size=32, epochs=2, workers=1)
     x, y = federation.x[federation.train[0]], federation.y[federation.train[0]]
     x = x.long() if name in WORD_MODULES else x.double()
     module = DETERMINISTIC_MODULES[name]().double()
@@ -341,8 +341,8 @@ def test_random_modules_repeat(name: str) -> None:
 
     def end(prepared: bool, workers: int) -> Tensor:
         model = model_for(name, RANDOM_MODULES[name], federation, prepared)
-        cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
-        *_, outcomes = simulate(cells, model, rounds=2, batch_size=BATCH, workers=workers)
+        specs = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
+        *_, outcomes = simulate(specs, model, rounds=2, batch_size=BATCH, workers=workers)
         return outcomes[0].state.server.x  # type: ignore[no-any-return]
 
     first = end(True, 1)

@@ -41,8 +41,8 @@ def trained(made: Federation, rounds: int = 3, batch_size: int = 64) -> list[dic
     """What WAFFLE measures in a few rounds on the federation."""
     shape, classes = made.shape, len(made.class_names)
     model = FlatModel(lambda: mlp(shape, classes, hidden=4))
-    cell = RunSpec(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
-    stream = simulate([cell], model, rounds=rounds, batch_size=batch_size, workers=1)
+    spec = RunSpec(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
+    stream = simulate([spec], model, rounds=rounds, batch_size=batch_size, workers=1)
     return [outcomes[0].measured for outcomes in stream]
 
 

@@ -197,8 +197,8 @@ def test_label_attacks_need_classes() -> None:
 def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[str, Any]]:
     federation = make_federation((40,) * 6)
     bad = poisoned(federation, attack, 2)
-    cell = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
-    return [outcome.measured for outcome in last_state(cell, make_model(), rounds=8, guard=guard)]
+    spec = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
+    return [outcome.measured for outcome in last_state(spec, make_model(), rounds=8, guard=guard)]
 
 
 @pytest.mark.parametrize("attack", ["sign-flip(3)", "ipm", "free-rider", "mimic"])

@@ -56,8 +56,8 @@ def test_augmented_training_repeats() -> None:
     digits = load("digits")
     federation = build(digits, split(digits.y_train, digits.y_test, "C", agents=3))
     model = FlatModel(lambda: mlp((1, 8, 8), 10))
-    cell = RunSpec(FedAvg(SGD(0.1)), federation, 1)
-    plain, first, again = (last_state(cell, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
+    spec = RunSpec(FedAvg(SGD(0.1)), federation, 1)
+    plain, first, again = (last_state(spec, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
     assert torch.equal(first, again)
     assert not torch.equal(first, plain)
 

@@ -20,7 +20,7 @@ from waffle_fl.errors import WaffleError
 TINY_FLOATS = st.floats(-100, 100, allow_subnormal=False)
 
 
-def round_context(agents: int, r: int = 1, of: int = 100, alice: int = 0, received: list[bool] | None = None) -> Round:
+def round_of(agents: int, r: int = 1, of: int = 100, alice: int = 0, received: list[bool] | None = None) -> Round:
     ones, present = torch.ones(agents, dtype=torch.int64), torch.tensor(received or [True] * agents)
     return Round(r, of, torch.tensor(alice), present, present, ones, ones, 32)
 
@@ -32,7 +32,7 @@ def past(agents: int) -> torch.Tensor:
 def unsmoothed_weights(distances: list[float], omega: float, denominator: str = "max", r: int = 1) -> list[float]:
     """Return alpha before smoothing, with Alice at 0 and the others on a line at these distances from her."""
     dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
-    return calc_weights(dy, past(len(dy)), round_context(len(dy), r), omega, omega, denominator)[1].tolist()
+    return calc_weights(dy, past(len(dy)), round_of(len(dy), r), omega, omega, denominator)[1].tolist()
 
 
 def test_max_by_hand() -> None:
@@ -72,7 +72,7 @@ def test_directions_by_hand() -> None:
     """Distances of unit vectors: 0 for equal directions, √2 for right angles and zero vectors, 2 for opposite ones."""
     dy = torch.tensor([[2.0, 0.0], [7.0, 0.0], [0.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     assert angular_distance(dy, dy[0]).tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
-    d = calc_weights(dy, past(5), round_context(5), 0.5, 0.5, distance=angular_distance)[2]
+    d = calc_weights(dy, past(5), round_of(5), 0.5, 0.5, distance=angular_distance)[2]
     assert d.tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
     way = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     same = torch.tensor([[1.0], [3.0], [0.1], [7e-3]], dtype=torch.float64) * way
@@ -83,7 +83,7 @@ def test_directions_by_hand() -> None:
 def test_smoothing_by_hand() -> None:
     """alpha_bar is the mean of alpha^(r-2), alpha^(r-1) and alpha^r: (1/4 + 1/4 + 4/9) / 3 = 17/54 for Alice."""
     dy = torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64)
-    alpha_bar, _, d = calc_weights(dy, past(4), round_context(4), 0.5, 0.5)
+    alpha_bar, _, d = calc_weights(dy, past(4), round_of(4), 0.5, 0.5)
     assert alpha_bar.tolist() == pytest.approx([17 / 54, 15 / 54, 13 / 54, 9 / 54])
     assert d.tolist() == pytest.approx([0.75, 1.0, 1.25, 2.0])
 
@@ -96,7 +96,7 @@ def test_history_keeps_the_raw_weights() -> None:
     waffle = Waffle(SGD())
     server, _ = waffle.init(Net(torch.zeros(1, dtype=torch.float64), torch.zeros(0)), 4)
     up = Up(torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64), torch.zeros(4, 0))
-    after, info = waffle.aggregate(server, up, round_context(4, r=50))
+    after, info = waffle.aggregate(server, up, round_of(4, r=50))
     assert after.past[0].tolist() == [0.25] * 4
     assert after.past[1].tolist() == info.alpha.tolist() != info.weights.tolist()
 
@@ -106,7 +106,7 @@ def test_alice_trains_alone_from_95_percent(rounds: int, first: int) -> None:
     """alpha is Alice's indicator from the first round r with r >= 0.95 R, and not before (integer arithmetic)."""
     dy = torch.tensor([[0.0], [1.0], [1.1]], dtype=torch.float64)
     alone = [
-        calc_weights(dy, past(3), round_context(3, r, rounds), 1.0, 1.0)[1].tolist() == [1, 0, 0]
+        calc_weights(dy, past(3), round_of(3, r, rounds), 1.0, 1.0)[1].tolist() == [1, 0, 0]
         for r in range(1, rounds + 1)
     ]
     assert alone == [r >= first for r in range(1, rounds + 1)]
@@ -117,7 +117,7 @@ def test_fully_local_two_rounds_later() -> None:
     dy, history = torch.tensor([[0.0], [1.0], [1.1]], dtype=torch.float64), past(3)
     local = []
     for r in range(90, 101):
-        alpha_bar, alpha, _ = calc_weights(dy, history, round_context(3, r), 1.0, 1.0)
+        alpha_bar, alpha, _ = calc_weights(dy, history, round_of(3, r), 1.0, 1.0)
         history = torch.stack([history[1], alpha])
         if alpha_bar.tolist() == [1, 0, 0]:
             local.append(r)
@@ -136,7 +136,7 @@ readings = st.sampled_from(["max", "range"])
 def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
     """Weights are finite, non-negative and sum to 1; a nearer agent never weighs less; Alice has the largest weight."""
     rows = torch.tensor(dy, dtype=torch.float64)
-    alpha_bar, alpha, d = calc_weights(rows, past(len(rows)), round_context(len(rows), r), omega, psi, reading)
+    alpha_bar, alpha, d = calc_weights(rows, past(len(rows)), round_of(len(rows), r), omega, psi, reading)
     for weights in (alpha_bar, alpha):
         assert torch.isfinite(weights).all()
         assert (weights >= 0).all()
@@ -152,7 +152,7 @@ def test_agrees_with_the_reference(dy: list[list[float]], omega: float, psi: flo
     """The tensor form and the reference's plain floats give the same weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
     n = len(rows)
-    mine = calc_weights(rows, past(n), round_context(n, 7), omega, psi, reading)
+    mine = calc_weights(rows, past(n), round_of(n, 7), omega, psi, reading)
     theirs = slow(list(rows), ([1 / n] * n, [1 / n] * n), 0, 7, 100, omega, psi, reading)
     assert mine[0].tolist() == pytest.approx(theirs[0], abs=1e-9)
     assert mine[1].tolist() == pytest.approx(theirs[1], abs=1e-9)
@@ -163,7 +163,7 @@ def test_agrees_with_the_reference(dy: list[list[float]], omega: float, psi: flo
 def test_scale_does_not_matter(dy: list[list[float]], omega: float, reading: str, scale: float) -> None:
     """Updates k times as long give the same weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
-    context = round_context(len(rows))
+    context = round_of(len(rows))
     before = calc_weights(rows, past(len(rows)), context, omega, omega, reading)[0]
     after = calc_weights(scale * rows, past(len(rows)), context, omega, omega, reading)[0]
     assert after.tolist() == pytest.approx(before.tolist(), abs=1e-9)
@@ -177,8 +177,8 @@ def test_order_does_not_matter(dy: list[list[float]], omega: float, reading: str
     n = len(rows)
     order = list(range(n))
     random.shuffle(order)  # type: ignore[attr-defined]
-    before = calc_weights(rows, past(n), round_context(n), omega, omega, reading)[0]
-    after = calc_weights(rows[order], past(n), round_context(n, alice=order.index(0)), omega, omega, reading)[0]
+    before = calc_weights(rows, past(n), round_of(n), omega, omega, reading)[0]
+    after = calc_weights(rows[order], past(n), round_of(n, alice=order.index(0)), omega, omega, reading)[0]
     assert after.tolist() == pytest.approx(before[order].tolist(), abs=1e-12)
 
 
@@ -186,7 +186,7 @@ def test_common_shift_does_not_matter() -> None:
     """Adding one vector to every update leaves the weights unchanged."""
     rows = torch.tensor([[0.0, 1.0], [2.0, 0.5], [-1.0, 3.0]], dtype=torch.float64)
     shifted = rows + torch.tensor([5.0, -7.0], dtype=torch.float64)
-    before, after = (calc_weights(dy, past(3), round_context(3), 0.7, 0.7)[0].tolist() for dy in (rows, shifted))
+    before, after = (calc_weights(dy, past(3), round_of(3), 0.7, 0.7)[0].tolist() for dy in (rows, shifted))
     assert after == pytest.approx(before)
 
 
@@ -224,17 +224,15 @@ def test_identical_updates(reading: str) -> None:
 def test_no_threshold_passed() -> None:
     """Alice trains alone when psi = 0 makes every weight zero."""
     dy = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
-    assert calc_weights(dy, past(3), round_context(3, 50), 0.0, 0.0)[1].tolist() == [1, 0, 0]
+    assert calc_weights(dy, past(3), round_of(3, 50), 0.0, 0.0)[1].tolist() == [1, 0, 0]
 
 
 def test_missing_agents_have_weight_zero() -> None:
     """An agent that was not received has weight 0, does not enter dM and dm, and passes its history to the others."""
     dy = torch.tensor([[0.0], [1.0], [500.0], [2.0]], dtype=torch.float64)
-    alpha_bar, alpha, _ = calc_weights(dy, past(4), round_context(4, received=[True, True, False, True]), 0.5, 0.5)
+    alpha_bar, alpha, _ = calc_weights(dy, past(4), round_of(4, received=[True, True, False, True]), 0.5, 0.5)
     three = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
-    assert alpha[[0, 1, 3]].tolist() == pytest.approx(
-        calc_weights(three, past(3), round_context(3), 0.5, 0.5)[1].tolist()
-    )
+    assert alpha[[0, 1, 3]].tolist() == pytest.approx(calc_weights(three, past(3), round_of(3), 0.5, 0.5)[1].tolist())
     assert alpha_bar[2] == 0
     assert alpha_bar.sum().item() == pytest.approx(1)
 
@@ -242,7 +240,7 @@ def test_missing_agents_have_weight_zero() -> None:
 def test_only_alice_is_received() -> None:
     """A round in which only Alice's update arrives is a local step."""
     dy = torch.zeros(3, 2, dtype=torch.float64)
-    alpha_bar, _, _ = calc_weights(dy, past(3), round_context(3, received=[True, False, False]), 0.9, 0.9)
+    alpha_bar, _, _ = calc_weights(dy, past(3), round_of(3, received=[True, False, False]), 0.9, 0.9)
     assert alpha_bar.tolist() == [1, 0, 0]
 
 

@@ -141,8 +141,8 @@ def test_federation_of_one(method: str) -> None:
 @every
 def test_same_seed_same_bits(method: str) -> None:
     """Two runs of one seed are equal bit for bit; another seed differs."""
-    cells = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
-    a, b, c = (tensors_of(last_state(cell, make_model(torch.float32))[-1].state) for cell in cells)
+    specs = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
+    a, b, c = (tensors_of(last_state(spec, make_model(torch.float32))[-1].state) for spec in specs)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
@@ -154,10 +154,10 @@ def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
     model = make_model(torch.float32, stacked=stacked)
     federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
     federations.append(make_federation().only(2))
-    cells = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
-    together = list(simulate(cells, model, rounds=5, batch_size=BATCH))[-1]
-    for i, cell in enumerate(cells):
-        alone = last_state(cell, model, rounds=5, workers=1)[-1]
+    specs = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
+    together = list(simulate(specs, model, rounds=5, batch_size=BATCH))[-1]
+    for i, spec in enumerate(specs):
+        alone = last_state(spec, model, rounds=5, workers=1)[-1]
         a, b = tensors_of(alone.state), tensors_of(together[i].state)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -165,12 +165,12 @@ def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
 @every
 def test_state_survives_save_and_load(method: str) -> None:
     """Resuming from a saved state gives the bits of the uninterrupted run."""
-    model, cell = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
-    unbroken = [o[0] for o in simulate([cell], model, rounds=6, batch_size=BATCH)]
+    model, spec = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
+    unbroken = [o[0] for o in simulate([spec], model, rounds=6, batch_size=BATCH)]
     saved = tensors_of(unbroken[2].state)
     _, loaded = unpack(pack(saved, {}), saved)
-    state = state_of(loaded, initial_state(cell, model))
-    resumed = RunSpec(cell.algorithm, cell.federation, 3, state=state)
+    state = state_of(loaded, initial_state(spec, model))
+    resumed = RunSpec(spec.algorithm, spec.federation, 3, state=state)
     last = [o[0] for o in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
     a, b = tensors_of(unbroken[-1].state), tensors_of(last.state)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -222,8 +222,8 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
                 field[3] = torch.nan
         return type(up)(*fields)
 
-    cell = RunSpec(make(method), make_federation(alice=1), 3, tamper=nan_update)
-    outcomes = last_state(cell, make_model(), rounds=6)
+    spec = RunSpec(make(method), make_federation(alice=1), 3, tamper=nan_update)
+    outcomes = last_state(spec, make_model(), rounds=6)
     assert all(outcome.error is None for outcome in outcomes)
     assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
     if method != "local":

@@ -51,11 +51,9 @@ def test_apfl_and_ditto_have_helpers() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_alice_and_the_server_get_the_same_bits(method: str, stacked: bool, workers: int) -> None:
     alone = [spec(method, alice=2), spec(method, alice=0, seed=2)]
-    with_all_models = [replace(one, requested=None) for one in alone]
+    complete = [replace(one, requested=None) for one in alone]
     model = make_model(stacked=stacked)
-    for few, all_ in zip(
-        rounds(alone, model, workers=workers), rounds(with_all_models, model, workers=workers), strict=True
-    ):
+    for few, all_ in zip(rounds(alone, model, workers=workers), rounds(complete, model, workers=workers), strict=True):
         for one, a, b in zip(alone, few, all_, strict=True):
             assert numbers(a) == numbers(b)
             assert same(bits(one, a), bits(one, b))
@@ -74,9 +72,9 @@ def test_helpers_keep_their_state(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_resumed_run_is_identical(method: str) -> None:
     one = spec(method, alice=1)
-    with_all_models = [outcome for (outcome,) in rounds([one])]
-    continued = [outcome for (outcome,) in rounds([replace(one, state=with_all_models[1].state)], start=2)]
-    assert [numbers(outcome) for outcome in continued] == [numbers(outcome) for outcome in with_all_models[2:]]
+    complete = [outcome for (outcome,) in rounds([one])]
+    continued = [outcome for (outcome,) in rounds([replace(one, state=complete[1].state)], start=2)]
+    assert [numbers(outcome) for outcome in continued] == [numbers(outcome) for outcome in complete[2:]]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -40,11 +40,11 @@ def requested(algorithm: Algorithm) -> RunSpec:
 def test_a_run_resumes_to_the_same_bits(method: str) -> None:
     """The state after a round holds the velocity, so a resumed run equals the uninterrupted run."""
     spec = RunSpec(ALGORITHMS[method](sgd=KEEP), make_federation(), 1)
-    uninterrupted = [o[0] for o in rounds([spec])]
-    assert [name for name in uninterrupted[0].state.agents._fields if name.endswith("velocity")]
-    later = [o[0] for o in rounds([replace(spec, state=uninterrupted[1].state)], start=2)]
-    assert same(later[-1].state.agents, uninterrupted[-1].state.agents)
-    assert same(later[-1].state.server, uninterrupted[-1].state.server)
+    whole = [o[0] for o in rounds([spec])]
+    assert [name for name in whole[0].state.agents._fields if name.endswith("velocity")]
+    later = [o[0] for o in rounds([replace(spec, state=whole[1].state)], start=2)]
+    assert same(later[-1].state.agents, whole[-1].state.agents)
+    assert same(later[-1].state.server, whole[-1].state.server)
 
 
 def test_keeping_differs_from_resetting_from_the_second_round_on() -> None:
@@ -69,13 +69,11 @@ def test_without_momentum_there_is_nothing_to_keep() -> None:
 @pytest.mark.parametrize("kind", [APFL, Ditto])
 def test_helper_agents_keep_their_velocity(kind: Any) -> None:
     """Helper agents train FedAvg's model; Alice and the server get the bits of a run without helpers."""
-    few, uninterrupted = requested(kind(KEEP)), replace(requested(kind(KEEP)), requested=None)
-    for (a,), (b,) in zip(rounds([few]), rounds([uninterrupted]), strict=True):
+    few, whole = requested(kind(KEEP)), replace(requested(kind(KEEP)), requested=None)
+    for (a,), (b,) in zip(rounds([few]), rounds([whole]), strict=True):
         assert same(a.state.server, b.state.server)
         assert torch.equal(a.state.agents.velocity, b.state.agents.velocity)
-        assert torch.equal(
-            own_net(few, a.state, make_model()).params, own_net(uninterrupted, b.state, make_model()).params
-        )
+        assert torch.equal(own_net(few, a.state, make_model()).params, own_net(whole, b.state, make_model()).params)
 
 
 @pytest.mark.parametrize("kind", [APFL, Ditto])

@@ -566,10 +566,10 @@ def test_a_diverged_run_stays_diverged(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
 
 
-def simulated(*cells: RunSpec, rounds: int = 6) -> list[list[Outcome]]:
-    federation = cells[0].federation
+def simulated(*specs: RunSpec, rounds: int = 6) -> list[list[Outcome]]:
+    federation = specs[0].federation
     model = FlatModel(builder("linear", "synthetic", federation.shape, len(federation.class_names)))
-    return list(simulate(cells, model, rounds=rounds))
+    return list(simulate(specs, model, rounds=rounds))
 
 
 def poison(row: int, since: int) -> Callable[[Any, int], Any]:
@@ -589,8 +589,8 @@ def poison(row: int, since: int) -> Callable[[Any, int], Any]:
 def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> None:
     """Agent 3's updates, NaN from round 2 on, are rejected and recorded, and every round of the run is finite."""
     config = small(method)
-    cell = RunSpec(config.algorithm(), federation_of(config.settings), 1, tamper=poison(3, since=2))
-    outcomes = [outcome for (outcome,) in simulated(cell)]
+    spec = RunSpec(config.algorithm(), federation_of(config.settings), 1, tamper=poison(3, since=2))
+    outcomes = [outcome for (outcome,) in simulated(spec)]
     assert len(outcomes) == 6
     assert [outcome.error for outcome in outcomes] == [None] * 6
     assert "screened" not in outcomes[0].measured

@@ -76,7 +76,7 @@ def test_order_does_not_matter(text: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("gone", [(2,), (0, 6), (0, 1, 2, 3, 4), (1, 2, 3, 4, 5, 6)])
+@pytest.mark.parametrize("missing", [(2,), (0, 6), (0, 1, 2, 3, 4), (1, 2, 3, 4, 5, 6)])
 def test_missing_rows_do_not_count(text: str, missing: tuple[int, ...]) -> None:
     """A row that was not received changes nothing and has share 0; a single received row is the aggregate."""
     rows = rows_of(2)
@@ -145,7 +145,7 @@ ATTACK_ROWS = {
 }
 
 
-@pytest.mark.parametrize("lie", ATTACK_ROWS)
+@pytest.mark.parametrize("attack_row", ATTACK_ROWS)
 def test_geometric_median_minimises_the_distance(attack_row: str) -> None:
     """With three arbitrary rows of ten, also zeros, the steps suffice to converge from any start."""
     g = torch.Generator().manual_seed(3)

@@ -177,9 +177,7 @@ def test_fedavg_continues_when_its_leader_diverges(trained: list[list[RunSpec]])
 
 @pytest.mark.parametrize("since", [1, 3])
 @both
-def test_fedavg_leaves_a_leader_that_repeats_a_round(
-    leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fedavg_leaves_a_repeating_leader(leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the leader repeats a round with other mini-batches, FedAvg keeps its own round and trains alone."""
     judged = engine.outcome_of
 
@@ -241,7 +239,7 @@ def test_runs_equal_separate_runs(
 ) -> None:
     assert same_runs(tmp_path, execute(grid(tmp_path), Runtime(workers=1, stack=stack)), alone)
     assert max(map(len, trained)) == min(stack, 2)
-    assert sorted(name for trained_specs in methods(trained) for name in trained_specs) == [
+    assert sorted(name for names in methods(trained) for name in names) == [
         *2 * ["APFL"],
         *2 * ["Ditto"],
         "FedAvg",

@@ -508,10 +508,10 @@ def test_a_drifting_run_goes_on_in_the_same_bits() -> None:
 def test_neighbours_that_drift_change_no_bit() -> None:
     """Federations with and without drift in one stack each end as alone, and so do their scores."""
     model = make_model()
-    cells = [RunSpec(FedAvg(), make_federation(), 3), RunSpec(FedAvg(), drifted(make_federation(), 0.5), 4)]
-    together = list(simulate(cells, model, rounds=6, batch_size=BATCH))
-    for k, cell in enumerate(cells):
-        for outcomes, own in zip(together, last_state(cell, model), strict=True):
+    specs = [RunSpec(FedAvg(), make_federation(), 3), RunSpec(FedAvg(), drifted(make_federation(), 0.5), 4)]
+    together = list(simulate(specs, model, rounds=6, batch_size=BATCH))
+    for k, spec in enumerate(specs):
+        for outcomes, own in zip(together, last_state(spec, model), strict=True):
             assert outcomes[k].state.server.x.equal(own.state.server.x)
             assert outcomes[k].measured["accuracy"] == own.measured["accuracy"]
 
