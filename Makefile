@@ -1,4 +1,4 @@
-# Each target sets up what it needs; a second run does not install again.
+# Each target installs its requirements once.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,8 +44,8 @@ docs-serve: $(READY)
 
 setup: $(READY)
 
-# Every package comes from the lock, and setuptools from it builds ours. Linux takes the CPU build of torch if pip is
-# given PyTorch's index for it (PIP_EXTRA_INDEX_URL), and else the CUDA build with its libraries.
+# All packages come from the lock file, including the setuptools that builds ours. On Linux pip installs the CPU build of
+# torch if PIP_EXTRA_INDEX_URL is PyTorch's index for it, otherwise the CUDA build with its libraries.
 $(READY): pyproject.toml requirements/dev.txt requirements/torch.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements/dev.txt
@@ -53,24 +53,24 @@ $(READY): pyproject.toml requirements/dev.txt requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	command -v chromium || command -v chromium-browser || command -v google-chrome \
 	  || $(BIN)/playwright install chromium >/dev/null 2>&1 \
-	  || echo "no Chromium, and none could be fetched: tests in a browser will be skipped"
+	  || echo "no Chromium found and it could not be installed: browser tests will be skipped"
 	touch $(READY)
 
-# The peers need other versions than ours. pfl's own build needs an old setuptools.
+# The peers need other package versions than ours. Building pfl needs an old setuptools.
 $(PEERS_READY): benchmarks/peers/requirements.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet "setuptools<81" wheel
 	$(PEERS)/bin/python -m pip install --quiet --no-build-isolation --requirement $<
 	touch $(PEERS_READY)
 
-# Keeps every pin that still fits. UPGRADE=--upgrade takes the newest versions; a new torch goes into torch.txt,
-# torch-cpu.txt and uv.toml by hand. One file serves each Python from 3.11 on, on Linux and macOS.
+# Keeps every pin that is still valid. UPGRADE=--upgrade takes the newest versions; set a new torch by hand in torch.txt,
+# torch-cpu.txt and uv.toml. One file works for Python 3.11 and later, on Linux and macOS.
 lock: $(READY)
 	$(LOCK) $(UPGRADE) pyproject.toml --extra dev --extra byzfl --output-file requirements/dev.txt
 	$(LOCK) pyproject.toml --extra flower --extra parquet --constraint requirements/dev.txt \
 	  --output-file requirements/deploy.txt
 
-# What a deployment installs, as CycloneDX.
+# The packages that a deployment installs, as CycloneDX.
 sbom: $(READY)
 	mkdir -p dist
 	$(BIN)/python packaging/sbom.py dist

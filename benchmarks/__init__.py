@@ -1,1 +1,1 @@
-"""Speed: ours beside peers, one command each, records committed in results/."""
+"""Benchmarks: each is one command that writes a record in results/."""

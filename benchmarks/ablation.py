@@ -1,14 +1,14 @@
-"""What each part of the fast engine gains: the same rounds with one part switched off at a time.
+"""Measure the gain of each part of the fast engine: the same rounds with one part switched off at a time.
 
     python -m benchmarks.ablation cpu --out results/ablation.jsonl
     python -m benchmarks.ablation gpu --out results/ablation.jsonl
 
-Each variant of a workload is a simulation of its own; after its warm-up the variants take turns, round by round, and
-the median seconds of a round count. A gain is the time without the part over the time with all parts. On a CPU: LeNet-5
-with 10 agents of 600 images (noise without --data-dir), a grid of 25 federations of 10 agents with the embedded digits,
-and APFL's models for each of 10 agents and for one. On a GPU, with noise: 25 federations of 10 agents of 6,000
-images in the shape of the paper's MNIST table, the digits grid, five federations in which one agent has ten times as
-many images as the others, and DLA on 10 agents of 1,280 images.
+Each variant of a workload is a separate simulation. After a warm-up the variants take turns, round by round, and the
+median seconds per round count. A gain is the time without the part over the time with all parts. On a CPU: LeNet-5 with
+10 agents of 600 images (noise without --data-dir), a grid of 25 federations of 10 agents with the embedded digits, and
+APFL's models for each of 10 agents and for one agent. On a GPU, with noise: 25 federations of 10 agents of 6,000 images
+in the shape of the paper's MNIST table, the digits grid, five federations in which one agent has ten times as many
+images as the others, and DLA on 10 agents of 1,280 images.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
 from waffle_fl.models import DLA, LeNet5, folded, mlp, passes, row_module, traced
 
-ROUNDS = 100_000  # never reached: workers are worth their start
+ROUNDS = 100_000  # never reached; so large that the engine starts its workers
 NEVER: Callable[..., bool] = lambda *arguments: False  # noqa: E731
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the fast engine, and how to do without it."""
+    """A part of the fast engine, and how to switch it off."""
 
     name: str
-    patches: tuple[tuple[Any, str, Any], ...] = ()  # (where, attribute, what stands there instead)
+    patches: tuple[tuple[Any, str, Any], ...] = ()  # (object, attribute, replacement)
     model: Mapping[str, Any] = field(default_factory=dict)  # arguments of FlatModel
-    options: Mapping[str, Any] = field(default_factory=dict)  # of simulate
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of simulate
 
     @contextmanager
     def off(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for where, name, other in self.patches:
-                stack.enter_context(patch.object(where, name, other))
+            for target, name, replacement in self.patches:
+                stack.enter_context(patch.object(target, name, replacement))
             yield
 
 
@@ -78,13 +78,13 @@ ABREAST = Part("rows abreast", ((passes, "PARALLEL_ROWS", 1),))
 
 @dataclass(frozen=True)
 class Workload:
-    """Some runs, the model that they train, and the parts that could matter to them."""
+    """Some runs, the model that they train, and the parts to switch off."""
 
     specs: Sequence[RunSpec]
     build: Callable[..., FlatModel]
     parts: tuple[Part, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    settled: int = 3  # rounds before the first that counts
+    settled: int = 3  # rounds before the first that is timed
     counted: int = 7
 
 
@@ -103,13 +103,13 @@ def lenet_federation(data: str, test: Literal["share", "all"] = "share") -> Fede
 
 
 def grid(dataset: Dataset) -> list[Federation]:
-    """Five splits of one data set, which share its memory."""
+    """Return five splits of one data set, which share its memory."""
     federations = [build(dataset, split(dataset.y_train, dataset.y_test, kind)) for kind in ("A", "B", "C", "A*", "B*")]
     return [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
 
 
 def unequal(federation: Federation) -> Federation:
-    """One agent with all of its samples, the others with a tenth."""
+    """Return the federation with all samples of one agent and a tenth of the others'."""
     return replace(federation, train=tuple(t if i == 0 else t[: len(t) // 10] for i, t in enumerate(federation.train)))
 
 
@@ -196,7 +196,7 @@ def gpu_workloads() -> dict[str, Workload]:
 
 
 def measure(workload: Workload) -> dict[str, float]:
-    """Median seconds of a round, with every part and without each."""
+    """Return the median seconds per round, with every part and without each."""
     variants = (NOTHING, *workload.parts)
     with ExitStack() as stack:
         streams = {}
@@ -224,8 +224,8 @@ def _seconds(work: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machine", choices=["cpu", "gpu"])
-    parser.add_argument("--only", nargs="*", default=[], help="names of workloads")
-    parser.add_argument("--data-dir", default="", help="folder of MNIST; noise where it is not given")
+    parser.add_argument("--only", nargs="*", default=[], help="run only these workloads")
+    parser.add_argument("--data-dir", default="", help="folder of MNIST; without it, noise is used")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     workloads = cpu_workloads(arguments.data_dir) if arguments.machine == "cpu" else gpu_workloads()

@@ -1,16 +1,16 @@
-"""On CPU cores: ours beside the loop everybody writes and two public peers, the same work on all sides, in one run.
+"""CPU benchmark: our simulator, a plain loop and two public peers on the same work, in one run.
 
     python -m benchmarks.cpu --out results/speed-cpu.jsonl
 
-Two workloads: LeNet-5 with 10 agents of 600 MNIST images (noise of that shape where $WAFFLE_DATA is not set), and a
-grid of 25 federations of 10 agents with the embedded digits. FedAvg, batch 32, one epoch. The sides alternate, and
-the median of several rounds counts; start-up is left out and told apart. The last line is the smallest of the ratios
-over its bar. Flower's simulation and pfl-research take part where `make bench` has installed them (see
-benchmarks/peers); each has turns of its own with ours, for their processes keep the cores busy even while they wait.
+Two workloads: LeNet-5 with 10 agents of 600 MNIST images (noise of that shape if $WAFFLE_DATA is not set), and a grid
+of 25 federations of 10 agents with the embedded digits. FedAvg, batch 32, one epoch. The implementations take turns,
+and the median of several rounds counts; start-up is reported separately. The last line is the smallest of the ratios
+over its bar. Flower's simulation and pfl-research are included if `make bench` has installed them (see
+benchmarks/peers). Each takes turns only with ours, because their processes keep the cores busy while they wait.
 
-No side evaluates: ours, which always does, is given a single sample to evaluate on. On the digits all others make 25
-rounds in a row for ours of 25 federations, so that everyone's caches are as warm. A third part asks what an agent costs
-among 10, 100 and 1,000: LeNet-5, 96 samples of noise an agent.
+No implementation evaluates: ours, which always does, evaluates a single sample. On the digits all others make 25 rounds
+in a row where ours makes one round of 25 federations, so that all caches are equally warm. A third part measures the
+cost of an agent among 10, 100 and 1,000: LeNet-5, 96 samples of noise per agent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from waffle_fl.experiment import federation_of
 from waffle_fl.models import LeNet5, mlp
 
 ROUNDS = 15
-SETTLED = {"lenet5": 6, "digits": 60}  # rounds after which ours has hired its workers and traced its gradients
+SETTLED = {"lenet5": 6, "digits": 60}  # rounds after which ours has started its workers and traced its gradients
 AGENTS = (10, 100, 1000)
 BARS = {
     "lenet5": {
@@ -54,27 +54,27 @@ BARS = {
     },
     "digits": {"plain loop": 5.0, "Flower simulation": 40.0, "pfl-research": 10.0},
 }
-COST_BAR = 1.3  # the dearest agent over the cheapest, among the sizes
+COST_BAR = 1.3  # largest cost of an agent over the smallest, among the sizes
 
 
 def lenet_federation() -> Federation:
     if os.environ.get("WAFFLE_DATA"):
-        return unexamined(federation_of(Settings(data="mnist", split="A", samples_per_agent=600)))
+        return almost_without_evaluation(federation_of(Settings(data="mnist", split="A", samples_per_agent=600)))
     rng = np.random.default_rng(0)
     y, y_test = np.arange(6000) % 10, np.arange(1000) % 10
     x, x_test = (rng.standard_normal((n, 1, 28, 28), np.float32) for n in (6000, 1000))
     noise = Dataset("noise", x, y, x_test, y_test, tuple("0123456789"), "noise", verified=False)
-    return unexamined(build(noise, split(y, y_test, "A")))
+    return almost_without_evaluation(build(noise, split(y, y_test, "A")))
 
 
 def digits_federations() -> list[Federation]:
     digits = load("digits")
     federations = [build(digits, split(digits.y_train, digits.y_test, kind)) for kind in ("A", "B", "C", "A*", "B*")]
-    return [unexamined(replace(f, x=federations[0].x, y=federations[0].y)) for f in federations]
+    return [almost_without_evaluation(replace(f, x=federations[0].x, y=federations[0].y)) for f in federations]
 
 
-def unexamined(federation: Federation) -> Federation:
-    """The federation with one sample to evaluate on, the least that ours takes."""
+def almost_without_evaluation(federation: Federation) -> Federation:
+    """Return the federation with one test sample, the least that ours accepts."""
     nothing = tuple(rows[:0] for rows in federation.validation)
     return replace(federation, test=tuple(rows[:1] for rows in federation.test), validation=nothing)
 
@@ -89,17 +89,17 @@ _half: dict[str, Any] = {}
 
 
 def _prepare(agents: tuple[int, ...]) -> None:
-    """In a worker process: a plain loop over half of the agents."""
+    """Prepare a plain loop over half of the agents in a worker process."""
     torch.set_num_threads(1)
-    whole = lenet_federation()
+    full = lenet_federation()
     half = replace(
-        whole,
-        names=tuple(whole.names[i] for i in agents),
-        train=tuple(whole.train[i] for i in agents),
-        validation=tuple(whole.validation[i] for i in agents),
-        test=tuple(whole.test[i] for i in agents),
-        relabel=whole.relabel[list(agents)],
-        ids=tuple(whole.ids[i] for i in agents),
+        full,
+        names=tuple(full.names[i] for i in agents),
+        train=tuple(full.train[i] for i in agents),
+        validation=tuple(full.validation[i] for i in agents),
+        test=tuple(full.test[i] for i in agents),
+        relabel=full.relabel[list(agents)],
+        ids=tuple(full.ids[i] for i in agents),
     )
     _half["loop"] = PlainLoop(LeNet5(), FlatModel(LeNet5), half, 1, batch_size=32, lr=0.1)
     _half["batches"] = _half["loop"].prepared(1)
@@ -113,7 +113,7 @@ def _half_round(x: torch.Tensor) -> torch.Tensor:
 
 
 def lenet5() -> dict[str, Any]:
-    """LeNet-5, 10 agents x 600 images: 190 steps a round."""
+    """LeNet-5, 10 agents x 600 images: 190 steps per round."""
     torch.set_num_threads(1)
     federation, model = lenet_federation(), FlatModel(LeNet5)
     plain, untrained = (PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1) for _ in range(2))
@@ -122,7 +122,7 @@ def lenet5() -> dict[str, Any]:
     context = get_context("spawn")
     halves = [ProcessPoolExecutor(1, context, _prepare, (tuple(half),)) for half in (range(5), range(5, 10))]
     start = model.init(1).params
-    whole = torch.stack([pool.submit(_half_round, start).result() for pool in halves]).mean(dim=0)
+    joined = torch.stack([pool.submit(_half_round, start).result() for pool in halves]).mean(dim=0)
     ours, outcome, start_up = _settled("lenet5", [RunSpec(FedAvg(SGD(0.1)), federation, 1)], model)
 
     def one_thread(r: int) -> float:
@@ -136,7 +136,7 @@ def lenet5() -> dict[str, Any]:
     turns = [_alternating(lambda: next(ours), sides)]
     for pool in halves:
         pool.shutdown()
-    models = {"plain loop, one thread": first, "plain loop, two processes": whole}
+    models = {"plain loop, one thread": first, "plain loop, two processes": joined}
     others = []
     for peer in peers("lenet5", untrained, ROUNDS + 1):
         models[peer.name] = torch.from_numpy(peer.model())
@@ -146,7 +146,7 @@ def lenet5() -> dict[str, Any]:
 
 
 def digits() -> dict[str, Any]:
-    """Digits, MLP 64-64-10, 25 federations x 10 agents: per federation and round. The others make 25 rounds a turn."""
+    """Digits, MLP 64-64-10, 25 federations x 10 agents, per federation and round; others make 25 rounds per turn."""
     torch.set_num_threads(1)
     federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
     specs = [RunSpec(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
@@ -174,7 +174,7 @@ def digits() -> dict[str, Any]:
 def _alternating(
     ours: Callable[[], Any], sides: dict[str, Callable[[int], float]], federations: int = 1
 ) -> dict[str, float]:
-    """The median seconds of each side's rounds, a federation, all in turn."""
+    """Return the median seconds per federation and round of each implementation, all taking turns."""
     times: dict[str, list[float]] = {name: [] for name in ("ours", *sides)}
     for r in range(2, ROUNDS + 2):
         times["ours"].append(seconds(ours))
@@ -184,7 +184,7 @@ def _alternating(
 
 
 def agents() -> dict[str, Any]:
-    """What an agent costs a round as federations grow, each size in a process of its own to see its memory."""
+    """Time FedAvg per agent and round by the number of agents, each size in its own process to measure memory."""
     costs: dict[str, dict[str, float]] = {}
     for count in AGENTS:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
@@ -213,7 +213,7 @@ def _cost(count: int) -> dict[str, float]:
 
 
 def _settled(part: str, specs: list[RunSpec], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
-    """Our rounds from where they go at their pace, the first outcome, and the seconds until then."""
+    """Return our simulation after its start-up, its first outcome, and the seconds of the start-up."""
     began = time.perf_counter()
     ours = simulate(specs, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, batch_size=32)
     outcome = next(ours)[0]
@@ -223,15 +223,17 @@ def _settled(part: str, specs: list[RunSpec], model: FlatModel) -> tuple[Iterato
 
 
 def _differences(ours: Tensor, models: dict[str, Tensor]) -> dict[str, float]:
-    """How far each side's model is from ours, relative to its norm: rounding, or it has not done the same work."""
+    """Return the relative difference of each model from ours; raise if it is more than rounding."""
     differences = {name: float((x - ours).norm() / ours.norm()) for name, x in models.items()}
     if max(differences.values()) > 1e-4:
-        raise RuntimeError(f"the sides have not done the same work: {differences}")
+        raise RuntimeError(
+            f"expected the same model from every implementation up to rounding, got differences {differences}"
+        )
     return differences
 
 
 def _apart(others: list[Peer], ours: float) -> dict[str, Any]:
-    """What is told beside the times: the peers' versions, and everybody's start-up, the first round included."""
+    """Return the peers' versions, and the start-up of all implementations including the first round."""
     start_up = {"ours": ours, **{peer.name: peer.start_up_seconds for peer in others}}
     return {
         "peers": {peer.name: peer.version for peer in others} or "left out",
@@ -240,7 +242,7 @@ def _apart(others: list[Peer], ours: float) -> dict[str, Any]:
 
 
 def _compared(part: str, turns: list[dict[str, float]], differences: dict[str, float]) -> dict[str, Any]:
-    """Each side against ours of the same turns; the loops come first."""
+    """Return each implementation compared with ours of the same turns; the loops come first."""
     times = dict(turns[0])
     for turn in turns[1:]:
         (peer,) = turn.keys() - {"ours"}
@@ -260,7 +262,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
     if not installed():
-        print("Flower and pfl-research are left out: `make bench` installs them.")
+        print("Flower and pfl-research are not installed and are skipped: `make bench` installs them.")
     lines = []
     for part in (lenet5, digits, agents):
         lines.append({"part": part.__name__, **machine, **part()})

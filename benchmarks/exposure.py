@@ -1,7 +1,7 @@
-"""How many training rows do updates hold word for word? python -m benchmarks.exposure > results/exposure.jsonl
+"""Count the training rows that an update reveals: python -m benchmarks.exposure > results/exposure.jsonl
 
-Honest networks while they train, and weights that are chosen to single out rows, on tables of several sizes: the share
-that `deploy/exposure.py` finds, and the rows that can be read off one step's update.
+For honest networks during training, and for weights that are chosen to single out rows, on tables of several sizes:
+the share that `deploy/exposure.py` finds, and the rows that can be recovered from the update of one step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from waffle_fl.randomness import generator
 
 ROWS = (30, 60, 120, 240)
 FEATURES = 6
-LOOKED_AT = (1, 5, 15)  # rounds
+CHECKED_ROUNDS = (1, 5, 15)
 DIGITS: list[dict[str, Any]] = [
     {"agents": 3, "samples_per_agent": 40, "batch_size": 16},
     {"agents": 4, "batch_size": 16},
@@ -35,7 +35,7 @@ DIGITS: list[dict[str, Any]] = [
 
 
 def imprint(model: FlatModel) -> Tensor:
-    """Weights of one hidden layer whose units count the rows beyond a threshold: two neighbours differ by few rows."""
+    """Return hidden-layer weights whose units count the rows beyond a threshold; neighbours differ by few rows."""
     shapes = {name: value.shape for name, value in model.state_dict(model.init(0)).items()}
     first_weight, first_bias, last_weight, last_bias = shapes
     hidden, features = shapes[first_weight]
@@ -51,7 +51,7 @@ def imprint(model: FlatModel) -> Tensor:
 
 
 def recovered(model: FlatModel, update: Tensor, rows: Tensor) -> int:
-    """How many of the rows stand in the update of one step, word for word."""
+    """Return how many of the rows can be recovered exactly from the update of one step."""
     weight, bias, *_ = model.state_dict(Net(update, update[:0])).values()
     along, by = weight[:-1] - weight[1:], bias[:-1] - bias[1:]
     found = along[by.abs() > 1e-12] / by[by.abs() > 1e-12][:, None]
@@ -59,7 +59,7 @@ def recovered(model: FlatModel, update: Tensor, rows: Tensor) -> int:
 
 
 def attacked(count: int) -> dict[str, Any]:
-    """One step of full-batch training from chosen weights, on a table of standard normal columns."""
+    """Measure one step of full-batch training from chosen weights, on a table of standard normal columns."""
     rng = generator(count, "exposure")
     x, y = rng.standard_normal((count + 5, FEATURES)), rng.integers(0, 2, count + 5)
     arrays = (x[:count], y[:count], x[count:], y[count:])
@@ -82,7 +82,7 @@ def attacked(count: int) -> dict[str, Any]:
 
 
 def honest(settings: dict[str, Any]) -> dict[str, Any]:
-    """FedAvg on the digits: the largest share in the rounds that are looked at."""
+    """Measure FedAvg on the digits: the largest share in the checked rounds."""
     s = check_run("fedavg", {"data": "digits", "model": "mlp", **settings}, {}).settings
     federation = federation_of(s)
     model = model_of(s, federation, Runtime(), torch.device("cpu"))
@@ -90,8 +90,8 @@ def honest(settings: dict[str, Any]) -> dict[str, Any]:
     alone = federation.only(federation.alice)
     shares = [
         exposed_shares(model, own_net(spec, outcome.state, model), alone)[0]
-        for (outcome,) in simulate([spec], model, rounds=max(LOOKED_AT), batch_size=s.batch_size, workers=1)
-        if outcome.round in LOOKED_AT
+        for (outcome,) in simulate([spec], model, rounds=max(CHECKED_ROUNDS), batch_size=s.batch_size, workers=1)
+        if outcome.round in CHECKED_ROUNDS
     ]
     rows = len(alone.train[0])
     return {
@@ -103,6 +103,7 @@ def honest(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines() -> Iterator[dict[str, Any]]:
+    """Yield the lines of the record."""
     yield from map(attacked, ROWS)
     yield from map(honest, DIGITS)
 

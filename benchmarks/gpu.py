@@ -1,9 +1,9 @@
-"""On a GPU: the paper's whole MNIST table, the time of a step beside its floor, the plain loop, and DLA.
+"""GPU benchmark: the paper's whole MNIST table, the time of a step, the plain loop, DLA, many agents, repeatability.
 
     python -m benchmarks.gpu table steps loop dla agents repeat --out results/speed-gpu.jsonl
 
 Each part appends one JSON line to the record, so that parts can run in separate calls. MNIST is read from $WAFFLE_DATA;
-where it is absent the same shapes are filled with noise, which costs the same.
+if it is absent, noise of the same shapes is used, which takes the same time.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MNIST = Settings(data="mnist", batch_size=32, lr=0.1, precision="tf32", rounds=R
 
 
 @contextlib.contextmanager
-def place_of(device: str = "cuda") -> Iterator[Runtime]:
-    """Where to run: with MNIST as published or, where that is absent, with files of the same shapes full of noise."""
+def runtime_for(device: str = "cuda") -> Iterator[Runtime]:
+    """Yield a runtime with MNIST as published or, if it is absent, with noise in files of the same shapes."""
     source = SOURCES["mnist"]
     if all((data_dir() / source.folder / file.name).exists() for file in source.files):
         yield Runtime(device=device)
@@ -75,14 +75,14 @@ def write_noise(folder: Path) -> None:
 
 
 def mnist_federations() -> list[Federation]:
-    """The five splits of MNIST, or of noise in its shapes."""
-    with place_of() as runtime:
-        given = runtime.data_dir, runtime.allow_unverified
-        return [federation_of(replace(MNIST, split=kind), *given) for kind in SPLITS]
+    """Return the five splits of MNIST, or of noise in its shapes."""
+    with runtime_for() as runtime:
+        source = runtime.data_dir, runtime.allow_unverified
+        return [federation_of(replace(MNIST, split=kind), *source) for kind in SPLITS]
 
 
 class Ends(Listener):
-    """When the last run of each method ended; methods that train alike share a stack and end together."""
+    """Records when the last run of each method ended; methods with the same training share a stack and end together."""
 
     def __init__(self) -> None:
         self.began, self.seconds = time.perf_counter(), dict[str, float]()
@@ -96,10 +96,10 @@ class Ends(Listener):
 def table(
     keep: Path | None = None, settings: Settings = MNIST, seeds: Sequence[int] = SEEDS, device: str = "cuda"
 ) -> dict[str, Any]:
-    """All 150 runs of the paper's MNIST table, end to end: run folders, records and evaluation included."""
+    """Time all 150 runs of the paper's MNIST table, including run folders, records and evaluation."""
     options = {"weight-erosion": {"p_d": {"A": 0.006, "B": 0.0067, "C": 0.006, "A*": 0.0088, "B*": 0.0088}}}
     experiment = Experiment(methods=METHODS, splits=SPLITS, seeds=tuple(seeds), settings=settings, options=options)
-    with tempfile.TemporaryDirectory() as folder, place_of(device) as runtime:
+    with tempfile.TemporaryDirectory() as folder, runtime_for(device) as runtime:
         ends = Ends()
         execute(plan(experiment, Path(folder), runtime), runtime, ends)
         total = round(time.perf_counter() - ends.began, 2)
@@ -112,7 +112,7 @@ def table(
 
 
 def graph_ms(work: Callable[[], Any], repeats: int = 30) -> float:
-    """Milliseconds of one replay of a captured piece of work, median of five."""
+    """Return the milliseconds of one replay of a captured CUDA graph, median of five."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -134,7 +134,7 @@ def graph_ms(work: Callable[[], Any], repeats: int = 30) -> float:
 
 
 def steps() -> dict[str, Any]:
-    """One step of 250 stacked LeNet-5, batch 32 each, for every method; and how exact its gradient is."""
+    """Time one step of 250 stacked LeNet-5, batch 32 each, for every method; and measure the error of its gradient."""
     federations = [f.to("cuda", torch.float32) for f in mnist_federations()]
     federations = [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
     result: dict[str, Any] = {"rows": 250, "batch_size": 32, "floor_ms": 0.15}
@@ -149,21 +149,21 @@ def steps() -> dict[str, Any]:
                 plan_, t = batches.plan(1, 0, slice(None)), torch.zeros(1, dtype=torch.int64, device="cuda")
                 work = partial(one_step, algorithm, model, batches, local, plan_, t, 32, True)
                 result[f"{method}_{precision}_ms"] = round(graph_ms(work), 4)
-    few = batches.batch(batches.plan(1, 0, slice(0, 20)), torch.zeros(1, dtype=torch.int64, device="cuda"), 32)
+    sample = batches.batch(batches.plan(1, 0, slice(0, 20)), torch.zeros(1, dtype=torch.int64, device="cuda"), 32)
     exact = FlatModel(LeNet5, precision="float64", device="cuda", stacked=True)
     params = torch.stack([exact.init(s).params for s in range(20)])
     stats = params[:, :0]
-    truth = exact.passes.vmapped(params, few._replace(x=few.x.double(), weight=few.weight.double()))
+    truth = exact.passes.vmapped(params, sample._replace(x=sample.x.double(), weight=sample.weight.double()))
     for precision in ("tf32", "float32"):
         model = FlatModel(LeNet5, precision=precision, device="cuda")
         with products(precision):
-            found = model.grad(params.float(), stats.float(), few).params
+            found = model.grad(params.float(), stats.float(), sample).params
         result[f"gradient_error_{precision}"] = float((found - truth).norm() / truth.norm())
     return result
 
 
 def loop() -> dict[str, Any]:
-    """SCAFFOLD, 10 agents x 6,000 samples: the plain loop against ours, a federation and round, in one run."""
+    """Time the plain loop and ours per federation and round: SCAFFOLD, 10 agents x 6,000 samples."""
     federations = [f.to("cuda", torch.float32) for f in mnist_federations()]
     federations = [replace(f, x=federations[0].x, y=federations[0].y) for f in federations]
     model = FlatModel(LeNet5, precision="tf32", device="cuda")
@@ -195,7 +195,7 @@ def loop() -> dict[str, Any]:
 
 
 def agreement(federation: Federation) -> float:
-    """How far the plain loop and ours lie apart after two rounds in float32, with agents of 140 to 320 samples."""
+    """Return the relative difference of the plain loop and ours after two rounds, with agents of 140 to 320 samples."""
     federation = replace(federation, train=tuple(rows[: 320 - 20 * i] for i, rows in enumerate(federation.train)))
     model = FlatModel(LeNet5, device="cuda")
     spec = RunSpec(Scaffold(SGD(0.1), clip=0.0), federation, 1)
@@ -208,7 +208,7 @@ def agreement(federation: Federation) -> float:
 
 
 def dla() -> dict[str, Any]:
-    """WAFFLE with DLA, 10 agents x 5,000 images of CIFAR-10's shape: a round, evaluation included, over its steps."""
+    """Time WAFFLE with DLA, 10 agents x 5,000 images of CIFAR-10's shape: milliseconds per step, with evaluation."""
     model = FlatModel(DLA, precision="bf16", device="cuda", compiled=True)
     rng = np.random.default_rng(0)
     y = np.arange(50000) % 10
@@ -230,7 +230,7 @@ def dla() -> dict[str, Any]:
 
 
 def agents() -> dict[str, Any]:
-    """FedAvg on 10, 100 and 1,000 agents of 60 samples: cost an agent and round, and peak memory."""
+    """Time FedAvg on 10, 100 and 1,000 agents of 60 samples: cost per agent and round, and peak memory."""
     result: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     y = np.arange(60000) % 10
@@ -250,7 +250,7 @@ def agents() -> dict[str, Any]:
 
 
 def repeat() -> dict[str, Any]:
-    """Two GPU runs of one config, and one stacked beside others: the same bits or not."""
+    """Compare two GPU runs of one config, and one stacked with other runs, bit for bit."""
     federations = mnist_federations()[:2]
     federations = [replace(f, train=tuple(t[:300] for t in f.train)) for f in federations]
     model = FlatModel(LeNet5, precision="tf32", device="cuda")

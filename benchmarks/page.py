@@ -1,10 +1,11 @@
-"""Write docs/speed.md, and the tables of the README, from the committed records: python -m benchmarks.page"""
+"""Write docs/speed.md and the tables of docs/examples/digits.md from the records: python -m benchmarks.page"""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from waffle_fl.report.tables import to_markdown
@@ -15,83 +16,126 @@ DELETED = ("look-ahead", "eight steps per graph")
 
 
 def records(name: str) -> dict[str, Any]:
+    """Return the lines of a record by part."""
     lines = (ROOT / "results" / name).read_text(encoding="utf-8").splitlines()
     return {line["part"]: line for line in map(json.loads, lines)}
 
 
 def page() -> str:
+    """Return docs/speed.md."""
     gpu, cpu = records("speed-gpu.jsonl"), records("speed-cpu.jsonl")
     table, steps, loop, agents, repeat = (gpu[part] for part in ("table", "steps", "loop", "agents", "repeat"))
+    dla = gpu["dla"]
     methods = "".join(f"| {m} | {s} |\n" for m, s in table["ended_after_seconds"].items())
     sizes = "".join(
         f"| {n} | {agents[n]['ms_an_agent_and_round']} | {agents[n]['peak_gib']} |\n" for n in ("10", "100", "1000")
     )
-    return f"""# Speed
+    ratio = min(cpu[part]["smallest_ratio_over_its_bar"] for part in ("lenet5", "digits"))
+    repeats = "is bit-identical" if repeat["repeats_bit_for_bit"] else "DIFFERS"
+    stacked = "is bit-identical too" if repeat["same_bits_in_company"] else "differs"
+    cpu_rows = overview(cpu["lenet5"], "FedAvg, LeNet-5, 10 x 600 images", "plain loop, one thread")
+    cpu_rows += overview(cpu["digits"], "FedAvg, MLP, 25 federations of 10 agents", "plain loop")
+    gpu_row = [table["gpu"], f"{loop['ours_seconds']} s", f"{loop['plain_seconds']} s", str(loop["ratio"])]
+    text = f"""# Speed
 
-Written by `python -m benchmarks.page` from the records that the commands below made.
+```sh
+make bench  # python -m benchmarks.cpu
+```
+
+```text
+smallest ratio over its bar: {ratio}
+```
+
+The benchmark compares our simulator with a plain loop over the agents, Flower's simulation and pfl-research on the same
+mini-batches. Each comparison has a bar, the speed-up that we require; a ratio above 1 means that all of them are met.
+
+| workload | machine | ours | plain loop | speed-up |
+| --- | --- | --- | --- | --- |
+| SCAFFOLD, LeNet-5, 10 x 6,000 images | {" | ".join(gpu_row)} |
+{cpu_rows}
+Times are per federation and round. `python -m benchmarks.page` writes this page from the records that the commands
+below made.
 
 ## On one {table["gpu"]} (torch {table["torch"]})
 
-`python -m benchmarks.gpu --out results/speed-gpu.jsonl`, part by part: `dla`, then `steps loop agents repeat` in one
-call, then `table`.
+`python -m benchmarks.gpu --out results/speed-gpu.jsonl`, in three calls: `dla`, then `steps loop agents repeat`, then
+`table`.
 
-The paper's whole MNIST table, 5 distributions x 5 seeds x 10 agents x 6,000 samples, batch 32, 100 rounds, end to end
-with run folders, records, evaluation and the compilation of all kernels: **{table["total_seconds"]} s** for six
-methods. Methods whose agents do the same work (FedAvg and Weight Erosion, SCAFFOLD and WAFFLE) train in one stack.
+The paper's whole MNIST table, 5 distributions x 5 seeds x 10 agents x 6,000 samples, batch 32, 100 rounds,
+takes **{table["total_seconds"]} s** for six methods. This includes run folders, records, evaluation and the
+compilation of all kernels. Methods with the same local training (FedAvg and Weight Erosion, SCAFFOLD and WAFFLE)
+train in one stack.
 
-| method | its 25 runs had ended after, seconds |
+| method | seconds until its 25 runs ended |
 | --- | --- |
 {methods}
-One step of {steps["rows"]} stacked LeNet-5, batch {steps["batch_size"]} each: {steps["fedavg_tf32_ms"]} ms for FedAvg
-and {steps["scaffold_tf32_ms"]} ms for SCAFFOLD in TF32, {steps["scaffold_float32_ms"]} ms in float32; the memory
-floor, as counted from the bytes that must move, is about {steps["floor_ms"]} ms. Against a gradient in float64 the
-relative error is
+One step of {steps["rows"]} stacked LeNet-5 with batch {steps["batch_size"]} each takes
+{steps["fedavg_tf32_ms"]} ms for FedAvg and {steps["scaffold_tf32_ms"]} ms for SCAFFOLD in TF32, and
+{steps["scaffold_float32_ms"]} ms for SCAFFOLD in float32. The lower bound from the memory traffic is about
+{steps["floor_ms"]} ms. The relative error of the gradient, compared with float64, is
 {steps["gradient_error_float32"]:.1e} in float32 and {steps["gradient_error_tf32"]:.1e} in TF32.
 
-SCAFFOLD, a federation and round: {loop["ours_seconds"]} s, against {loop["plain_seconds"]} s of a plain loop over the
-agents with its data on the GPU: **{loop["ratio"]} times faster**. After two rounds in float32 the two models differ by
-{loop["difference_in_float32"]:.1e} of their norm.
+SCAFFOLD takes {loop["ours_seconds"]} s per federation and round. A plain loop over the agents with its data
+on the GPU takes {loop["plain_seconds"]} s: ours is **{loop["ratio"]} times faster**. After two rounds in
+float32 the two models differ by {loop["difference_in_float32"]:.1e} of their norm.
 
-WAFFLE with DLA on 10 agents of 5,000 images of CIFAR-10's shape, bf16, compiled, four rows abreast:
-**{gpu["dla"]["ms_a_step"]} ms** a step of {gpu["dla"]["batch_size"]} images, aggregation and evaluation included
-({gpu["dla"]["steps_a_round"]} steps a round); the first round, with its compilation, took
-{gpu["dla"]["round_seconds"][0]:.0f} s; {gpu["dla"]["peak_gib"]} GiB at most.
+WAFFLE with DLA on 10 agents with 5,000 images each of CIFAR-10's shape, bf16, compiled, four rows side by
+side, takes **{dla["ms_a_step"]} ms** per step of {dla["batch_size"]} images, including aggregation and
+evaluation ({dla["steps_a_round"]} steps per round). The first round, with its compilation, takes
+{dla["round_seconds"][0]:.0f} s. The peak memory is {dla["peak_gib"]} GiB.
 
-| agents of 60 samples | ms an agent and round | peak GiB |
+| agents with 60 samples each | ms per agent and round | peak GiB |
 | --- | --- | --- |
 {sizes}
-Two runs of one config in one stack {"repeat bit for bit" if repeat["repeats_bit_for_bit"] else "DIFFER"}. In other
-company {"the bits are the same too" if repeat["same_bits_in_company"] else "the bits differ"}: the GPU's matrix
-products choose other kernels for other stacks, a relative difference of {repeat["difference_in_company"]:.1e} in the
-model after four rounds in TF32. On a CPU the bits are the same in any company.
+A repeated run of one config {repeats}. The same run stacked with other runs {stacked}: the GPU's matrix
+products use other kernels for other stack sizes, which gives a relative difference of
+{repeat["difference_in_company"]:.1e} in the model after four rounds in TF32. On a CPU the result is
+bit-identical regardless of what else is in the stack.
 
 ## On {cpu["lenet5"]["cores"]} CPU cores (torch {cpu["lenet5"]["torch"]})
 
 `python -m benchmarks.cpu --out results/speed-cpu.jsonl`
 
-FedAvg, 10 agents, batch 32, one epoch; milliseconds a federation and round. The sides alternate, medians.
+FedAvg, 10 agents, batch 32, one epoch; median milliseconds per federation and round. The implementations take turns.
 
-LeNet-5, 600 images an agent:
+LeNet-5, 600 images per agent:
 
 {sides(cpu["lenet5"])}
 Digits, MLP, a grid of 25 federations:
 
 {sides(cpu["digits"])}{peers(cpu)}{growth(cpu)}
-## What each part of the fast engine gains
+## Gain of each part of the fast engine
 
 `python -m benchmarks.ablation gpu --out results/ablation.jsonl`, then the same with `cpu` and the folder of MNIST as
-`--data-dir`. Each line is the same work with one part switched off: how many times longer a round takes without it.
+`--data-dir`.
+
+Each row is the same work with one part switched off, and how many times longer a round takes without it.
 Parts that gained less than 15 % in every workload were deleted: {deleted()}.
 
 {ablation()}"""
+    blocks = text.strip().split("\n\n")
+    return "\n\n".join(block if block.startswith(("#", "|", "```")) else prose(block) for block in blocks) + "\n"
+
+
+def prose(text: str) -> str:
+    """Return a text as one wrapped paragraph."""
+    return fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def overview(line: dict[str, Any], workload: str, loop: str) -> str:
+    """Return the row of the first table for a CPU workload."""
+    ms = line["ms_a_round"]
+    machine, speedup = f"{line['cores']} CPU cores", line["times_faster_than"][loop]
+    return f"| {workload} | {machine} | {ms['ours']} ms | {ms[loop]} ms | {speedup} |\n"
 
 
 def gains() -> list[dict[str, Any]]:
+    """Return the lines of the record of the ablation."""
     return [json.loads(line) for line in (ROOT / "results" / "ablation.jsonl").read_text().splitlines()]
 
 
 def ablation() -> str:
-    """A row for each part and workload of the record; parts that were deleted are left out."""
+    """Return one row per part and workload of the record, without deleted parts."""
     rows = [
         f"| {part} | {line['workload']} | {line['machine'].upper()} | {gain:.2f} |\n"
         for part in dict.fromkeys(part for line in gains() for part in line["gains"])
@@ -103,20 +147,21 @@ def ablation() -> str:
 
 
 def deleted() -> str:
-    """The parts that were deleted, each with the most that it gained."""
+    """Return the deleted parts, each with its largest gain."""
     most = {part: max(line["gains"].get(part, 0.0) for line in gains()) for part in DELETED}
     return ", ".join(f"{part} ({100 * (gain - 1):.0f} % at most)" for part, gain in most.items())
 
 
 def sides(line: dict[str, Any]) -> str:
+    """Return one row per implementation."""
     rows = "".join(
         f"| {name} | {ms} | {line['times_faster_than'].get(name, 1)} |\n" for name, ms in line["ms_a_round"].items()
     )
-    return f"| side | ms a round | ours is faster, times |\n| --- | --- | --- |\n{rows}"
+    return f"| implementation | ms per round | speed-up of ours |\n| --- | --- | --- |\n{rows}"
 
 
 def peers(cpu: dict[str, Any]) -> str:
-    """How the peers took part, where they did."""
+    """Return how the peers were measured, or "" if they were not."""
     lenet5, digits = cpu["lenet5"], cpu["digits"]
     if lenet5["peers"] == "left out":
         return ""
@@ -127,16 +172,17 @@ def peers(cpu: dict[str, Any]) -> str:
     furthest = max(max(line["difference_after_one_round"].values()) for line in (lenet5, digits))
     versions = " and ".join(f"{name} {version}" for name, version in lenet5["peers"].items())
     return f"""
-{versions} run on both cores, two processes of one thread each. No side evaluates (ours, on one sample). On the digits
-the others make 25 rounds in a row for ours of 25 federations. The peers' processes keep the
-cores busy even while they wait, so each has turns of its own with ours. Start-up, the first round
-included, and with us those until workers are hired and gradients traced, is left out above: {start_up} (LeNet-5 and
-digits). After one round no side's model is further from ours than {furthest:.1e} of its norm.
+{versions} run on both cores with two processes of one thread each. No implementation evaluates; ours, which
+always does, evaluates one sample. On the digits the others make 25 rounds in a row where ours makes one round of
+25 federations. The peers' processes keep the cores busy while they wait, so each peer takes turns only with
+ours. Start-up is not included above. It contains the first round, and for ours all rounds until workers are
+started and gradients are traced: {start_up} (LeNet-5 and digits). After one round the largest difference between
+a model and ours is {furthest:.1e} of its norm.
 """
 
 
 def growth(cpu: dict[str, Any]) -> str:
-    """What an agent costs among few and among many, where it was measured."""
+    """Return the cost of an agent by the number of agents, or "" if it was not measured."""
     if "agents" not in cpu:
         return ""
     rows = "".join(
@@ -144,23 +190,23 @@ def growth(cpu: dict[str, Any]) -> str:
         for count, cost in cpu["agents"]["sizes"].items()
     )
     return f"""
-FedAvg on one federation, LeNet-5, 96 samples of noise an agent; memory is that of both processes, data included:
+FedAvg on one federation, LeNet-5, 96 samples of noise per agent. Memory is that of both processes, including the data:
 
-| agents | ms an agent and round | peak MiB |
+| agents | ms per agent and round | peak MiB |
 | --- | --- | --- |
 {rows}"""
 
 
 def with_tables(text: str) -> str:
-    """A page whose marked tables are those of their records."""
+    """Return a page with the tables between its markers made from their records."""
 
-    def fresh(match: re.Match[str]) -> str:
+    def table_of(match: re.Match[str]) -> str:
         return f"{match[1]}{to_markdown(read_runs([ROOT / match[2]]))}{match[3]}"
 
-    return re.sub(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", fresh, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", table_of, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    digits = ROOT / "docs" / "examples" / "digits.md"
+    digits.write_text(with_tables(digits.read_text(encoding="utf-8")), encoding="utf-8")
     (ROOT / "docs" / "speed.md").write_text(page(), encoding="utf-8")

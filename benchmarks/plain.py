@@ -1,6 +1,6 @@
-"""The loop everybody writes: one agent after another, an ordinary module, one mini-batch at a time.
+"""The plain loop: one agent after another, an ordinary module, one mini-batch at a time.
 
-It does the same mathematics on the same mini-batches as the simulator, so that the models can be compared.
+It computes the same updates on the same mini-batches as the simulator, so that the models can be compared.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from waffle_fl.models import FlatModel
 
 
 def flat(module: nn.Module) -> Tensor:
+    """Return the parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def load(module: nn.Module, vector: Tensor) -> None:
+    """Set the parameters from one vector."""
     torch.nn.utils.vector_to_parameters(vector, module.parameters())
 
 
@@ -36,15 +38,16 @@ class PlainLoop:
         self.c_i = [torch.zeros_like(self.x) for _ in range(federation.agents)]
 
     def prepared(self, r: int) -> list[list[tuple[Tensor, Tensor]]]:
-        """The mini-batches of a round, gathered beforehand: the loop is timed without them."""
+        """Return the mini-batches of a round, so that the timed loop need not gather them."""
         plan = self.batches.plan(r, 0, slice(None))
-        every = []
+        prepared = []
         for i in range(self.federation.agents):
             rows = [plan.samples[i, t][plan.weight[i, t] > 0] for t in range(self.batches.steps[i])]
-            every.append([(self.federation.x[index], self.federation.labels(i, index)) for index in rows])
-        return every
+            prepared.append([(self.federation.x[index], self.federation.labels(i, index)) for index in rows])
+        return prepared
 
     def round(self, prepared: list[list[tuple[Tensor, Tensor]]], scaffold: bool) -> None:
+        """Train all agents and aggregate."""
         parameters = list(self.module.parameters())
         sizes = [p.numel() for p in parameters]
         updates, variates = [], []

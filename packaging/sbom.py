@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = (ROOT / "requirements" / "deploy.txt", ROOT / "requirements" / "torch-cpu.txt")
-EXTRAS = ("flower", "parquet")  # those of deploy.txt in the Makefile
+EXTRAS = ("flower", "parquet")  # as for deploy.txt in the Makefile
 SPEC = "1.6"
 
 
@@ -62,9 +62,9 @@ def deployment(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]]) -> d
     kept = {canonicalize_name(c["name"]): c for c in bom["components"] if canonicalize_name(c["name"]) in lock}
     wrong = [f"{name} {pin}" for name, (pin, _) in lock.items() if kept.get(name, {}).get("version") != pin]
     if wrong:
-        sys.exit(f"the environment is not that of the lock: run make setup. Missing: {', '.join(wrong)}")
+        sys.exit(f"the environment differs from the lock files: run make setup. Missing: {', '.join(wrong)}")
     for name, component in kept.items():
-        component.pop("externalReferences", None)  # pages of the projects: the purl is enough, and validation is slow
+        component.pop("externalReferences", None)  # project pages: the purl is enough, and validating them is slow
         component["properties"] = [{"name": "waffle-fl:lock:sha256", "value": value} for value in lock[name][1]]
     root = bom["metadata"]["component"]
     root["version"] = version("waffle-fl")

@@ -1,7 +1,9 @@
-"""The paper, reproduced: experiment files -> committed records -> tables, figures and claims beside its own numbers.
+"""The paper's studies: experiment files, committed records, and the tables, figures and claims made from them.
 
-paper.py      what the paper printed            claims.py   what must hold, and whether it does
-studies.py    which records belong together     figures.py  its figures, from records
-running.py    makes the records                 page.py     docs/results.md, of the parts in sections.py
-stated.py     claims that files state           robustness.py  the tables of docs/robustness.md
+printed_table.py   the numbers that the paper printed      claims.py   the claims, and whether they hold
+studies.py         the records of each study               run_missing.py   runs the missing runs
+page.py            writes the pages in docs/               sections.py, page_text.py   parts and texts of results*.md
+beyond_tables.py   tables of docs/beyond*.md               robustness_tables.py   tables of docs/robustness*.md
+figures.py         the figures                             convergence.py   rounds needed, with a paired test
+drift.py, momentum.py, quadratics.py   computed records    command.py   `waffle reproduce`
 """

@@ -1,4 +1,4 @@
-"""Make a study's records on a machine with torch and numpy alone: python -m paper STUDY --minutes 9"""
+"""Make the records of a study on a machine that has only torch and numpy: python -m paper STUDY --minutes 9"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waffle_fl.experiment import Interrupted, Listener, Runtime
 
 
 class Lines(Listener):
-    """One line a run."""
+    """Prints one line per run."""
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
         best = result.get("best", {}).get("accuracy")
@@ -37,29 +37,34 @@ def _share(text: str) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m paper", description=__doc__)
     parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
-    parser.add_argument("--cell", default="", help="only this experiment, split or cell, such as mnist/C/waffle")
-    parser.add_argument("--methods", nargs="*", default=(), help="only these, by their names")
-    parser.add_argument("--seeds", type=int, nargs="*", default=(), help="these seeds in place of the files'")
-    parser.add_argument("--anew", action="store_true", help="run also what the records hold, and replace it there")
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; the same call goes on")
-    parser.add_argument("--share", default="1/1", help="2/4 is the second of four processes at work on the same study")
+    parser.add_argument("--cell", default="", help="run only this experiment, split or cell, such as mnist/C/waffle")
+    parser.add_argument("--methods", nargs="*", default=(), help="run only these methods")
+    parser.add_argument("--seeds", type=int, nargs="*", default=(), help="seeds instead of those in the files")
+    parser.add_argument("--rerun", action="store_true", help="also train runs that the records hold, and replace them")
+    parser.add_argument("--anew", dest="rerun", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; run again to continue")
+    parser.add_argument("--share", default="1/1", help="K/N: this is process K of N that share the runs of the study")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
-    parser.add_argument("--stack", type=int, default=Runtime.stack, help="runs that train together at most")
-    parser.add_argument("--checkpoint-seconds", type=float, default=Runtime.checkpoint_seconds, help="between saves")
+    parser.add_argument("--stack", type=int, default=Runtime.stack, help="maximum number of runs trained together")
+    parser.add_argument(
+        "--checkpoint-seconds", type=float, default=Runtime.checkpoint_seconds, help="seconds between checkpoints"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")
     given = vars(parser.parse_args())
-    names = ("study", "cell", "seeds", "runs", "anew", "share", "methods")
-    study, cell, seeds, runs, anew, share, methods = (given.pop(key) for key in names)
+    if "--anew" in sys.argv:
+        print("note: --anew is now --rerun", file=sys.stderr)
+    names = ("study", "cell", "seeds", "runs", "rerun", "share", "methods")
+    study, cell, seeds, runs, rerun, share, methods = (given.pop(key) for key in names)
     try:
         root = find_root(Path.cwd())
-        run_missing(root, study, runs, Runtime(**given), Lines(), cell, seeds, anew, _share(share), methods)
+        run_missing(root, study, runs, Runtime(**given), Lines(), cell, seeds, rerun, _share(share), methods)
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2
     except Interrupted:
-        print("stopped; every run is saved, and the same command goes on from here", file=sys.stderr)
+        print("stopped; every run is saved: run the same command again to continue", file=sys.stderr)
     for problem in problems(read_study(root, study)):
         print(problem, file=sys.stderr)
     return 0

@@ -1,4 +1,4 @@
-"""The tables of docs/beyond.md, from the record of experiments/beyond.toml."""
+"""The tables of docs/beyond.md and docs/beyond-shifts.md, from the record of experiments/beyond.toml."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from waffle_fl.claims.record_files import Part
 from waffle_fl.report.tables import by_method
 from waffle_fl.results import FinishedRun
 
-Column: TypeAlias = tuple[str, str]  # data set, and split with its shift
+Column: TypeAlias = tuple[str, str]  # (data set, split with its shift)
 
 NAME = "beyond"
 TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
-KINDS = {  # of shifts, by their names
+KINDS = {  # kind of shift -> names of its shifts
     "labels and quantities": ("dirichlet", "quantity", "prior"),
     "features": ("rotate", "blur", "noise", "contrast", "colour", "scale"),
     "concepts": ("swap",),
@@ -26,14 +26,19 @@ KINDS = {  # of shifts, by their names
 }
 
 
-def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
-    """What the record says, table by table."""
-    yield verdict_table(judged)
-    yield "### How far each method lies behind the best one"
+def summary(part: Part, claims: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the claims, and every method over all columns."""
+    yield verdict_table(claims)
+    yield "### How far each method is behind the best one"
     yield standings(part)
+
+
+def tables(part: Part, _claims: Sequence[Verdict]) -> Iterator[str]:
+    """Yield one table per data set and kind of shift."""
     for data, title in TITLES.items():
         runs = [run for run in part.all_runs if run.config.settings.data == data]
         if runs:
+            yield f"## {title}"
             yield setting(runs)
         for kind in ("the paper's splits", *KINDS, "a mixture"):
             some = [run for run in runs if kind_of(run) == kind]
@@ -43,7 +48,7 @@ def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
 
 
 def kind_of(run: FinishedRun) -> str:
-    """What kind of shift a run is about."""
+    """Return the kind of shift of a run."""
     shift = run.config.settings.shift
     if not shift:
         return "the paper's splits"
@@ -51,7 +56,7 @@ def kind_of(run: FinishedRun) -> str:
 
 
 def standings(part: Part) -> str:
-    """Every method over all columns: how often it is near the best one, and how far behind it is."""
+    """Return, per method, in how many columns it is near the best one, and how far behind it is."""
     columns = last_rounds(part)
     behind = {
         method: [max(map(mean, found.values())) - mean(found[method]) for found in columns.values() if method in found]
@@ -63,12 +68,13 @@ def standings(part: Part) -> str:
         [METHODS[method], f"{close[method]} of {len(gaps)}", *(f"{gap:.2f}" for gap in (mean(gaps), max(gaps)))]
         for method, gaps in sorted(behind.items(), key=lambda item: (-close[item[0]], mean(item[1])))
     ]
-    head = ["", "within one standard deviation of the best", "points behind it, mean", "largest"]
-    return f"Last round, over {len(columns)} columns of the tables below:\n\n{table(head, rows)}"
+    head = ["", "within one standard deviation of the best", "points behind the best, mean", "largest"]
+    where = "the tables in [beyond-shifts.md](beyond-shifts.md)"
+    return f"Last round, over the {len(columns)} columns of {where}:\n\n{table(head, rows)}"
 
 
 def of_method(part: Part, method: str) -> str:
-    """One method in every column, beside the best of all."""
+    """Return one method's accuracy in every column next to the best method's, or "" if there is none."""
     columns = {key: found for key, found in last_rounds(part).items() if method in found}
     if not columns:
         return ""
@@ -80,16 +86,16 @@ def of_method(part: Part, method: str) -> str:
             found = columns.get((data, name))
             row += [_shown(found[method]), _best(found)] if found else ["–", "–"]
         rows.append(row)
-    head = ["", *(cell for title in TITLES.values() for cell in (title, "best of all"))]
-    words = prose(
-        "At its defaults beside all others, last round, from `results/beyond.jsonl` ([beyond.md](../beyond.md)).",
-        f"Within one standard deviation of the best of all methods in {close} of {len(columns)} columns.",
+    head = ["", *(cell for title in TITLES.values() for cell in (title, "best method"))]
+    text = prose(
+        "With default options, last round, from `results/beyond.jsonl` ([beyond.md](../beyond.md) has all methods).",
+        f"Within one standard deviation of the best method in {close} of {len(columns)} columns.",
     )
-    return f"{words}\n\n{table(head, rows)}"
+    return f"{text}\n\n{table(head, rows)}"
 
 
 def last_rounds(part: Part) -> dict[Column, dict[str, list[float]]]:
-    """Of every column and method the accuracies of its seeds in percent; the paper's splits come first."""
+    """Return the accuracies in percent of all seeds, per column and method; the paper's splits come first."""
     runs: dict[Column, dict[str, list[FinishedRun]]] = {}
     for run in sorted(part.all_runs, key=lambda run: bool(run.config.settings.shift)):
         runs.setdefault((run.config.settings.data, run.row), {}).setdefault(run.config.method, []).append(run)

@@ -1,4 +1,4 @@
-"""What must hold for the paper to count as reproduced: named claims over scores, each with the numbers that decide."""
+"""The claims of the paper, each checked against scores; a verdict has the numbers that decide it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from waffle_fl.results import FinishedRun, Score, scores
 
 Scores = Mapping[tuple[str, str], Score]
 
-FAR = 20  # points that lie between personal and global models where the labels of the others are swapped
+FAR = 20  # points between personalised and global models on A* and B*
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("cifar10", "A"): "it is above the paper: directions are alike where agents are, so until Alice is left "
-    "alone all weigh nearly the same, and that is SCAFFOLD",
-    ("cifar10", "C"): "what it is made of, SCAFFOLD and Alice's own training, is 2.2 and 3.2 points below the "
-    "paper there too; both tables have one seed",
-    ("cifar10", "A*"): "all personal methods are below the paper there, Local, WE and APFL by 2.3, 4.5 and 6.1 points, "
-    "and it does not print its label permutations; WAFFLE is the best of ours",
-    ("mnist", "B*"): "WE, its p_d chosen for the split, leaves the model to Alice from round 50 on, where WAFFLE, one "
-    "slope for all splits, averages other people's labels into it until round 70",
+    (
+        "cifar10",
+        "A",
+    ): "WAFFLE is above the paper; where agents are alike so are their directions, so until Alice trains "
+    "alone all agents have nearly the same weight, as in SCAFFOLD",
+    ("cifar10", "C"): "the components of WAFFLE, SCAFFOLD and Alice's own training, are 2.2 and 3.2 points below the "
+    "paper as well; both tables have one seed",
+    ("cifar10", "A*"): "all personalised methods are below the paper, Local, WE and APFL by 2.3, 4.5 and 6.1 points, "
+    "and the paper does not print its label permutations; WAFFLE is the best of ours",
+    ("mnist", "B*"): "WE has a p_d chosen for this split and trains Alice's model alone from round 50 on; WAFFLE has "
+    "one slope for all splits and averages updates with other labels into it until round 70",
 }
-"""(data set, split) -> why WAFFLE may stay behind there, or be far from the paper.
+"""(data set, split) -> why WAFFLE may be below the best method there, or far from the paper.
 
-An exception that is not needed is a failed claim too.
+A claim also fails if one of its exceptions is not needed.
 """
 
 
 def verdicts(study: str, runs: Sequence[FinishedRun]) -> list[Verdict]:
-    """Every claim about a study, by the paper's protocol; `runs` are those of its main experiment."""
+    """Check every claim about a study, by the paper's protocol; `runs` are those of its main experiment."""
     cells = scores(runs, "best")
     return list({"mnist": _mnist, "cifar10": _cifar10}[study](cells))
 
@@ -56,38 +59,38 @@ def _cifar10(cells: Scores) -> Iterator[Verdict]:
 
 
 def waffle_above(cells: Scores) -> Verdict:
-    """WAFFLE is above what it is made of."""
+    """Check that WAFFLE is above Local and the global methods."""
     claim, others = "WAFFLE above Local, FedAvg and SCAFFOLD on B, C, A* and B*", ("local", *GLOBAL)
     return above(claim, cells, ("B", "C", "A*", "B*"), ("waffle",), others)
 
 
 def complete(cells: Scores) -> Verdict:
-    """All cells of the paper's table are there."""
-    lacking = [f"{split} {TITLES[m]}" for split in SPLITS for m in METHODS if isnan(percent(cells, split, m))]
-    numbers = f"missing: {', '.join(lacking)}" if lacking else "30 of 30"
-    return Verdict("all 30 cells of the paper's table are there", not lacking, numbers)
+    """Check that all cells of the paper's table exist."""
+    missing = [f"{split} {TITLES[m]}" for split in SPLITS for m in METHODS if isnan(percent(cells, split, m))]
+    numbers = f"missing: {', '.join(missing)}" if missing else "30 of 30"
+    return Verdict("all 30 cells of the paper's table exist", not missing, numbers)
 
 
 def above(
     claim: str, cells: Scores, splits: Sequence[str], winners: Sequence[str], losers: Sequence[str], by: float = 0.0
 ) -> Verdict:
-    """Each of the winners is above each of the losers (by so many points) on these splits; the closest case is told."""
+    """Check that each winner is above each loser, by `by` points if given; the numbers show the closest case."""
     margins = {
         (split, a, b): percent(cells, split, a) - percent(cells, split, b)
         for split in splits
         for a in winners
         for b in losers
     }
-    lacking = [key for key, margin in margins.items() if isnan(margin)]
-    if lacking:
-        return Verdict(claim, False, _lacking(lacking[0][0], lacking[0][1:], cells))
+    missing = [key for key, margin in margins.items() if isnan(margin)]
+    if missing:
+        return Verdict(claim, False, _missing(missing[0][0], missing[0][1:], cells))
     failed = {key: margin for key, margin in margins.items() if not (margin >= by if by else margin > 0)}
     shown = failed or {key: margin for key, margin in margins.items() if margin == min(margins.values())}
     return Verdict(claim, not failed, "; ".join(_margin(cells, *key) for key in list(shown)[:4]))
 
 
 def at_least(cells: Scores, bounds: Mapping[str, float]) -> Verdict:
-    """WAFFLE reaches these accuracies."""
+    """Check that WAFFLE reaches these accuracies."""
     found = {split: percent(cells, split, "waffle") for split in bounds}
     claim = "WAFFLE at least " + " and ".join(f"{bound} on {split}" for split, bound in bounds.items())
     numbers = ", ".join(f"{split} {_shown(value)}" for split, value in found.items())
@@ -95,21 +98,21 @@ def at_least(cells: Scores, bounds: Mapping[str, float]) -> Verdict:
 
 
 def not_below_paper(data: str, cells: Scores, points: float) -> Verdict:
-    """WAFFLE is nowhere more than so many points below the paper's WAFFLE."""
+    """Check that WAFFLE is on no split more than `points` below the paper's WAFFLE."""
     gaps = {split: percent(cells, split, "waffle") - TABLE[data][split, "waffle"].mean for split in SPLITS}
     claim = f"WAFFLE no more than {points} point below the paper in any cell"
     return Verdict(claim, all(gap >= -points for gap in gaps.values()), _gaps(gaps))
 
 
 def close_to_paper(data: str, cells: Scores, points: float) -> Verdict:
-    """Each WAFFLE cell is within so many points of the paper, or explained."""
+    """Check that each WAFFLE cell is within `points` of the paper, or has an exception."""
     gaps = {split: percent(cells, split, "waffle") - TABLE[data][split, "waffle"].mean for split in SPLITS}
     far = {split for split, gap in gaps.items() if not abs(gap) <= points}
     return _with_exceptions(f"each WAFFLE cell within {points} points of the paper, or explained", data, far, gaps)
 
 
 def near_the_best(data: str, cells: Scores) -> Verdict:
-    """WAFFLE is within one standard deviation of the best method of each row, or the row is named."""
+    """Check that WAFFLE is within one standard deviation of the best method of each row, or has an exception."""
     gaps, far = {}, set()
     for split in SPLITS:
         row = [score for (where, _), score in cells.items() if where == split and not isnan(score.mean)]
@@ -117,19 +120,21 @@ def near_the_best(data: str, cells: Scores) -> Verdict:
         gaps[split] = percent(cells, split, "waffle") - 100 * best.mean
         if not gaps[split] >= -100 * (best.std or 0.0):
             far.add(split)
-    return _with_exceptions("WAFFLE within one standard deviation of the best method, or named", data, far, gaps)
+    return _with_exceptions("WAFFLE within one standard deviation of the best method, or explained", data, far, gaps)
 
 
 def _with_exceptions(claim: str, data: str, far: set[str], gaps: Mapping[str, float]) -> Verdict:
-    named = {split for where, split in EXCEPTIONS if where == data}
+    excepted = {split for where, split in EXCEPTIONS if where == data}
     numbers = _gaps(gaps)
-    numbers += "".join(f"; {split} is named: {EXCEPTIONS[data, split]}" for split in SPLITS if split in named & far)
-    numbers += "".join(f"; the exception for {split} is not needed" for split in SPLITS if split in named - far)
-    return Verdict(claim, far == named, numbers)
+    numbers += "".join(
+        f"; exception: {split}: {EXCEPTIONS[data, split]}" for split in SPLITS if split in excepted & far
+    )
+    numbers += "".join(f"; the exception for {split} is not needed" for split in SPLITS if split in excepted - far)
+    return Verdict(claim, far == excepted, numbers)
 
 
 def percent(cells: Scores, split: str, method: str) -> float:
-    """A cell's mean in percent; NaN where it is missing or diverged at once."""
+    """Return a cell's mean in percent, NaN if it is missing or diverged in the first round."""
     return 100 * cells[split, method].mean if (split, method) in cells else nan
 
 
@@ -138,7 +143,7 @@ def _margin(cells: Scores, split: str, a: str, b: str) -> str:
     return f"{split}: {TITLES[a]} {left:.2f}, {TITLES[b]} {right:.2f}"
 
 
-def _lacking(split: str, methods: Sequence[str], cells: Scores) -> str:
+def _missing(split: str, methods: Sequence[str], cells: Scores) -> str:
     names = [TITLES[m] for m in methods if isnan(percent(cells, split, m))]
     return f"no record of {' and '.join(names)} on {split}"
 

@@ -1,4 +1,4 @@
-"""The command `waffle reproduce`: the paper's tables and figures beside its own numbers."""
+"""The command `waffle reproduce`: run the paper's studies and compare them with the printed numbers."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from waffle_fl.results import FinishedRun, methods_of, rows_of, scores
 
 
 def reproduce(arguments: Sequence[str]) -> int:
-    """Run what a study of the paper lacks, write its pages, and check its claims."""
+    """Train the missing runs of a study, write its pages, and check its claims."""
 
     @dataclass(frozen=True)
     class Reproduce:
-        """Run what is missing of a study of the paper, then write docs/results.md and its figures from the records."""
+        """Train the missing runs of a study of the paper, then write docs/results.md and its figures."""
 
         study: tyro.conf.Positional[str]
         """mnist or cifar10."""
         check: bool = False
-        """Read the committed records only; exit with 1 unless each belongs to its config and every claim holds."""
+        """Train nothing. Exit with 1 unless every committed record matches its config and every claim holds."""
         cell: str = ""
-        """Only this experiment, split or cell, such as mnist/C/waffle."""
+        """Run only this experiment, split or cell, such as mnist/C/waffle."""
         seeds: tuple[int, ...] = ()
-        """These seeds in place of those of the experiment files."""
-        anew: bool = False
-        """Run also what the records hold already, and replace it there."""
+        """Use these seeds instead of those in the experiment files."""
+        rerun: bool = False
+        """Also train runs that the records already hold, and replace them in the records."""
         runs: Path = Path("runs")
         """Folder of the runs and their checkpoints."""
         runtime: Runtime = field(default_factory=Runtime)
@@ -58,16 +58,16 @@ def reproduce(arguments: Sequence[str]) -> int:
     root = find_root(Path.cwd())
     if not args.check:
         with live(args.output) as listener:
-            asked = (args.cell, args.seeds, args.anew)
-            run_missing(root, args.study, args.runs, args.runtime, listener, *asked)
+            selection = (args.cell, args.seeds, args.rerun)
+            run_missing(root, args.study, args.runs, args.runtime, listener, *selection)
         write_pages(root)
     parts = read_study(root, args.study)
-    wrong, judged = problems(parts), verdicts(args.study, parts[args.study].all_runs)
+    wrong, claims = problems(parts), verdicts(args.study, parts[args.study].all_runs)
     if args.output.json:
-        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
+        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in claims]}))
     else:
-        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, judged, console_for())
-    return 1 if args.check and (wrong or not all(verdict.holds for verdict in judged)) else 0
+        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, claims, console_for())
+    return 1 if args.check and (wrong or not all(verdict.holds for verdict in claims)) else 0
 
 
 def show_study(
@@ -75,10 +75,10 @@ def show_study(
     runs: Sequence[FinishedRun],
     cell: str,
     wrong: Sequence[str],
-    judged: Sequence[Verdict],
+    claims: Sequence[Verdict],
     console: Console,
 ) -> None:
-    """A study beside the paper, cell by cell; then what is wrong with its records, and each claim."""
+    """Print each cell of a study next to the paper's number, then the problems of its records, then each claim."""
     table = Table(title=f"\n{study}: accuracy in percent", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown = protocols_of(runs)
     for column in ("split", "method", "paper", *shown, "best - paper"):
@@ -98,4 +98,4 @@ def show_study(
             )
     if table.row_count:
         console.print(table)
-    show_verdicts(wrong, judged, console)
+    show_verdicts(wrong, claims, console)

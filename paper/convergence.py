@@ -1,4 +1,4 @@
-"""The paper's headline claim: how many rounds a method needs, and a paired test of two of them over seeds."""
+"""Rounds that a method needs to converge, and a paired test of two methods over seeds: the paper's headline claim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARE = 0.99
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rounds of one method less those of another, over runs of equal split and seed."""
+    """Mean rounds of two methods over runs with the same split and seed, and the p-value of their difference."""
 
     splits: str
     ours: float
@@ -23,13 +23,13 @@ class Comparison:
 
 
 def rounds_needed(run: FinishedRun, share: float = SHARE) -> int:
-    """The first round whose accuracy is at least this share of the last round's."""
+    """Return the first round whose accuracy is at least this share of the last round's."""
     goal = share * float(run.rounds[-1]["accuracy"])
     return next(int(line["round"]) for line in run.rounds if line["accuracy"] >= goal)
 
 
 def compare(runs: Sequence[FinishedRun], ours: str, theirs: str) -> list[Comparison]:
-    """One comparison a split, and one over all of them."""
+    """Return one comparison per split, and one over all splits."""
     needed = {
         (run.row, run.config.settings.seed, run.config.method): rounds_needed(run)
         for run in runs
@@ -52,10 +52,10 @@ def compare(runs: Sequence[FinishedRun], ours: str, theirs: str) -> list[Compari
 
 
 def p_value(differences: Sequence[int]) -> float:
-    """Exact two-sided sign-flip test: how often a sum as far from 0 comes of random signs.
+    """Return the p-value of the exact two-sided sign-flip test: how often random signs give a sum as far from 0.
 
-    The differences are whole numbers, so the distribution of their signed sum is counted, not sampled. n pairs
-    cannot go below 2 / 2^n.
+    The differences are integers, so the distribution of their signed sum is counted, not sampled. n pairs
+    cannot give a p-value below 2 / 2^n.
     """
     counts = {0: 1}
     for difference in differences:

@@ -1,4 +1,4 @@
-"""Client drift in two dimensions, computed: three agents with quadratic losses, under the algorithms themselves."""
+"""Client drift of the real algorithms on three agents with quadratic losses in two dimensions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMA = torch.tensor([[4.0, 1.0], [3.0, 3.2], [-1.5, 3.6]], dtype=torch.float64
 CURVATURES = torch.tensor([[1.0, 0.5], [0.4, 1.0], [0.3, 1.2]], dtype=torch.float64)
 START = torch.tensor([0.0, -1.0], dtype=torch.float64)
 ROUNDS, STEPS, LR = 20, 8, 0.2
-SHOWN = 3  # rounds whose local steps are kept: the paper's schematic has three
+SHOWN = 3  # rounds whose local steps are recorded: the paper's schematic has three
 
 
 def algorithms() -> dict[str, Algorithm]:
@@ -28,20 +28,20 @@ def algorithms() -> dict[str, Algorithm]:
 
 
 def gradient(params: Tensor, stats: Tensor) -> Net:
-    """Of 1/2 sum_j h_ij (y_j - o_ij)^2, row i with agent i's own h and o."""
+    """Return the gradient of 1/2 sum_j h_ij (y_j - o_ij)^2 in row i."""
     return Net(CURVATURES * (params - OPTIMA), stats)
 
 
 def common_optimum() -> Tensor:
-    """The minimum of the mean of all losses."""
+    """Return the minimiser of the mean loss."""
     return (CURVATURES * OPTIMA).sum(dim=0) / CURVATURES.sum(dim=0)
 
 
 def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The server's model before each round and at the end, the agents' models at each step, and the weights."""
+    """Return the server's model before each round and at the end, the agents' models at each step, and the weights."""
     agents_count = len(OPTIMA)
     server, agents = algorithm.init(Net(START, START[:0]), agents_count)
-    broadcast_to, steps = torch.ones(agents_count, dtype=torch.bool), torch.full((agents_count,), STEPS)
+    all_agents, steps = torch.ones(agents_count, dtype=torch.bool), torch.full((agents_count,), STEPS)
     models, paths, weights = [server.x], [], []
     for r in range(1, ROUNDS + 1):
         down = algorithm.broadcast(server, agents_count)
@@ -51,7 +51,7 @@ def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[T
             local = algorithm.step(local, Grad(gradient, torch.tensor([t]), steps))
             path.append(local.y)
         agents, up = algorithm.finish(down, agents, local)
-        now = Round(r, ROUNDS, torch.tensor(0), broadcast_to, broadcast_to, steps, steps, 1)
+        now = Round(r, ROUNDS, torch.tensor(0), all_agents, all_agents, steps, steps, 1)
         server, info = algorithm.aggregate(server, up, now)
         models.append(server.x)
         paths.append(torch.stack(path, dim=1))
@@ -60,7 +60,7 @@ def trajectory(algorithm: Algorithm) -> tuple[list[Tensor], list[Tensor], list[T
 
 
 def lines() -> Iterator[str]:
-    """The record: one JSON line a method."""
+    """Yield the record: one JSON line per method."""
     problem = {
         "agents": NAMES,
         "optima": OPTIMA.tolist(),

@@ -1,4 +1,4 @@
-"""The paper's figures, each from committed records, as SVG for a page or a paper."""
+"""The paper's figures, each drawn from committed records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from waffle_fl.results import FinishedRun, methods_of, rows_of
 
 INK, SOFT = "#333333", "#e6e6e6"
 FONT = "Helvetica, Arial, sans-serif"
-AGENTS = ("#4c78a8", "#3a7d44", "#e4a11b", "#6a51a3", "#8c8c8c")  # by their distance from Alice on the ring
+AGENTS = ("#4c78a8", "#3a7d44", "#e4a11b", "#6a51a3", "#8c8c8c")  # by distance from Alice on the ring
 ALICE = "#d1495b"
-ARMS = {"without": "without size penalty: p_s = 0, p_d = 0.04", "with": "with it: p_s = 2, p_d = 0.005"}
+ARMS = {"without": "without size penalty: p_s = 0, p_d = 0.04", "with": "with size penalty: p_s = 2, p_d = 0.005"}
 
 
 def styled(chart: Any) -> Any:
-    """One look for every figure."""
+    """Return the chart with the style that all figures share."""
     axis = {"gridColor": SOFT, "domainColor": "#999999", "tickColor": "#999999", "labelColor": INK, "titleColor": INK}
     return (
         chart.configure(font=FONT, background="white", padding=8)
@@ -35,7 +35,7 @@ def styled(chart: Any) -> Any:
 
 
 def best_so_far(run: FinishedRun) -> list[float]:
-    """The best accuracy up to each round, as the paper draws it."""
+    """Return the best accuracy up to each round, which is what the paper draws."""
     return list(accumulate((line["accuracy"] for line in run.rounds), max))
 
 
@@ -46,7 +46,7 @@ def _method_color(methods: Sequence[str]) -> Any:
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Any:
-    """The best accuracy so far, mean over seeds: one panel a split, one line a method."""
+    """Draw the best accuracy so far, mean over seeds: one panel per split, one line per method."""
     methods = methods_of(runs)
     return styled(alt.concat(*(_accuracy_panel(runs, row, methods) for row in rows_of(runs)), columns=3, spacing=24))
 
@@ -78,9 +78,9 @@ def _accuracy_panel(runs: Sequence[FinishedRun], row: str, methods: Sequence[str
 
 
 def weights(runs: Sequence[FinishedRun]) -> Any:
-    """Whose updates enter Alice's model under WE and WAFFLE: one seed, one split.
+    """Draw the weights of all agents under WE and WAFFLE, for one seed and one split.
 
-    Agents i and -i overlap with Alice alike, so they share a colour and one of them is dashed.
+    Agents i and -i share equally many labels with Alice, so they have one colour, and one of them is dashed.
     """
     values = [
         {"method": run.title, "round": line["round"], "agent": i, "weight": round(weight, 4)}
@@ -111,7 +111,7 @@ def weights(runs: Sequence[FinishedRun]) -> Any:
 
 
 def labels(runs: Sequence[FinishedRun]) -> Any:
-    """Who holds which labels, one panel a split; a star counts labels as each agent itself names them."""
+    """Draw the samples per agent and label, one panel per split; on A* and B* with each agent's label names."""
     rows = rows_of(runs)
     counts = {run.row: run.provenance["label_counts"] for run in runs}
     most = max(n for matrix in counts.values() for line in matrix for n in line)
@@ -144,7 +144,7 @@ def labels(runs: Sequence[FinishedRun]) -> Any:
 
 
 def omega(runs: Sequence[FinishedRun]) -> Any:
-    """The degree of personalisation as the first WAFFLE run used it."""
+    """Draw Ω, the degree of personalisation, of the first WAFFLE run."""
     run = next(run for run in runs if run.config.method == "waffle")
     values = [{"round": line["round"], "omega": line["omega"]} for line in run.rounds]
     return styled(
@@ -159,7 +159,7 @@ def omega(runs: Sequence[FinishedRun]) -> Any:
 
 
 def sizes(runs: Mapping[str, Sequence[FinishedRun]]) -> Any:
-    """The appendix experiment: accuracy with and without the size penalty, a panel for labels and sizes each."""
+    """Draw the appendix experiment: accuracy with and without the size penalty, one panel per labels and sizes."""
     values = []
     for name, group in runs.items():
         size, arm = name.rpartition("/")[2].split("-")
@@ -189,7 +189,7 @@ def sizes(runs: Mapping[str, Sequence[FinishedRun]]) -> Any:
 
 
 def drift(record: Sequence[Mapping[str, Any]]) -> Any:
-    """The server's way, and three rounds of local steps: one panel a method."""
+    """Draw the path of the server's model and three rounds of local steps: one panel per method."""
     return styled(alt.hconcat(*(_drift_panel(line) for line in record), spacing=20))
 
 
@@ -197,7 +197,7 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
     names = line["agents"]
     scale = alt.Scale(domain=["server", *names], range=[INK, ALICE, AGENTS[0], AGENTS[2]])
     legend = alt.Legend(orient="top", symbolOpacity=1, symbolType="circle")
-    color = alt.Color("who:N", scale=scale, sort=["server", *names], title=None, legend=legend)
+    color = alt.Color("owner:N", scale=scale, sort=["server", *names], title=None, legend=legend)
     x = alt.X("x:Q", title=None, scale=alt.Scale(domain=[-2, 5], nice=False), axis=alt.Axis(tickCount=4))
     y = alt.Y("y:Q", title=None, scale=alt.Scale(domain=[-1.5, 4.5], nice=False), axis=alt.Axis(tickCount=4))
 
@@ -205,13 +205,13 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
         return alt.Chart(alt.InlineData(values=list(values))).encode(x=x, y=y, color=color)
 
     local = [
-        {"who": names[i], "path": f"{r}-{i}", "k": k, "x": point[0], "y": point[1]}
+        {"owner": names[i], "path": f"{r}-{i}", "k": k, "x": point[0], "y": point[1]}
         for r, paths in enumerate(line["local"])
         for i, path in enumerate(paths)
         for k, point in enumerate(path)
     ]
-    server = [{"who": "server", "k": r, "x": p[0], "y": p[1]} for r, p in enumerate(line["server"])]
-    optima = [{"who": n, "x": p[0], "y": p[1]} for n, p in zip(names, line["optima"], strict=True)]
+    server = [{"owner": "server", "k": r, "x": p[0], "y": p[1]} for r, p in enumerate(line["server"])]
+    optima = [{"owner": n, "x": p[0], "y": p[1]} for n, p in zip(names, line["optima"], strict=True)]
     common = line["common_optimum"]
     return alt.layer(
         chart(local).mark_line(strokeWidth=1.2, opacity=0.8).encode(order="k:Q", detail="path:N"),
@@ -219,12 +219,14 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
         chart(server).mark_line(strokeWidth=2.2).encode(order="k:Q"),
         chart(server).mark_circle(size=26, opacity=1),
         chart(optima).mark_point(shape="cross", filled=True, size=90, opacity=1),
-        chart([{"who": "server", "x": common[0], "y": common[1]}]).mark_point(shape="diamond", size=110, strokeWidth=2),
+        chart([{"owner": "server", "x": common[0], "y": common[1]}]).mark_point(
+            shape="diamond", size=110, strokeWidth=2
+        ),
     ).properties(width=225, height=193, title=TITLES[line["method"]])
 
 
 def quadratics(record: Sequence[Mapping[str, Any]]) -> Any:
-    """Rates against the step size, a line computed and points measured, and the way to a new optimum."""
+    """Draw rates by step size, computed (lines) and measured (points), and the distances to a new optimum by round."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for line in record:
         panels.setdefault(line["panel"], []).append(line)
@@ -254,7 +256,7 @@ def _quadratics_panel(title: str, lines: Sequence[Mapping[str, Any]]) -> Any:
         drawn = chart(points("round", "distances"), x, y).mark_line(strokeWidth=1.8)
     else:
         x = alt.X("x:Q", title="lr L", axis=alt.Axis(grid=False, tickCount=5))
-        y = alt.Y("y:Q", title="factor a round", scale=alt.Scale(domain=[0, 2], nice=False))
+        y = alt.Y("y:Q", title="factor per round", scale=alt.Scale(domain=[0, 2], nice=False))
         edge = alt.Chart(alt.InlineData(values=[{"y": 1}])).mark_rule(strokeDash=[4, 3], color=INK).encode(y="y:Q")
         computed = chart(points("lr", "radius"), x, y).mark_line(strokeWidth=1.8, clip=True)
         measured = chart(points("tried", "measured"), x, y).mark_circle(size=36, opacity=1, clip=True)

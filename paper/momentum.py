@@ -1,4 +1,4 @@
-"""Three ways to join control variates and momentum, on the quadratics of the drift figure; ours is SCAFFOLD itself."""
+"""Three ways to combine control variates and momentum, on the quadratics of the drift figure; ours is SCAFFOLD's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FORMS = {
 
 
 def models(inside: bool, divisor: float) -> list[Tensor]:
-    """SCAFFOLD's server after each round: c_i+ = c_i - c + (x - y_i)/(divisor lr), c - c_i in the velocity or not."""
+    """Return the server's model after each round, with c_i+ = c_i - c + (x - y_i)/(divisor lr).
+
+    `inside` adds c - c_i to the velocity, otherwise it is added to the step.
+    """
     x, c, c_i, found = START, torch.zeros_like(START), torch.zeros_like(OPTIMA), []
     for _ in range(ROUNDS):
         y, velocity = x.expand_as(OPTIMA), torch.zeros_like(OPTIMA)
@@ -39,7 +42,7 @@ def models(inside: bool, divisor: float) -> list[Tensor]:
 
 
 def lines() -> Iterator[str]:
-    """The record: for each form how far the server is from the optimum of the mean loss after each round."""
+    """Yield the record: per form, the distance of the server's model from the optimum of the mean loss per round."""
     for name, form in FORMS.items():
         distances = [float(f"{(x - common_optimum()).norm():.3g}") for x in models(*form)]
         setting = {"momentum": MOMENTUM, "steps": STEPS, "lr": LR}

@@ -1,6 +1,6 @@
-"""docs/results.md, its figures, and the tables on other pages: written from records, never by hand.
+"""Write the generated pages in docs/ and their figures from the records in results/.
 
-`waffle reproduce` writes them, and so does `python -m paper.page`.
+`waffle reproduce` and `python -m paper.page` both call `write`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from paper import beyond_tables, figures, robustness_tables
 from paper.claims import Verdict
-from paper.page_text import CAPTIONS, INTRODUCTION
+from paper.overview import overview
+from paper.page_text import CAPTIONS, COLUMNS, DEPARTURES_INTRODUCTION, INTRODUCTION
 from paper.sections import (
     Records,
     agreement,
@@ -29,30 +30,38 @@ from paper.sections import (
 )
 from paper.studies import STUDIES, find_root, read_study
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.claims.file_claims import judge, stated
+from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import Part, read_lines, read_part
 from waffle_fl.report.charts import to_svg
 from waffle_fl.results import WEIGHING
 
-STATING: dict[str, Callable[[Part, Sequence[Verdict]], Iterator[str]]] = {  # pages of files that state their claims
-    beyond_tables.NAME: beyond_tables.sections,
-    robustness_tables.NAME: robustness_tables.sections,
+Sections = Callable[[Part, Sequence[Verdict]], Iterator[str]]
+RECORD_PAGES: dict[str, tuple[str, Sections]] = {  # page in docs/ -> its record, and the text between the markers
+    "beyond": (beyond_tables.NAME, beyond_tables.summary),
+    "beyond-shifts": (beyond_tables.NAME, beyond_tables.tables),
+    "robustness": (robustness_tables.NAME, robustness_tables.summary),
+    "robustness-tables": (robustness_tables.NAME, robustness_tables.tables),
 }
+DEPARTURE_FIGURES = ("quadratics",)  # on docs/results-departures.md; the others are on docs/results.md
 
 
 def read_records(root: Path) -> Records:
+    """Read the records of the paper's studies, and the computed ones."""
     parts = {name: part for study in STUDIES for name, part in read_study(root, study).items()}
     return Records(parts, read_lines(root, "drift"), read_lines(root, "momentum"), read_lines(root, "quadratics"))
 
 
 def write(root: Path) -> list[Path]:
-    """Write every figure and page; return what was written."""
+    """Write every figure and page; return their paths."""
     records = read_records(root)
     folder = root / "docs" / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     written = {folder / f"{name}.svg": to_svg(chart()) for name, _, chart in pictures(records)}
-    written[root / "docs" / "results.md"] = page(records)
-    written |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in STATING}
+    if records.runs("mnist"):
+        written[folder / "overview.svg"] = to_svg(overview(records.runs("mnist")))
+    written[root / "docs" / "results.md"] = results_page(records)
+    written[root / "docs" / "results-departures.md"] = departures_page(records)
+    written |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in RECORD_PAGES}
     shifts = read_part(root, beyond_tables.NAME)
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
@@ -62,38 +71,59 @@ def write(root: Path) -> list[Path]:
     return list(written)
 
 
-def page(records: Records) -> str:
-    """docs/results.md."""
+def results_page(records: Records) -> str:
+    """Return docs/results.md: our numbers next to the paper's."""
+    first, shown = "accuracy-mnist", [name for name, _, _ in pictures(records) if name not in DEPARTURE_FIGURES]
     sections = [
         "# The paper, reproduced",
+        *figure(records, first),
         prose(INTRODUCTION),
-        "## What was claimed, and whether it holds",
+        prose(COLUMNS),
+        "## Claims",
         claims_table(records),
-        *data_section(records, "mnist", "mnist", "MNIST, 2,500 samples an agent"),
-        *data_section(records, "mnist", "mnist-6000", "MNIST, the full split of 6,000 samples an agent"),
-        "## What each departure from the printed rule does",
-        departures(records),
+        *data_section(records, "mnist", "mnist", "MNIST, 2,500 samples per agent"),
+        *data_section(records, "mnist", "mnist-6000", "MNIST, the full split of 6,000 samples per agent"),
         *data_section(records, "cifar10", "cifar10", "CIFAR-10 with DLA"),
-        "### What WAFFLE compares",
-        distances(records),
-        "### Weight Erosion with the paper's p_d",
-        printed_erosion(records),
-        "### Control variates under momentum",
-        momentum(records),
         "## When training becomes local",
         local_from(records),
         "## Does WAFFLE converge faster?",
         convergence(records),
         "## Figures",
-        *(f"![{name}](figures/{name}.svg)\n\n{caption}" for name, caption, _ in pictures(records)),
-        "## What agrees, what does not, and why",
+        *(text for name in shown if name != first for text in figure(records, name)),
+        "## Agreement with the paper, and reasons for differences",
         *agreement(records),
     ]
     return "\n\n".join(sections) + "\n"
 
 
+def departures_page(records: Records) -> str:
+    """Return docs/results-departures.md: what each departure from the printed rules changes."""
+    sections = [
+        "# Departures from the printed rules",
+        *(text for name in DEPARTURE_FIGURES for text in figure(records, name)),
+        prose(DEPARTURES_INTRODUCTION),
+        "## Each departure, on MNIST",
+        departures(records),
+        "## What WAFFLE compares",
+        distances(records),
+        "## Weight Erosion with the paper's p_d",
+        printed_erosion(records),
+        "## Control variates under momentum",
+        momentum(records),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def figure(records: Records, name: str) -> Iterator[str]:
+    """Yield a figure and its caption, or nothing if its record is missing."""
+    for key, caption, _ in pictures(records):
+        if key == name:
+            yield f"![{name}](figures/{name}.svg)"
+            yield caption
+
+
 def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
-    """(name, caption, how to draw it) for every figure whose record is there."""
+    """Return (name, caption, function that draws it) for every figure whose record exists."""
     name = "mnist" if records.runs("mnist") else "mnist-6000"
     main, cifar, sizes = records.runs(name), records.runs("cifar10"), records.parts["mnist-sizes"].runs
     scheduled = [run for run in main if run.config.method == "waffle"]
@@ -115,29 +145,30 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
 
 
 def with_tables(root: Path, name: str) -> str:
-    """The page of a file that states its claims, what lies between the marks made from its record."""
-    part, record = read_part(root, name), f"results/{name}.jsonl"
+    """Return a page of RECORD_PAGES with the text between its markers made from its record."""
+    record, sections = RECORD_PAGES[name]
+    part = read_part(root, record)
     missing, planned = len(part.missing()), len(part.planned())
     made = []
     if missing:
-        makes = f"`python -m paper {name}` makes them"
-        made.append(f"**{missing} of {planned} runs of `{record}` are missing**; {makes}.")
+        command = f"`python -m paper {record}` makes them"
+        made.append(f"**{missing} of {planned} runs of `results/{record}.jsonl` are missing**; {command}.")
     if part.all_runs:
-        made += STATING[name](part, judge(stated(root / "experiments" / f"{name}.toml"), part))
+        made += sections(part, check_claims(read_claims(root / "experiments" / f"{record}.toml"), part))
     text, inner = (root / "docs" / f"{name}.md").read_text(encoding="utf-8"), "\n\n".join(made)
-    marks = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
-    return marks.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)
+    marker = re.compile(rf"(<!-- record: {record} -->\n).*?(<!-- end of record -->)", re.DOTALL)
+    return marker.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)
 
 
 def with_results(text: str, records: Records, shifts: Part) -> str:
-    """An algorithm's page, its results between the marks those of the records."""
+    """Return an algorithm's page with the text between its markers made from the records."""
 
-    def fresh(match: re.Match[str]) -> str:
+    def tables_of(match: re.Match[str]) -> str:
         tables = [made for made in (method_table(match[2], records), beyond_tables.of_method(shifts, match[2])) if made]
         inner = "\n\n".join(tables) or "No record yet."
         return f"{match[1]}{inner}\n{match[3]}"
 
-    return re.sub(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", fresh, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", tables_of, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

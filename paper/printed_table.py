@@ -1,4 +1,4 @@
-"""What the paper printed: its table of accuracies, in percent, and the hyperparameters of Weight Erosion."""
+"""The numbers that the paper printed: its table of accuracies in percent, and the p_d of Weight Erosion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Printed(NamedTuple):
-    """A cell of the paper's table, in percent; CIFAR-10 has one seed and so no deviation."""
+    """A cell of the paper's table in percent; CIFAR-10 has one seed, so no standard deviation."""
 
     mean: float
     std: float | None = None

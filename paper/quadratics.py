@@ -1,4 +1,4 @@
-"""Quadratic losses, on which a round of SCAFFOLD and WAFFLE is a matrix: the calculations behind docs/theory.md."""
+"""Calculations for docs/theory.md: on quadratic losses a round of SCAFFOLD or WAFFLE is a matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.engines.tree import where_rows
 
-MEASURED_OVER = 60  # rounds: long enough for the largest eigenvalue to rule
+MEASURED_OVER = 60  # rounds: long enough for the largest eigenvalue to dominate
 STEPS = 8
 ONE_SHARP = (1.0, *[0.4] * 4, *[0.1] * 5)  # curvatures of ten agents
 ONE_FLAT = (1.0, 0.001)
@@ -26,7 +26,7 @@ GRID, TRIED = [round(0.05 * i, 2) for i in range(1, 49)], [0.4, 0.8, 1.2, 1.6, 2
 
 
 class Quadratics(NamedTuple):
-    """f_i(x) = 1/2 (x - o_i)' H_i (x - o_i)."""
+    """The losses f_i(x) = 1/2 (x - o_i)' H_i (x - o_i)."""
 
     curvatures: Tensor  # (N, P, P)
     optima: Rows
@@ -35,33 +35,36 @@ class Quadratics(NamedTuple):
         return Net(torch.einsum("ipq,iq->ip", self.curvatures, params - self.optima), stats)
 
     def minimiser(self, weights: Weights) -> Vector:
-        """Of sum_i weights_i f_i."""
+        """Return the minimiser of sum_i weights_i f_i."""
         return stationary(torch.einsum("i,ipq->ipq", weights, self.curvatures), self.optima)
 
 
 class Response(NamedTuple):
-    """K local steps move a model by -lr K (to_gradient g + to_correction b): g at its start, b added to every step."""
+    """K local steps move a model by -lr K (to_gradient g + to_correction b).
+
+    g is the gradient at the start of the round, b the correction that every step adds.
+    """
 
     to_gradient: Tensor
     to_correction: Tensor
 
 
 def stationary(responses: Tensor, optima: Rows) -> Vector:
-    """The x with sum_i pulls_i (x - o_i) = 0."""
+    """Return the x with sum_i responses_i (x - o_i) = 0."""
     x: Vector = torch.linalg.solve(responses.sum(dim=0), torch.einsum("ipq,iq->p", responses, optima))
     return x
 
 
 def response(H: Tensor, lr: float, steps: int, momentum: float = 0.0) -> Response:
-    """By following one round from g = identity, and one from b = identity."""
+    """Return the response, computed from one round with g = identity and one with b = identity."""
     eye = torch.eye(len(H), dtype=H.dtype)
     means = []
     for g, b in ((eye, 0 * eye), (0 * eye, eye)):
-        apply_update, velocity = torch.zeros_like(H), torch.zeros_like(H)
+        displacement, velocity = torch.zeros_like(H), torch.zeros_like(H)
         for _ in range(steps):
-            velocity = momentum * velocity + g + H @ apply_update
-            apply_update = apply_update - lr * (velocity + b)
-        means.append(-apply_update / (lr * steps))
+            velocity = momentum * velocity + g + H @ displacement
+            displacement = displacement - lr * (velocity + b)
+        means.append(-displacement / (lr * steps))
     return Response(*means)
 
 
@@ -73,7 +76,10 @@ def round_map(
     responses: Sequence[Response] | None = None,
     control: Literal["anchored", "paper"] = "anchored",
 ) -> Tensor:
-    """What a round multiplies the errors of (x, c, c_1, ..., c_N) by; without `responses` those of plain SGD."""
+    """Return the matrix of a round on the errors of (x, c, c_1, ..., c_N).
+
+    `responses` are those of plain SGD if not given.
+    """
     agents, size = curvatures.shape[:2]
     eye = torch.eye(size, dtype=curvatures.dtype)
     matrix = torch.zeros(agents + 2, size, agents + 2, size, dtype=curvatures.dtype)
@@ -106,11 +112,12 @@ def play(
     weights: Weights | None = None,
     of: int = 0,
 ) -> Iterator[tuple[State, State, State]]:
-    """Server, updates and info after each round; agent 0 is Alice. Given `weights`, WAFFLE uses them for its own.
+    """Yield server, updates and info after each round. Agent 0 is Alice.
 
-    `weights` may have a row for each round. `of` is R, if the run is not to end in the last of these rounds.
+    `weights` replace those that WAFFLE computes; they may have one row per round. `of` is the planned number of rounds
+    R, if it is larger than `rounds`.
     """
-    agents_count, broadcast_to, planned = len(steps), torch.ones(len(steps), dtype=torch.bool), torch.tensor(steps)
+    agents_count, all_agents, planned = len(steps), torch.ones(len(steps), dtype=torch.bool), torch.tensor(steps)
     server, agents = algorithm.init(Net(start, start[:0]), agents_count)
     for r in range(1, rounds + 1):
         down = algorithm.broadcast(server, agents_count)
@@ -119,7 +126,7 @@ def play(
             stepped = algorithm.step(local, Grad(gradient, torch.tensor([k]), planned))
             local = stepped if k < min(steps) else where_rows(planned > k, stepped, local)
         agents, up = algorithm.finish(down, agents, local)
-        now = Round(r, of or rounds, torch.tensor(0), broadcast_to, broadcast_to, planned, planned, 1)
+        now = Round(r, of or rounds, torch.tensor(0), all_agents, all_agents, planned, planned, 1)
         if weights is None:
             server, info = algorithm.aggregate(server, up, now)
         else:
@@ -130,7 +137,7 @@ def play(
 
 
 def in_one_dimension(curvatures: Sequence[float]) -> Quadratics:
-    """Agents that agree on the optimum 0 and differ in curvature: all that stability depends on."""
+    """Return agents with the optimum 0 and these curvatures; stability depends only on the curvatures."""
     H = torch.tensor(curvatures, dtype=torch.float64).view(-1, 1, 1)
     return Quadratics(H, torch.zeros_like(H[:, 0]))
 
@@ -141,29 +148,29 @@ def equal_weights(problem: Quadratics) -> Weights:
 
 
 def fedavg_radius(problem: Quadratics, lr: float, steps: Sequence[int]) -> float:
-    """Of FedAvg's round map, the mean of (I - lr H_i)^K_i."""
+    """Return the spectral radius of FedAvg's round map, the mean of (I - lr H_i)^K_i."""
     eye = torch.eye(problem.optima.shape[1], dtype=torch.float64)
     powers = [torch.linalg.matrix_power(eye - lr * H, k) for H, k in zip(problem.curvatures, steps, strict=True)]
     return spectral_radius(torch.stack(powers).mean(dim=0))
 
 
 def scaffold_radius(problem: Quadratics, lr: float, steps: Sequence[int]) -> float:
-    """Of SCAFFOLD's round map, which is WAFFLE's with equal weights."""
+    """Return the spectral radius of SCAFFOLD's round map, which is WAFFLE's with equal weights."""
     return spectral_radius(round_map(problem.curvatures, equal_weights(problem), lr, steps))
 
 
 def measured_rate(algorithm: Any, problem: Quadratics, steps: Sequence[int], weights: Weights | None = None) -> float:
-    """By what factor a round the model leaves the optimum 0, or nears it, once the first rounds are over."""
+    """Return the factor per round by which the model moves away from the optimum 0 or towards it, in later rounds."""
     start = torch.ones(problem.optima.shape[1], dtype=torch.float64)
-    way = play(algorithm, problem.grad, start, steps, MEASURED_OVER, weights)
-    sizes = [float(server.x.norm()) for server, *_ in way]
+    states = play(algorithm, problem.grad, start, steps, MEASURED_OVER, weights)
+    sizes = [float(server.x.norm()) for server, *_ in states]
     half, window = MEASURED_OVER // 2, MEASURED_OVER // 10  # complex eigenvalues make sizes oscillate
     return float((max(sizes[-window:]) / max(sizes[half - window : half])) ** (1 / half))
 
 
 @cache
 def lines() -> tuple[str, ...]:
-    """The record: rates against the step size, computed and measured; then the way to a new optimum, round by round."""
+    """Return the record: computed and measured rates by step size, then the distances to a new optimum by round."""
     sharp, flat = in_one_dimension(ONE_SHARP), in_one_dimension(ONE_FLAT)
     same = (STEPS,) * len(ONE_SHARP)
     rates = [_rates("one sharp agent of ten", label, sharp, same) for label in ("FedAvg", "SCAFFOLD")]
@@ -171,16 +178,16 @@ def lines() -> tuple[str, ...]:
         _rates("one flat agent of two", f"{one} and {other} steps", flat, (one, other))
         for one, other in ((8, 8), (1, 8), (1, 16))
     ]
-    return (*rates, _way("anchored"), _way("paper"))
+    return (*rates, _distances("anchored"), _distances("paper"))
 
 
-def _way(control: Literal["anchored", "paper"]) -> str:
+def _distances(control: Literal["anchored", "paper"]) -> str:
     problem = Quadratics(torch.diag_embed(drift.CURVATURES), drift.OPTIMA)
     new_weights = torch.tensor(NEW_WEIGHTS, dtype=torch.float64)
     weights = torch.stack([equal_weights(problem)] * SWITCH + [new_weights] * AFTER)
     waffle, goal = Waffle(SGD(drift.LR), clip=0.0, control=control), problem.minimiser(new_weights)
-    way = play(waffle, problem.grad, drift.START, [drift.STEPS] * 3, len(weights), weights)
-    distances = [_short(float((server.x - goal).norm())) for server, *_ in way]
+    states = play(waffle, problem.grad, drift.START, [drift.STEPS] * 3, len(weights), weights)
+    distances = [_short(float((server.x - goal).norm())) for server, *_ in states]
     return _line({"panel": "new weights", "label": control, "switch": SWITCH, "distances": distances})
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/robustness.md, from the record of experiments/robustness.toml."""
+"""The tables of docs/robustness.md and docs/robustness-tables.md, from the record of experiments/robustness.toml."""
 
 from __future__ import annotations
 
@@ -16,54 +16,67 @@ from waffle_fl.results import WEIGHING, FinishedRun, methods_of, rows_of
 NAME = "robustness"
 COSTLY = 1.5  # points of accuracy
 KIN = "waffle-kin"
-ADAPTIVE = "projected"  # an attack made for servers that measure distances
+ADAPTIVE = "projected"  # an attack that is adapted to servers that compare distances
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
-Row = tuple[str, int]  # an attack, and how many agents make it
+Row = tuple[str, int]  # (attack, number of attackers)
 Cells = Mapping[tuple[str, str, Row, str, str], Sequence[FinishedRun]]  # split, method, attack, guard, aggregation
 
 
-def sections(part: Part, judged: Sequence[Verdict]) -> Iterator[str]:
-    """What the record says, table by table."""
+def summary(part: Part, claims: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the settings, the claims, and how many attacks are costly."""
     runs = part.all_runs
     yield setting(runs)
-    yield verdict_table(judged)
-    cells, methods = cells_of(runs), [method for method in methods_of(runs) if method != "local"]
-    yield f"### In how many cases an attack costs more than {COSTLY} points"
-    yield _costs(cells, rows_of(runs), methods)
+    yield verdict_table(claims)
+    yield f"### Cases in which an attack costs more than {COSTLY} points"
+    yield _costs(cells_of(runs), rows_of(runs), _attacked_methods(runs))
+
+
+def tables(part: Part, _claims: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the tables of accuracies, weights, backdoors and robust rules."""
+    runs = part.all_runs
+    cells, methods = cells_of(runs), _attacked_methods(runs)
     for split in rows_of(runs):
-        for at, words in MOMENTS.items():
-            yield f"### Split {split}: accuracy in percent, guard off → standard, {words}"
+        yield f"## Accuracy in percent on split {split}, guard off → standard"
+        for at, when in MOMENTS.items():
+            yield f"### Split {split}, {when}"
             head = ["attack", "attackers", *(TITLES[method] for method in methods)]
             yield table(head, [_row(cells, split, methods, row, at) for row in attacks_in(cells)])
-    yield "### What the malicious agents weigh, in percent, guard off → standard"
+    yield "## Weight of the malicious agents, in percent, guard off → standard"
     yield "Mean over all rounds; for WAFFLE-kin over round 0.94 R and the last one."
     yield _weights(cells, rows_of(runs))
-    yield "### How often the backdoor opens, in percent of Alice's stamped test samples, guard off → standard"
+    yield "## Success of the backdoor, in percent of Alice's stamped test samples, guard off → standard"
     yield _backdoors(cells, rows_of(runs), methods)
-    yield "### FedAvg with robust rules in place of the mean: accuracy in percent in the last round, guard off"
+    yield "## FedAvg with robust aggregation instead of the mean"
+    yield "Accuracy in percent in the last round, guard off:"
     yield _rules(cells, rows_of(runs))
 
 
+def _attacked_methods(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return the methods that attacks can affect: all but Local."""
+    return [method for method in methods_of(runs) if method != "local"]
+
+
 def cells_of(runs: Sequence[FinishedRun]) -> Cells:
+    """Group runs by table cell."""
     cells: dict[tuple[str, str, Row, str, str], list[FinishedRun]] = {}
     for run in runs:
         s = run.config.settings
-        gone = len(s.leave_out)
-        row = ("never joined", gone) if gone else (s.attack, s.attackers if s.attack != NONE else 0)
+        absent = len(s.leave_out)
+        row = ("never joined", absent) if absent else (s.attack, s.attackers if s.attack != NONE else 0)
         rule = run.config.options.get("aggregation", "mean")
         cells.setdefault((run.row, run.config.method, row, s.guard, rule), []).append(run)
     return cells
 
 
 def attacks_in(cells: Cells) -> list[Row]:
-    """The honest federation first, then the one without the malicious agents, then each attack as the file has it."""
+    """Return the rows: no attack first, then the federation without the malicious agents, then the file's attacks."""
     found = list(dict.fromkeys(row for _, _, row, _, _ in cells))
     return sorted(found, key=lambda row: (row[0] != NONE, row[0] != "never joined", found.index(row)))
 
 
 def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
-    """Each method over all attacks but the adaptive one, all splits and both moments, beside its honest run."""
+    """Return, per method, how many attacks are costly, over all splits and both rounds, without the adaptive attack."""
     attacks = [row for row in attacks_in(cells) if row[0] != "never joined" and not row[0].startswith((NONE, ADAPTIVE))]
     lost: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for method in methods:
@@ -80,9 +93,9 @@ def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
         if lost[method]["standard"]:
             cost, case = max(lost[method]["standard"])
             rows.append([TITLES[method], *map(str, count[method]), f"{cost:.1f} ({case})"])
-    head = ["", "guard off", "guard standard", "most that an attack costs under the guard, in points"]
+    head = ["", "guard off", "guard standard", "largest cost with the guard, in points"]
     cases = max((len(by_guard["standard"]) for by_guard in lost.values()), default=0)
-    return f"Of {cases} each, adaptive attacks left out:\n\n{table(head, rows)}"
+    return f"Of {cases} cases per cell, without the adaptive attack:\n\n{table(head, rows)}"
 
 
 def _row(cells: Cells, split: str, methods: Sequence[str], row: Row, at: float) -> list[str]:
@@ -105,7 +118,8 @@ def _text(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-def _told(runs: Sequence[FinishedRun], key: str, last: bool = False) -> float | None:
+def _mean_of(runs: Sequence[FinishedRun], key: str, last: bool = False) -> float | None:
+    """Return the mean of a measure in percent over all rounds, or of the last round."""
     values = [[line[key] for line in run.rounds if line.get(key) is not None] for run in runs]
     means = [mean(found[-1:] if last else found) for found in values if found]
     return 100 * mean(means) if means else None
@@ -118,7 +132,7 @@ def _weights(cells: Cells, splits: Sequence[str]) -> str:
             row[0],
             str(row[1]),
             *(
-                _pair(*(_told(cells.get((*c, row, g, "mean"), ()), "attackers_weight") for g in ("off", "standard")))
+                _pair(*(_mean_of(cells.get((*c, row, g, "mean"), ()), "attackers_weight") for g in ("off", "standard")))
                 for c in columns
             ),
         ]
@@ -133,7 +147,10 @@ def _backdoors(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> s
     for split in splits:
         for row in attacks_in(cells):
             found = [
-                [_told(cells.get((split, m, row, g, "mean"), ()), "backdoor", last=True) for g in ("off", "standard")]
+                [
+                    _mean_of(cells.get((split, m, row, g, "mean"), ()), "backdoor", last=True)
+                    for g in ("off", "standard")
+                ]
                 for m in methods
             ]
             if any(off is not None for off, _ in found):

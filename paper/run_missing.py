@@ -1,4 +1,4 @@
-"""Run what is missing of a study, in pieces, and keep it as records. Needs torch and numpy alone."""
+"""Run the missing runs of a study and add them to its records. Needs only torch and numpy."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COMPUTED: dict[str, Callable[[], Iterable[str]]] = {
     "momentum": momentum.lines,
     "quadratics": quadratics.lines,
 }
-OPEN = 1000  # runs at a time: each keeps two files open
-KEPT_EVERY = 60.0  # seconds
-DETAILS: dict[str, Details] = {  # of the rounds, where tables need less than all
+OPEN = 1000  # runs per batch: each keeps two files open
+FLUSH_SECONDS = 60.0  # between writes of finished runs to the record
+DETAILS: dict[str, Details] = {  # record -> what it keeps of the rounds, if the tables need less than everything
     **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes"), "accuracy"),
     **dict.fromkeys(("har", "landmine", "beyond"), "none"),
     "robustness": "late",
@@ -51,9 +51,9 @@ def run_missing(
     share: tuple[int, int] = (1, 1),
     methods: Sequence[str] = (),
 ) -> None:
-    """Bring every missing run of a study, of one of its cells or of some methods, to its end and into the records.
+    """Run every missing run of a study, of one of its cells or of some methods, and add it to the records.
 
-    With `share` (k, n) it is the k-th of n processes that do so at the same time.
+    With `share` (k, n), run only the k-th of n shares, so that n processes can work on a study at the same time.
     """
     end = time.monotonic() + 60 * runtime.minutes
     compute(root)
@@ -66,10 +66,10 @@ def run_missing(
         if method not in known:
             raise WaffleError(f"no method {method!r} in {cell or study}{suggest(method, known)}")
     for part in parts:
-        asked, ours = part.planned(seeds) if anew else part.missing(seeds), _share(part.planned(seeds), *share)
+        selected, ours = part.planned(seeds) if anew else part.missing(seeds), _share(part.planned(seeds), *share)
         missing = {
             name: config
-            for name, config in asked.items()
+            for name, config in selected.items()
             if name in ours and is_in(name, cell) and (not methods or config.method in methods)
         }
         if missing:
@@ -77,14 +77,14 @@ def run_missing(
 
 
 def is_in(name: str, cell: str) -> bool:
-    """Is mnist/C/waffle/1 in mnist/C/waffle? Everything is in the cell without a name."""
+    """Return whether a run such as mnist/C/waffle/1 is in a cell such as mnist/C/waffle; "" contains all runs."""
     return not cell or f"{name}/".startswith(f"{cell}/")
 
 
 def _share(planned: Iterable[str], k: int, n: int) -> set[str]:
-    """Every n-th column of the tables, from the k-th on: whole ones, whose runs share data and training.
+    """Return the runs of every n-th table column from the k-th on; the runs of a column share data and training.
 
-    Of all that is planned, so that a process that comes later, when some of it is done, takes nobody else's.
+    Shares are taken of all planned runs, so they do not change when some runs are finished.
     """
     columns: dict[str, list[str]] = {}
     for name in planned:
@@ -101,33 +101,33 @@ def _run(
     listener: Listener,
     end: float,
 ) -> None:
-    """As the file has them, so many runs at a time, of these method by method."""
+    """Run in the order of the file, OPEN runs per batch, and within a batch method by method."""
     methods = list(dict.fromkeys(config.method for config in missing.values()))
     planned = [(config, runs.joinpath(*name.split("/")[:-3], config.label)) for name, config in missing.items()]
-    for piece in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
-        piece.sort(key=lambda run: methods.index(run[0].method))
-        keep_ended = partial(_keep_ended, root, part, runtime.force, [folder for _, folder in piece])
+    for batch in (planned[i : i + OPEN] for i in range(0, len(planned), OPEN)):
+        batch.sort(key=lambda run: methods.index(run[0].method))
+        save_finished = partial(_save_finished, root, part, runtime.force, [folder for _, folder in batch])
         try:
-            execute(piece, _until(end, runtime), _Keeper(listener, keep_ended))
+            execute(batch, _until(end, runtime), _SavingListener(listener, save_finished))
         finally:
-            keep_ended()
+            save_finished()
 
 
-def _keep_ended(root: Path, part: str, force: bool, folders: Sequence[Path]) -> None:
-    """Add finished runs to the record; skip those of another results version, of which `execute` has warned."""
-    ended = [folder for folder in folders if read_json(folder / "result.json")]
-    found = read_runs(ended, trust=True, force=force, warn=no_warning) if ended else []
+def _save_finished(root: Path, part: str, force: bool, folders: Sequence[Path]) -> None:
+    """Add finished runs to the record; skip runs of another results version, about which `execute` has warned."""
+    finished = [folder for folder in folders if read_json(folder / "result.json")]
+    found = read_runs(finished, trust=True, force=force, warn=no_warning) if finished else []
     ours = [run for run in found if run.provenance["binding"].get("results_version") == RESULTS_VERSION]
     if ours:
-        keep(root, part, ours)
+        add_to_record(root, part, ours)
 
 
-class _Keeper(Listener):
-    """Tells another what it hears, and keeps what has ended now and then, lest much be lost."""
+class _SavingListener(Listener):
+    """Forwards events to a listener and saves finished runs at intervals, so that an interruption loses little."""
 
-    def __init__(self, listener: Listener, keep_ended: Callable[[], None]) -> None:
-        self._listener, self._keep_ended = listener, keep_ended
-        self._kept, self._more_ended = time.monotonic(), False
+    def __init__(self, listener: Listener, save_finished: Callable[[], None]) -> None:
+        self._listener, self._save_finished = listener, save_finished
+        self._saved_at, self._unsaved = time.monotonic(), False
 
     def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None:
         self._listener.planned(runs, finished)
@@ -137,25 +137,25 @@ class _Keeper(Listener):
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         self._listener.advanced(config, measured)
-        self._now_and_then()
+        self._save_if_due()
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
         self._listener.ended(config, result)
-        self._more_ended = True
-        self._now_and_then()
+        self._unsaved = True
+        self._save_if_due()
 
     def warned(self, message: str) -> None:
         self._listener.warned(message)
 
-    def _now_and_then(self) -> None:
-        """Also while others go on: what ended right after the last time waits for no end to come."""
-        if self._more_ended and time.monotonic() - self._kept > KEPT_EVERY:
-            self._keep_ended()
-            self._kept, self._more_ended = time.monotonic(), False
+    def _save_if_due(self) -> None:
+        """Save finished runs if the interval has passed, even if no further run has ended since."""
+        if self._unsaved and time.monotonic() - self._saved_at > FLUSH_SECONDS:
+            self._save_finished()
+            self._saved_at, self._unsaved = time.monotonic(), False
 
 
 def _until(end: float, runtime: Runtime) -> Runtime:
-    """The place with what is left of its time, where that is limited."""
+    """Return the runtime with the remaining minutes, if its time is limited."""
     if not runtime.minutes:
         return runtime
     minutes = (end - time.monotonic()) / 60
@@ -165,15 +165,15 @@ def _until(end: float, runtime: Runtime) -> Runtime:
 
 
 def compute(root: Path) -> None:
-    """Write the records that need neither data nor time."""
-    with _alone(root):
+    """Write the records that are computed without data, in seconds."""
+    with _locked(root):
         for name, lines in COMPUTED.items():
             write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines()).encode())
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """One process at a time changes the records of a clone; whoever comes second waits."""
+def _locked(root: Path) -> Iterator[None]:
+    """Lock the records of a clone; other processes wait."""
     folder = os.open(root / "results", os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -182,13 +182,13 @@ def _alone(root: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def keep(root: Path, name: str, runs: Sequence[FinishedRun]) -> None:
-    """Add finished runs to a part's record, in place of older ones of the same config; one process at a time.
+def add_to_record(root: Path, name: str, runs: Sequence[FinishedRun]) -> None:
+    """Add finished runs to a part's record and replace older runs of the same config.
 
-    A line tells what changed since the one before, so runs on the same data lie together.
+    A line of a record holds only the differences from the line before, so runs on the same data are kept together.
     """
     new = {identity(run.config) for run in runs}
-    with _alone(root):
+    with _locked(root):
         kept = [*(run for run in read_part(root, name).all_runs if identity(run.config) not in new), *runs]
         data = list(dict.fromkeys(run.provenance["binding"]["data"] for run in kept))
         kept.sort(key=lambda run: data.index(run.provenance["binding"]["data"]))

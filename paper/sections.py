@@ -1,7 +1,8 @@
-"""The sections of docs/results.md, each a function of the records."""
+"""The sections of docs/results.md and docs/results-departures.md, each a function of the records."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -11,19 +12,20 @@ from typing import Any
 from paper.claims import Verdict, percent, verdicts, waffle_above
 from paper.convergence import Comparison, compare
 from paper.page_text import (
-    COMPARED,
-    CONVERGENCE,
-    DEPARTED,
-    DEPARTURES,
-    DISTANCES,
-    EROSION,
-    LOCAL_FROM,
-    MOMENTUM,
+    CONCEPT_SHIFT_REASON,
+    CONVERGENCE_TEXT,
+    DEPARTURE_NAMES,
+    DEPARTURES_TEXT,
+    DISTANCE_NAMES,
+    DISTANCES_CHOICE,
+    DISTANCES_TEXT,
+    EROSION_TEXT,
+    LOCAL_FROM_TEXT,
+    METHOD_REASONS,
+    MOMENTUM_TEXT,
     NOTHING_SELECTED,
-    OWN_REASONS,
     REASONS,
-    SHIFT,
-    plain,
+    one_line,
 )
 from paper.printed_table import GLOBAL, P_D, SPLITS, TABLE
 from paper.studies import STUDIES
@@ -34,12 +36,13 @@ from waffle_fl.results import PROTOCOLS, WEIGHING, FinishedRun, Protocol, Score,
 
 PROTOCOL_NAMES: dict[Protocol, str] = {"best": "best round", "last": "last round", "selected": "selected"}
 TITLE = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
-FAR = {"mnist": 0.5, "cifar10": 2.0}  # points from which a difference needs a word, if outside two deviations too
+FAR = {"mnist": 0.5, "cifar10": 2.0}  # points; larger differences are explained if they exceed two deviations too
+EXCEPTION = re.compile(r"; (?:named|exception): ")  # separates the reasons of exceptions in a verdict's numbers
 
 
 @dataclass(frozen=True)
 class Records:
-    """All that the page is made of."""
+    """The records that the pages are made from."""
 
     parts: Mapping[str, Part]
     drift: Sequence[Mapping[str, Any]]
@@ -51,8 +54,8 @@ class Records:
 
 
 def prose(*texts: str) -> str:
-    """A paragraph, wrapped."""
-    return fill(plain(*texts), 120, break_long_words=False, break_on_hyphens=False)
+    """Return the texts as one wrapped paragraph."""
+    return fill(one_line(*texts), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -61,33 +64,49 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def claims_table(records: Records) -> str:
-    rows = []
+    """Return the claims about the paper's studies, one row per claim."""
+    rows, notes = [], []
     for study in STUDIES:
         runs = records.runs(study)
         for verdict in verdicts(study, runs):
             holds = "yes" if verdict.holds else "**no**" if runs else "no record yet"
-            rows.append([TITLE[study], verdict.claim, holds, verdict.numbers if runs else ""])
+            numbers, *reasons = EXCEPTION.split(verdict.numbers)
+            rows.append([TITLE[study], verdict.claim, holds, numbers if runs else ""])
+            notes += [f"{TITLE[study]} {reason}" for reason in reasons]
     if records.runs("cifar10-departures"):
         rows.append(_as_printed(records))
-    return table(["", "claim", "holds", "numbers"], rows)
+    return with_reasons(table(["", "claim", "holds", "numbers"], rows), notes)
 
 
 def _as_printed(records: Records) -> list[str]:
-    """The claim that the printed distances do not keep on CIFAR-10."""
+    """Return the row of the claim that fails on CIFAR-10 with the printed distances."""
     printed = records.parts["cifar10-departures"].runs["cifar10-departures/updates"]
     others = [run for run in records.runs("cifar10") if run.config.method != "waffle"]
     verdict = waffle_above(scores([*others, *printed], "best"))
-    return [TITLE["cifar10"], f"{verdict.claim}, with the printed distances: not among those checked",
+    return [TITLE["cifar10"], f"{verdict.claim}, with the printed distances (not checked by `--check`)",
             "yes" if verdict.holds else "**no**", verdict.numbers]  # fmt: skip
 
 
-def verdict_table(judged: Sequence[Verdict]) -> str:
-    rows = [[verdict.claim, "yes" if verdict.holds else "**no**", verdict.numbers] for verdict in judged]
-    return table(["claim", "holds", "numbers"], rows)
+def verdict_table(claims: Sequence[Verdict]) -> str:
+    """Return the claims that an experiment file states, one row per claim."""
+    rows, notes = [], []
+    for verdict in claims:
+        numbers, *reasons = EXCEPTION.split(verdict.numbers)
+        rows.append([verdict.claim, "yes" if verdict.holds else "**no**", numbers])
+        notes += reasons
+    return with_reasons(table(["claim", "holds", "numbers"], rows), notes)
+
+
+def with_reasons(made: str, reasons: Sequence[str]) -> str:
+    """Return a table of claims with the reasons of its exceptions listed below it."""
+    if not reasons:
+        return made
+    items = "\n".join(prose(f"- {reason[:1].upper()}{reason[1:]}.") for reason in reasons)
+    return f"{made}\n\nExceptions that the claims allow, and the reason for each:\n\n{items}"
 
 
 def absent(records: Records, name: str) -> str:
-    """What a part lacks, in a sentence; nothing where it is whole."""
+    """Return a sentence on the missing runs of a record, or "" if it is complete."""
     part = records.parts[name]
     missing, planned = len(part.missing()), len(part.planned())
     study = next(study for study, names in STUDIES.items() if name in names)
@@ -96,7 +115,7 @@ def absent(records: Records, name: str) -> str:
 
 
 def data_section(records: Records, data: str, name: str, title: str) -> Iterator[str]:
-    """A data set's table, cell by cell beside the paper's."""
+    """Yield the section of a record: its settings and its table, each cell next to the paper's."""
     yield f"## {title}"
     if absent(records, name):
         yield absent(records, name)
@@ -123,7 +142,7 @@ def setting(runs: Sequence[FinishedRun]) -> str:
 
 
 def cell_table(runs: Sequence[FinishedRun], data: str) -> str:
-    """One row a cell: the paper, the three protocols, and the difference; the best of each split in bold."""
+    """Return one row per cell: the paper, the protocols and the difference. The best method per split is bold."""
     by_protocol = {protocol: scores(runs, protocol) for protocol in protocols_of(runs)}
     rows = []
     for split in SPLITS:
@@ -153,40 +172,41 @@ def _printed(data: str, split: str, method: str) -> str:
 
 
 def departures(records: Records) -> str:
-    """What each departure from the printed rule does on MNIST."""
+    """Return the tables of departures from the printed rules on MNIST."""
     main = {"ours": "waffle", "scaffold": "scaffold", "apfl": "apfl"}
-    return _variants(records, "mnist-departures", "mnist", main, DEPARTED, DEPARTURES)
+    return _variants(records, "mnist-departures", "mnist", main, (DEPARTURES_TEXT,), DEPARTURE_NAMES)
 
 
 def distances(records: Records) -> str:
-    """What WAFFLE's distances are of, on CIFAR-10."""
-    return _variants(records, "cifar10-departures", "cifar10", {"directions": "waffle"}, COMPARED, DISTANCES)
+    """Return the tables of what WAFFLE's distances compare, on CIFAR-10."""
+    texts, main = (DISTANCES_TEXT, DISTANCES_CHOICE), {"directions": "waffle"}
+    return _variants(records, "cifar10-departures", "cifar10", main, texts, DISTANCE_NAMES)
 
 
 def _variants(
-    records: Records, name: str, beside: str, main: Mapping[str, str], words: str, names: Mapping[str, str]
+    records: Records, name: str, other: str, main: Mapping[str, str], texts: Sequence[str], names: Mapping[str, str]
 ) -> str:
-    """One row a variant, one table a protocol; `main` names rows of the record beside it, by method."""
+    """Return one table per protocol, one row per variant; `main` maps rows to methods of the record `other`."""
     groups = {variant.rpartition("/")[2]: runs for variant, runs in records.parts[name].runs.items()}
-    groups |= {row: [run for run in records.runs(beside) if run.config.method == main[row]] for row in main}
+    groups |= {row: [run for run in records.runs(other) if run.config.method == main[row]] for row in main}
     if not any(groups.values()):
         return absent(records, name)
-    texts = [text for text in (absent(records, name), prose(words)) if text]
+    made = [text for text in (absent(records, name), *map(prose, texts)) if text]
     for protocol, title in PROTOCOLS.items():
         rows = [
             [text, *(_variant_cell(groups[variant], protocol, split) for split in SPLITS)]
             for variant, text in names.items()
         ]
-        texts.append(f"Accuracy, {title}:\n\n" + table(["", *SPLITS], rows))
-    return "\n\n".join(texts)
+        made.append(f"Accuracy, {title}:\n\n" + table(["", *SPLITS], rows))
+    return "\n\n".join(made)
 
 
 def _variant_cell(runs: Sequence[FinishedRun], protocol: Protocol, split: str) -> str:
     score = next((score for (row, _), score in scores(runs, protocol).items() if row == split), None)
     if score is None:
         return "–"
-    ended = f", {score.diverged} of {score.seeds} diverged" if score.diverged else ""
-    return score.text().replace(" (diverged)", "") + ended
+    diverged = f", {score.diverged} of {score.seeds} diverged" if score.diverged else ""
+    return score.text().replace(" (diverged)", "") + diverged
 
 
 def printed_erosion(records: Records) -> str:
@@ -198,18 +218,18 @@ def printed_erosion(records: Records) -> str:
         for run in sorted(runs, key=lambda run: SPLITS.index(run.row))
     ]
     head = ["split", "p_d", "others' weight in round 1", "round 2", "round 3"]
-    return f"{prose(EROSION)}\n\n{table(head, rows)}"
+    return f"{prose(EROSION_TEXT)}\n\n{table(head, rows)}"
 
 
 def momentum(records: Records) -> str:
-    """How near each form comes to the optimum."""
+    """Return the distance from the optimum after some rounds, one row per form of control variates."""
     shown = (1, 2, 5, 10, 20)
     rows = [[line["form"], *(f"{line['distances'][r - 1]:.2g}" for r in shown)] for line in records.momentum]
-    return f"{prose(MOMENTUM)}\n\n{table(['correction', *(f'round {r}' for r in shown)], rows)}"
+    return f"{prose(MOMENTUM_TEXT)}\n\n{table(['correction', *(f'round {r}' for r in shown)], rows)}"
 
 
 def local_from(records: Records) -> str:
-    """The first round from which Alice holds all the weight, in the first seed of each cell."""
+    """Return the first round in which Alice holds all the weight, in the first seed of each cell."""
     rows = []
     for name in ("mnist", "mnist-6000", "cifar10"):
         for method in WEIGHING:
@@ -218,7 +238,11 @@ def local_from(records: Records) -> str:
             if first:
                 shown = [_local_round(first[split]) if split in first else "–" for split in SPLITS]
                 rows.append([f"`{name}`", TITLES[method], *shown])
-    return f"{prose(LOCAL_FROM)}\n\n{table(['record', 'method', *SPLITS], rows)}" if rows else absent(records, "mnist")
+    return (
+        f"{prose(LOCAL_FROM_TEXT)}\n\n{table(['record', 'method', *SPLITS], rows)}"
+        if rows
+        else absent(records, "mnist")
+    )
 
 
 def _local_round(run: FinishedRun) -> str:
@@ -227,8 +251,8 @@ def _local_round(run: FinishedRun) -> str:
 
 
 def convergence(records: Records) -> str:
-    """The paper's headline claim, with a paired test."""
-    texts = [prose(CONVERGENCE)]
+    """Return the rounds that WAFFLE and its rivals need, with a paired test: the paper's headline claim."""
+    texts = [prose(CONVERGENCE_TEXT)]
     for name in ("mnist", "mnist-6000", "cifar10"):
         runs = records.runs(name)
         compared = [(other, compare(runs, "waffle", other)) for other in ("weight-erosion", "apfl")] if runs else []
@@ -239,22 +263,22 @@ def convergence(records: Records) -> str:
             for c in comparisons
         ]  # fmt: skip
         if rows:
-            head = ["against", "split", "WAFFLE", "the other", "difference", "pairs", "p"]
+            head = ["against", "split", "WAFFLE", "other method", "difference", "pairs", "p"]
             texts.append(f"`results/{name}.jsonl`:\n\n{table(head, rows)}")
-            texts.append("\n".join(_in_words(other, comparisons[-1]) for other, comparisons in compared if comparisons))
+            texts.append("\n".join(_summary(other, comparisons[-1]) for other, comparisons in compared if comparisons))
     return "\n\n".join(texts)
 
 
-def _in_words(other: str, whole: Comparison) -> str:
-    gain, p = whole.theirs - whole.ours, f"(p = {whole.p_value:.2g})"
-    if whole.p_value >= 0.05:
-        return f"- WAFFLE and {TITLES[other]} cannot be told apart over all splits {p}."
+def _summary(other: str, overall: Comparison) -> str:
+    gain, p = overall.theirs - overall.ours, f"(p = {overall.p_value:.2g})"
+    if overall.p_value >= 0.05:
+        return f"- WAFFLE and {TITLES[other]} do not differ significantly over all splits {p}."
     speed = "faster" if gain > 0 else "slower"
     return f"- WAFFLE is {speed} than {TITLES[other]} by {abs(gain):.1f} rounds over all splits {p}."
 
 
 def agreement(records: Records) -> Iterator[str]:
-    """The cells that lie far from the paper, by method, each with the best explanation; the rest agree."""
+    """Yield, per record, how many cells agree with the paper, and the others by method with a likely reason."""
     for study, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
         cells = scores(records.runs(name), "best")
         gaps = {key: percent(cells, *key) - printed.mean for key, printed in TABLE[study].items() if key in cells}
@@ -267,24 +291,24 @@ def agreement(records: Records) -> Iterator[str]:
         }
         yield f"### `results/{name}.jsonl`"
         yield prose(
-            f"{len(gaps) - len(far)} of {len(gaps)} cells agree with the paper: they lie within {FAR[study]} points of",
-            "it, or within two standard deviations, ours or its.",
+            f"{len(gaps) - len(far)} of {len(gaps)} cells agree with the paper: they lie within {FAR[study]} points",
+            "of it, or within two standard deviations of either.",
         )
         if far:
             shifted = any(split.endswith("*") and method in GLOBAL for split, method in far)
-            yield prose("The others, by method.", REASONS[name], SHIFT if shifted else "")
+            yield prose("The others follow, by method.", REASONS[name], CONCEPT_SHIFT_REASON if shifted else "")
             yield "\n".join(
                 prose(
                     f"- **{TITLES[method]}**:",
                     ", ".join(f"{split} {gap:+.2f}" for (split, m), gap in far.items() if m == method) + ".",
-                    OWN_REASONS.get((name, method), ""),
+                    METHOD_REASONS.get((name, method), ""),
                 )
                 for method in dict.fromkeys(method for _, method in far)
             )
 
 
 def method_table(method: str, records: Records) -> str:
-    """What one method reaches in every record, beside the paper; nothing where there is none."""
+    """Return one method's accuracy in every record next to the paper's, or "" if there is none."""
     rows = []
     for data, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
         runs = [run for run in records.runs(name) if run.config.method == method]

@@ -1,4 +1,4 @@
-"""Which experiment files and records make up each study of the paper."""
+"""The experiment files and records of each study of the paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STUDIES = {
 
 
 def find_root(start: Path) -> Path:
-    """The clone of the repository that a folder lies in."""
+    """Return the clone of the repository that contains a folder."""
     for folder in (start, *start.parents):
         if (folder / "experiments" / "mnist.toml").is_file() and (folder / "results").is_dir():
             return folder
@@ -22,8 +22,8 @@ def find_root(start: Path) -> Path:
 
 
 def read_study(root: Path, study: str) -> dict[str, Part]:
-    """The parts of a study by name; an experiment file that belongs to none is a study of its own."""
-    alone = (root / "experiments" / f"{study}.toml").is_file()
-    if study not in STUDIES and not alone:
+    """Return the parts of a study by name; an experiment file in no study of the paper is its own study."""
+    has_file = (root / "experiments" / f"{study}.toml").is_file()
+    if study not in STUDIES and not has_file:
         raise WaffleError(f"unknown study {study!r}{suggest(study, STUDIES)}")
     return {name: read_part(root, name) for name in STUDIES.get(study, (study,))}

@@ -109,7 +109,7 @@ class Grid:
 def conduct(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job:
     """Run a job to its end with the sites in this process."""
     job = Job.create(folder, config, out, force=False)
-    JobRunner(folder, job, grid or Grid(folder)).conduct()
+    JobRunner(folder, job, grid or Grid(folder)).run_all()
     return job
 
 

@@ -45,7 +45,7 @@ def pretend(module: Any, site: Path) -> None:
 
     class Liar(honest):  # type: ignore[misc]
         def answer(self, request: Any) -> Any:
-            asked[0] = request.words.get("tasks", [{}])[0].get("round", 0)
+            asked[0] = request.fields.get("tasks", [{}])[0].get("round", 0)
             return lies.told(site, request, super().answer(request))
 
     def sent(content: Any, reply_to: Any) -> Any:
@@ -61,7 +61,7 @@ def pretend(module: Any, site: Path) -> None:
 
 
 def unreadable(content: Any) -> None:
-    """Make the words a record that Flower carries to the server and cannot read there."""
+    """Make the JSON fields a record that Flower carries to the server and cannot read there."""
     from flwr.app import ConfigRecord
     from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 

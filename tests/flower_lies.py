@@ -86,16 +86,20 @@ LIES: dict[str, tuple[Lie, str]] = {
     "W8 another run": (labelled(run="other"), "run is 'other'"),
     "W8 another model": (labelled(model="other"), "model is 'other'"),
     "W10 steps": (labelled(steps="999"), "steps is '999'"),
-    "damaged": (lambda payload: payload[:-1] + bytes([payload[-1] ^ 1]), "another digest"),
+    "damaged": (lambda payload: payload[:-1] + bytes([payload[-1] ^ 1]), "does not match its digest"),
     "rubbish": (lambda payload: b"rubbish", "not a safetensors file"),
 }
 REPLAY, NO_ANSWER, BOAST, HONEST = "W8 replay", "no answer", "W10 W11 boast", ""
-REASONS = {**{lie: reason for lie, (_, reason) in LIES.items()}, REPLAY: "round is", NO_ANSWER: "no answer to what"}
+REASONS = {
+    **{lie: reason for lie, (_, reason) in LIES.items()},
+    REPLAY: "round is",
+    NO_ANSWER: "the reply lacks this run",
+}
 
 
 def told(site: Path, request: Message, reply: Message) -> Message:
     """The reply as the site's `lies.json` (round -> lie) wants it; the second attempt at a round is honest."""
-    (task,) = request.words.get("tasks", [{}])
+    (task,) = request.fields.get("tasks", [{}])
     if not task.get("round") or not reply.payloads or task["attempt"]:
         return reply
     ((course, payload),) = reply.payloads.items()
@@ -106,10 +110,10 @@ def told(site: Path, request: Message, reply: Message) -> Message:
     if lie == BOAST:
         return boasted(reply)
     if lie == NO_ANSWER:
-        return replace(reply, words={"courses": "none"})
+        return replace(reply, fields={"courses": "none"})
     if lie == REPLAY:
-        return Message(reply.words, {course: first.read_bytes()})
-    return Message(reply.words, {course: LIES[lie][0](payload)}) if lie in LIES else reply
+        return Message(reply.fields, {course: first.read_bytes()})
+    return Message(reply.fields, {course: LIES[lie][0](payload)}) if lie in LIES else reply
 
 
 def lie_of(site: Path, r: int) -> str:
@@ -130,5 +134,5 @@ def boasted(reply: Message) -> Message:
     }
     ((course, payload),) = reply.payloads.items()
     longer = pack(load(payload) | {"dc": 1e9 * load(payload)["dy"]}, {**labels(payload), "num-examples": "1000000000"})
-    courses = {course: {**reply.words["courses"][course], **boasts}, "another": boasts}
-    return Message({**reply.words, **boasts, "courses": courses}, {course: longer, "another": payload[:100]})
+    courses = {course: {**reply.fields["courses"][course], **boasts}, "another": boasts}
+    return Message({**reply.fields, **boasts, "courses": courses}, {course: longer, "another": payload[:100]})

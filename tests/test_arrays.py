@@ -178,7 +178,7 @@ def test_features_that_are_no_numbers_are_refused(kind: type) -> None:
     """D12: features that are no real numbers are refused with the agent and the type."""
     x, y, x_test, y_test = agent(2)
     text = refusal(federation, bob=(x.astype(kind), y, x_test, y_test))
-    assert text == f"bob: expected numbers as features, the training features are {x.astype(kind).dtype}"
+    assert text == f"bob: expected numeric features, the training features are {x.astype(kind).dtype}"
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_overlap_of_training_and_test_is_refused() -> None:
     x_test[5], y_test[5] = x[0], y[0]
     agents = {"alice": agent(1), "bob": (x, y, x_test, y_test)}
     text = refusal(Federation.from_arrays, agents)
-    assert text.startswith("bob: 2 test samples are training data of bob too, the first at index 3")
+    assert text.startswith("bob: 2 test samples are also training data of bob, the first at index 3")
     assert Federation.from_arrays(agents, allow_duplicates=True).agents == 2
 
 
 def test_overlap_is_found_whatever_the_type_of_the_labels() -> None:
     """D11: the overlap is found although training and test labels are of different integer types."""
     x, y, _, _ = agent(2)
-    assert "training data of bob too" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
+    assert "also training data of bob" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
 
 
 def test_test_sample_that_another_agent_trains_on_is_refused() -> None:
@@ -262,7 +262,7 @@ def test_data_counted_twice_is_refused() -> None:
     x, y, x_test, y_test = agent(1)
     turned = (x[::-1], y[::-1], x_test, y_test)
     text = refusal(federation, alice=agent(3), bob=(x, y, x_test, y_test), carol=turned)
-    assert text == "carol and bob hold the same training data: it would be counted twice"
+    assert text == "carol and bob hold the same training data: remove one of them"
 
 
 @pytest.mark.parametrize(

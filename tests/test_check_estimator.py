@@ -104,7 +104,7 @@ def test_column_names_are_kept_and_compared(kind: Any) -> None:
     rows = np.zeros((2, 3))
     assert fitted.predict(Table(rows, abc)).tolist() == fitted.predict(rows).tolist()
     assert "unexpected 'd', missing 'c'" in refusal(fitted.predict, Table(rows, ["a", "b", "d"]))
-    assert "the order is another" in refusal(fitted.predict, Table(rows, ["b", "a", "c"]))
+    assert "the order differs" in refusal(fitted.predict, Table(rows, ["b", "a", "c"]))
     assert "south and north differ in their columns" in refusal(fitted.fit, tables(north=abc, south=["a", "b", "d"]))
     assert not hasattr(fitted.fit(tables(north=[0, 1, 2], south=[0, 1, 2])), "feature_names_in_")
 
@@ -128,9 +128,9 @@ WRONG: list[tuple[Any, str]] = [
     (None, "got NoneType"),
     ("folder", "got str"),
     ({}, "got no agent"),
-    ({1: (X, y)}, "got 1 as a name"),
-    ({"north": X}, "'north' has none"),
-    ({"north": (X, y, X)}, "'north' has none"),
+    ({1: (X, y)}, "got the name 1"),
+    ({"north": X}, "'north' has no such pair"),
+    ({"north": (X, y, X)}, "'north' has no such pair"),
     ({"north": (X, y), "south": (X, y[:-1])}, "south: expected y of shape (20,)"),
     ({"north": (HOLE, y)}, "north: X has NaN, infinity or a number beyond float32 in row 3"),
     ({"north": (X * 1e300, y)}, "beyond float32"),

@@ -268,7 +268,7 @@ def test_python_batch_of_another_shape_is_refused(
     """A python batch without 10,000 images and as many labels is refused with its name."""
     path = small_python(tmp_path / "data_batch_1", monkeypatch, **changes)
     text = refusal(cifar.read_python, path)
-    assert f"{path} is no CIFAR-10 batch" in text
+    assert f"{path} is not a CIFAR-10 batch" in text
     assert AGAIN in text
 
 
@@ -352,7 +352,7 @@ def test_malicious_pickle_is_refused_and_never_run(tmp_path: Path, kind: str) ->
     path.write_bytes(hostile(canary)[kind])
     text = refusal(cifar.read_python, path)
     assert "refused to load" in text
-    assert "no CIFAR-10 batch" in text
+    assert "not a CIFAR-10 batch" in text
     assert not canary.exists()
 
 

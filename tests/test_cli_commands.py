@@ -138,15 +138,15 @@ def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")
     settings = [flag for flag in flags_of(Settings) if flag != "--shares"]
-    expected = [*settings, *options, *flags_of(Runtime), *flags_of(Output), "--out", "--alone"]
+    expected = [*settings, *options, *flags_of(Runtime), *flags_of(Output), "--out", "--no-baselines"]
     assert [flag for flag in expected if not re.search(rf"{flag}\b", shown.out)] == []
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("decide", ["--methods", "--seeds", "--without", "--metric", "--out", "--alice", *flags_of(Runtime)]),
-        ("bench", ["--out", "--plan", *flags_of(Runtime), *flags_of(Output)]),
+        ("decide", ["--methods", "--seeds", "--leave-one-out", "--metric", "--out", "--alice", *flags_of(Runtime)]),
+        ("bench", ["--out", "--dry-run", *flags_of(Runtime), *flags_of(Output)]),
         ("report", ["--out", "--title", *flags_of(Output)]),
         ("data", ["--split", "--agents", "--direction", "--out", "--data-dir", "--allow-unverified"]),
         ("demo", ["--out", *flags_of(Runtime), *flags_of(Output)]),
@@ -246,8 +246,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_a_plan_is_printed_in_order_and_nothing_is_run(here: Path) -> None:
-    """`bench --plan` prints methods x splits x seeds in the order of the file, and makes nothing."""
-    shown = waffle("bench", toml(here, GRID), "--plan")
+    """`bench --dry-run` prints methods x splits x seeds in the order of the file, and makes nothing."""
+    shown = waffle("bench", toml(here, GRID), "--dry-run")
     assert (shown.code, shown.err) == (0, "")
     assert shown.out.splitlines() == [f"runs/grid/{name}" for name in RUNS]
     assert [path.name for path in here.iterdir()] == ["grid.toml"]

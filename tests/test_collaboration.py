@@ -439,10 +439,10 @@ def test_knn_per_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     for command in (["export", str(tmp_path / "knn-per")], ["predict", str(tmp_path / "knn-per"), "x.npy"]):
         assert waffle(command) == 2
-        assert "kNN-Per answers with Alice's training data at hand" in capsys.readouterr().err
+        assert "kNN-Per predicts with Alice's training data" in capsys.readouterr().err
     features = torch.zeros(4, FEATURES).numpy()
     fit = partial(PersonalizedClassifier("knn-per", rounds=1).fit, {"a": (features, [0, 1, 0, 1])})
-    assert "training data at hand" in refusal(fit)
+    assert "predicts with Alice's training data" in refusal(fit)
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))

@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [f"{4 * (i % 4)},0.1" for i in range(12)]
     (folder / "new.csv").write_text("dose,age\n" + "\n".join(lines) + "\n")
     line = ["run", "waffle", "--data", data, "--target", "drug", "--alice", "=1+1", "--rounds", "8", "--quiet"]
-    shown = waffle(*line, "--batch-size", "8", "--alone", "--out", folder / "run")
+    shown = waffle(*line, "--batch-size", "8", "--no-baselines", "--out", folder / "run")
     assert shown.code == 0, shown.err
     return folder
 
@@ -83,7 +83,7 @@ def test_negative_numbers_stay_numbers(tmp_path: Path) -> None:
         (tmp_path / "data" / f"{name}.csv").write_text("x,y\n" + "\n".join(lines) + "\n")
     (tmp_path / "new.csv").write_text("x\n-1\n0\n")
     line = ["run", "fedavg", "--data", tmp_path / "data", "--target", "y", "--task", "regression", "--alice", "north"]
-    assert waffle(*line, "--rounds", "3", "--quiet", "--alone", "--out", tmp_path / "run").code == 0
+    assert waffle(*line, "--rounds", "3", "--quiet", "--no-baselines", "--out", tmp_path / "run").code == 0
     _, *values = waffle("predict", tmp_path / "run", tmp_path / "new.csv").out.split()
     assert all(float(value) < 0 for value in values)
 

@@ -23,7 +23,7 @@ from waffle_fl.decision.distances import Distances, distances, feature_distance,
 from waffle_fl.decision.markup import together
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
-from waffle_fl.decision.verdict_text import caution, difference, everyone, partners, signed, verdict
+from waffle_fl.decision.verdict_text import caution, difference, federation_summary, partners, signed, verdict
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute, federation_of
 from waffle_fl.federation import Federation
@@ -148,8 +148,8 @@ def test_verdicts_say_it_with_the_interval() -> None:
     """Gain, loss and neither, each with both figures, the difference and its interval."""
     gains = verdict(view(Interval(0.07, 0.02, 0.12)), "waffle", "accuracy")
     assert gains == (
-        "VA gains by joining: with WAFFLE 81.0 % of its 200 test samples are right, instead of 74.0 % alone: "
-        "+7.0 points (95 % interval +2.0 to +12.0)."
+        "VA gains by joining: WAFFLE classifies 81.0 % of its 200 test samples correctly, training alone 74.0 %. "
+        "Difference: +7.0 points (95 % interval +2.0 to +12.0)."
     )
     assert verdict(view(Interval(-0.07, -0.12, -0.02)), "waffle", "accuracy").startswith("VA loses by joining: ")
     level = verdict(view(Interval(0.01, -0.03, 0.05)), "waffle", "accuracy")
@@ -164,29 +164,31 @@ def test_numbers_that_round_to_nothing_have_no_sign() -> None:
 
 def test_an_error_is_less_or_greater() -> None:
     """Of an error no sign has to be guessed."""
-    assert difference(Interval(0.3, 0.1, 0.5), "rmse") == "error less by 0.3 (95 % interval +0.1 to +0.5)"
-    assert difference(Interval(-0.3, -0.5, 0.1), "rmse") == "error greater by 0.3 (95 % interval −0.1 to +0.5)"
+    assert difference(Interval(0.3, 0.1, 0.5), "rmse") == "error lower by 0.3 (95 % interval +0.1 to +0.5)"
+    assert difference(Interval(-0.3, -0.5, 0.1), "rmse") == "error higher by 0.3 (95 % interval −0.1 to +0.5)"
 
 
 def test_a_small_test_set_is_said_to_be_small(study: Decision) -> None:
     """Fewer than 100 test samples, and a single seed, are told."""
     said = caution(view(Interval(0.07, 0.02, 0.12), tests=40, seeds=1), study)
     assert any("only 40 test samples: one sample more or less is 2.5 points" in line for line in said)
-    assert any("trained once, so the interval leaves out chance in training" in line for line in said)
+    assert any("trained once, so the interval does not cover the randomness of training" in line for line in said)
     assert caution(view(Interval(0.07, 0.02, 0.12)), study) == []
 
 
 def test_a_model_that_guesses_is_told(study: Decision) -> None:
     """Where no method beats the commonest answer, an accuracy alone would mislead."""
     lopsided = view(Interval(0.01, -0.03, 0.05), classes=(160, 40))
-    assert any("always giving the commonest answer, which is right for 80.0 %" in s for s in caution(lopsided, study))
+    assert any(
+        "always predicting the most frequent class, which is correct for 80.0 %" in s for s in caution(lopsided, study)
+    )
 
 
 def test_absent_classes_are_told(study: Decision) -> None:
     """A class that the test data lack is missed, and a single one is said to be the only one."""
     found = Interval(0.07, 0.02, 0.12)
     assert caution(view(found, classes=(0, 200)), study) == [
-        "There is only one class in its test data: how well others are recognised is not known."
+        "Its test data contain only one class: how well the models recognise the others is not known."
     ]
     assert caution(view(found, classes=(0, 3, 97, 100)), study) == [
         "Its test data lack 1 of 4 classes.",
@@ -216,11 +218,11 @@ def test_the_worst_and_the_spread_are_told(study: Decision) -> None:
         replace(view(Interval(-0.1, -0.15, -0.05)), name="B"),
         replace(view(Interval(0.0, -0.1, 0.1)), name="C"),
     )
-    said = " ".join(everyone(replace(study, views=views), "waffle"))
+    said = " ".join(federation_summary(replace(study, views=views), "waffle"))
     assert "1 agent gains clearly, 1 agent loses clearly, and for 1 there is no clear difference" in said
-    assert "Clearly worse off: B." in said
-    assert "Least well served is B: −10.0 points" in said
-    assert "spreads by 8.16 points (standard deviation), alone by 0 points" in said
+    assert "Clearly worse by joining: B." in said
+    assert "The least favourable change is that of B: −10.0 points" in said
+    assert "between agents is 8.16 points, and 0 points when each trains alone" in said
 
 
 def test_waffle_stands_for_joining() -> None:
@@ -242,8 +244,8 @@ def test_a_study_of_real_runs(study: Decision) -> None:
     for v in study.views:
         assert set(v.standings) == set(study.methods)
         assert all(s.scores["accuracy"].value == pytest.approx(np.mean(s.seeds)) for s in v.standings.values())
-        assert all(sum(line) == pytest.approx(1) for rounds in v.taken.values() for line in rounds)
-        assert len(v.taken["waffle"]) == SMALL.rounds
+        assert all(sum(line) == pytest.approx(1) for rounds in v.update_weights.values() for line in rounds)
+        assert len(v.update_weights["waffle"]) == SMALL.rounds
     assert [list(v.partners) for v in study.views] == [[], ["agent 0", "agent 2"], []]
 
 
@@ -263,7 +265,7 @@ def test_another_metric_can_decide(study: Decision) -> None:
     other = decide(runs, metric="balanced_accuracy")
     assert other.metric == "balanced_accuracy"
     assert "its balanced accuracy is" in verdict(other.views[0], "waffle", other.metric)
-    with pytest.raises(WaffleError, match="agent 0 is not judged: auc is not defined on its test data"):
+    with pytest.raises(WaffleError, match="agent 0 is not assessed: auc is not defined on its test data"):
         decide(runs, metric="auc")
 
 
@@ -278,10 +280,10 @@ def test_an_agent_that_cannot_be_judged_is_left_out_with_a_word(study: Decision,
     ]
     rest = decide(lost)
     assert [v.name for v in rest.views] == ["agent 0", "agent 2"]
-    assert rest.unjudged == (
-        "agent 1 is not judged: no run of local came to its end, so nothing can be compared with it.",
+    assert rest.not_assessed == (
+        "agent 1 is not assessed: no run of local finished, so there is nothing to compare with.",
     )
-    assert rest.unjudged[0] in write_page(rest, tmp_path / "page.html").read_text()
+    assert rest.not_assessed[0] in write_page(rest, tmp_path / "page.html").read_text()
 
 
 def test_two_left_out_at_once_tell_nothing_of_one(study: Decision) -> None:
@@ -308,11 +310,11 @@ def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
     """One command trains, compares and says; a second one trains nothing; --json says the same."""
     flags = ["--agents", "3", "--rounds", "2", "--model", "linear", "--samples-per-agent", "30", "--workers", "1"]
     line = ["decide", "digits", *flags, "--methods", "waffle", "--seeds", "1", "--out", tmp_path / "d"]
-    first = waffle(*line, "--alice", "1", "--without", "1")
+    first = waffle(*line, "--alice", "1", "--leave-one-out", "1")
     assert first.code == 0, first.err
     assert "agent 1" in first.out
     assert (tmp_path / "d" / "decision.html").exists()
-    again = waffle(*line, "--alice", "1", "--without", "1", "--json")
+    again = waffle(*line, "--alice", "1", "--leave-one-out", "1", "--json")
     assert "4 already done" in again.words
     told = json.loads(again.out)
     assert set(told["gains"]) == {"agent 1"}
@@ -324,9 +326,9 @@ def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
 def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
     """Methods twice, strangers, and an agent that nobody trains for."""
     line = ["decide", "digits", "--out", str(tmp_path / "d")]
-    assert "none of them twice" in waffle(*line, "--seeds", "1", "1").err
+    assert "no duplicates" in waffle(*line, "--seeds", "1", "1").err
     assert "did you mean waffle?" in waffle(*line, "--methods", "wafle").err
-    assert "no model is trained for agent 1" in waffle(*line, "--alice", "0", "--without", "1").err
+    assert "no model is trained for agent 1" in waffle(*line, "--alice", "0", "--leave-one-out", "1").err
     assert not (tmp_path / "d").exists()
 
 
@@ -391,9 +393,9 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
     page = write_page(study, tmp_path / "page.html")
     with browsing(page) as (tab, complaints):
         charts = tab.locator("[data-chart] svg:visible")
-        assert charts.count() == 3  # gains, methods, company
+        assert charts.count() == 3  # gains, methods, sources
         told = [chart.get_attribute("aria-label") for chart in tab.locator("[data-chart][role=img]").all()]
-        assert told[0].startswith("What WAFFLE brings over training alone: agent")
+        assert told[0].startswith("Gain with WAFFLE over training alone: agent")
         assert tab.locator(".verdict:visible").inner_text().count("agent 0") >= 1
         tab.select_option("#agent", label="agent 1")
         tab.wait_for_selector('[data-chart="partners-1"] svg')
@@ -408,7 +410,7 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         tab.locator("#range-waffle").focus()
         tab.keyboard.press("End")
         assert tab.locator("#range-waffle + output").inner_text() == "round 6"
-        last = [100 * share for v in study.views for share in v.taken["waffle"][-1]]
+        last = [100 * share for v in study.views for share in v.update_weights["waffle"][-1]]
         assert [float(text) for text in cells.all_inner_texts()] == pytest.approx(last, abs=0.6)
         assert cells.all_inner_texts() != before
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
@@ -448,7 +450,7 @@ def for_north(*command: str | Path, rounds: int) -> list[str | Path]:
 
 
 def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
-    """Beside it Local and FedAvg are trained, and its page has the verdict; --alone does without."""
+    """Beside it Local and FedAvg are trained, and its page has the verdict; --no-baselines leaves them out."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     line = for_north("run", "waffle", "--data", data, rounds=4)
     shown = waffle(*line, "--out", tmp_path / "run")
@@ -460,7 +462,7 @@ def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
     assert "3 already done" in waffle(*line, "--out", tmp_path / "run").words
     told = json.loads(waffle(*line, "--out", tmp_path / "run", "--json").out)
     assert told["says"][0] in shown.out
-    assert waffle(*line, "--alone", "--out", tmp_path / "alone").code == 0
+    assert waffle(*line, "--no-baselines", "--out", tmp_path / "alone").code == 0
     assert not (tmp_path / "alone" / "decision.html").exists()
     again = waffle("report", tmp_path / "run", "--out", tmp_path / "r")
     assert told["says"][0] in again.out
@@ -472,7 +474,7 @@ def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
     line = for_north("run", "waffle", "--data", data, rounds=2)
     shown = waffle(*line, "--leave-out", "south", "--out", tmp_path / "run")
     assert shown.code == 0, shown.err
-    assert ", 2 agents; an agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
+    assert ", 2 agents. An agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
 
 
 def test_a_decision_about_numbers(tmp_path: Path) -> None:
@@ -497,8 +499,8 @@ def test_a_decision_about_numbers(tmp_path: Path) -> None:
     gains = json.loads(shown.out)["gains"]
     assert gains["<b>west<b>"]["fedavg"]["rmse"][2] < 0
     text = (tmp_path / "d" / "decision.html").read_text()
-    assert text.count("with WAFFLE the error is") == 3
-    assert "commonest" not in text.partition("<script")[0]
+    assert text.count("with WAFFLE and") == 3
+    assert "most frequent class" not in text.partition("<script")[0]
     assert "&lt;b&gt;west&lt;b&gt;" in text
     assert "<b>" not in text.partition("<script")[0]
 
@@ -529,15 +531,17 @@ def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
     line += ["linear", "--methods", "fedavg", "--out", tmp_path / "d", "--quiet"]
     refused = waffle(*line, "--metric", "rmse")
     assert refused.code == 2
-    assert "rmse is not defined on anybody's test data; there is accuracy, balanced_accuracy, auc" in refused.err
-    assert "there is accuracy" in waffle(*line, "--alice", "south", "--metric", "auc").err
+    assert "rmse is not defined on any agent's test data; available: accuracy, balanced_accuracy, auc" in refused.err
+    assert "available: accuracy" in waffle(*line, "--alice", "south", "--metric", "auc").err
     assert not (tmp_path / "d").exists()
     shown = waffle(*line, "--metric", "auc")
     assert shown.code == 0, shown.err
-    assert "south is not judged: auc is not defined on its test data; there is accuracy." in " ".join(shown.out.split())
+    assert "south is not assessed: auc is not defined on its test data; available: accuracy." in " ".join(
+        shown.out.split()
+    )
     whole = waffle(*line)
     assert whole.code == 0, whole.err
-    assert "There is only one class in its test data" in (tmp_path / "d" / "decision.html").read_text()
+    assert "Its test data contain only one class" in (tmp_path / "d" / "decision.html").read_text()
 
 
 def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> None:
@@ -560,7 +564,7 @@ def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> No
     text = (tmp_path / "d" / "decision.html").read_text()
     assert 'id="distance-gradient"' in text
     assert 'id="distance-feature"' not in text
-    assert "so that none are left to compare" in text
+    assert "each agent standardised its columns with its own means" in text
 
 
 @pytest.mark.data
@@ -573,5 +577,5 @@ def test_va_learns_whether_it_gains(published: Path, tmp_path: Path) -> None:
     assert shown.code == 0, shown.err
     text = (tmp_path / "va" / "decision.html").read_text()
     assert "Should va join?" in text
-    assert "of its 50 test samples are right" in text
+    assert "of its 50 test samples correctly" in text
     assert "interval" in text

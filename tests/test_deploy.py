@@ -70,7 +70,7 @@ def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str
     """A folder that holds a federation keeps its keys."""
     before = (folder / "keys" / "server.key").read_bytes()
     assert _run(["deploy", "init", str(folder), "--sites", "north"]) == 2
-    assert "holds a federation already" in capsys.readouterr().err
+    assert "already holds a federation" in capsys.readouterr().err
     assert (folder / "keys" / "server.key").read_bytes() == before
 
 
@@ -138,7 +138,7 @@ def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
     change(folder / "server.toml", listen="127.0.0.1", port=1)
     (folder / "keys" / "server.pem").write_bytes(b"rubbish")
     assert _run(["deploy", "check", str(folder)]) == 2
-    assert "server.pem is no certificate" in capsys.readouterr().out
+    assert "server.pem is not a certificate" in capsys.readouterr().out
     for name in ("server.pem", "ca.crt"):
         (folder / "keys" / name).unlink()
     assert _run(["deploy", "check", str(folder)]) == 2
@@ -168,10 +168,10 @@ def test_the_demonstration_removes_nothing_but_another(tmp_path: Path, monkeypat
 
 
 def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An attack is for simulations: a deployment says so, and makes no job."""
+    """A deployment rejects an attack, which works in simulations only, and makes no job."""
     out = ["--folder", str(folder), "--out", str(tmp_path / "run")]
     assert _run(["deploy", "run", "waffle", "--data", "hospitals", "--attack", "sign-flip", *out]) == 2
-    assert "attack is for simulations" in capsys.readouterr().err
+    assert "attack works in simulations only" in capsys.readouterr().err
     assert not (folder / "jobs").exists()
 
 
@@ -270,11 +270,11 @@ RELAXED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 @RELAXED
 @given(st.dictionaries(TEXT, JSON, max_size=3), st.dictionaries(st.text("abc", min_size=1), st.binary(), max_size=3))
-def test_a_parcel_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
+def test_a_message_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
     """Words and payloads survive Flower's records."""
-    parcel = unpacked(packed(Message(words, payloads)), 1 << 20)
-    assert parcel.payloads == payloads
-    assert parcel.words == json.loads(json.dumps(words))
+    message = unpacked(packed(Message(words, payloads)), 1 << 20)
+    assert message.payloads == payloads
+    assert message.fields == json.loads(json.dumps(words))
 
 
 @RELAXED
@@ -317,7 +317,7 @@ def test_key_files_that_are_none(folder: Path, tmp_path: Path) -> None:
     membership.join(folder / "sites" / "north")
     public = folder / "sites" / "north" / "node.pub"
     (tmp_path / "large").write_bytes(public.read_bytes().strip() + b" " + b"x" * (1 << 20))
-    assert "no public key" in refusal(membership.accept_key, folder, "north", tmp_path / "large")
+    assert "not the public key" in refusal(membership.accept_key, folder, "north", tmp_path / "large")
     (tmp_path / "talks").write_bytes(public.read_bytes().strip() + b" \x1b[2Jhello\n")
     membership.accept_key(folder, "north", tmp_path / "talks")
     assert (folder / "keys" / "north.pub").read_bytes() == public.read_bytes()

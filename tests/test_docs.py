@@ -40,25 +40,23 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_readme_s_python_runs(
-    number: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["README.md", "docs/user-data.md"])
+def test_examples_train(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snippets of the README run as they stand, and print twenty rounds; the second beside a folder of tables."""
+    """The Python example of the page runs in a folder with tables of two hospitals, and prints twenty rounds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hospitals").mkdir()
     for name, n in (("north", 40), ("south", 12)):
         rows = [f"{30 + 7 * i % 50},{'abc'[i % 3]},{'died' if i % 3 else 'lived'}" for i in range(n)]
         (tmp_path / "hospitals" / f"{name}.csv").write_text("\n".join(["age,ward,outcome", *rows]))
-    snippet = blocks(ROOT / "README.md", "python")[number]
-    assert number == 0 or len(snippet.splitlines()) <= 10
-    exec(snippet, {})
+    exec(blocks(ROOT / page, "python")[0], {})
     assert len(capsys.readouterr().out.splitlines()) == 20
 
 
 def test_the_estimator_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The snippet of docs/use.md runs as it stands, and prints predictions and weights."""
-    (snippet,) = blocks(ROOT / "docs" / "use.md", "python")
+    """The snippet of docs/predict-export.md runs as it stands, and prints predictions and weights."""
+    (snippet,) = blocks(ROOT / "docs" / "predict-export.md", "python")
     exec(snippet, {})
     said, weights = capsys.readouterr().out.splitlines()
     assert "(3, 2)" in said
@@ -85,7 +83,7 @@ def test_commands_in_the_docs_exist(line: str) -> None:
     flags = {word for word in words if word.startswith("--")}
     if words[1] == "run":
         known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Runtime), *_flags(ProgressFlags)}
-        assert flags <= known | {"--out", "--alone"}
+        assert flags <= known | {"--out", "--no-baselines"}
     if words[1] == "tune":
         known = {*_flags(Settings), *_flags(options_class(words[2])), *_flags(Budget), *_flags(Runtime)}
         assert flags <= known | set(_flags(ProgressFlags))
@@ -113,9 +111,9 @@ def test_tables_of_all_methods_are_the_records(match: re.Match[str]) -> None:
     assert match["table"].strip() == found.strip()
 
 
-def test_the_readme_has_its_table() -> None:
-    """The README shows seven methods on five splits."""
-    match = next(TABLE.finditer((ROOT / "README.md").read_text()))
+def test_the_demo_has_its_table() -> None:
+    """docs/examples/digits.md shows seven methods on five splits."""
+    match = next(TABLE.finditer((ROOT / "docs" / "examples" / "digits.md").read_text()))
     assert all(f"| {split} |" in match["table"] for split in ("A", "B", "C", "A*", "B*"))
     assert "| Local | FedAvg | SCAFFOLD | WE | WAFFLE | APFL | Ditto |" in match["table"]
 

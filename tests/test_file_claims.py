@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from paper import beyond_tables, robustness_tables
-from paper.page import STATING, with_tables
+from paper.page import RECORD_PAGES, with_tables
 from paper.studies import read_study
 
 from conftest import refusal
-from waffle_fl.claims.file_claims import accuracies, changed, judge, matches, stated
+from waffle_fl.claims.file_claims import accuracies, changed, check_claims, matches, read_claims
 from waffle_fl.claims.record_files import Part, read_part
 from waffle_fl.cli.menu import main
 from waffle_fl.config import RunConfig, Settings, load_experiments
@@ -151,24 +151,24 @@ def test_no_record_holds_nothing(clone: Path, capsys: pytest.CaptureFixture[str]
     found = told(capsys)
     assert "not complete" in found["problems"][0]
     assert not any(claim["holds"] for claim in found["claims"])
-    assert "no whole record of 4 of 4 cells" in found["claims"][0]["numbers"]
+    assert "no complete record of 4 of 4 cells" in found["claims"][0]["numbers"]
 
 
 def test_claims_wait_for_all_rivals_and_seeds(clone: Path) -> None:
     """Nothing holds before every method that a cell is compared with, and every seed of it, is in the record."""
     part = recorded(clone)
-    claims, name = stated(clone / "experiments" / "small.toml"), next(iter(part.runs))
+    claims, name = read_claims(clone / "experiments" / "small.toml"), next(iter(part.runs))
     for gone in (lambda run: run.config.method == "waffle", lambda run: run.config.settings.seed == 1):
         few = replace(part, runs={**part.runs, name: [run for run in part.runs[name] if not gone(run)]})
-        assert any("no whole record of" in verdict.numbers for verdict in judge(claims, few))
-    assert all(verdict.holds for verdict in judge(claims, part))
+        assert any("no complete record of" in verdict.numbers for verdict in check_claims(claims, few))
+    assert all(verdict.holds for verdict in check_claims(claims, part))
 
 
 def test_a_round_that_is_not_kept_is_told(clone: Path) -> None:
     """A claim about a round that the record leaves out is no claim about nothing."""
     config = next(iter(read_part(clone, "small").planned().values()))
     run = replace(finished(config, 0.9), rounds=[])
-    assert "which no record keeps" in refusal(accuracies, [run], 0.5)
+    assert "does not keep" in refusal(accuracies, [run], 0.5)
     assert accuracies([replace(run, result={**run.result, "status": "diverged"})], 0.5) == [0.0]
 
 
@@ -176,12 +176,12 @@ def test_exceptions_are_named_and_needed(clone: Path) -> None:
     """A named exception excuses its cells and no others; one that nothing needs fails the claim."""
     case = ({"guard": "standard", "attack": "backdoor", "method": "fedavg"}, (0.5,))
     part = recorded(clone, case=case)
-    claim = stated(clone / "experiments" / "small.toml")[1]
+    claim = read_claims(clone / "experiments" / "small.toml")[1]
     named = {"attack": "backdoor", "method": "fedavg", "reason": "it must be so"}
-    (excused,) = judge([replace(claim, exceptions=[named])], part)
+    (excused,) = check_claims([replace(claim, exceptions=[named])], part)
     assert excused.holds
     assert "it must be so" in excused.numbers
-    (other,) = judge([replace(claim, exceptions=[{**named, "attack": "sign-flip(3)"}])], part)
+    (other,) = check_claims([replace(claim, exceptions=[{**named, "attack": "sign-flip(3)"}])], part)
     assert not other.holds
     assert "is not needed" in other.numbers
 
@@ -190,7 +190,7 @@ def test_a_misspelt_claim_is_told(tmp_path: Path) -> None:
     """A key that no claim has is told with the nearest one."""
     file = tmp_path / "x.toml"
     file.write_text('[[claims]]\nclaim = "x"\nof = {}\nwihtin = 1\n')
-    assert "did you mean within" in refusal(stated, file)
+    assert "did you mean within" in refusal(read_claims, file)
 
 
 def test_the_same_but_for(clone: Path) -> None:
@@ -205,11 +205,11 @@ def test_the_same_but_for(clone: Path) -> None:
 
 def test_a_claim_compares_with_something_else(clone: Path) -> None:
     """A claim that would hold a run against itself, or against a score that it does not have, is refused."""
-    part, (claim, *_) = recorded(clone), stated(clone / "experiments" / "small.toml")
+    part, (claim, *_) = recorded(clone), read_claims(clone / "experiments" / "small.toml")
     same = replace(claim, against={"guard": "standard"})
-    assert "with itself" in refusal(judge, [same], part)
+    assert "with itself" in refusal(check_claims, [same], part)
     assert "'selected', which A FedAvg guard standard does not have" in refusal(
-        judge, [replace(claim, at=("selected",))], part
+        check_claims, [replace(claim, at=("selected",))], part
     )
 
 
@@ -230,23 +230,23 @@ def test_a_file_is_a_study_of_its_own(clone: Path) -> None:
 
 def test_the_gates_of_the_robustness_file() -> None:
     """The file's gates are 0.5 point without and 1.5 points under each attack that is not adaptive, at both moments."""
-    free, held = stated(ROOT / "experiments" / "robustness.toml")
+    free, held = read_claims(ROOT / "experiments" / "robustness.toml")
     assert (free.within, held.within) == (0.5, 1.5)
     assert tuple(free.at) == tuple(held.at) == (0.94, 1.0)
     attacks = {e.settings.attack for e in load_experiments(ROOT / "experiments" / "robustness.toml")}
     assert set(held.of["attack"]) == attacks - {"none", "projected"}
 
 
-@pytest.mark.parametrize("name", STATING)
+@pytest.mark.parametrize("name", RECORD_PAGES)
 def test_pages_that_state_claims_are_their_records(name: str) -> None:
-    """docs/robustness.md and docs/beyond.md have the tables of the committed records, and say what is missing."""
+    """Each page of RECORD_PAGES has the tables of its committed record, and lists missing runs."""
     assert (ROOT / "docs" / f"{name}.md").read_text() == with_tables(ROOT, name)
 
 
 def test_tables_of_a_record(clone: Path) -> None:
-    """With a record the page has every table: accuracies at both moments, weights, backdoors and rules."""
+    """With a record the page has every table: accuracies in both rounds, weights, backdoors and rules."""
     part = recorded(clone)
-    text = "\n".join(robustness_tables.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
+    text = "\n".join(robustness_tables.tables(part, ()))
     assert "| sign-flip(3) | 3 | 90.2 → 90.2 | 90.2 → 90.2 |" in text or "| sign-flip(3) | 3 | 90.1" in text
     assert "krum(1)" in text
     assert "| A | backdoor | 3 | 90.0 → 90.0 | 90.0 → 90.0 |" in text
@@ -257,8 +257,10 @@ def test_what_attacks_cost_is_counted(clone: Path) -> None:
     """Cases that lie more than 1.5 points below the honest run are counted by method and guard, the dearest named."""
     case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
     part = recorded(clone, case=(case, (0.5,)))
-    text = "\n".join(robustness_tables.sections(part, judge(stated(clone / "experiments" / "small.toml"), part)))
-    assert "Of 8 each" in text
+    text = "\n".join(
+        robustness_tables.summary(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part))
+    )
+    assert "Of 8 cases per cell" in text
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
 

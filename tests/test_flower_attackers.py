@@ -293,9 +293,9 @@ def test_an_operator_gets_no_values_and_no_imports(tmp_path: Path) -> None:
         common = ["run", "waffle", "--data", "hospitals", "--alice", "north", "--rounds", "1", "--batch-size", "16"]
         for k, (flags, words) in enumerate(
             [
-                (["--target", "outcome", "--categorical", "age"], "column 'age' holds numbers here"),
+                (["--target", "outcome", "--categorical", "age"], "column 'age' holds numbers, and"),
                 (["--target", "age", "--task", "classification"], "'age' has more than 10 different numbers"),
-                (["--target", "outcome", "--min-category", "1", "--categorical", "age"], "stays here"),
+                (["--target", "outcome", "--min-category", "1", "--categorical", "age"], "does not leave this site"),
                 (
                     ["--target", "outcome", "--omega", "hostile_schedule:half"],
                     "does not import 'hostile_schedule:half'",

@@ -116,7 +116,7 @@ def test_alice_all(method: str, folder: Path, tmp_path: Path) -> None:
     wanted = config(method, alice="all", rounds=2)
     grid = Grid(folder)
     conduct(folder, wanted, tmp_path / "runs", grid)
-    assert len([request for _, request in grid.requests if "tasks" in request.words]) == 3 * 2 + 3
+    assert len([request for _, request in grid.requests if "tasks" in request.fields]) == 3 * 2 + 3
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 3
     for run in runs:
@@ -151,7 +151,7 @@ def test_f4_a_lost_state_is_restored(method: str, losers: tuple[str, ...], folde
     seen: list[int] = []
 
     def lose(name: str, request: Message, reply: Message) -> Message:
-        (task,) = request.words.get("tasks", [{}])
+        (task,) = request.fields.get("tasks", [{}])
         if task.get("round") == 2 and name in losers and len(seen) < len(losers):
             seen.append(1)
             shutil.rmtree(folder / "sites" / name / "state")
@@ -170,27 +170,30 @@ def test_f4_alice_s_own_model_is_not_guessed(folder: Path, tmp_path: Path) -> No
     """F4: a personal model of Alice that is lost cannot be restored by the server: the run stops and says so."""
 
     def lose(name: str, request: Message, reply: Message) -> Message:
-        if request.words.get("tasks", [{}])[0].get("round") == 2 and name == "a":
+        if request.fields.get("tasks", [{}])[0].get("round") == 2 and name == "a":
             shutil.rmtree(folder / "sites" / name / "state")
         return reply
 
-    with pytest.raises(WaffleError, match="has lost her own model of round 2"):
+    with pytest.raises(WaffleError, match="lost her personal model of round 2"):
         conduct(folder, config("ditto"), tmp_path / "run", Grid(folder, lose))
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_f4_one_alice_s_loss_is_her_own(resumed: bool, folder: Path, tmp_path: Path) -> None:
-    """F4: of many Alices the one who has lost her own model ends her run alone; all others finish theirs."""
+    """F4: of many Alices one that lost her personal model ends her run alone; all others finish theirs."""
     wanted = config("ditto", alice="all", rounds=2)
 
     def lost(name: str, request: Message, reply: Message) -> Message:
-        course = next((task["course"] for task in request.words.get("tasks", []) if task["examine"]), "")
+        course = next((task["course"] for task in request.fields.get("tasks", []) if task["examine"]), "")
         if name != "b" or not course:
             return reply
-        return Message({**reply.words, "courses": {**reply.words["courses"], course: {"lost": True}}}, reply.payloads)
+        return Message({**reply.fields, "courses": {**reply.fields["courses"], course: {"lost": True}}}, reply.payloads)
 
     for _ in range(1 + resumed):
-        with pytest.raises(WaffleError, match=r"^Alice \(agent 1\) has lost her own model of round 1.*resume goes on$"):
+        with pytest.raises(
+            WaffleError,
+            match=r"^Alice \(agent 1\) lost her personal model of round 1.*continue with waffle deploy resume$",
+        ):
             conduct(folder, wanted, tmp_path / "runs", Grid(folder, lost))
     ended = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/result.json"))
     assert ended == ["digits-C-ditto-1", "digits-C-ditto-1-2"]
@@ -204,13 +207,13 @@ def test_what_alice_tells_is_a_number_or_nothing(r: int, folder: Path, tmp_path:
     """A score that is no finite number of this task is recorded as none, and the run finishes."""
 
     def boast(name: str, request: Message, reply: Message) -> Message:
-        (task,) = request.words.get("tasks", [{}])
+        (task,) = request.fields.get("tasks", [{}])
         if not task.get("examine") or task["base"][0] != r:
             return reply
-        said = {**reply.words["courses"][task["course"]], "score": {"finite": True, **UNTOLD}}
+        said = {**reply.fields["courses"][task["course"]], "score": {"finite": True, **UNTOLD}}
         if task["final"]:
             said["metrics"] = {"auc": float("inf"), "log_loss": 10**400, "loss": True, **UNTOLD}
-        return Message({**reply.words, "courses": {task["course"]: said}}, reply.payloads)
+        return Message({**reply.fields, "courses": {task["course"]: said}}, reply.payloads)
 
     conduct(folder, config(), tmp_path / "run", Grid(folder, boast))
     _, rounds, result = bits(tmp_path / "run")
@@ -250,10 +253,10 @@ def test_summaries_are_checked(told: dict[str, Any], tmp_path: Path) -> None:
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
 
     def lie(name: str, request: Message, reply: Message) -> Message:
-        replaced = {key: value for key, value in told.items() if key in reply.words}
-        return Message({**reply.words, **replaced}) if name == "south" else reply
+        replaced = {key: value for key, value in told.items() if key in reply.fields}
+        return Message({**reply.fields, **replaced}) if name == "south" else reply
 
-    with pytest.raises(WaffleError, match=r"^south told of its data in a way that cannot be read: [^\n]+$"):
+    with pytest.raises(WaffleError, match=r"^south sent a survey reply that cannot be read: [^\n]+$"):
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
 
 
@@ -261,9 +264,9 @@ def test_a_model_is_not_made_for_one_site_s_classes(folder: Path, tmp_path: Path
     """W6: a site that tells of a million classes is refused before a model is made for them."""
 
     def lie(name: str, request: Message, reply: Message) -> Message:
-        return Message({**reply.words, "classes": ["x"] * 1_000_000}) if name == "b" else reply
+        return Message({**reply.fields, "classes": ["x"] * 1_000_000}) if name == "b" else reply
 
-    with pytest.raises(WaffleError, match=r"^b told of its data .*: 1000000 classes, more than 10000$"):
+    with pytest.raises(WaffleError, match=r"^b sent a survey reply .*: 1000000 classes, more than 10000$"):
         conduct(folder, config(), tmp_path / "run", Grid(folder, lie))
 
 
@@ -273,7 +276,7 @@ def test_another_kind_of_data(kind: Any, tmp_path: Path) -> None:
     folder = federation(tmp_path / "own", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
 
     def lie(name: str, request: Message, reply: Message) -> Message:
-        return Message({**reply.words, "kind": kind}) if name == "south" else reply
+        return Message({**reply.fields, "kind": kind}) if name == "south" else reply
 
     with pytest.raises(WaffleError, match=r"^the sites differ in the kind of their data: north has tables") as caught:
         conduct(folder, tables(), tmp_path / "run", Grid(folder, lie))
@@ -305,7 +308,7 @@ def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     change(folder / "server.toml", deadline=0.5)
 
     def absent(name: str, request: Message, reply: Message) -> Message | None:
-        return None if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2 else reply
+        return None if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2 else reply
 
     conduct(folder, config(), tmp_path / "run", Grid(folder, absent))
     rounds = bits(tmp_path / "run")[1]
@@ -323,7 +326,7 @@ def test_w_what_arrives_is_checked(fault: str, folder: Path, tmp_path: Path) -> 
         if name != "b" or not reply.payloads:
             return reply
         first.setdefault(name, reply)
-        if request.words["tasks"][0]["round"] != 2:
+        if request.fields["tasks"][0]["round"] != 2:
             return reply
         ((course, payload),) = reply.payloads.items()
         nan = pack({"dy": torch.full((4810,), torch.nan).double(), "stats": torch.zeros(0).double()}, labels(payload))
@@ -334,7 +337,7 @@ def test_w_what_arrives_is_checked(fault: str, folder: Path, tmp_path: Path) -> 
             "another's": payload.replace(course.encode(), b"x" * len(course)),
             "rubbish": b"\x80\x04cos\nsystem\n",
         }
-        return Message(reply.words, {course: changed[fault]})
+        return Message(reply.fields, {course: changed[fault]})
 
     change(folder / "server.toml", quorum=1)
     conduct(folder, config(), tmp_path / "run", Grid(folder, tamper))
@@ -355,12 +358,12 @@ def test_f2_alice_absent(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     change(folder / "server.toml", deadline=0.3, retries=2, backoff=0.01)
 
     def absent(name: str, request: Message, reply: Message) -> Message | None:
-        return None if name == "a" and request.words.get("tasks", [{}])[0].get("round") == 3 else reply
+        return None if name == "a" and request.fields.get("tasks", [{}])[0].get("round") == 3 else reply
 
     grid = Grid(folder, absent)
     with pytest.raises(WaffleError, match=r"Alice \(agent 0\) unreachable in round 3.*resume"):
         conduct(folder, config(), tmp_path / "run", grid)
-    asked = [name for name, request in grid.requests if request.words.get("tasks", [{}])[0].get("round") == 3]
+    asked = [name for name, request in grid.requests if request.fields.get("tasks", [{}])[0].get("round") == 3]
     assert asked.count("a") == 3
     assert asked.count("b") == 1
     conduct(folder, config(), tmp_path / "run")
@@ -373,7 +376,7 @@ def test_f10_sites_that_do_not_come(folder: Path, tmp_path: Path, monkeypatch: p
     change(folder / "server.toml", start_timeout=0.2)
     grid = Grid(folder)
     grid.gone = {"a", "c"}
-    with pytest.raises(WaffleError, match=r"2 of 3 sites did not come within 0.2 seconds: a, c"):
+    with pytest.raises(WaffleError, match=r"2 of 3 sites did not connect within 0.2 seconds: a, c"):
         conduct(folder, config(), tmp_path / "run", grid)
 
 
@@ -394,7 +397,7 @@ def test_f10_a_known_run_goes_on_with_alice_and_the_quorum(
     change(folder / "server.toml", start_timeout=0.2)
     for gone in ({"a"}, {"b", "c"}):
         grid.gone = gone
-        with pytest.raises(WaffleError, match=f"did not come within 0.2 seconds: {', '.join(sorted(gone))}"):
+        with pytest.raises(WaffleError, match=f"did not connect within 0.2 seconds: {', '.join(sorted(gone))}"):
             JobRunner(folder, Job.open(folder, "run"), grid)._survey()
 
 
@@ -412,7 +415,9 @@ def test_f12_an_exception_at_a_site(tmp_path: Path, caplog: pytest.LogCaptureFix
     with (own / "south.csv").open("a") as stream:
         stream.write("\n44,f,1.0,A,secret")
     folder = federation(tmp_path / "own", ("north", "south"), str(own))
-    with pytest.raises(WaffleError, match=r"^south: it failed there \(WaffleError\); the site's own log") as caught:
+    with pytest.raises(
+        WaffleError, match=r"^south: failed at the site \(WaffleError\); see the site's own log"
+    ) as caught:
         conduct(folder, tables(), tmp_path / "run")
     assert "secret" in caplog.text
     assert "secret" not in str(caught.value)
@@ -424,19 +429,19 @@ def test_p5_data_that_changed(tmp_path: Path) -> None:
     folder = federation(tmp_path / "own", ("north", "south"), str(own), retries=0)
 
     def change_file(name: str, request: Message, reply: Message) -> Message:
-        if request.words.get("tasks", [{}])[0].get("round") == 1 and name == "south":
+        if request.fields.get("tasks", [{}])[0].get("round") == 1 and name == "south":
             file = own / "south.csv"
             file.write_text(file.read_text() + "\n44,f,1.0,A,3.00")
         return reply
 
-    with pytest.raises(WaffleError, match="no longer what it was when the run began"):
+    with pytest.raises(WaffleError, match="has changed since the run began"):
         conduct(folder, tables(), tmp_path / "run", Grid(folder, change_file))
 
 
 def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
     """F13: a model whose messages would be larger than allowed is refused before the first round."""
     change(folder / "server.toml", message_mb=1)
-    with pytest.raises(WaffleError, match=r"takes up to \d+ MB, server.toml allows 1"):
+    with pytest.raises(WaffleError, match=r"needs up to \d+ MB, server.toml allows 1"):
         conduct(folder, config(), tmp_path / "run")
 
 
@@ -444,8 +449,8 @@ def test_f13_too_large(folder: Path, tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"methods": ["fedavg"]}, "takes part in fedavg, not in waffle"),
-        ({"rounds": 2}, "answers 2 rounds in all"),
-        ({"max_norm": 1e-6}, "stays here: this site allows 1e-06"),
+        ({"rounds": 2}, "answers at most 2 rounds in total"),
+        ({"max_norm": 1e-6}, "too large to leave this site, which allows 1e-06"),
     ],
 )
 def test_a_site_s_rules_hold(changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path) -> None:
@@ -469,12 +474,12 @@ def test_metrics_that_may_not_leave(folder: Path, tmp_path: Path) -> None:
 def test_one_process_conducts_a_job(folder: Path, tmp_path: Path) -> None:
     """A ServerApp that finds another at its job stands back and says nothing; when the place is free it goes on."""
     job = Job.create(folder, config(), tmp_path / "run", force=False)
-    with job.conducting() as alone:
+    with job.exclusive() as alone:
         assert alone
-        assert job.conducted
+        assert job.is_running
         main(folder, Grid(folder), job.name)
         assert job.journal.since(0) == ([], 0)
-    assert not job.conducted
+    assert not job.is_running
     main(folder, Grid(folder), job.name)
     assert job.journal.since(0)[0][-1]["done"] is True
     assert bits(tmp_path / "run")[:2] == bits(simulated(config(), tmp_path / "twin"))[:2]
@@ -485,13 +490,13 @@ def test_who_looks_is_not_taken_for_who_conducts(folder: Path, tmp_path: Path) -
     job = Job.create(folder, config(), tmp_path / "run", force=False)
     with job.lock.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        assert not job.conducted
+        assert not job.is_running
 
 
 def test_a_job_keeps_its_name_while_it_is_conducted(folder: Path, tmp_path: Path) -> None:
     """A job that is submitted again before its run has a folder is the same run, if some process is at it."""
     first = Job.create(folder, config(), tmp_path / "run", force=False)
-    with first.conducting():
+    with first.exclusive():
         assert Job.create(folder, config(), tmp_path / "run", force=False).run == first.run
     assert Job.create(folder, config(), tmp_path / "run", force=False).run != first.run
 
@@ -500,15 +505,15 @@ def test_a_watcher_that_comes_late_hears_the_end(folder: Path, tmp_path: Path, m
     """A job that has said its last word, and still holds its place, ends for who watches it from now on."""
     monkeypatch.setattr(job_watcher, "LOOK", 0.01)
     job = Job.create(folder, config(), tmp_path / "run", force=False)
-    job.journal.say(error="that of an earlier attempt")
+    job.journal.write(error="that of an earlier attempt")
     main(folder, Grid(folder), job.name)
-    with job.conducting():
+    with job.exclusive():
         assert job_watcher.watch(folder, job, ProgressFlags(quiet=True)) == 0
     with job.journal.path.open("a") as stream:
         stream.write('{"error": "cut by a cra')
-    job.journal.say(note="the same line")
-    job.journal.say(error="a cause")
-    with job.conducting(), pytest.raises(WaffleError, match=r"^a cause$"):
+    job.journal.write(note="the same line")
+    job.journal.write(error="a cause")
+    with job.exclusive(), pytest.raises(WaffleError, match=r"^a cause$"):
         job_watcher.watch(folder, job, ProgressFlags(quiet=True))
 
 
@@ -525,7 +530,7 @@ def test_a_run_of_which_little_is_told_is_watched(
         change(folder / "sites" / site / "site.toml", metrics=metrics)
 
     def evil(name: str, request: Message, reply: Message) -> Message:
-        first = request.words.get("tasks", [{}])[0].get("round") == 1
+        first = request.fields.get("tasks", [{}])[0].get("round") == 1
         return Message({"error": "[/evil] \x1b[31m[bold]\n\u202eno"}) if name == "c" and first else reply
 
     job = Job.create(folder, config(alice=alice, rounds=2), tmp_path / "run", force=False)
@@ -538,7 +543,7 @@ def test_a_run_of_which_little_is_told_is_watched(
         result.rename(result.with_suffix(".json"))
     with ProgressDisplay(Console(file=text, width=200)) as received:
         job_watcher._follow(None, "1", job, 0, received)
-    with job.conducting():
+    with job.exclusive():
         assert job_watcher.watch(folder, job, ProgressFlags(quiet=True)) == 0
     assert "note: c: [/evil] [31m[bold] no" in text.getvalue()
     assert ("n/a" in text.getvalue()) == (metrics != ["accuracy"] or alice == "0")
@@ -560,7 +565,7 @@ def test_a_survey_is_of_its_run(tmp_path: Path) -> None:
     assert first.survey is None
     second = Job.create(folder, tables(target="cost"), tmp_path / "run", force=True)
     assert second.run != first.run
-    JobRunner(folder, second, Grid(folder)).conduct()
+    JobRunner(folder, second, Grid(folder)).run_all()
     assert json.loads((tmp_path / "run" / "preprocessing.json").read_text())["target"] == "cost"
     assert second.survey is not None
 
@@ -569,7 +574,7 @@ def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
     """P5: a job that was forced through a change is not forced when it is resumed."""
 
     def stop(name: str, request: Message, reply: Message) -> Message:
-        if request.words.get("tasks", [{}])[0].get("round") == 2:
+        if request.fields.get("tasks", [{}])[0].get("round") == 2:
             raise KeyboardInterrupt
         return reply
 
@@ -577,22 +582,22 @@ def test_force_is_for_once(folder: Path, tmp_path: Path) -> None:
         conduct(folder, config(), tmp_path / "run", Grid(folder, stop))
     forced = Job.create(folder, config(lr=0.05), tmp_path / "run", force=True)
     with pytest.raises(KeyboardInterrupt):
-        JobRunner(folder, forced, Grid(folder, stop)).conduct()
+        JobRunner(folder, forced, Grid(folder, stop)).run_all()
     assert not Job.open(folder, "run").force
     provenance = tmp_path / "run" / "provenance.json"
     content = json.loads(provenance.read_text())
     provenance.write_text(json.dumps({**content, "binding": {**content["binding"], "data": "other"}}))
     with pytest.raises(WaffleError, match="holds another run"):
-        JobRunner(folder, Job.open(folder, "run"), Grid(folder)).conduct()
+        JobRunner(folder, Job.open(folder, "run"), Grid(folder)).run_all()
 
 
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (config(attack="sign-flip"), "attack is for simulations"),
-        (config(leave_out=("1",)), "leave_out is for simulations"),
-        (config(shift="drift(sudden, 0.5)"), "drift is for simulations"),
-        (config(agents=4), "split among 4 agents, server.toml has 3 sites"),
+        (config(attack="sign-flip"), "attack works in simulations only"),
+        (config(leave_out=("1",)), "leave_out works in simulations only"),
+        (config(shift="drift(sudden, 0.5)"), "drift works in simulations only"),
+        (config(agents=4), "among 4 agents, but server.toml has 3 sites"),
         (tables(shift="rotate(45)"), "shift divides a data set among agents"),
         (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),
         (tables(samples_per_agent=5), "samples_per_agent divides a data set among agents"),

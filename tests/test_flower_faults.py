@@ -93,7 +93,7 @@ def test_f7_f8_strangers(folder: Path, stranger: Path) -> None:
             if fault is another_ca:
                 assert "unable to get local issuer certificate" in checked(stranger)
             if fault is no_tls:
-                assert "with TLS, which this end must use too" in checked(stranger)
+                assert "with TLS, but this folder is set to insecure" in checked(stranger)
     finally:
         deployment.close()
 
@@ -154,7 +154,7 @@ def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> 
         for name in ("a", "b"):
             deployment.start_site(name)
         missing = deployment.refuses(*asked(1, tmp_path / "f10"))
-        assert re.search(r"sites did not come within 5 seconds: .*c; start them", missing)
+        assert re.search(r"sites did not connect within 5 seconds: .*c; start them", missing)
 
         change(server, start_timeout=240.0)
         deployment.environment["PYTHONPATH"] = with_wire_version(tmp_path / "other", 99)
@@ -183,7 +183,7 @@ def test_f8_f10_f11_f13_before_the_first_round(folder: Path, tmp_path: Path) -> 
 
         change(server, message_mb=1)
         size = deployment.refuses(*asked(1, tmp_path / "f13"))
-        assert re.search(r"a message of this model takes up to \d+ MB, server.toml allows 1", size)
+        assert re.search(r"a message of this model needs up to \d+ MB, server.toml allows 1", size)
 
         change(server, message_mb=1024)
         assert deployment.finish_run(*asked(1, tmp_path / "run")) == 0
@@ -224,13 +224,13 @@ def test_f1_f2_f3_f12_absent(folder: Path, tmp_path: Path) -> None:
         )
         journal = (folder / "jobs" / "run.log").read_text()
         assert "Alice (agent 0) unreachable in round" in journal
-        assert ": asked again, 1 of 1" in journal
+        assert ": retry 1 of 1" in journal
         deployment.start_site("a")
         assert deployment.finish_run("resume", out) == 0
     _, rounds, result = bits(out)
     assert result["status"] == "finished"
     assert [line["round"] for line in rounds] == list(range(1, ROUNDS + 1))
-    failed = ["agent 2", "it failed there (NotADirectoryError); the site's own log says why"]
+    failed = ["agent 2", "failed at the site (NotADirectoryError); see the site's own log"]
     assert rounds[0]["screened"] == {"agent 2": "absent"}
     assert failed in rounds[0]["refused"]
     assert "NotADirectoryError" in (folder / "sites" / "c" / "site.log").read_text()

@@ -1,4 +1,4 @@
-"""A site's rules against a server that asks for more than it may: its parcels go straight to `Site.answer`."""
+"""A site's rules against a server that asks for more than it may: its messages go straight to `Site.answer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from waffle_fl.algorithms import for_model
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import membership
 from waffle_fl.deploy.client_app import answered
-from waffle_fl.deploy.dry_run import rehearse
+from waffle_fl.deploy.dry_run import dry_run
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.settings_files import change, read_site
 from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
@@ -76,7 +76,7 @@ class Server:
 
     def survey(self) -> Survey:
         def ask(stage: Stage, known: dict[str, Any]) -> Answers:
-            words = self.send(stage=stage, known=known).words
+            words = self.send(stage=stage, known=known).fields
             if "error" in words:
                 raise WaffleError(words["error"])
             return {"north": dict(words)}
@@ -117,7 +117,7 @@ class Scene(NamedTuple):
         return self.server.order(self.facts, self.course, ({**self.task, **changes}, payload or self.payload))
 
     def said(self, payload: bytes | None = None, **changes: Any) -> dict[str, Any]:
-        return next(iter(self.order(payload, **changes).words["courses"].values()))  # type: ignore[no-any-return]
+        return next(iter(self.order(payload, **changes).fields["courses"].values()))  # type: ignore[no-any-return]
 
     def other_models(self) -> Iterator[bytes]:
         """Payloads with other models in them."""
@@ -131,7 +131,7 @@ def scene(site: Path, asked: RunConfig | None = None, run: str = "run") -> Scene
     server.run = run
     facts = server.survey()
     course = server.course(facts)
-    task, payload = course.task(0)
+    task, payload = course.request_for(0)
     return Scene(server, facts, course, task.to_json(), payload)
 
 
@@ -166,8 +166,8 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
     """Names of patients are refused by the site itself, as target or as column, in one line without any of them."""
     lines = [f"patient{i},{i / 7:.3f},{i % 5},{'AB'[i % 2]}" for i in range(150)]
     (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
-    said = json.dumps(Server(site, config(**settings)).send(**words).words)
-    assert "more than 100 different texts, which stay here" in said
+    said = json.dumps(Server(site, config(**settings)).send(**words).fields)
+    assert "more than 100 different texts, which do not leave this site" in said
     assert "patient" not in said
 
 
@@ -180,8 +180,8 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
 )
 def test_an_identifier_stays_however_few_there_are(target: str, words: dict[str, Any], site: Path) -> None:
     """A text of its own in every row is a name, also where the site has few rows."""
-    said = json.dumps(Server(site, config(target=target)).send(**words).words)
-    assert "column 'name' has another text in every row: they stay here" in said
+    said = json.dumps(Server(site, config(target=target)).send(**words).fields)
+    assert "column 'name' has a different text in every row, which do not leave this site" in said
     assert "patient" not in said
 
 
@@ -195,11 +195,11 @@ def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> Non
     Server(site, config()).survey()
     for run in ("run", "another"):
         other = Server(site, config(**settings), run)
-        with pytest.raises(WaffleError, match=r"as read and split in 1 way\(s\), and this would be one more"):
+        with pytest.raises(WaffleError, match=r"for 1 way\(s\) of reading and splitting it, and this is one more"):
             other.survey()
         facts = Server(site, config(), run).survey()
         words = {"known": facts.known, "digest": facts.digests["north"], "model": "", "tasks": []}
-        assert "would be one more" in other.send(**words).words["error"]
+        assert "is one more" in other.send(**words).fields["error"]
     change(site / "site.toml", surveys=2, categorical=["dose"], targets=["ward", "name"])
     Server(site, config(**settings)).survey()
 
@@ -225,7 +225,7 @@ def test_other_questions_within_a_survey_are_refused(known: dict[str, Any], site
     people(site)
     server = Server(site, config())
     server.survey()
-    assert set(server.send(stage="columns", known=known).words) == {"error", "software"}
+    assert set(server.send(stage="columns", known=known).fields) == {"error", "software"}
 
 
 @pytest.mark.parametrize(("rows", "refused"), [(5, True), (7, False)])
@@ -233,15 +233,19 @@ def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> No
     """A mean of fewer than five training rows does not leave."""
     people(site, rows=rows)
     change(site / "site.toml", targets=["ward"])
-    said = Server(site, config()).send(stage="counts", known={"aim": AIM}).words
-    assert said.get("error", "") == ("fewer than 5 training rows are not summarised" if refused else "")
+    said = Server(site, config()).send(stage="counts", known={"aim": AIM}).fields
+    assert said.get("error", "") == (
+        "this site has fewer than 5 training rows, too few to summarise" if refused else ""
+    )
 
 
 def test_few_rows_score_no_model(site: Path) -> None:
     """Fewer than five held-out rows tell nothing of a model: it would tell their labels."""
     people(site, rows=12)
     change(site / "site.toml", targets=["ward"])
-    assert scene(site).said(examine=True, round=0) == {"error": "fewer than 5 held-out rows score no model"}
+    assert scene(site).said(examine=True, round=0) == {
+        "error": "this site has fewer than 5 held-out rows, too few to score a model"
+    }
 
 
 def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
@@ -253,7 +257,7 @@ def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
     for changed in ({"columns": columns[1:]}, {"columns": [*columns, columns[0]]}, {"columns": many}):
         known = {**first.facts.known, "prepared": {**prepared, **changed}}
         reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-        assert "error" in reply.words["courses"]["course"]
+        assert "error" in reply.fields["courses"]["course"]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: Scen
     with pytest.raises(WaffleError):
         Request.from_json({**first.task, **changes})
     before = sorted(first.server.site.parent.rglob("*"))
-    assert first.order(**changes).words["error"] == "it failed there (WaffleError); the site's own log says why"
+    assert first.order(**changes).fields["error"] == "failed at the site (WaffleError); see the site's own log"
     assert sorted(first.server.site.parent.rglob("*")) == before
 
 
@@ -300,9 +304,9 @@ def test_rules_hold_without_training(task: dict[str, Any], first: Scene, monkeyp
     monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
     change(first.server.site / "site.toml", methods=["fedavg"])
     first.server.config = config("ditto")
-    assert "takes part in fedavg, not in ditto" in first.order(**task).words["error"]
+    assert "takes part in fedavg, not in ditto" in first.order(**task).fields["error"]
     first.server.config = config(model="hostile_module:build")
-    assert "does not import 'hostile_module:build'" in first.order(**task).words["error"]
+    assert "does not import 'hostile_module:build'" in first.order(**task).fields["error"]
     assert not (canary / "sung").exists()
 
 
@@ -314,9 +318,10 @@ def test_different_questions_are_counted(task: dict[str, Any], first: Scene) -> 
     asked = [first.payload, next(models)]
     for payload in (*asked, *asked):
         assert "error" not in first.said(payload, **task)
-    assert "answers 2 rounds in all" in first.said(next(models), **task)["error"]
+    assert "answers at most 2 rounds in total" in first.said(next(models), **task)["error"]
     assert (
-        "answers 2 rounds in all" in scene(first.server.site, config(seed=2), "new").said(next(models), **task)["error"]
+        "answers at most 2 rounds in total"
+        in scene(first.server.site, config(seed=2), "new").said(next(models), **task)["error"]
     )
 
 
@@ -326,7 +331,7 @@ def test_another_attempt_is_another_question(changes: dict[str, Any], first: Sce
     change(first.server.site / "site.toml", rounds=1)
     assert "error" not in first.said()
     assert "error" not in first.said(course="again")
-    assert "answers 1 rounds in all" in first.said(**changes)["error"]
+    assert "answers at most 1 rounds in total" in first.said(**changes)["error"]
 
 
 def test_a_resumed_server_asks_the_same(site: Path) -> None:
@@ -335,11 +340,11 @@ def test_a_resumed_server_asks_the_same(site: Path) -> None:
     change(site / "site.toml", rounds=1)
     begun = scene(site, config("scaffold"))
     begun.course.lost.add(0)
-    restored, payload = begun.course.task(0)
+    restored, payload = begun.course.request_for(0)
     assert restored.restored
     for said in (begun.said(examine=True), begun.said(), begun.said(payload, restored=True)):
         assert "error" not in said
-    assert "answers 1 rounds in all" in begun.said(attempt=1)["error"]
+    assert "answers at most 1 rounds in total" in begun.said(attempt=1)["error"]
 
 
 def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
@@ -350,10 +355,10 @@ def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
         honest = scene(site)
         course = honest.course
         for _ in range(3):
-            task, payload = course.task(0)
+            task, payload = course.request_for(0)
             reply = honest.server.order(honest.facts, course, (task.to_json(), payload))
-            course.receive(0, reply.words["courses"]["course"], reply.payloads.get("course"))
-            course.turn(1)
+            course.receive(0, reply.fields["courses"]["course"], reply.payloads.get("course"))
+            course.advance(1)
         assert course.finished
 
 
@@ -366,7 +371,7 @@ def test_what_is_not_finite_tells_nothing(first: Scene) -> None:
     reply = first.order(pack(tensors, {}))
     sent = load(reply.payloads["course"])
     assert sent["dy"].isnan().all()
-    assert first.said() == {"error": "an update that is too long stays here: this site allows 1e-09"}
+    assert first.said() == {"error": "the update's norm is too large to leave this site, which allows 1e-09"}
 
 
 class Up(NamedTuple):
@@ -383,7 +388,7 @@ def test_all_of_an_update_is_measured(site: Path) -> None:
     chosen = torch.tensor([[1]])
     assert policy.let_update_out(Up(short, long, short, chosen)).stats is long
     for up in (Up(long, short, short, chosen), Up(short, short, long, chosen)):
-        with pytest.raises(Refused, match="too long stays here"):
+        with pytest.raises(Refused, match="norm is too large to leave"):
             policy.let_update_out(up)
     out = policy.let_update_out(Up(short, short * torch.nan, short, chosen))
     assert all(value.isnan().all() for value in out[:3])
@@ -395,10 +400,10 @@ def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
     good = packed(Message({"software": software()}))
     for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None)):
         reply = answered(folder, content)
-        assert reply.words["error"].startswith("it failed there (")
-        assert str(tmp_path) not in json.dumps(reply.words)
+        assert reply.fields["error"].startswith("failed at the site (")
+        assert str(tmp_path) not in json.dumps(reply.fields)
     (site / "site.toml").write_text("secret =")
-    assert answered(site, good).words["error"].startswith("it failed there (WaffleError)")
+    assert answered(site, good).fields["error"].startswith("failed at the site (WaffleError)")
 
 
 def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
@@ -408,7 +413,7 @@ def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
     path.mkdir()
     reply = first.order()
     assert reply.payloads == {}
-    assert reply.words["error"].startswith("it failed there (")
+    assert reply.fields["error"].startswith("failed at the site (")
 
 
 @pytest.mark.parametrize(
@@ -431,24 +436,24 @@ def test_work_is_bounded(asked: RunConfig, first: Scene) -> None:
 def test_messages_are_bounded(first: Scene) -> None:
     """A message of more megabytes than the site allows is not read, nor are copies of a model beyond them made."""
     change(first.server.site / "site.toml", max_mb=1)
-    assert first.order(bytes(2 << 20)).words["error"] == "a message takes more than the 1 MB that this site allows"
+    assert first.order(bytes(2 << 20)).fields["error"] == "a message needs more than the 1 MB that this site allows"
     first.server.config = config("ifca", {"clusters": 10**5})
-    assert first.said()["error"] == "this model takes more than the 1 MB that this site allows"
+    assert first.said()["error"] == "this model needs more than the 1 MB that this site allows"
 
 
 def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
-    """With alice = all each course has its own error, and the ledger says what truly left."""
+    """With alice = all each run has its own error, and the ledger records what left."""
     broken = ({**first.task, "course": "broken"}, b"rubbish")
     reply = first.server.order(first.facts, first.course, broken, (first.task, first.payload))
-    assert reply.words["courses"].keys() == {"broken", "course"}
-    assert reply.words["courses"]["broken"]["error"].startswith("what the server sent cannot be read")
+    assert reply.fields["courses"].keys() == {"broken", "course"}
+    assert reply.fields["courses"]["broken"]["error"].startswith("the server's payload cannot be read")
     assert reply.payloads.keys() == {"course"}
     lines = {line["course"]: line for line in ledger(first.server.site)[-2:]}
     assert "update" not in lines["broken"]
-    assert lines["broken"]["said"] == reply.words["courses"]["broken"]
+    assert lines["broken"]["said"] == reply.fields["courses"]["broken"]
     assert lines["course"]["update"]["bytes"] == len(reply.payloads["course"])
     twice = first.server.order(first.facts, first.course, (first.task, first.payload), (first.task, first.payload))
-    assert twice.words["error"] == "one course is asked for twice in a message"
+    assert twice.fields["error"] == "a message contains two requests for the same run"
 
 
 def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
@@ -456,7 +461,7 @@ def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
     score = first.said(round=0, examine=True)
     metrics = first.said(round=0, final=True)
     first.server.run = "../evil"
-    refusal = first.order().words["error"]
+    refusal = first.order().fields["error"]
     said = [line.get("said") for line in ledger(first.server.site)[-3:]]
     assert said == [score, metrics, {"error": refusal}]
     assert metrics["metrics"]["accuracy"] >= 0
@@ -470,25 +475,27 @@ def test_one_answer_at_a_time(site: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
-    """A course that would be refused is told by the dry run, not passed over."""
+    """The dry run reports a run that the site would refuse."""
     people(site)
     change(site / "site.toml", max_norm=1e-9)
-    with pytest.raises(WaffleError, match="this site would refuse, or fail: an update that is too long stays here"):
-        list(rehearse(site, config()))
+    with pytest.raises(
+        WaffleError, match="this site would refuse the request, or fail: the update's norm is too large to leave"
+    ):
+        list(dry_run(site, config()))
 
 
 def test_the_values_of_a_numeric_column_stay(site: Path) -> None:
     """A server that calls ages or doses categories gets none of them, unless the site lists the column itself."""
     people(site)
     for name in ("age", "dose"):
-        said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).words
+        said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).fields
         assert said["error"] == (
-            f"column {name!r} holds numbers here, whose values stay here: this site would have to list it under "
-            "categorical in its site.toml"
+            f"column {name!r} holds numbers, and their values do not leave this site: to allow it, list the column "
+            "under categorical in its site.toml"
         )
     change(site / "site.toml", categorical=["dose"], min_count=1, surveys=9)
     listed = Server(site, config(min_category=1))
-    said = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).words
+    said = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).fields
     assert "0.333" in said["categories"]["dose"]
 
 
@@ -497,15 +504,15 @@ def test_the_values_of_a_column_do_not_leave_as_classes(target: str, site: Path)
     """Naming another column as the target does not make its distinct values leave."""
     people(site, 12)
     asked = Server(site, config(target=target, task="classification"))
-    said = json.dumps(asked.send(stage="hello", known={}).words)
+    said = json.dumps(asked.send(stage="hello", known={}).fields)
     assert "error" in said
     assert "patient" not in said
     assert "3.333" not in said
     change(site / "site.toml", targets=["ward"])
-    assert "lets runs predict ward" in asked.send(stage="hello", known={}).words["error"]
+    assert "lets runs predict ward" in asked.send(stage="hello", known={}).fields["error"]
     assert (
         "lets runs predict ward"
-        in (Server(site, config(target="age", task="regression")).send(stage="hello", known={}).words["error"])
+        in (Server(site, config(target="age", task="regression")).send(stage="hello", known={}).fields["error"])
     )
 
 
@@ -514,18 +521,18 @@ def test_a_rare_category_stays(site: Path) -> None:
     table(site / "data" / "north.csv", rows=38, people=4)
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("\nrare1,33,1.5,A\nrare2,34,1.6,B\n")
-    told = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).words
+    told = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
     assert "patient0" in told["categories"]["name"]
     assert "rare" not in json.dumps(told)
     curious = Server(site, config(min_category=1), "curious")
     change(site / "site.toml", surveys=9)
-    said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).words
-    assert "fewer than 5 rows have stays here: run with --min-category 5" in said["error"]
+    said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
+    assert "fewer than 5 rows does not leave this site: run with --min-category 5" in said["error"]
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("patient0,33,1.5,C\n")
     assert (
         "a class of column 'ward' has fewer than 5 rows here"
-        in (Server(site, config(), "third").send(stage="hello", known={}).words["error"])
+        in (Server(site, config(), "third").send(stage="hello", known={}).fields["error"])
     )
 
 
@@ -547,8 +554,8 @@ def test_made_up_means_are_not_believed(changes: dict[str, Any], first: Scene) -
     columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    said = reply.words["courses"]["course"]["error"]
-    assert "the server's" in said or "holds numbers here" in said
+    said = reply.fields["courses"]["course"]["error"]
+    assert "the server's" in said or "holds numbers, and" in said
     assert not reply.payloads
 
 
@@ -560,7 +567,7 @@ def test_categories_that_were_told_cannot_be_left_out(first: Scene) -> None:
     ]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    assert "lacks categories that this site reported" in reply.words["courses"]["course"]["error"]
+    assert "lacks categories that this site reported" in reply.fields["courses"]["course"]["error"]
 
 
 @pytest.mark.parametrize("where", ["omega", "psi", "model", "aggregation"])
@@ -574,7 +581,7 @@ def test_nothing_that_a_request_names_is_imported(where: str, first: Scene, monk
     part = "settings" if where in content["settings"] else "options"
     content[part][where] = "hostile_rule:build"
     reply = first.server.send(stage="hello", known={}, config=content)
-    assert "does not import 'hostile_rule:build'" in reply.words["error"]
+    assert "does not import 'hostile_rule:build'" in reply.fields["error"]
     assert not (canary / "sung").exists()
     assert "hostile_rule" not in sys.modules
 
@@ -589,12 +596,12 @@ def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> N
     trapped = scene(site, asked)
     payload = pack({**load(trapped.payload), "x": imprint(trapped.course.model)[None]}, {})
     update = load(trapped.order(payload).payloads["course"])["dy"].reshape(-1)
-    rows = Site(site).holdings.federation(asked.settings, 0, trapped.facts.known)
+    rows = Site(site).data.federation(asked.settings, 0, trapped.facts.known)
     train = rows.x[rows.train[0]].double()
     assert recovered(trapped.course.model, update, train) >= len(train) // 3
 
     change(site / "site.toml", min_steps=2)
-    assert "fewer than 2 tells too much of its rows" in trapped.said(payload, round=2)["error"]
+    assert "fewer than 2 reveals too much about its rows" in trapped.said(payload, round=2)["error"]
     change(site / "site.toml", min_steps=1, max_exposed=0.1)
     assert "its update would reveal them" in trapped.said(payload, round=3)["error"]
     assert "error" not in scene(site, asked, "honest").said(round=4)
@@ -623,14 +630,14 @@ def test_the_server_s_word_on_the_target_is_not_believed(
     changed = {**facts.prepared, **aim}
     if stage == "train":
         course = server.course(facts)
-        task, payload = course.task(0)
+        task, payload = course.request_for(0)
         known = {**facts.known, "prepared": changed}
         reply = server.order(facts, course, (task.to_json(), payload), known=known)
-        said = reply.words["courses"]["course"]["error"]
+        said = reply.fields["courses"]["course"]["error"]
     else:
         reply = server.send(stage=stage, known={"aim": {**changed, "columns": []}, "kinds": {"age": "numeric"}})
-        said = reply.words["error"]
-    assert "the server" in said or "no classes" in said
+        said = reply.fields["error"]
+    assert "the server" in said or "cannot be classes" in said
     assert not reply.payloads
 
 
@@ -640,7 +647,7 @@ def test_a_target_that_is_not_listed_is_refused_in_every_stage(site: Path) -> No
     change(site / "site.toml", targets=["ward"])
     for stage in ("hello", "counts", "columns"):
         aim = {**AIM, "target": "name", "classes": [f"patient{i}" for i in range(4)]}
-        said = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).words
+        said = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).fields
         assert "lets runs predict ward, not 'name'" in said["error"]
 
 
@@ -655,7 +662,7 @@ def test_every_field_of_a_preparation_has_its_type(changes: dict[str, Any], firs
     columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
     reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    assert "error" in reply.words["courses"]["course"]
+    assert "error" in reply.fields["courses"]["course"]
     assert not reply.payloads
 
 
@@ -666,5 +673,5 @@ def test_nothing_with_a_colon_is_imported(named: str, first: Scene) -> None:
         content = config("waffle").to_json()
         content[part][where] = named
         reply = first.server.send(stage="hello", known={}, config=content)
-        assert "does not import" in reply.words["error"]
+        assert "does not import" in reply.fields["error"]
     assert not {"this", "antigravity"} & set(sys.modules)

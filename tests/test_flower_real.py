@@ -53,7 +53,7 @@ def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
     finally:
         running.terminate()
         running.wait(timeout=PATIENCE)
-    assert "stopped, and the server and its sites with it" in log.read_text()
+    assert "stopped the run, the server and its sites" in log.read_text()
     end = time.monotonic() + 60
     while processes_in(out) and time.monotonic() < end:  # Flower's own helpers see that their parent is gone
         time.sleep(0.5)
@@ -78,7 +78,7 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
                 assert number is not None
                 os.kill(number, signal.SIGKILL)
                 assert running.wait(timeout=900) == 2
-                assert "the ServerApp ended without a word" in deployment.said(0)
+                assert "the ServerApp ended without a result" in deployment.said(0)
             else:
                 deployment.kill("server")
                 running.terminate()

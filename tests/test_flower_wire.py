@@ -103,7 +103,7 @@ def test_w1_from_alice(folder: Path, tmp_path: Path) -> None:
     scheduled(folder, a={2: "W1 NaN"})
     grid = lying(folder)
     conduct(folder, config(3), tmp_path / "run", grid)
-    asked = [request.words["tasks"][0] for name, request in grid.requests if "tasks" in request.words and name == "a"]
+    asked = [request.fields["tasks"][0] for name, request in grid.requests if "tasks" in request.fields and name == "a"]
     assert [(task["round"], task["attempt"]) for task in asked] == [(1, 0), (2, 0), (2, 1), (3, 0), (0, 0)]
     assert bits(tmp_path / "run")[2]["status"] == "finished"
 
@@ -112,9 +112,9 @@ def test_w1_from_alice_for_ever(folder: Path, tmp_path: Path) -> None:
     """W1: after three attempts without a finite update of Alice the run ends as diverged, its last round kept."""
 
     def never(name: str, request: Message, reply: Message) -> Message:
-        if name != "a" or request.words.get("tasks", [{}])[0].get("round") != 2:
+        if name != "a" or request.fields.get("tasks", [{}])[0].get("round") != 2:
             return reply
-        return Message(reply.words, {course: LIES["W1 NaN"][0](payload) for course, payload in reply.payloads.items()})
+        return Message(reply.fields, {label: LIES["W1 NaN"][0](payload) for label, payload in reply.payloads.items()})
 
     conduct(folder, config(3), tmp_path / "run", Grid(folder, never))
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -141,7 +141,7 @@ def test_w9_two_replies(folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         def push_messages(self, messages: Sequence[Any]) -> list[str]:
             (number,) = super().push_messages(messages)
             name, request = self.requests[-1]
-            if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+            if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2:
                 if self.nodes[B].last_activated_at:
                     self.replies |= self.held
                 else:
@@ -169,7 +169,7 @@ def test_w12_w13_nobody_but_alice(method: str, folder: Path, tmp_path: Path) -> 
     rounds = bits(tmp_path / "run")[1]
     assert rounds[1]["weights"] == [1.0, 0.0, 0.0]
     assert sum(rounds[2]["weights"]) == pytest.approx(1)
-    assert notes(folder).count("no update but Alice's was used, so this was a local step") == 1
+    assert notes(folder).count("only Alice's own update was used, so this was a local step") == 1
 
 
 def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,11 +178,11 @@ def test_w12_everybody_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     change(folder / "server.toml", deadline=0.5, quorum=1)
 
     def gone(name: str, request: Message, reply: Message) -> Message | None:
-        return None if name != "a" and request.words.get("tasks") else reply
+        return None if name != "a" and request.fields.get("tasks") else reply
 
     conduct(folder, config(2, "waffle"), tmp_path / "run", Grid(folder, gone))
     assert [line["weights"] for line in bits(tmp_path / "run")[1]] == [[1.0, 0.0, 0.0]] * 2
-    assert notes(folder).count("no update but Alice's was used") == 2
+    assert notes(folder).count("only Alice's own update was used") == 2
 
 
 def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_reply_that_flower_cannot_read(folder: Path, tmp_path: Path) -> None:
     class Unreadable(Grid):
         def pull_messages(self, numbers: Sequence[str]) -> list[Any]:
             name, request = self.requests[int(numbers[0])]
-            if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+            if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2:
                 raise KeyError("object_type")
             return super().pull_messages(numbers)
 
@@ -265,7 +265,7 @@ def test_f1_a_site_that_is_offline(folder: Path, tmp_path: Path, monkeypatch: py
     grid = Grid(folder)
 
     def leave(name: str, request: Message, reply: Message) -> Message | None:
-        if name == "b" and request.words.get("tasks", [{}])[0].get("round") == 2:
+        if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2:
             grid.gone = {"b"}
             return None
         return reply
@@ -293,18 +293,18 @@ def test_a_round_survives_whatever_is_said(said: list[tuple[int, dict[str, Any],
     model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
     algorithm = config(2).algorithm()
     plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
-    course, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
-    honest = seal(course._up, 0, course.inbox.header, 1)
+    server_run, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
+    honest = seal(server_run._up, 0, server_run.collector.envelope, 1)
     for agent in (A, B):
-        course.receive(agent, {}, honest)
-    course.turn(1)
-    assert course.closed
+        server_run.receive(agent, {}, honest)
+    server_run.advance(1)
+    assert server_run.pending
     for agent, words, payload in said:
-        course.receive(agent, words, payload)
-        settled, _ = course.turn(1)
+        server_run.receive(agent, words, payload)
+        settled, _ = server_run.advance(1)
         lines += [settled.measured] if settled else []
     json.dumps([lines, summary(lines, "finished")], allow_nan=False)
-    assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in course.notes)
+    assert all(note.isprintable() and len(note) <= LONGEST_REASON for _, note in server_run.notes)
 
 
 def test_w6_a_transfer_is_stopped_before_it_is_read() -> None:
@@ -403,7 +403,7 @@ def test_w10_w11_real(real: SimpleNamespace) -> None:
 def test_w1_w12_w13_real(real: SimpleNamespace) -> None:
     """W12, W13: with all others refused the round is Alice's; W1: her own NaN costs one more attempt."""
     assert real.rounds[real.alone - 1]["weights"] == [1.0, 0.0, 0.0]
-    assert "no update but Alice's was used, so this was a local step" in notes(real.folder)
+    assert "only Alice's own update was used, so this was a local step" in notes(real.folder)
     assert real.rounds[-1]["round"] == real.alone + 2
     assert all(sum(line["weights"]) == pytest.approx(1) for line in real.rounds)
 

@@ -24,7 +24,7 @@ def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_noise_stands_in_for_mnist() -> None:
     """Without the published files, files of noise with their shapes are read as MNIST is, and called unverified."""
-    with gpu.place_of("cpu") as runtime:
+    with gpu.runtime_for("cpu") as runtime:
         noise = load("mnist", runtime.data_dir, runtime.allow_unverified)
     assert (noise.x_train.shape, noise.x_test.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
     assert not noise.verified

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from cli_support import refusal, strict, waffle
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import federation_of
-from waffle_fl.inference.predicting import answers
+from waffle_fl.inference.predicting import to_predictions
 from waffle_fl.inference.trained_run import open_run
 from waffle_fl.results import read_run
 
@@ -102,7 +102,7 @@ def test_an_opened_run_says_what_it_said(made: Path, name: str) -> None:
     said = load_file(made / name / "predictions.safetensors")
     output = run.outputs(test_samples(made / name))
     torch.testing.assert_close(output, said["output"], rtol=1e-5, atol=1e-5)
-    assert answers(run, said["output"], said["target"]).metrics == run.run.result["metrics"]
+    assert to_predictions(run, said["output"], said["target"]).metrics == run.run.result["metrics"]
 
 
 def test_a_table_is_predicted_row_by_row(made: Path, tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_arrays_are_predicted(made: Path, tmp_path: Path) -> None:
 
 WRONG_TABLES = {
     "missing column": ("age,ill\n50,yes\n", "lacks the column 'sex'"),
-    "unknown category": ("age,sex\n50,x\n", "column 'sex' says 'x'"),
-    "text in a numeric column": ("age,sex\nold,f\n", "column 'age' holds numbers, but line 2 says 'old'"),
-    "unknown class": ("age,sex,ill\n50,f,maybe\n", "column 'ill' says 'maybe'"),
+    "unknown category": ("age,sex\n50,x\n", "column 'sex' has 'x'"),
+    "text in a numeric column": ("age,sex\nold,f\n", "column 'age' holds numbers, but line 2 has 'old'"),
+    "unknown class": ("age,sex,ill\n50,f,maybe\n", "column 'ill' has 'maybe'"),
     "empty": ("", "is empty"),
     "header alone": ("age,sex,ill\n", "no rows"),
     "ragged": ("age,sex\n50\n", "expected 2 cells"),
-    "huge": ("age,sex\n1e300,f\n", "column 'age' says '1e300' in line 2, too large"),
+    "huge": ("age,sex\n1e300,f\n", "column 'age' has '1e300' in line 2, too large"),
 }
 
 
@@ -218,7 +218,7 @@ WRONG_ARRAYS = {
     "label": (npz(x=np.zeros((2, 1, 8, 8)), y=np.array([1, 10])), "integers from 0 to 9"),
     "labels": (npz(x=np.zeros((2, 1, 8, 8)), y=np.array([1])), "y of shape (2,)"),
     "pickled": (npz(x=np.array([{}], dtype=object)), "cannot read"),
-    "cut off": (lambda path: path.write_bytes(b"PK\x03\x04"), "cannot read"),
+    "truncated": (lambda path: path.write_bytes(b"PK\x03\x04"), "cannot read"),
     "absent": (lambda path: None, "No such file"),
 }
 
@@ -243,7 +243,7 @@ def test_a_run_that_has_no_model_is_refused(made: Path, tmp_path: Path, command:
     """No run at all, an unfinished one, a diverged one, a damaged model: each is told in one line."""
     name, *rest = command
     run = tmp_path / "run"
-    assert "is no run folder" in refusal(waffle(name, run, *rest))
+    assert "is not a run folder" in refusal(waffle(name, run, *rest))
     shutil.copytree(made / "digits", run)
     content = bytearray((run / "model.safetensors").read_bytes())
     content[-1] ^= 1

@@ -23,7 +23,7 @@ from test_process import waffle as process
 from waffle_fl import experiment
 from waffle_fl.atomic_files import remove, sync_folder, write_atomically
 from waffle_fl.config import check_run
-from waffle_fl.config.files import MOST_VARIED
+from waffle_fl.config.files import MAX_COMBINATIONS
 from waffle_fl.engines.workers import Workers
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
@@ -243,15 +243,15 @@ def test_a_trillion_combinations_are_refused_at_once(tmp_path: Path) -> None:
     names += ["waffle.clip", "waffle.eta_g", "waffle.correction", "split_seed"]
     lists = "\n".join(f'"{name}" = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]' for name in names)
     (tmp_path / "grid.toml").write_text(f'methods = ["waffle"]\n[vary]\n{lists}\n')
-    line = refused("bench", tmp_path / "grid.toml", "--plan")
+    line = refused("bench", tmp_path / "grid.toml", "--dry-run")
     assert "1,000,000,000,000 combinations" in line
-    assert f"at most {MOST_VARIED:,}" in line
+    assert f"at most {MAX_COMBINATIONS:,}" in line
 
 
 def test_a_few_combinations_are_planned(tmp_path: Path) -> None:
     """The limit is far from any grid that is meant."""
     (tmp_path / "grid.toml").write_text('methods = ["local"]\n[vary]\nlr = [0.1, 0.2]\nbatch_size = [8, 16, 32]\n')
-    shown = waffle("bench", tmp_path / "grid.toml", "--plan")
+    shown = waffle("bench", tmp_path / "grid.toml", "--dry-run")
     assert (shown.code, len(shown.out.splitlines())) == (0, 6)
 
 
@@ -282,7 +282,7 @@ def test_out_of_memory_is_one_line_and_resumable(tmp_path: Path, monkeypatch: py
         patch.setattr(experiment.execution, "simulate", short)
         text = refusal(waffle(*line, folder))
     assert "out of memory" in text
-    assert "the same command goes on" in text
+    assert "run the same command again" in text
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-00000002.safetensors"]
     assert waffle(*line, folder).code == 0
     assert waffle(*line, tmp_path / "whole").code == 0

@@ -116,7 +116,7 @@ def test_lost_state_restarts_momentum_at_zero(method: str, tmp_path: Path) -> No
     folder = federation(tmp_path / "federation", ("a", "b", "c"))
 
     def delete_state(site: str, request: Any, reply: Any) -> Any:
-        if site == "b" and any(task["round"] == 2 for task in request.words.get("tasks", [])):
+        if site == "b" and any(task["round"] == 2 for task in request.fields.get("tasks", [])):
             shutil.rmtree(folder / "sites" / "b" / "state")
         return reply
 
@@ -124,5 +124,5 @@ def test_lost_state_restarts_momentum_at_zero(method: str, tmp_path: Path) -> No
     conduct(folder, config(method), tmp_path / "run", grid)
     lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
     assert len(lines) == 4
-    said = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]
-    assert said == ["had lost its state of round 2, which the server restored; its momentum starts at zero"]
+    reasons = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]
+    assert reasons == ["lost its state of round 2; the server restored it; its momentum starts at zero"]

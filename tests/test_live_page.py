@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SITES:
         settings_files.change(folder / "sites" / name / "site.toml", max_exposed=1.0)
     for name, rounds, alice in (("first", 3, "0"), ("every", 2, "all")):
-        conduct(folder, small(rounds, alice=alice), root / name).show(status="finished", waiting=[])
+        conduct(folder, small(rounds, alice=alice), root / name).update_state(status="finished", waiting=[])
     return root
 
 
@@ -191,9 +191,9 @@ def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest
     line = {**logged(root / "first")[-1], "round": 4, "screened": {"agent 1": "too long"}}
     del line["accuracy"]
     append(root / "first", {**line, "rmse": 0.25, "loss": None})
-    with job.conducting() as alone, served(folder) as server:
+    with job.exclusive() as alone, served(folder) as server:
         assert alone
-        job.show(status="running", round=4, waiting=["south"])
+        job.update_state(status="running", round=4, waiting=["south"])
         state, found = json.loads(get(server, "/state.json")[1]), metrics(server)
     assert state["server"] == "running"
     states = {site["name"]: site["state"] for site in state["sites"]}
@@ -373,7 +373,7 @@ def poison(root: Path) -> None:
     write_json(root / "first" / "provenance.json", {**about, "agents": names, "engine": engine})
     last = logged(root / "first")[-1]
     append(root / "first", {**last, "round": 4, "screened": {"</script>" + EVIL: ODD}})
-    Job.open(root / "fed", "first").show(status="failed", error=f"{root / 'first'}: {ODD}", round=4)
+    Job.open(root / "fed", "first").update_state(status="failed", error=f"{root / 'first'}: {ODD}", round=4)
 
 
 def test_hostile_text_is_cleaned(root: Path) -> None:
@@ -432,8 +432,8 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     folder = root / "fed"
     connect(monkeypatch, folder, "north", "south")
     job = Job.open(folder, "first")
-    with job.conducting(), served(folder) as server, browsing(server) as (tab, complaints):
-        job.show(status="running", round=3, waiting=["west"])
+    with job.exclusive(), served(folder) as server, browsing(server) as (tab, complaints):
+        job.update_state(status="running", round=3, waiting=["west"])
         card = tab.locator(".job").first
         card.get_by_text("Waiting for west.").wait_for()
         assert card.locator("h2").inner_text() == "first"
@@ -463,7 +463,7 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         card.locator(".numbers tbody tr").nth(2).wait_for()
         assert card.locator(".numbers tbody tr").count() == 3
         append(root / "first", {**lines[-1], "round": 4, "accuracy": 0.875, "screened": {"agent 1": "too long"}})
-        job.show(status="running", round=4, waiting=[])
+        job.update_state(status="running", round=4, waiting=[])
         tab.wait_for_selector('[data-chart="scores"][data-points="4"]')
         assert before.evaluate("(svg) => svg.isConnected")
         assert scores.locator("circle").count() == 4

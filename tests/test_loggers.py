@@ -13,7 +13,7 @@ import pytest
 from cli_support import refusal, waffle
 from waffle_fl import experiment
 from waffle_fl.experiment import Listener
-from waffle_fl.loggers import Several
+from waffle_fl.loggers import ListenerGroup
 from waffle_fl.records import read_rounds
 
 SMALL = ("--data", "synthetic", "--model", "linear", "--samples-per-agent", "20", "--agents", "3", "--rounds", "4")
@@ -182,7 +182,7 @@ def test_several_listeners_hear_all() -> None:
         def warned(self, message: str) -> None:
             received.append(message)
 
-    several: Any = Several([Ear(), Ear()])
+    several: Any = ListenerGroup([Ear(), Ear()])
     several.planned([], 0)
     several.advanced(None, {})
     several.ended(None, {})

@@ -183,7 +183,7 @@ def test_a_search_does_not_go_on_from_a_log_that_was_changed(tmp_path: Path) -> 
     """A trial's rounds, also of one that was given up, are checked before they are judged again."""
     pytest.importorskip("optuna")
     line = ["tune", "fedavg", "--data", "synthetic", "--model", "linear", "--rounds", "4", "--samples-per-agent", "20"]
-    line += ["--over", "lr", "--out", str(tmp_path / "tune"), "--quiet", "--together", "1", "--trials"]
+    line += ["--only", "lr", "--out", str(tmp_path / "tune"), "--quiet", "--parallel-trials", "1", "--trials"]
     assert waffle(*line, "1").code == 0
     log = next((tmp_path / "tune").glob("trial-0000/*/rounds.jsonl"))
     log.write_bytes(log.read_bytes().replace(b'"validation_accuracy":0', b'"validation_accuracy":1'))
@@ -439,7 +439,7 @@ def test_a_folder_without_a_manifest_is_refused(run: Path, patients: Path, comma
         (path / "manifest.json").unlink()
     line = refusal(waffle(*commands(run, patients)[command]))
     assert f"{run} has no manifest.json" in line
-    assert "`waffle resume RUN --force` once writes it" in line
+    assert "`waffle resume RUN --force` once to write it" in line
     assert not (run / "manifest.json").exists()
 
 
@@ -549,7 +549,7 @@ def test_seal_and_verify_are_for_code_that_writes_its_own_folders(tmp_path: Path
     verify(folder)
     with pytest.raises(WaffleError, match="force=True"):
         verify(folder, ("model.safetensors",))
-    with pytest.warns(UserWarning, match="used nevertheless"):
+    with pytest.warns(UserWarning, match="used because of"):
         verify(folder, ("model.safetensors",), force=True)
     told: list[str] = []
     verify(folder, ("model.safetensors",), force=True, warn=told.append)
@@ -565,7 +565,7 @@ def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytes
     reversed_classes(run)
     with pytest.raises(WaffleError, match=r"provenance\.json was changed"):
         open_run(run)
-    with pytest.warns(UserWarning, match="used nevertheless"):
+    with pytest.warns(UserWarning, match="used because of"):
         assert open_run(run, force=True).classes == ("yes", "no")
 
 

@@ -36,4 +36,4 @@ def test_the_menu_is_what_the_commands_say(name: str) -> None:
     """Each command exists, and its line in the menu is the first of its docstring."""
     command = COMMANDS[name]
     function = getattr(import_module(f"waffle_fl.cli.{command.module}"), command.function)
-    assert (function.__doc__ or "").splitlines()[0] == command.line
+    assert (function.__doc__ or "").splitlines()[0] == command.summary

@@ -200,7 +200,7 @@ def test_degenerate_settings_are_noted() -> None:
         config = RunConfig(method=method, settings=Settings(batch_size=BATCH), options=options)
         return advice(config, federation, getattr(fitted(config.algorithm()), "parts", None))
 
-    assert notes("fedbn") == ["no layer of this model stays with its agent: one model for all"]
-    assert notes("fedper", head_layers=2) == ["every layer of this model stays with its agent: this is Local"]
-    assert notes("per-fedavg") == ["agent 1: fewer than 2 mini-batches a round, which an update takes"]
+    assert notes("fedbn") == ["no layer of this model is personal: one model for all agents"]
+    assert notes("fedper", head_layers=2) == ["every layer of this model is personal: this is Local"]
+    assert notes("per-fedavg") == ["agent 1: fewer than 2 mini-batches per round, which an update needs"]
     assert notes("fedper") == notes("fedrep") == notes("fedavg") == []

@@ -153,7 +153,7 @@ def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:
     text = (tmp_path / "table.md").read_text()
     assert "| A | **92.00 ± 2.83** | **92.00 ± 0.00** |" in text
     assert "| A, lr 0.5 |  | **90.00** |" in text
-    assert "What a row does not name is at its default: lr 0.1." in (tmp_path / "index.html").read_text()
+    assert "Settings that a row does not state are at their default: lr 0.1." in (tmp_path / "index.html").read_text()
 
 
 def test_a_seed_that_never_finished_a_round_counts_as_diverged() -> None:

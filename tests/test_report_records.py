@@ -11,7 +11,7 @@ import pytest
 from test_report import RUNS, finished
 from waffle_fl.report import write_report
 from waffle_fl.report.charts import MOST_ROWS, charts_of
-from waffle_fl.results import FinishedRun, apart, read_condensed, remarks, rows_of, scores
+from waffle_fl.results import FinishedRun, read_condensed, remarks, rows_of, scores, with_variants
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -33,7 +33,7 @@ def test_there_are_records() -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_record_becomes_a_page(name: str, tmp_path: Path) -> None:
     """The page has a row for every split and variant, and each cell averages runs that differ in their seed alone."""
-    runs = apart(read_condensed(RESULTS / f"{name}.jsonl"))
+    runs = with_variants(read_condensed(RESULTS / f"{name}.jsonl"))
     text = write_report(runs, tmp_path, name, images=False).read_text(encoding="utf-8")
     assert all(f"<tr><th>{row}</th>" in text for row in rows_of(runs))
     cells: dict[tuple[str, str], list[FinishedRun]] = {}
@@ -52,13 +52,13 @@ def with_options(run: FinishedRun, **options: object) -> FinishedRun:
 def test_options_tell_rows_apart() -> None:
     """A row names an option that is not the default; a method without the option stays in the row of the default."""
     low = with_options(finished("waffle", "A", 1, 0.5), denominator="range")
-    runs = apart([*RUNS, low])
+    runs = with_variants([*RUNS, low])
     assert rows_of(runs) == ["A", "A, denominator range", "B*"]
     assert scores(runs, "best")["A", "waffle"].mean == pytest.approx(0.92)
     assert scores(runs, "best")["A, denominator range", "waffle"].mean == pytest.approx(0.5)
     assert remarks(runs) == [
-        "Rows name the settings in which runs of one split differ. What a row does not name is at its default: "
-        "denominator max."
+        "Rows state the settings in which runs of one split differ. "
+        "Settings that a row does not state are at their default: denominator max."
     ]
 
 
@@ -66,14 +66,14 @@ def test_a_setting_that_differs_by_split_is_a_remark() -> None:
     """Seeds of permutations that only starred splits have leave the rows as they are."""
     star = finished("waffle", "B*", 1, 0.5)
     settings = replace(star.config.settings, permutation_seed=1)
-    runs = apart([RUNS[0], replace(star, config=replace(star.config, settings=settings))])
+    runs = with_variants([RUNS[0], replace(star, config=replace(star.config, settings=settings))])
     assert rows_of(runs) == ["A", "B*"]
     assert remarks(runs) == ["permutation_seed is 0 in A; 1 in B*."]
 
 
 def test_runs_that_are_alike_need_no_remark() -> None:
     """Rows keep their names where nothing differs."""
-    assert apart(RUNS) == RUNS
+    assert with_variants(RUNS) == RUNS
     assert remarks(RUNS) == []
 
 

@@ -125,7 +125,7 @@ def doctored(runs: list[FinishedRun], **changes: Any) -> list[FinishedRun]:
 
 
 def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: Path) -> None:
-    """A run of another config, a missing or doubled one, other data, and a result that is not its rounds' are found."""
+    """Unplanned, missing and duplicate runs, other data, and a result that does not match its rounds are found."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
     first = runs[0]
@@ -136,11 +136,11 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: 
     cases = {
         "belong to no config": doctored(runs, config=other),
         "not complete": runs[1:],
-        "there twice": [*runs, first],
+        "occurs twice": [*runs, first],
         "saw different data": doctored(runs, provenance={**first.provenance, "binding": binding}),
-        "is not its rounds'": doctored(runs, result=better),
-        "not its rounds'": doctored(runs, result=worse),
-        "its rounds'": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
+        "does not match its rounds": doctored(runs, result=better),
+        "not match its rounds": doctored(runs, result=worse),
+        "match its rounds": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
     }
     for expected, content in cases.items():
         record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in condense(content)))
@@ -157,7 +157,7 @@ def test_more_seeds_than_asked_are_welcome(runs: list[FinishedRun], tmp_path: Pa
     record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in lines))
     part = read_part(tmp_path, "mnist-6000")
     assert len(part.all_runs) == len(runs) + 1
-    assert not part.strangers
+    assert not part.unplanned
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -225,7 +225,7 @@ def test_a_share_that_is_none(share: str, clone: Path) -> None:
 
 def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that has ended is in the record before the others have, and the listener hears of all."""
-    monkeypatch.setattr(running, "KEPT_EVERY", 0.0)
+    monkeypatch.setattr(running, "FLUSH_SECONDS", 0.0)
     seen: list[int] = []
 
     class Counting(Listener):
@@ -241,7 +241,7 @@ def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypat
     """Of two runs that end together the second waits for the next minute, not for the next run to end."""
     now, kept = [0.0], list[float]()
     monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
-    keeper = running._Keeper(Listener(), lambda: kept.append(now[0]))
+    keeper = running._SavingListener(Listener(), lambda: kept.append(now[0]))
     config = RunConfig(method="fedavg", settings=Settings())
     for now[0] in (100.0, 100.1):
         keeper.ended(config, {})
@@ -364,7 +364,7 @@ def test_near_the_best_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "EXCEPTIONS", {("mnist", "A"): "the reason"})
     verdict = claims.near_the_best("mnist", behind)
     assert verdict.holds
-    assert "A is named: the reason" in verdict.numbers
+    assert "exception: A: the reason" in verdict.numbers
     assert "not needed" in claims.near_the_best("mnist", cells(waffle=95)).numbers
     assert not claims.near_the_best("mnist", cells(waffle=95)).holds
 
@@ -466,8 +466,9 @@ def records() -> Records:
 
 
 def test_the_page_of_results_is_its_records(records: Records) -> None:
-    """docs/results.md and the results on each algorithm's page are what `waffle reproduce` writes."""
-    assert (ROOT / "docs" / "results.md").read_text() == page.page(records)
+    """docs/results.md, docs/results-departures.md and each algorithm's results are what `waffle reproduce` writes."""
+    assert (ROOT / "docs" / "results.md").read_text() == page.results_page(records)
+    assert (ROOT / "docs" / "results-departures.md").read_text() == page.departures_page(records)
     shifts = read_part(ROOT, "beyond")
     for path in (ROOT / "docs" / "algorithms").glob("*.md"):
         assert f"<!-- results: {path.stem} -->" in path.read_text()
@@ -481,7 +482,7 @@ def test_a_page_of_a_few_runs(kept: str, runs: list[FinishedRun], records: Recor
     few = [run for run in runs if run.config.method == method and run.row in (row or run.row)]
     part = replace(records.parts["mnist-6000"], runs={"mnist-6000": few})
     some = replace(records, parts={**records.parts, "mnist": replace(part, name="mnist"), "mnist-6000": part})
-    assert f"{175 - len(few)} of 175 runs" in page.page(some)
+    assert f"{175 - len(few)} of 175 runs" in page.results_page(some)
     assert all(to_svg(chart()) for _, _, chart in page.pictures(some))
 
 
@@ -530,6 +531,7 @@ def test_what_the_page_says_of_distances(records: Records) -> None:
 def test_the_figures_are_their_records(records: Records) -> None:
     """Every figure is there as text, small, and drawn from the committed records; no other is."""
     drawn = {name: to_svg(chart()) for name, _, chart in page.pictures(records)}
+    drawn["overview"] = to_svg(page.overview(records.runs("mnist")))
     folder = ROOT / "docs" / "figures"
     assert {path.name for path in folder.iterdir()} == {f"{name}.svg" for name in drawn}
     for name, svg in drawn.items():
@@ -547,7 +549,7 @@ def test_check_says_what_is_missing(clone: Path, capsys: pytest.CaptureFixture[s
     assert menu.main(["reproduce", "cifar10", "--check"]) == 1
     out = capsys.readouterr().out
     assert "results/cifar10.jsonl: 30 cells are not complete: cifar10/A/waffle" in out
-    assert "DOES NOT HOLD: all 30 cells of the paper's table are there" in out
+    assert "DOES NOT HOLD: all 30 cells of the paper's table exist" in out
 
 
 def test_check_passes_where_everything_holds(
@@ -579,7 +581,7 @@ def test_the_committed_records_reproduce_the_paper_on_mnist(
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without experiments/ and results/ the command says what it needs; an unknown study names the known ones."""
     monkeypatch.chdir(tmp_path)
-    assert "works in a clone of the repository" in refusal(menu.main, ["reproduce", "mnist"])
+    assert "needs a clone of the repository" in refusal(menu.main, ["reproduce", "mnist"])
     monkeypatch.chdir(ROOT / "docs")
     assert find_root(Path.cwd()) == ROOT
     assert "mnist" in refusal(menu.main, ["reproduce", "mnits", "--check"])

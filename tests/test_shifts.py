@@ -599,7 +599,7 @@ def test_shifts_in_a_grid_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "grid.toml"
     for line, told in (
         ('shifts = ["rotat(1)"]', "did you mean rotate"),
-        ('shifts = ["noise(1)", "noise(1)"]', "names one twice"),
+        ('shifts = ["noise(1)", "noise(1)"]', "expected no duplicates"),
         ('shift = "noise(1)"', "a grid takes shifts"),
     ):
         file.write_text(f'methods = ["fedavg"]\n{line}\n')

@@ -44,12 +44,12 @@ def test_an_honest_request_passes_once() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda r: replace(r, words={**r.words, "run": "other"}),
-        lambda r: replace(r, words={**r.words, "tasks": [{"round": 4}]}),
-        lambda r: replace(r, words={**r.words, "issued": r.words["issued"] + 1}),
-        lambda r: replace(r, words={**r.words, "nonce": "0" * 32}),
-        lambda r: replace(r, words={**r.words, "site": "south"}),
-        lambda r: replace(r, words={**r.words, "more": 1}),
+        lambda r: replace(r, fields={**r.fields, "run": "other"}),
+        lambda r: replace(r, fields={**r.fields, "tasks": [{"round": 4}]}),
+        lambda r: replace(r, fields={**r.fields, "issued": r.fields["issued"] + 1}),
+        lambda r: replace(r, fields={**r.fields, "nonce": "0" * 32}),
+        lambda r: replace(r, fields={**r.fields, "site": "south"}),
+        lambda r: replace(r, fields={**r.fields, "more": 1}),
         lambda r: replace(r, payloads={"course": b"trap"}),
         lambda r: replace(r, payloads={"other": b"model"}),
         lambda r: replace(r, payloads={}),
@@ -117,7 +117,7 @@ def test_a_rejected_request_costs_a_line_and_nothing_else(site: Path) -> None:
     before = sorted(path.name for path in site.iterdir())
     for signature in (b"", bytes(64)):
         reply = Site(site).answer(Message({"run": "evil", "stage": "hello", "software": "x"}, {}, signature))
-        assert reply.words["error"] == "this request is not signed by an operator key that this site trusts"
+        assert reply.fields["error"] == "this request is not signed by an operator key that this site trusts"
     lines = list(Ledger(site / "ledger.jsonl").lines())
     assert [line.keys() for line in lines] == [{"time", "rejected", "previous"}] * 2
     assert "evil" not in (site / "ledger.jsonl").read_text()
@@ -132,9 +132,9 @@ def test_a_recorded_request_is_not_answered_again(site: Path) -> None:
     """The nonce of an answered request is kept on the disk, so a replay is refused after a restart too."""
     key = load_operator_key(site.parent.parent / "keys" / "operator.key")
     request = sign(Message({"run": "job"}), key, "north")
-    first = Site(site).answer(request).words["error"]
+    first = Site(site).answer(request).fields["error"]
     assert first.startswith("the server runs None")
-    assert Site(site).answer(request).words["error"] == "this request was answered before"
+    assert Site(site).answer(request).fields["error"] == "this request was answered before"
 
 
 def test_the_ledger_is_a_chain(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_ledger_is_a_chain(tmp_path: Path) -> None:
         [],
     ):
         path.write_bytes(b"".join(damaged))
-        assert "what has left this site is not known" in refusal(ledger.check)
+        assert "it is unknown what has left this site" in refusal(ledger.check)
     path.unlink()
     assert "it is missing" in refusal(ledger.check)
     path.write_bytes(b"".join(whole))
@@ -172,7 +172,7 @@ def test_a_damaged_ledger_stops_every_answer_until_it_is_accepted(
     Site(site).answer(sign(Message({"run": "job"}), key, "north"))
     (site / "ledger.jsonl").unlink()
     reply = Site(site).answer(sign(Message({"run": "job"}), key, "north"))
-    assert reply.words["error"] == "it failed there (WaffleError); the site's own log says why"
+    assert reply.fields["error"] == "failed at the site (WaffleError); see the site's own log"
     assert not (site / "ledger.jsonl").exists()
     membership.join(site)
     assert _run(["deploy", "site", str(site)]) == 2
@@ -203,7 +203,7 @@ def test_the_ledger_says_in_words_what_left(site: Path) -> None:
     words = {"software": software(), "run": "job", "agent": 0, "config": config.to_json(), "stage": "columns"}
     known = {"aim": aim, "kinds": {"age": "numeric"}}
     request = Message(json.loads(json.dumps({**words, "known": known})))
-    reply = Site(site).answer(sign(request, key, "north")).words
+    reply = Site(site).answer(sign(request, key, "north")).fields
     assert reply["moments"]["age"][0] == 30
     (line,) = Ledger(site / "ledger.jsonl").lines()
     assert line["said"]["moments"] == reply["moments"]

@@ -18,16 +18,18 @@ NOT_PROSE = (
     "docs/images/",
     "tests/fingerprints",
 )
+UNITS = "agent|round|row|run|site|method|split|chart|core|process|federation|line|seed|class|step|batch|epoch|page|file"
 PHRASES = {
-    r"\b(one|a|an|ms|milliseconds|seconds|line|row|file|message|bar|key) (\w+ )?an? (agent|round|row|run|site|method|split|chart|core|process|federation)\b": "per",
-    r"\bwhoever\b|\bhe whose\b|\bwhom\b": "the agent that ..., the run whose ...",
-    r"\bnobody('s)?\b|\beverybody\b": "no agent, no one; all agents",
-    r"\bmend(s|ed|ing)?\b": "fix",
-    r"\bin (any|other|whatever) company\b": "regardless of what else is in the batch",
+    rf"\b(one|ms|seconds|MB|bytes|steps|epochs?|times|messages?|samples|lines?|rows?) an? ({UNITS})\b": "per",
+    rf"\b(one|a|an) (\w+ )?(line|row|file|folder|message|bar|key|model|panel|process|number) an? ({UNITS})\b": "per",
+    r"\b[Ww]hoever\b|\bhe whose\b": "the agent that ..., the run whose ...",
+    r"\b([Nn]o|[Ee]very|[Ss]ome)body\b": "no agent, all agents, an agent",
+    r"\b[Mm]end(s|ed|ing)?\b": "fix",
+    r"\b(any|other|whatever|same) company\b": "regardless of what else is in the batch",
     r"\bturned away\b|\bat the door\b|\bcareful colleague\b": "rejected",
     r"\b(was|were|is|are|be|been) (heard|told)\b": "received, reported",
-    r"\bfor nothing\b|\bmade otherwise\b|\bif told how\b": "say what happens",
-    r"\bnever does\b": "0 means no limit",
+    r"\bfor nothing\b|\bmade otherwise\b|\bif told how\b|\bdiffer besides\b": "say what happens",
+    r"\bcalled as\b": "named after",
 }
 NAMES = {
     r"\b(Vessel|vessels?|Course|Parcel|Envelope|Inbox|Letter|Desk|Examiner)\b": "the table of names",

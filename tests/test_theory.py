@@ -1,4 +1,4 @@
-"""docs/theory.md on convergence: each docstring is a statement of that page, checked on quadratics."""
+"""Tests of docs/theory.md on convergence: each docstring is a statement of that page, checked on quadratics."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from waffle_fl.algorithms.waffle import Waffle
 
 
 def test_a_round_of_local_steps() -> None:
-    """A round moves agent i by −lr K P_i (∇f_i(x) + c − c_i) and leaves it c_i = P_i ∇f_i(x) + (I − P_i)(c_i − c), with
-    P_i the mean of the first K powers of I − lr H_i."""
+    """A round moves agent i by −lr K P_i (∇f_i(x) + c − c_i) and sets c_i to P_i ∇f_i(x) + (I − P_i)(c_i − c), with P_i
+    the mean of the first K powers of I − lr H_i."""
     problem, lr, K = quadratics(), 0.7, 5
     waffle = Waffle(SGD(lr), clip=0.0)
     before, after = (s for s, *_ in list(play(waffle, problem.grad, START, [K] * 3, 4, ALPHA))[-2:])
@@ -76,9 +76,9 @@ def test_fixed_weights_end_in_the_minimiser(steps: int | tuple[int, ...]) -> Non
 
 
 def test_fedavg_stops_beside_it() -> None:
-    """FedAvg stops at the mean of the optima weighed by I − (I − lr H_i)^K: the minimiser for one step, the plain mean
-    of the optima for very many, and to first order lr (K − 1)/2 · H⁻¹ Σ α_i H_i ∇f_i(x*) beside the minimiser in
-    between."""
+    """FedAvg stops at the mean of the optima weighted by I − (I − lr H_i)^K: at the minimiser for one step, at the
+    plain mean of the optima for very many, and in between, to first order, lr (K − 1)/2 · H⁻¹ Σ α_i H_i ∇f_i(x*)
+    away from the minimiser."""
     problem, lr = quadratics(1), 0.02
     eye, equal = torch.eye(2, dtype=torch.float64), torch.full((3,), 1 / 3, dtype=torch.float64)
     goal = problem.minimiser(equal)
@@ -120,7 +120,7 @@ def test_linear_convergence(seed: int, K: int, share: float) -> None:
 
 def test_a_whole_run_ends_in_alice_s_own_optimum() -> None:
     """Once Alice holds all the weight, anchored WAFFLE is gradient descent on her own loss, so a long run ends in her
-    own minimiser, and what the others gave her is the start."""
+    own minimiser, and the other agents only determine where it starts."""
     lr, K, rounds = 0.05, 4, 60
     problem = quadratics(2)
     way = list(play(Waffle(SGD(lr), clip=0.0), problem.grad, START, [K] * 3, rounds))
@@ -137,8 +137,8 @@ def test_a_whole_run_ends_in_alice_s_own_optimum() -> None:
 
 
 def test_the_printed_rule_s_bias_is_a_sum() -> None:
-    """Under the printed rule c parts from the weighted mean of the c_i by the sum, over all rounds, of what the weights
-    lost times the control variates of that time; under the anchored rule it never parts."""
+    """Under the printed rule c differs from the weighted mean of the c_i by the sum, over all rounds, of the decrease
+    of each weight times the control variate of that round; under the anchored rule they are always equal."""
     problem = quadratics(3)
     for control in ("anchored", "paper"):
         waffle = Waffle(SGD(0.2), clip=0.0, control=control)  # type: ignore[arg-type]
@@ -152,8 +152,8 @@ def test_the_printed_rule_s_bias_is_a_sum() -> None:
 
 
 def test_the_bias_moves_the_fixed_point() -> None:
-    """With c − Σ α_i c_i = b the fixed point is the minimiser less H_α⁻¹ b, and the printed rule keeps b for ever once
-    the weights stand still."""
+    """With c − Σ α_i c_i = b the fixed point is the minimiser minus H_α⁻¹ b, and the printed rule never changes b once
+    the weights are constant."""
     problem = quadratics(4, low=0.3)
     g = torch.Generator().manual_seed(0)
     changing = torch.softmax(2 * torch.randn(5, 3, generator=g, dtype=torch.float64), dim=1)
@@ -169,8 +169,8 @@ def test_the_bias_moves_the_fixed_point() -> None:
 
 
 def test_the_printed_rule_stays_where_it_converged() -> None:
-    """Where training has converged before the weights change, the printed rule leaves the model there under any later
-    weights; the anchored rule goes on to the new minimiser."""
+    """If training has converged before the weights change, the printed rule keeps the model there for any later
+    weights; the anchored rule converges to the new minimiser."""
     problem, rounds = quadratics(5, low=0.3), 120
     alone = one_hot(torch.tensor(0), 3)
     weights = torch.cat([ALPHA.expand(rounds, -1), alone.expand(rounds, -1)])
@@ -214,8 +214,8 @@ def test_stable_below_two(seed: int, K: int, lr: float, agents: int, evenness: f
 
 
 def test_more_local_steps_slow_it_down_in_the_end() -> None:
-    """Where all agents have one curvature and lr L < 2, the spectral radius is the larger of |1 − lr h|^K and 1 − p(h)
-    over its eigenvalues h, so beyond some number of local steps more of them make SCAFFOLD slower."""
+    """If all agents have the same curvature and lr L < 2, the spectral radius is the larger of |1 − lr h|^K and 1 −
+    p(h) over its eigenvalues h, so beyond some number of local steps additional ones make SCAFFOLD slower."""
     problem, lr = same_curvature(quadratics(7)), 0.5
     h = torch.linalg.eigvalsh(problem.curvatures[0])
     found = {}
@@ -231,8 +231,8 @@ def test_more_local_steps_slow_it_down_in_the_end() -> None:
 @pytest.mark.parametrize("K", [2, 8])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
 def test_one_sharp_agent_is_enough(K: int, share: float) -> None:
-    """In one dimension and for an even K SCAFFOLD and WAFFLE are stable if and only if lr h_i < 2 for every agent,
-    however little it weighs, where FedAvg only needs |Σ α_i (1 − lr h_i)^K| < 1."""
+    """In one dimension and for an even K SCAFFOLD and WAFFLE are stable if and only if lr h_i < 2 for every agent, even
+    one of small weight, whereas FedAvg only needs |Σ α_i (1 − lr h_i)^K| < 1."""
     problem, weights = in_one_dimension((1.0, 0.1)), torch.tensor([share, 1 - share], dtype=torch.float64)
 
     def radius(lr: float) -> float:
@@ -247,8 +247,8 @@ def test_one_sharp_agent_is_enough(K: int, share: float) -> None:
 
 @pytest.mark.parametrize(("K", "share"), [(8, 0.5), (16, 0.5), (40, 0.5), (40, 0.9)])
 def test_unequal_steps_can_diverge(K: int, share: float) -> None:
-    """An agent of curvature h that makes one step, beside a flat one that makes K, is stable for lr h < 2 if and only
-    if lr h < 1/(α_1 α_2 (K − 1)): with unequal numbers of steps lr L < 2 is not enough."""
+    """With one agent of curvature h that makes one step and a flat agent that makes K, a round is stable for lr h < 2
+    if and only if lr h < 1/(α_1 α_2 (K − 1)): with unequal numbers of steps lr L < 2 is not enough."""
     flat, weights = in_one_dimension((1.0, 0.0)), torch.tensor([share, 1 - share], dtype=torch.float64)
     limit = 1 / (share * (1 - share) * (K - 1))
     for lr, stable in ((0.99 * limit, True), (1.01 * limit, False)):
@@ -268,8 +268,8 @@ def test_measured_rates_are_spectral_radii() -> None:
 
 
 def test_momentum_reweighs_the_objective() -> None:
-    """Under momentum our form stops where Σ α_i B_i⁻¹ G_i ∇f_i(x) = 0, with G_i and B_i what K steps make of a gradient
-    and of a correction: at the minimiser if the curvatures are equal, beside it otherwise."""
+    """Under momentum our form stops where Σ α_i B_i⁻¹ G_i ∇f_i(x) = 0, with G_i and B_i the responses of K steps to a
+    gradient and to a correction: at the minimiser if the curvatures are equal, elsewhere if they are not."""
     sgd = SGD(momentum.LR, momentum.MOMENTUM)
     each = [response(H, sgd.lr, momentum.STEPS, sgd.momentum) for H in DRIFT.curvatures]
     new_control_variates = torch.stack(
@@ -284,8 +284,8 @@ def test_momentum_reweighs_the_objective() -> None:
 
 
 def test_momentum_inside_explodes() -> None:
-    """With the correction inside the velocity and division by K, what separates the c_i in a direction without
-    curvature is multiplied by 1 − S/K a round, S the sum of what momentum makes of K steps."""
+    """With the correction inside the velocity and division by K, the difference of two c_i in a direction without
+    curvature is multiplied by 1 − S/K per round, S the sum of the K velocities under a constant gradient of 1."""
     beta, K, lr = momentum.MOMENTUM, momentum.STEPS, momentum.LR
     S = K / (1 - beta) - beta * (1 - beta**K) / (1 - beta) ** 2
     flat = response(torch.zeros(1, 1, dtype=torch.float64), lr, K, beta).to_gradient
@@ -338,7 +338,7 @@ def test_momentum_narrows_the_steps() -> None:
 @settings(max_examples=15)
 def test_clipping_bounds_a_round(seed: int, clip: float, K: int, lr: float) -> None:
     """With corrected gradients clipped at C a round moves the model by at most lr K C, and under fixed weights c is
-    never longer than C and no c_i grows by more than 2C a round, whatever the losses and the step size."""
+    never longer than C and no c_i grows by more than 2C per round, for any losses and any step size."""
     problem = quadratics(seed)
     x, longest = START, torch.zeros(3, dtype=torch.float64)
     for server, _, _ in play(Waffle(SGD(lr), clip=clip), problem.grad, START, [K] * 3, 8, ALPHA):
@@ -349,8 +349,8 @@ def test_clipping_bounds_a_round(seed: int, clip: float, K: int, lr: float) -> N
 
 
 def test_clipping_moves_no_fixed_point_of_waffle() -> None:
-    """Clipping leaves the fixed point of WAFFLE and its rate near it unchanged, for corrected gradients vanish there;
-    FedAvg's raw gradients do not, and clipping moves where it stops."""
+    """Clipping changes neither the fixed point of WAFFLE nor its rate near it, because corrected gradients vanish
+    there; FedAvg's raw gradients do not, and clipping moves its fixed point."""
     problem = in_one_dimension((1.0, 1.0, 1.0))._replace(
         optima=torch.tensor([[0.0], [1.0], [8.0]], dtype=torch.float64)
     )
@@ -360,7 +360,7 @@ def test_clipping_moves_no_fixed_point_of_waffle() -> None:
 
 
 def test_clipping_tames_an_unstable_step_size() -> None:
-    """Where one and sixteen steps at lr 0.6 make a spectral radius of 1.5, the model is 10^25 away after 150 rounds;
+    """With one and sixteen steps at lr 0.6, where the spectral radius is 1.5, the model is 10^25 away after 150 rounds;
     clipped at 2 it circles around the optimum, never farther than 13, and does not converge."""
     problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
     goal = problem.minimiser(equal_weights(problem))
@@ -374,8 +374,8 @@ def test_clipping_tames_an_unstable_step_size() -> None:
 
 
 def test_clipping_shortens_the_recovery() -> None:
-    """After 40 and 80 such rounds Alice, alone from then on, needs 23 and 41 rounds to come within 0.01 of her optimum
-    without clipping, and 12 after either with it."""
+    """If Alice trains alone after 40 or 80 such rounds, she needs 23 or 41 rounds to come within 0.01 of her optimum
+    without clipping, and 12 in both cases with it."""
     problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
     needed = {}
     for clip in (0.0, 2.0):

@@ -1,4 +1,4 @@
-"""docs/theory.md on weights and kinship: each docstring is a statement of that page, checked on quadratics."""
+"""Tests of docs/theory-weights.md: each docstring is a statement of that page, checked on quadratics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch import Tensor
 import test_theory
 from theory_support import (
     ALPHA,
-    PAGE,
+    PAGES,
     START,
     STATEMENT,
     close,
@@ -51,8 +51,8 @@ readings = st.sampled_from(["max", "range"])
 @given(distances_among, st.floats(0.01, 1), readings, st.floats(0.01, 100))
 @settings(max_examples=60)
 def test_weights_see_ratios_of_distances(distances: list[float], omega: float, reading: str, scale: float) -> None:
-    """CalcWeights sees ratios of distances alone: updates that are all scaled or all shifted give the same weights,
-    nobody weighs more than Alice, and who is nearer never weighs less."""
+    """CalcWeights depends only on ratios of distances: scaling or shifting all updates gives the same weights, no agent
+    weighs more than Alice, and of two agents the nearer never weighs less."""
     alpha = weights_at(distances, omega, reading)
     assert torch.allclose(alpha, weights_at([scale * d for d in distances], omega, reading), atol=1e-6)
     dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_when_alice_is_alone(q: float) -> None:
 @given(distances_among)
 @settings(max_examples=30)
 def test_the_ends_of_omega(distances: list[float]) -> None:
-    """At Ω = Ψ = 1 the nearest agent weighs what Alice does, the farthest q = dm/dM times as much under "max" and
+    """At Ω = Ψ = 1 the nearest agent weighs as much as Alice, the farthest q = dm/dM times as much under "max" and
     nothing under "range", so only equal distances give FedAvg's weights; at 0 Alice has all the weight."""
     q = min(distances) / max(distances)
     alpha = weights_at(distances, 1.0)
@@ -113,8 +113,9 @@ def test_the_first_distances_are_of_gradients(seed: int, K: int, lr: float) -> N
 
 
 def test_distances_among_equal_curvatures() -> None:
-    """Among agents of one curvature the distances in round r are lr K |P (I − P)^(r−1) (∇f_i − ∇f_A)| whatever the
-    weights, so in one dimension their ratios never change, and in several the sharpest direction comes to rule."""
+    """Among agents of one curvature the distances in round r are lr K |P (I − P)^(r−1) (∇f_i − ∇f_A)| for any weights,
+    so in one dimension their ratios never change, and in several dimensions the sharpest direction dominates in the
+    end."""
     lr, K = 0.3, 6
     problem = same_curvature(quadratics(8))
     H, eye = problem.curvatures[0], torch.eye(2, dtype=torch.float64)
@@ -136,8 +137,9 @@ def test_distances_among_equal_curvatures() -> None:
 
 
 def test_one_step_a_round_hides_the_optima() -> None:
-    """With one local step the distances are lr |(H_i − H_A)(x_r − x_(r−1))| from the second round on, which is blind to
-    the optima: a stranger of Alice's curvature passes for her twin, and an agent of her optimum is left out."""
+    """With one local step the distances are lr |(H_i − H_A)(x_r − x_(r−1))| from the second round on, which does not
+    depend on the optima: an agent with Alice's curvature but another optimum looks like a copy of her, and an agent
+    with her optimum but another curvature is dropped."""
     problem = Quadratics(
         torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64).view(-1, 1, 1),
         torch.tensor([[1.0], [-9.0], [1.0]], dtype=torch.float64),
@@ -154,8 +156,8 @@ def test_one_step_a_round_hides_the_optima() -> None:
 
 @pytest.mark.parametrize(("lr", "misled"), [(0.05, True), (0.25, False)])
 def test_more_steps_look_like_another_task(lr: float, misled: bool) -> None:
-    """A twin of Alice that makes three times her K steps looks farther in the first round than an agent that sends
-    zeros if and only if (1 − lr h)^K > 0.618, the golden section."""
+    """An agent with Alice's loss that makes three times her K steps is farther from her in the first round than an
+    agent that sends zeros if and only if (1 − lr h)^K > 0.618, the golden section."""
     K = 4
     assert ((1 - lr) ** K > (math.sqrt(5) - 1) / 2) == misled
     problem = in_one_dimension((1.0, 1.0, 1.0))._replace(
@@ -168,7 +170,7 @@ def test_more_steps_look_like_another_task(lr: float, misled: bool) -> None:
 
 def test_noise_looks_like_distance() -> None:
     """In the first round gradient noise adds lr² Σ_k tr(M_i^2k Σ_i) + tr(M_A^2k Σ_A), k < K, to the mean squared
-    distance, so a noisy twin can look farther than a quiet stranger."""
+    distance, so a noisy agent with Alice's loss can be farther from her than a noise-free agent with another loss."""
     lr, K, size, copies = 0.1, 5, 3, 4000
     sigma = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
     h, away = torch.tensor([1.0, 1.0, 1.0]).double(), torch.tensor([1.0, 1.0, 1.5]).double()
@@ -205,9 +207,9 @@ def test_control_variates_keep_what_updates_hide() -> None:
 @pytest.mark.parametrize("length", [1.5, 4.0, 30.0])
 def test_noise_makes_a_twin_a_relative_at_worst(length: float) -> None:
     """As the dimensions grow, independent noise of length s_i adds s_i² to the squared distance of an agent's gradient
-    g_i from Alice's, and divides their cosine by √(1 + s_i²/|g_i|²): a twin of Alice with s_i > √2 |g| looks farther
-    than a quiet stranger at right angles to her, but not by its direction, which passes for that of a quiet
-    relative."""
+    g_i from Alice's, and divides their cosine by √(1 + s_i²/|g_i|²): an agent with Alice's gradient g and s_i > √2
+    |g| is farther from her than a noise-free agent with an orthogonal gradient, but not by direction, where it is
+    like a noise-free agent with a positive cosine."""
     n, cosine = 1_000_000, 1 / math.sqrt(1 + length**2)
     noise = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * length / math.sqrt(n)
     rows = torch.zeros(4, n, dtype=torch.float64)  # Alice, her twin, a stranger, a relative
@@ -247,9 +249,9 @@ def kinship_after(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.
 )
 @settings(max_examples=40)
 def test_kinship_listens_to_the_telling_rounds(rounds: list[tuple[float, float, bool]], noise: int) -> None:
-    """Kinship lies between the smallest and the largest of the cosines s_r, and where none is negative not below their
-    mean by the lengths of Alice's updates; any number of rounds in which an agent's update is orthogonal to Alice's
-    leave it as it was."""
+    """Kinship lies between the smallest and the largest of the cosines s_r, and if none is negative it is at least
+    their mean weighted by the lengths of Alice's updates; rounds in which an agent's update is orthogonal to Alice's
+    do not change it."""
     cosines, lengths, opposed = (list(column) for column in zip(*rounds, strict=True))
     mean = sum(length * s for s, length in zip(cosines, lengths, strict=True)) / sum(lengths)
     assert mean - 1e-9 <= kinship_after(cosines, lengths)
@@ -261,9 +263,8 @@ def test_kinship_listens_to_the_telling_rounds(rounds: list[tuple[float, float, 
 
 @pytest.mark.parametrize(("n", "a", "b"), [(5, 0.6, 0.7), (20, 0.7, 0.5), (1, 1.0, 1.0), (8, 0.5, 0.3), (30, 0.9, 0.6)])
 def test_who_turns_away_is_soon_a_stranger(n: int, a: float, b: float) -> None:
-    """Where Alice's updates are of one length, an agent that agreed with her in n rounds by the cosine a > 0.45, and
-    from then on opposes her by −b, has no part in her head from the m-th such round on,
-    m = ⌈n a⁴ (a − 0.45) / (b⁴ (b + 0.45))⌉."""
+    """If all updates of Alice have the same length, an agent that had the cosine a > 0.45 with her in n rounds and has
+    −b from then on gets share 0 in her head from the m-th such round on, m = ⌈n a⁴ (a − 0.45) / (b⁴ (b + 0.45))⌉."""
     m = math.ceil(n * a**4 * (a - 0.45) / (b**4 * (b + 0.45)))
     agreed, turned = [a] * n, [-b] * (m + 2)
     assert met(agreed).share[1, 0] > 0
@@ -275,8 +276,8 @@ def test_who_turns_away_is_soon_a_stranger(n: int, a: float, b: float) -> None:
 @pytest.mark.parametrize("shared", [0, 1, 4, 5, 6, 7, 8, 10])
 def test_kinship_counts_common_labels(shared: int) -> None:
     """From a head of zeros, on balanced classes whose means form a regular simplex, the first gradient of an agent that
-    shares f of C labels with Alice has the cosine (f − 1)/(C − 1) with hers: of ten labels, who shares 5 or fewer has
-    no part in her head, and who shares 7 or more the whole."""
+    shares f of C labels with Alice has the cosine (f − 1)/(C − 1) with hers: of ten labels, an agent that shares 5
+    or fewer gets share 0 in her head, and one that shares 7 or more gets share 1."""
     C = 10
     apply_update = torch.arange(shared, C).roll(1)
     labels = torch.stack([torch.arange(C), torch.cat([torch.arange(shared), apply_update])])
@@ -297,7 +298,7 @@ def test_kinship_counts_common_labels(shared: int) -> None:
 
 
 def test_among_twins_kinship_is_fedavg() -> None:
-    """Among agents of one loss every share stays 1, and the model that Alice starts from is FedAvg's."""
+    """Among agents with the same loss every share stays 1, and the model that Alice starts from is FedAvg's."""
     problem = same_curvature(quadratics(3))
     problem = problem._replace(optima=problem.optima[:1].expand_as(problem.optima))
     kin = play(WaffleKin(SGD(0.3), clip=0.0, cut=Cut((1, 1), (False, True))), problem.grad, START, [5] * 3, 30)
@@ -309,8 +310,8 @@ def test_among_twins_kinship_is_fedavg() -> None:
 
 
 def test_alice_withdraws_exponentially() -> None:
-    """Where Alice and the others pull apart in a layer of the body, on a line and in every round, each of them weighs
-    exp(−0.3 r) as much as she does after r rounds, and her model tends to her own optimum."""
+    """If Alice and the others move in opposite directions in a one-dimensional layer of the body in every round, each
+    of them has exp(−0.3 r) times her weight after r rounds, and her model tends to her own optimum."""
     problem = in_one_dimension((1.0, 1.0, 0.5))._replace(
         optima=torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
     )
@@ -321,8 +322,8 @@ def test_alice_withdraws_exponentially() -> None:
 
 
 def test_each_layer_goes_its_own_way() -> None:
-    """Where layers do not meet in the loss, agents who agree with Alice in the body and oppose her in the head bring
-    her model to the common body and to her own head, and FedAvg's to no one's head."""
+    """If the loss is a sum over layers, agents that agree with Alice in the body and oppose her in the head lead her
+    model to the common body and to her own head; FedAvg's head is the optimum of no agent."""
     curvatures = torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.8, 1.0]], dtype=torch.float64)
     optima = torch.tensor([[2.0, 1.0], [2.0, -1.0], [2.0, -1.0]], dtype=torch.float64)
     problem = Quadratics(torch.diag_embed(curvatures), optima)
@@ -333,8 +334,8 @@ def test_each_layer_goes_its_own_way() -> None:
 
 
 def test_a_shared_layer_is_quieter() -> None:
-    """In a layer that N agents share wholly, gradient noise adds to Alice's model 1/N of the variance that it adds to
-    hers where she trains alone."""
+    """In a layer that N agents share fully, gradient noise adds to Alice's model 1/N of the variance that it adds when
+    she trains alone."""
     lr, K, N, copies = 0.1, 5, 5, 4000
     g = torch.Generator().manual_seed(0)
     noise = torch.randn(N, copies, K, generator=g, dtype=torch.float64)
@@ -354,8 +355,8 @@ def test_a_shared_layer_is_quieter() -> None:
 
 @pytest.mark.parametrize("averaging", [0.05, 0.1, 0.3])
 def test_averaging_takes_the_noise_out(averaging: float) -> None:
-    """Where the models of the rounds are one point and independent noise, the noise of Alice's mean has after r rounds
-    1/(a (2 − a) r) of its variance, a the share of the rounds that she averages over, up to terms in 1/r²."""
+    """If the models of the rounds are one point plus independent noise, the noise of Alice's mean has after r rounds
+    1/(a (2 − a) r) of that noise's variance, a the share of the rounds that she averages over, up to terms in 1/r²."""
     rounds = 600
     algorithm = WaffleKin(averaging=averaging, cut=Cut((rounds + 1,), (False,)))
     models = torch.eye(rounds + 1, dtype=torch.float64)  # so the mean's numbers are what each model weighs in it
@@ -371,9 +372,10 @@ def test_averaging_takes_the_noise_out(averaging: float) -> None:
 
 @pytest.mark.parametrize("own", [0.0, 0.3, 1.0])
 def test_what_alice_trains_brings_her_nearer(own: float) -> None:
-    """Where training is at rest in a layer that all share, Alice's model lies 1 − b (1 − ρ)(1 − 1/(a r)) times as far
-    from her optimum as the model she is sent, b how far her mean goes towards what she trained, ρ what her K steps
-    leave of a distance, a the share of the rounds that she averages over and r > 1/a their number."""
+    """In a layer that all share and where training has converged, Alice's model is 1 − b (1 − ρ)(1 − 1/(a r)) times as
+    far from her optimum as the model she is sent, b how far her mean moves towards the model she trained, ρ the
+    factor by which her K steps shrink a distance, a the share of the rounds that she averages over and r > 1/a their
+    number."""
     lr, K, curvature, rounds = 0.1, 4, 0.5, 30
     optima = torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
     problem = in_one_dimension((curvature,) * 3)._replace(optima=optima)
@@ -391,9 +393,9 @@ def test_what_alice_trains_brings_her_nearer(own: float) -> None:
 
 
 def test_the_page_states_what_is_tested() -> None:
-    """Every statement of docs/theory.md has its number, names a test, and is that test's docstring; each test is named
-    there once."""
-    found = STATEMENT.findall(PAGE.read_text())
+    """Every statement of the pages on theory has its number, names a test, and is that test's docstring; each test is
+    named there once."""
+    found = [statement for page in PAGES for statement in STATEMENT.findall(page.read_text())]
     assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
     tests = {k: v for m in (test_theory, sys.modules[__name__]) for k, v in vars(m).items() if k.startswith("test_")}
     del tests["test_theory"], tests["test_the_page_states_what_is_tested"]

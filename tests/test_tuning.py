@@ -21,8 +21,8 @@ from waffle_fl.config import RunConfig, Settings, check_run, load_experiment, op
 from waffle_fl.experiment import Runtime, execute, plan
 from waffle_fl.records import read_rounds
 from waffle_fl.tuning.report import command
-from waffle_fl.tuning.search import Watcher, Wish, search
-from waffle_fl.tuning.space import drawn, space_of, trained
+from waffle_fl.tuning.search import SearchListener, SearchSpec, search
+from waffle_fl.tuning.space import draw_config, space_of, training_names
 
 ROUNDS = 8
 SMALL = (
@@ -43,7 +43,7 @@ def recorded(out: Path) -> list[dict[str, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search of eight trials in two batches, unbroken."""
     out = tmp_path_factory.mktemp("tune") / "whole"
-    shown = tune(out, "--trials", "8", "--together", "4")
+    shown = tune(out, "--trials", "8", "--parallel-trials", "4")
     assert (shown.code, shown.err) == (0, "")
     return out
 
@@ -69,23 +69,24 @@ class Dice:
 @settings(max_examples=25)
 def test_every_draw_is_a_run(method: str, fractions: list[float]) -> None:
     """Whatever is drawn from a method's default space, it is a config that passes every check."""
-    config = drawn(space_of(method), RunConfig(method=method, settings=Settings()), Dice(fractions))
+    config = draw_config(space_of(method), RunConfig(method=method, settings=Settings()), Dice(fractions))
     assert check_run(method, {}, config.options).options == config.options
     config.algorithm()
 
 
 def test_a_schedule_is_drawn_with_its_numbers() -> None:
     """sigmoid(slope, shift) becomes text with both numbers, the shift in rounds, and psi is what omega is."""
-    config = drawn(space_of("waffle"), RunConfig(method="waffle", settings=Settings()), Dice([0, 0, 1, 0, 0]))
+    config = draw_config(space_of("waffle"), RunConfig(method="waffle", settings=Settings()), Dice([0, 0, 1, 0, 0]))
     assert config.options["omega"] == config.options["psi"] == "sigmoid(1, 30)"
 
 
 def test_what_the_server_alone_reads_is_not_trained() -> None:
     """Of WAFFLE's space only clip and lr change the training; draws that agree in these share a stack."""
-    assert trained(space_of("waffle"), "waffle") == {"clip", "lr"}
+    assert training_names(space_of("waffle"), "waffle") == {"clip", "lr"}
     base = RunConfig(method="waffle", settings=Settings())
     a, b = (
-        drawn(space_of("waffle", over=("omega", "psi")), base, Dice([first, 0.5, 0.5])).algorithm() for first in (0, 1)
+        draw_config(space_of("waffle", only=("omega", "psi")), base, Dice([first, 0.5, 0.5])).algorithm()
+        for first in (0, 1)
     )
     assert a != b
     assert training_key(a) == training_key(b)
@@ -100,7 +101,7 @@ def test_what_the_server_alone_reads_is_not_trained() -> None:
         ("[waffle]\nlr = { low = 2, high = 1 }", "low < high"),
         ("[waffle]\nlr = { low = 0, high = 1, log = true }", "above 0"),
         ("[waffle]\nlr = { low = 0.1, high = 1, lok = true }", "unknown key 'lok'"),
-        ('[waffle]\nomega = ["sigmoid(slope)"]', "slope is named in a text but has no range"),
+        ('[waffle]\nomega = ["sigmoid(slope)"]', "slope is used in a string but has no range"),
         ("[waffle]\nclip = 1.0", "nothing is left to search"),
         ("[waffle", "not valid TOML"),
     ],
@@ -190,7 +191,7 @@ def test_a_search_survives_a_blow(whole: Path, tmp_path: Path, blow: signal.Sign
     process.send_signal(blow)
     _, err = process.communicate(timeout=100)
     assert process.returncode == (130 if blow == signal.SIGINT else -signal.SIGKILL)
-    assert blow == signal.SIGKILL or "the same command goes on" in err
+    assert blow == signal.SIGKILL or "run the same command again" in err
     ended = {p.parent: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("trial-000[0-3]/*/rounds.jsonl")}
     assert tune(tmp_path / "out", "--trials", "8").code == 0
     assert {folder: (folder / "rounds.jsonl").stat().st_mtime_ns for folder in ended} == ended
@@ -203,7 +204,7 @@ def test_the_time_may_end_it(tmp_path: Path) -> None:
     flags = ("--trials", "400", "--minutes", "0.02")
     shown = tune(tmp_path / "out", *flags)
     assert shown.code == 0
-    assert "the time is up" in shown.out
+    assert "the time limit is reached" in shown.out
     done = len(recorded(tmp_path / "out"))
     assert 2 <= done < 400
     tune(tmp_path / "out", *flags)
@@ -226,11 +227,11 @@ def test_hopeless_trials_are_given_up(tmp_path: Path, pruning: str) -> None:
 def test_what_was_drawn_before_is_not_trained_again(tmp_path: Path) -> None:
     """Of ten trials with two values, one of them the default's, one is trained; the others are told the same."""
     (tmp_path / "space.toml").write_text("[fedavg]\nlr = [0.1, 0.2]")
-    flags = ("--space", str(tmp_path / "space.toml"), "--trials", "10", "--together", "4", "--lr", "0.1")
+    flags = ("--space", str(tmp_path / "space.toml"), "--trials", "10", "--parallel-trials", "4", "--lr", "0.1")
     assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
-    told = recorded(tmp_path / "out")
-    assert len(told) == 11
-    assert len({(line["values"]["lr"], line["state"], line["validation_accuracy"]) for line in told[1:]}) == 2
+    entries = recorded(tmp_path / "out")
+    assert len(entries) == 11
+    assert len({(line["values"]["lr"], line["state"], line["validation_accuracy"]) for line in entries[1:]}) == 2
     assert len(list((tmp_path / "out").glob("trial-*/*/rounds.jsonl"))) == 1
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.jsonl")}
     assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
@@ -248,7 +249,7 @@ def test_a_diverging_trial_is_no_winner(tmp_path: Path) -> None:
 
 def test_every_agent_is_alice(tmp_path: Path) -> None:
     """With --alice all a trial is a run for each agent, and its score the mean over them."""
-    flags = ("--alice", "all", "--agents", "3", "--split", "A", "--trials", "2", "--over", "p_d", "--pruning", "off")
+    flags = ("--alice", "all", "--agents", "3", "--split", "A", "--trials", "2", "--only", "p_d", "--pruning", "off")
     assert tune(tmp_path / "out", *flags, method="weight-erosion").code == 0
     line = recorded(tmp_path / "out")[1]
     logs = list((tmp_path / "out" / "trial-0000").glob("*/rounds.jsonl"))
@@ -285,8 +286,8 @@ def test_another_search_s_folder(whole: Path) -> None:
     ("flags", "expected"),
     [
         (["--trials", "0"], "trials >= 1"),
-        (["--together", "0"], "together >= 1"),
-        (["--over", "lamm"], "'lamm' is not in the search space"),
+        (["--parallel-trials", "0"], "parallel_trials >= 1"),
+        (["--only", "lamm"], "'lamm' is not in the search space"),
         (["--pruning", "hard"], "expected median or halving or off"),
         (["--space", "nowhere.toml"], "cannot read nowhere.toml"),
     ],
@@ -317,14 +318,14 @@ def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
     """A front end is told of each trial when it ends, beside the best so far."""
     received = []
 
-    class Ear(Watcher):
-        def told(self, trial: Any, found: Any) -> None:
-            received.append((trial.number, found.best.score))
+    class Ear(SearchListener):
+        def trial_ended(self, trial: Any, result: Any) -> None:
+            received.append((trial.number, result.best.score))
 
     config = check_run("local", {"rounds": 4, "validation": 0.3, "samples_per_agent": 30, "model": "linear"}, {})
-    found = search(Wish(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Runtime(workers=1), Ear())
+    result = search(SearchSpec(config, {"lr": [0.01, 0.1]}, 3, 2, "off"), tmp_path / "out", Runtime(workers=1), Ear())
     assert [number for number, _ in received] == [0, 1, 2]
-    assert received[-1][1] == found.best.score
+    assert received[-1][1] == result.best.score
 
 
 def test_every_space_names_what_exists() -> None:
@@ -341,7 +342,7 @@ def test_a_method_without_a_space_searches_its_step_size() -> None:
 def test_the_terminal_tells_how_far_it_is(whole: Path) -> None:
     """Unless it is quiet a search says on stderr what is done; a search that has ended trains nothing more."""
     loud = [flag for flag in SMALL if flag != "--quiet"]
-    shown = waffle("tune", "waffle", *loud, "--out", whole, "--trials", "8", "--together", "4")
+    shown = waffle("tune", "waffle", *loud, "--out", whole, "--trials", "8", "--parallel-trials", "4")
     assert shown.code == 0
     assert "8 trials of WAFFLE, 8 already done" in shown.err
     assert "default" in shown.out

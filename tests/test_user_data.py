@@ -169,7 +169,7 @@ def test_a_held_out_category_that_nobody_trained_on_is_noted(tmp_path: Path) -> 
     assert "10 held-out rows" in found.notes[0]
     assert found.preprocessing is not None
     text = refusal(found.preprocessing.transform_table, folder / "n" / "test.csv")
-    assert "'ward' says 'z' in line 3" in text
+    assert "'ward' has 'z' in line 3" in text
 
 
 def hash_free(name: str, part: str) -> int:
@@ -191,7 +191,7 @@ def test_preprocessing_survives_json(hospitals: Path, tmp_path: Path) -> None:
     bare, nothing = again.transform_table(write(tmp_path / "p", new=no_target) / "new.csv")
     assert nothing is None
     assert np.array_equal(bare, x)
-    assert "as a run folder holds it" in refusal(Preprocessing.from_json, {"columns": []})
+    assert "as saved in a run folder" in refusal(Preprocessing.from_json, {"columns": []})
 
 
 @settings(max_examples=50)
@@ -233,8 +233,8 @@ def test_hold_out_is_a_partition(rows: list[tuple[bytes, int]], share: float, se
 WRONG_TABLES = {
     "a missing column": ({"s": "age,sex,ill\n1,f,no\n"}, "s.csv lacks 'ward'"),
     "a column more": ({"s": "age,sex,ward,x,ill\n1,f,a,2,no\n"}, "s.csv adds 'x'"),
-    "text in a numeric column": ({"s": f"{HEADER}\n50,f,a,no\nold,m,b,yes\n"}, "holds numbers, but line 3 says 'old'"),
-    "infinity": ({"s": f"{HEADER}\n50,f,a,no\ninf,m,b,yes\n"}, "line 3 says 'inf'"),
+    "text in a numeric column": ({"s": f"{HEADER}\n50,f,a,no\nold,m,b,yes\n"}, "holds numbers, but line 3 has 'old'"),
+    "infinity": ({"s": f"{HEADER}\n50,f,a,no\ninf,m,b,yes\n"}, "line 3 has 'inf'"),
     "an empty file": ({"s": ""}, "s.csv is empty"),
     "a header alone": ({"s": HEADER + "\n"}, "no rows"),
     "a short line": ({"s": f"{HEADER}\n50,f,a,no\n50,f\n"}, "line 3: expected 4 cells as in the header, got 2"),
@@ -245,7 +245,7 @@ WRONG_TABLES = {
     "one class": ({"n": f"{HEADER}\n1,f,a,no\n2,f,b,no\n"}, "at least two classes among all agents, got only 'no'"),
     "a number beyond 32 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e39,m,b,yes\n"}, "'1e39' in line 3, too large"),
     "a square beyond 64 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e200,m,b,yes\n"}, "'1e200' in line 3, too large"),
-    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' says '1,5' in line 3: write"),
+    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' has '1,5' in line 3: write"),
     "nothing but the target": ({"n": "ill\nno\nyes\nno\n"}, "expected columns besides the target"),
 }  # fmt: skip
 
@@ -267,7 +267,7 @@ def test_a_test_row_that_would_become_infinite_is_refused(tmp_path: Path, step: 
         rows = "".join(f"{step * (start + i)},{i % 2}\n" for i in range(8))
         (tmp_path / "n" / f"{part}.csv").write_text(f"a,y\n{rows}{last},1\n")
     text = refusal(read, tmp_path, target="y")
-    assert f"test.csv: column 'a' says '{huge}' in line 10, too large for numbers of 32 bits" in text
+    assert f"test.csv: column 'a' has '{huge}' in line 10, too large for float32" in text
 
 
 @pytest.mark.parametrize("task", ["auto", "classification", "regression"])
@@ -276,8 +276,8 @@ def test_decimal_commas_are_no_categories_and_no_classes(tmp_path: Path, task: s
     rows = [f"{i},{i % 10};{i % 2}\n" for i in range(30)]
     for header, target, column in (("a;y", "y", "a"), ("y;a", "y", "y")):
         text = refusal(read, write(tmp_path / column, n=header + "\n" + "".join(rows)), target=target, task=task)
-        assert f"column {column!r} says '" in text
-        assert text.endswith("write numbers with a decimal point and without separators of thousands, as 1234.5")
+        assert f"column {column!r} has '" in text
+        assert text.endswith("write numbers with a decimal point and without thousands separators, as 1234.5")
     names = "a,b,y\n" + "".join(f'"{"ward 1,5" if i % 3 else "1,5"}",{i},{i % 2}\n' for i in range(24))
     found = read(write(tmp_path / "names", n=names), target="y").preprocessing
     assert found is not None
@@ -290,7 +290,7 @@ def test_one_text_among_numbers_makes_no_classes_of_a_target(tmp_path: Path, val
     cells = [str(value * (i % 4)) for i in range(40)]
     cells[7:9] = "n.a.", "none"
     folder = write(tmp_path / "d", n="a,y\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)))
-    assert "'y' holds numbers, but line 9 says 'n.a.'" in refusal(read, folder, target="y")
+    assert "'y' holds numbers, but line 9 has 'n.a.'" in refusal(read, folder, target="y")
     assert refusal(read, folder, target="y").endswith("drop the row, or set task to classification")
     assert {"n.a.", "none"} < set(read(folder, target="y", task="classification").class_names)
 
@@ -341,7 +341,7 @@ def test_a_test_row_written_otherwise_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n").mkdir()
     (tmp_path / "n" / "train.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(8)))
     (tmp_path / "n" / "test.csv").write_text("y,a\n1.0,7.00\n0,8\n")
-    assert "n: 1 test sample is training data of n too, the first at index 0" in refusal(read, tmp_path, target="y")
+    assert "n: 1 test sample is also training data of n, the first at index 0" in refusal(read, tmp_path, target="y")
 
 
 def test_a_target_that_does_not_exist(hospitals: Path) -> None:
@@ -393,7 +393,7 @@ def test_test_rows_that_are_training_rows_are_refused(tmp_path: Path) -> None:
         (folder / name / "test.csv").write_text(patients(seed + 5, 6))
     assert [len(rows) for rows in read(folder).test] == [6, 6]
     (folder / "s" / "test.csv").write_text(patients(1, 6))
-    assert "s: 6 test samples are training data of n too" in refusal(read, folder)
+    assert "s: 6 test samples are also training data of n" in refusal(read, folder)
     (folder / "s" / "test.csv").unlink()
     assert "no test table" in refusal(read, folder)
 
@@ -456,7 +456,7 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
         ({"x": bad, "y": y}, "a: 1 given sample holds NaN or infinity, the first at index 3"),
         ({"features": x, "y": y}, "expected the arrays x_train y_train x_test y_test, or x y; got features, y"),
         ({"x": x, "y": np.zeros(20, int)}, "got only '0'"),
-        ({"x": x[:, 0], "y": y}, "axis of features"),
+        ({"x": x[:, 0], "y": y}, "two or more axes"),
         ({"x": x, "y": y[:7]}, "20 given samples but 7 labels"),
         ({"x": np.array([{}], object), "y": y}, "as a .npz of plain arrays"),
     ):
@@ -465,7 +465,7 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name in "xy":
             archive.writestr(f"{name}.npy", b"no array")
-    assert "axis of features" in refusal(Federation.from_folder, tmp_path)
+    assert "two or more axes" in refusal(Federation.from_folder, tmp_path)
     path.write_bytes(path.read_bytes()[:50])
     assert "as a .npz of plain arrays" in refusal(Federation.from_folder, tmp_path)
     np.savez(path, x=x, y=y)
@@ -500,7 +500,7 @@ def test_labels_of_arrays_follow_one_rule(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=x, y=np.where(y, np.inf, 0.0))
     assert "hold NaN or infinity" in refusal(Federation.from_folder, tmp_path)
     np.savez(tmp_path / "a.npz", x=x.astype("m8[s]"), y=y)
-    assert "expected numbers as features" in refusal(Federation.from_folder, tmp_path)
+    assert "expected numeric features" in refusal(Federation.from_folder, tmp_path)
 
 
 def test_any_torch_dataset_will_do() -> None:
@@ -549,7 +549,7 @@ def test_images_in_folders_by_class(tmp_path: Path) -> None:
     assert found.x.max() <= 1
     odd = tmp_path / "bob" / "dog" / "9.png"
     image.fromarray(np.zeros((6, 8), np.uint8)).save(odd)
-    assert "one size and as many channels" in refusal(Federation.from_folder, tmp_path)
+    assert "the same size and channels" in refusal(Federation.from_folder, tmp_path)
     odd.write_bytes(b"no image")
     assert f"cannot read the image {odd}" in refusal(Federation.from_folder, tmp_path)
 
@@ -646,7 +646,7 @@ def test_summaries_alone_decide(hospitals: Path) -> None:
     """fit sees an agent's training rows only: changing its test rows changes no statistic."""
     tables = {name: read_table(hospitals / f"{name}.csv") for name in ("north", "south")}
     aim = aim_of("ill", list(tables.values()), "auto")
-    some = {name: table.taken(np.arange(5)) for name, table in tables.items()}
+    some = {name: table.select(np.arange(5)) for name, table in tables.items()}
     fitted = fit(aim, some)["north"]
     ages = np.concatenate([table.columns["age"][:5].astype(float) for table in tables.values()])
     assert fitted.columns[0].mean == pytest.approx(ages.mean())

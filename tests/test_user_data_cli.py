@@ -105,7 +105,7 @@ def test_the_smaller_error_is_the_better() -> None:
         (("--target", "ill", "--agents", "5"), "agents divides a data set among agents"),
         (("--target", "ill", "--split", "A"), "split divides"),
         (("--target", "ill", "--test-share", "1"), "a fraction above 0 and below 1"),
-        (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 says 'n'"),
+        (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 has 'n'"),
         (("--target", "ill", "--model", "lenet5"), "takes samples with 3 axes"),
         (("--target", "ill", "--model", "test_user_data_cli:wrong"), "returns 2 outputs per sample"),
     ],
@@ -179,5 +179,5 @@ def test_agents_of_any_name_have_folders_of_their_own(capsys: pytest.CaptureFixt
 
 def test_a_name_that_is_no_folder() -> None:
     """An unknown data set is refused with the names, and with the hint that it may be a path."""
-    assert "(or the path of a folder of your own)" in refusal(federation_of, Settings(data="clinic"))
+    assert "(or the path of a data folder)" in refusal(federation_of, Settings(data="clinic"))
     assert "there is no folder" in refusal(federation_of, Settings(data="./clinic"))

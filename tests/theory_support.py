@@ -1,4 +1,4 @@
-"""Quadratics and checks that the tests of docs/theory.md share."""
+"""Quadratics and checks that the tests of docs/theory.md and docs/theory-weights.md share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from waffle_fl.algorithms import Round
 from waffle_fl.algorithms.waffle import calc_weights
 
-PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
+PAGES = [Path(__file__).parent.parent / "docs" / name for name in ("theory.md", "theory-weights.md")]
 STATEMENT = re.compile(r"^\*\*(\d+)\. (?:Theorem|Measured)\.\*\* (.+?)\s+\(`(test_\w+)`\)$", re.MULTILINE | re.DOTALL)
 ALPHA = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
 START = torch.zeros(2, dtype=torch.float64)

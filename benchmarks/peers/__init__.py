@@ -1,7 +1,7 @@
-"""Public peers beside ours: each in a process of its own, with its own environment, one FedAvg round when asked.
+"""Public peers: each runs FedAvg in a separate process and environment, one round per request.
 
-Their environment is `.venv-peers`, which `make bench` makes; where it is absent the benchmark goes without them. A
-peer is handed the network, its start and the mini-batches of every round in a file, so that it does the same work.
+Their environment is `.venv-peers`, which `make bench` creates; without it the benchmark skips them. A peer reads the
+network, its initial parameters and the mini-batches of every round from a file, so that it does the same work as ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUIET = {
 
 
 class Peer:
-    """One peer's process: started and warm once entered, gone with all its children once left."""
+    """The process of a peer, as a context manager: started and warm inside, ended with all its children after."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -50,7 +50,7 @@ class Peer:
         self.stop()
 
     def start(self) -> None:
-        """Start the process and make the first round, which also warms it up: all of this is its start-up."""
+        """Start the process and run the first round as a warm-up; both count as start-up."""
         began = time.perf_counter()
         launcher, module = PEERS[self.name]
         self._log = (self.folder / "log").open("w+")
@@ -78,20 +78,20 @@ class Peer:
         self.start_up_seconds = time.perf_counter() - began
 
     def round(self) -> float:
-        """One more round of FedAvg: its seconds, measured by the peer itself."""
+        """Run one more round of FedAvg and return its seconds, measured by the peer."""
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # the missing answer tells
+        with suppress(BrokenPipeError):  # _answer reports the missing reply
             self._process.stdin.write("round\n")
             self._process.stdin.flush()
         return float(self._answer()["seconds"])
 
     def model(self) -> NDArray[np.float32]:
-        """The parameters after the latest round, as one vector."""
+        """Return the parameters after the latest round as one vector."""
         vector: NDArray[np.float32] = np.load(self.folder / "model.npy")
         return vector
 
     def stop(self) -> None:
-        """Let the process end by itself, ask it to, and kill what is left of it."""
+        """Close stdin, then terminate, then kill the process group."""
         assert self._process.stdin
         for end in (self._process.stdin.close, self._process.terminate):
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -107,19 +107,20 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise RuntimeError(f"{self.name} has ended before its time:\n{self._log.read()[-3000:]}")
+            raise RuntimeError(f"{self.name} ended unexpectedly:\n{self._log.read()[-3000:]}")
         answer: dict[str, str] = json.loads(line)
         return answer
 
 
 def installed() -> bool:
+    """Return whether the environment of the peers exists."""
     return PYTHON.exists()
 
 
 def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[Peer]:
-    """Each peer, warm after its first round of the work that is ahead of this plain loop; none if not installed.
+    """Yield each peer after its first round of the work of this plain loop; nothing if they are not installed.
 
-    One at a time, for their processes keep the cores busy even while they wait.
+    One at a time, because their processes keep the cores busy while they wait.
     """
     if not installed():
         return
@@ -139,7 +140,7 @@ def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[Peer]:
 
 
 def _joined(prepared: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each agent's samples of a round in their order: batches are slices of them."""
+    """Return each agent's samples of a round in order; batches are slices of them."""
     return [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])) for batches in prepared]
 
 

@@ -1,4 +1,4 @@
-"""In the peers' environment: python -m benchmarks.peers flower FOLDER
+"""Run a peer, in the peers' environment: python -m benchmarks.peers flower FOLDER
 
 The peer's module is imported by its name, so that the processes it starts can import it too.
 """

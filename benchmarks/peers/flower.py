@@ -21,7 +21,7 @@ client = ClientApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """One agent's epoch, from the model in the message."""
+    """Train one agent for one epoch, from the model in the message."""
     config = message.content["config"]
     work = work_of(Path(config["work"]))
     x, y = work.rounds[config["server-round"] - 1][context.node_config["partition-id"]]
@@ -35,8 +35,8 @@ def train(message: Message, context: Context) -> Message:
     return Message(RecordDict(content), reply_to=message)
 
 
-class WhenAsked(FedAvg):
-    """Flower's FedAvg with every agent of equal share, a round whenever the benchmark asks for one."""
+class RoundOnRequest(FedAvg):
+    """Flower's FedAvg with equal weights, one round per request of the benchmark."""
 
     def __init__(self, benchmark: Benchmark, agents: int) -> None:
         # Nodes appear one by one while the strategy already runs: without these minima a first round can miss some.
@@ -61,12 +61,13 @@ class WhenAsked(FedAvg):
 
 
 def run(folder: Path) -> None:
+    """Run Flower's simulation on the work in a folder."""
     benchmark, work = Benchmark(folder, version("flwr")), work_of(folder)
     server = ServerApp()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        WhenAsked(benchmark, work.agents).start(
+        RoundOnRequest(benchmark, work.agents).start(
             grid,
             ArrayRecord(work.module.state_dict()),
             num_rounds=len(work.rounds),

@@ -25,7 +25,7 @@ from benchmarks.plain import flat
 
 
 class Classifier(nn.Module):
-    """A network with the loss and the metrics that pfl asks of a module."""
+    """A network with the loss and the metrics that pfl requires of a module."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Classifier(nn.Module):
             return {"loss": Weighted(self.loss(x, y).item() * len(y), len(y))}
 
 
-class WhenAsked(TrainingProcessCallback):
-    """A round whenever the benchmark asks for one. It talks to the first process; the others wait for that one."""
+class RoundOnRequest(TrainingProcessCallback):
+    """One round per request of the benchmark, which talks to the first process; the other processes wait for it."""
 
     def __init__(self, benchmark: Benchmark | None, rounds: int) -> None:
         self.benchmark, self.rounds = benchmark, rounds
@@ -65,6 +65,7 @@ class WhenAsked(TrainingProcessCallback):
 
 
 def run(folder: Path) -> None:
+    """Run pfl's simulation on the work in a folder."""
     work, rank = work_of(folder), torch.distributed.get_rank()
     benchmark = Benchmark(folder, version("pfl")) if rank == 0 else None
     module = Classifier(work.module)
@@ -73,12 +74,12 @@ def run(folder: Path) -> None:
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=len(work.rounds),
-            evaluation_frequency=len(work.rounds),  # in the first round alone, which is not timed
+            evaluation_frequency=len(work.rounds),  # only in the first round, which is not timed
             train_cohort_size=work.agents,
             val_cohort_size=0,
         ),
         SimulatedBackend(users, users, [WeightByUser()]),
         PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)),
         NNTrainHyperParams(local_num_epochs=1, local_learning_rate=work.lr, local_batch_size=work.batch_size),
-        callbacks=[WhenAsked(benchmark, len(work.rounds))],
+        callbacks=[RoundOnRequest(benchmark, len(work.rounds))],
     )

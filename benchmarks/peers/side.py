@@ -1,4 +1,4 @@
-"""The peer's side: the work it is handed, and the benchmark that asks it for rounds over stdin and stdout."""
+"""The peer's side: the work it reads, and the benchmark that requests rounds over stdin and stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from waffle_fl.models import MODELS
 
 
 class Work:
-    """What the benchmark laid into the folder: the network at its start, and each agent's samples round by round."""
+    """The work that the benchmark saved: the initial network, and each agent's samples per round."""
 
     def __init__(self, folder: Path) -> None:
         work: dict[str, Any] = torch.load(folder / "work.pt")
@@ -33,13 +33,13 @@ class Work:
 
 @lru_cache(maxsize=1)
 def work_of(folder: Path) -> Work:
-    """The work of this folder, read once a process."""
+    """Return the work in this folder, read once per process."""
     torch.set_num_threads(1)
     return Work(folder)
 
 
 class Benchmark:
-    """The benchmark at the other end. What libraries print goes to stderr, so that stdout is for answers alone."""
+    """The connection to the benchmark. Output of libraries goes to stderr, so that stdout has only replies."""
 
     def __init__(self, folder: Path, version: str) -> None:
         self.folder, self._began = folder, 0.0
@@ -48,13 +48,13 @@ class Benchmark:
         self._answer(version=version)
 
     def wait(self) -> None:
-        """Until a round is asked for, then start the clock."""
+        """Wait until a round is requested, then start the clock."""
         if not sys.stdin.readline():
             raise EOFError("the benchmark has ended")
         self._began = time.perf_counter()
 
     def done(self, parameters: Tensor) -> None:
-        """Stop the clock and hand over the model as one vector."""
+        """Stop the clock and save the model as one vector."""
         seconds = time.perf_counter() - self._began
         np.save(self.folder / "model.npy", parameters.numpy())
         self._answer(seconds=seconds)

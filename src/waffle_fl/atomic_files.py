@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole or not at all, removed for good, and read only where they are files."""
+"""Crash-safe file operations: atomic writes, durable removal, and a check that a path is a regular file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Either the old content or the new one is there, whenever the process dies or the power fails."""
+    """Write a file so that a crash or power failure leaves either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -33,7 +33,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files; a power cut does not bring them back."""
+    """Remove files durably: they do not reappear after a power failure."""
     for path in paths:
         path.unlink()
     for folder in dict.fromkeys(path.parent for path in paths):
@@ -41,21 +41,21 @@ def remove(*paths: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's own entries to disk: what was renamed or removed in it stays so."""
+    """Write a folder's entries to disk, so that renames and removals in it are durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do it for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
             raise
     finally:
         os.close(handle)
 
 
 def check_regular(path: Path) -> Path:
-    """Return the path; refuse a FIFO, which would block for ever, and a device, which may have no end.
+    """Return the path. Reject a FIFO, which would block forever, and a device, which may be endless.
 
-    What cannot be looked at is left to the one who opens it."""
+    If the path cannot be inspected, return it: opening it raises the error."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a parameter may be, declared beside its field and checked when the dataclass is constructed.
+"""Constraints on parameters, declared with the field and checked when the dataclass is constructed.
 
     @dataclass(frozen=True)
     class Method:
@@ -28,16 +28,16 @@ from waffle_fl.errors import WaffleError
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a value must be besides its type, in words and as a predicate.
+    """A condition on a value in addition to its type, as text and as a predicate.
 
-    `holds` may raise a WaffleError, whose text is then the message.
+    `holds` may raise a WaffleError; its text is then the message.
     """
 
     words: str
     holds: Callable[[Any], bool]
 
     def problem(self, value: Any) -> str:
-        """Return the message for a value that does not fit, or an empty text."""
+        """Return the message for a value that does not fit, or an empty string."""
         try:
             return "" if self.holds(value) else f"expected {self.words}, got {shown(value)}"
         except WaffleError as error:
@@ -53,7 +53,7 @@ def above(bound: float) -> Constraint:
 
 
 def between(low: float, high: float) -> Constraint:
-    """Both bounds included."""
+    """Constraint to a closed interval."""
     return Constraint(f"a number from {low} to {high}", lambda value: low <= value <= high)
 
 
@@ -62,7 +62,7 @@ def below_one() -> Constraint:
 
 
 def fraction(positive: bool = False) -> Constraint:
-    """A part of a whole, never the whole; a positive one is not 0 either."""
+    """Constraint to fractions below 1, and above 0 if `positive`."""
     if positive:
         return Constraint("a fraction above 0 and below 1", lambda value: 0 < value < 1)
     return Constraint("a fraction from 0 to below 1", lambda value: 0 <= value < 1)
@@ -73,7 +73,7 @@ def each_above(bound: float) -> Constraint:
 
 
 def readable(parse: Callable[[str], Any], what: str) -> Constraint:
-    """A text that `parse` accepts; what `parse` raises is the message. Values that are no text are not parsed."""
+    """Constraint to strings that `parse` accepts. The message is the error that `parse` raises."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, str):
@@ -90,7 +90,7 @@ class Parameter(NamedTuple):
     constraint: Constraint | None = None
 
     def problem(self, value: Any) -> str:
-        """Return 'expected X, got Y' for a value that does not fit, or an empty text."""
+        """Return 'expected X, got Y' for a value that does not fit, or an empty string."""
         if not fits(value, self.hint):
             return f"expected {described(self.hint)}, got {shown(value)}{_nearest(value, self.hint)}"
         return self.constraint.problem(value) if self.constraint else ""
@@ -99,9 +99,9 @@ class Parameter(NamedTuple):
 def parameter(
     default: Any, constraint: Constraint | None = None, *, server_side: bool = False, search: Any = None
 ) -> Any:
-    """A dataclass field with a constraint.
+    """Return a dataclass field with a constraint.
 
-    `server_side`: only `aggregate` reads it, so that runs that differ in it can still train in one stack.
+    `server_side`: only `aggregate` reads it, so runs that differ in it can still train in one stack.
     `search`: the choices or the range that `waffle tune` searches by default (docs/tune.md).
     """
     metadata = {"constraint": constraint, "server_side": server_side, "search": search}
@@ -109,13 +109,13 @@ def parameter(
 
 
 def model_dependent(default: Any) -> Any:
-    """A field that the algorithm's `for_model` sets: no hyperparameter, so neither a flag nor part of a config."""
+    """Return a field that the algorithm's `for_model` sets. It is not a hyperparameter and has no flag."""
     return dataclasses.field(default=default, metadata={"model_dependent": True}, repr=False)
 
 
 @cache
 def parameters_of(kind: Any) -> Mapping[str, Parameter]:
-    """The fields of a dataclass that a user may set, with their types and constraints."""
+    """Return the fields of a dataclass that a user may set, with their types and constraints."""
     hints = typing.get_type_hints(kind)
     return types.MappingProxyType(
         {
@@ -127,7 +127,7 @@ def parameters_of(kind: Any) -> Mapping[str, Parameter]:
 
 
 def constraint_of(kind: Any, name: str) -> Constraint | None:
-    """The constraint of another dataclass's field, for a field that holds the same."""
+    """Return the constraint of a field, to use it for a field of another dataclass."""
     return parameters_of(kind)[name].constraint
 
 
@@ -142,7 +142,7 @@ def check_fields(instance: Any) -> None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Is the value of this type? An int is a float too; a bool is neither; a float is finite."""
+    """Return whether a value has this type. An int counts as a float, a bool as neither; a float must be finite."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
@@ -161,14 +161,14 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _fit_each(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
-    """tuple[float, ...] takes any number of values, tuple[int, str] these two."""
+    """Return whether values match a tuple type, such as tuple[float, ...] or tuple[int, str]."""
     if hints[1:] == (...,):
         return all(fits(value, hints[0]) for value in values)
     return len(values) == len(hints) and all(map(fits, values, hints))
 
 
 def described(hint: Any) -> str:
-    """The type in words."""
+    """Return a type in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in arguments)
@@ -186,7 +186,7 @@ def described(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as Python writes it, on one line and not too long."""
+    """Return the repr of a value on one line, at most 200 characters."""
     try:
         return " ".join(repr(value).split())[:200]
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""Where published data sets lie."""
+"""Folder of the published data sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from waffle_fl.errors import WaffleError
 
 
 def data_dir(given: str = "") -> Path:
-    """`--data-dir`, else $WAFFLE_DATA, else the user's cache folder."""
+    """Return `--data-dir` if given, or else $WAFFLE_DATA, or else the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     chosen = Path(given or os.environ.get("WAFFLE_DATA") or Path(cache) / "waffle-fl")
     try:

@@ -1,4 +1,4 @@
-"""What a user can mend: one line that says what was expected, what came, and what to do."""
+"""Errors that a user can fix: one line that says what was expected, what came, and what to do."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ SPELLED_OUT = {"learning_rate": "lr", "lambda": "lam"}
 
 
 class WaffleError(ValueError):
-    """A mistake the user can fix. The command line prints it without a traceback and exits with 2."""
+    """An error that the user can fix. The command line prints it without a traceback and exits with 2."""
 
 
 class Diverged(WaffleError):
-    """Alice's own training left the finite numbers; the last good checkpoint is kept."""
+    """Alice's update is no longer finite. The last finite checkpoint is kept."""
 
 
 @dataclass
 class Interrupted(Exception):
-    """The user asked to stop, or the time is up; every run is checkpointed."""
+    """The user stopped the training, or the time limit was reached. Every run is saved."""
 
     signal: int
 
 
 @contextlib.contextmanager
-def writable(runtime: Path) -> Iterator[None]:
-    """Turn a refusal of the file system into one line."""
+def writable(path: Path) -> Iterator[None]:
+    """Turn an error of writing to this path into a WaffleError."""
     try:
         yield
     except OSError as error:
-        raise WaffleError(f"cannot write {runtime}: {error.strerror}") from None
+        raise WaffleError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
-    """Turn a fault of a run folder's disk into one line that says what is left."""
+    """Turn an error of writing to a run folder into a WaffleError that says how to continue."""
     try:
         yield
     except OSError as error:
         raise WaffleError(
-            f"cannot write to {folder}: {error.strerror}; what was saved before is intact, and the same command goes on"
+            f"cannot write to {folder}: {error.strerror}; earlier checkpoints are intact: fix this and run the same "
+            "command again to continue"
         ) from None
 
 
 def suggest(wrong: str, right: Iterable[str]) -> str:
-    """Return ', did you mean X?' for the nearest right name, or the list of the choices."""
+    """Return ', did you mean X?' for the nearest right name, or the list of choices."""
     choices = list(right)
     plain = {name.lstrip("-").replace("-", "_"): name for name in choices}
     spelled_out = {full: plain[short] for full, short in SPELLED_OUT.items() if short in plain}

@@ -18,7 +18,16 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.partition import Partition
 from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
 from waffle_fl.shifts.covariates import materialise
-from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, Task, Wish, gather, read_folder, stacked
+from waffle_fl.user_data import (
+    CollectedData,
+    Preprocessing,
+    ReadOptions,
+    Task,
+    TaskOption,
+    gather,
+    read_folder,
+    stacked,
+)
 
 
 @dataclass(frozen=True)
@@ -63,14 +72,17 @@ class Federation:
 
     @property
     def agents(self) -> int:
+        """Number of agents."""
         return len(self.names)
 
     @property
     def samples(self) -> Tensor:
+        """Number of training samples of each agent."""
         return torch.tensor([len(rows) for rows in self.train])
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
         return tuple(self.x.shape[1:])
 
     def only(self, agent: int) -> Federation:
@@ -182,7 +194,7 @@ class Federation:
         alice: str | int = 0,
         class_names: Sequence[str] = (),
         allow_duplicates: bool = False,
-        task: Wish = "classification",
+        task: TaskOption = "classification",
         test_share: float = 0.25,
         validation: float = 0.0,
         split_seed: int = 0,
@@ -207,7 +219,7 @@ class Federation:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, alice: str | int | None = None, **reading: Any) -> Federation:
-        """Return a federation from a folder with one file or folder per agent (docs/own-data.md).
+        """Return a federation from a folder with one file or folder per agent (docs/user-data.md).
 
         `reading`: see ReadOptions. By default Alice is the first agent that has training and test samples.
         """

@@ -1,4 +1,4 @@
-"""The federation in a folder that the settings name; read once, and anew when a file of it has changed."""
+"""Build the federation of a data folder named in the settings; cached until a file in the folder changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation, check_alice, index_of
 from waffle_fl.user_data import ReadOptions
 
-SPLITTING = (  # settings that make agents out of one data set, and make them differ
+SPLITTING = (  # settings that divide one data set among agents
     *("split", "shift", "shares", "sizes", "direction", "agents", "samples_per_agent"),
     *("test", "permutation_seed", "shared_permutation"),
 )
 
 
 def folder_federation(s: Settings, folder: Path, alice: str | None) -> Federation:
-    """The agents of a folder."""
+    """Return the federation of a folder with one file or folder per agent."""
     check_undivided(s)
     found = _read(str(folder), ReadOptions(**{f.name: getattr(s, f.name) for f in fields(ReadOptions)}), _stamp(folder))
     if ALL_ALICES in found.names:
@@ -27,7 +27,7 @@ def folder_federation(s: Settings, folder: Path, alice: str | None) -> Federatio
 
 
 def check_undivided(s: Settings) -> None:
-    """Refuse settings that would divide a folder of agents among others."""
+    """Raise WaffleError for settings that divide one data set among agents."""
     defaults = Settings()
     odd = next((name for name in SPLITTING if getattr(s, name) != getattr(defaults, name)), None)
     if odd:
@@ -35,12 +35,12 @@ def check_undivided(s: Settings) -> None:
 
 
 @lru_cache(maxsize=4)
-def _read(folder: str, how: ReadOptions, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
-    return Federation.from_folder(folder, **vars(how))
+def _read(folder: str, options: ReadOptions, stamp: tuple[tuple[str, int, int], ...]) -> Federation:
+    return Federation.from_folder(folder, **vars(options))
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What tells a changed folder: name, size and time of each file; hidden ones are nobody's data."""
+    """Return the name, size and modification time of each file, without hidden files; they reveal a change."""
     try:
         paths = [path for path in sorted(folder.rglob("*")) if not _hidden(path.relative_to(folder))]
         found = [(path, path.stat()) for path in paths]

@@ -1,4 +1,4 @@
-"""Code of the user's own, named `module:name`: a method, a model, a schedule."""
+"""Import of the user's own code, given as `module:name`: a method, a model or a schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waffle_fl.errors import WaffleError, suggest
 
 
 def import_named(text: str, what: str) -> Any:
-    """Return what `module:name` names. The current folder is searched too, after all other places."""
+    """Return the object `module:name`. The current folder is searched after all other places."""
     module, _, name = text.partition(":")
     try:
         here = str(Path.cwd())

@@ -1,6 +1,6 @@
-"""A live view of training for those who have one already: TensorBoard and MLflow, each an extra of this package.
+"""Loggers for TensorBoard and MLflow, each an optional extra of this package.
 
-A logger hears every round. It begins with the rounds that a run's folder holds, so a resumed run has no gap.
+A logger receives every round. It first logs the rounds in the run folder, so a resumed run has no gap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATUS = {"finished": "FINISHED", "diverged": "FAILED"}
 
 
 class Logger(Listener):
-    """What both have in common: which run is which, and what of a round is a number to draw."""
+    """Base class of the loggers: starts one log per run and selects the scalars of a round."""
 
     def __init__(self) -> None:
         self._provenance: dict[str, dict[str, Any]] = {}
@@ -37,7 +37,7 @@ class Logger(Listener):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Close what is open; a run that did not end goes on when it is resumed."""
+        """Close open logs. The log of an unfinished run is continued when the run is resumed."""
 
     def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None:
         for config, folder in runs:
@@ -50,7 +50,7 @@ class Logger(Listener):
         raise NotImplementedError
 
     def scalars(self, config: RunConfig, measured: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers of a round by name; an agent's weight is called weight/NAME."""
+        """Return the scalars of a round by name. The name of an agent's weight is weight/NAME."""
         known = {key: measured[key] for key in SCALARS if measured.get(key) is not None}
         weights = named_weights(self._provenance[config.label], measured.get("weights", []))
         return {**known, **{f"weight/{name}": weight for name, weight in weights.items()}}
@@ -61,11 +61,11 @@ class TensorBoard(Logger):
 
     def __init__(self) -> None:
         super().__init__()
-        self._make = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._make = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writers: dict[str, Any] = {}
 
     def begin(self, config: RunConfig, folder: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
-        # What an interrupted run wrote before is hidden, from step 1 on, by what its log says now.
+        # The rounds in rounds.jsonl replace what an interrupted run wrote before, from step 1 on.
         self._writers[config.label] = self._make(str(folder / "tensorboard"), purge_step=1)
         for measured in rounds:
             self.advanced(config, measured)
@@ -84,38 +84,38 @@ class TensorBoard(Logger):
 
 
 class _Tracked(NamedTuple):
-    """An MLflow run, and the last round it has: a run that went back to a checkpoint makes the same rounds again."""
+    """An MLflow run and its last logged round. A run resumed from a checkpoint repeats some rounds."""
 
     run_id: str
     folder: Path
-    seen: int
+    last_round: int
 
 
 class MLflow(Logger):
-    """Params, metrics and artifacts in $MLFLOW_TRACKING_URI, else in ./mlruns; the run's id lies in RUN/mlflow.json."""
+    """Params, metrics and artifacts in $MLFLOW_TRACKING_URI, or else in ./mlruns. RUN/mlflow.json has the run's id."""
 
     def __init__(self) -> None:
         super().__init__()
-        mlflow = _needed("mlflow", "mlflow")
+        mlflow = _require("mlflow", "mlflow")
         self._entities, self._errors = mlflow.entities, (mlflow.MlflowException, OSError)
         self.uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not self.uri:
             self.uri = Path("mlruns").resolve().as_uri()
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks who writes files to say so
-        with self._readable():
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow requires it for file stores
+        with self._mlflow_errors():
             self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         self._runs: dict[str, _Tracked] = {}
 
     def begin(self, config: RunConfig, folder: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
-        with self._readable():
+        with self._mlflow_errors():
             known = read_json(folder / "mlflow.json")
             if known and known.get("tracking_uri") == self.uri:
                 run_id = str(known["run_id"])
-                seen = max((m.step for m in self._client.get_metric_history(run_id, "loss")), default=0)
+                last_round = max((m.step for m in self._client.get_metric_history(run_id, "loss")), default=0)
                 self._client.update_run(run_id, status="RUNNING")
             else:
-                run_id, seen = self._create(config, folder), 0
-        self._runs[config.label] = _Tracked(run_id, folder, seen)
+                run_id, last_round = self._create(config, folder), 0
+        self._runs[config.label] = _Tracked(run_id, folder, last_round)
         for measured in rounds:
             self.advanced(config, measured)
 
@@ -133,18 +133,18 @@ class MLflow(Logger):
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         run = self._runs[config.label]
-        if measured["round"] <= run.seen:
+        if measured["round"] <= run.last_round:
             return
         metric, now = self._entities.Metric, int(1000 * time.time())
         numbers = self.scalars(config, measured).items()
-        metrics = [metric(_plain(name), value, now, measured["round"]) for name, value in numbers]
-        with self._readable():
+        metrics = [metric(_metric_name(name), value, now, measured["round"]) for name, value in numbers]
+        with self._mlflow_errors():
             self._client.log_batch(run.run_id, metrics=metrics)
 
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
         run_id, folder, _ = self._runs.pop(config.label)
         final = {f"final_{name}": value for name, value in result.get("metrics", {}).items() if value is not None}
-        with self._readable():
+        with self._mlflow_errors():
             for name, value in final.items():
                 self._client.log_metric(run_id, name, value, step=result["rounds"])
             for name in ARTIFACTS:
@@ -153,23 +153,23 @@ class MLflow(Logger):
             self._client.set_terminated(run_id, STATUS[result["status"]])
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        with self._readable():
+        with self._mlflow_errors():
             for run in self._runs.values():
                 self._client.set_terminated(run.run_id, "KILLED")
 
     @contextmanager
-    def _readable(self) -> Iterator[None]:
+    def _mlflow_errors(self) -> Iterator[None]:
         try:
             yield
         except self._errors as error:
             reason = " ".join(str(error).split())[:300]
             raise WaffleError(
-                f"MLflow at {self.uri}: {reason}; what was trained is saved, and the same command goes on"
+                f"MLflow at {self.uri}: {reason}; every run is saved: run the same command again to continue"
             ) from None
 
 
-class Several(Listener):
-    """Tells each of many what happens."""
+class ListenerGroup(Listener):
+    """Passes events on to several listeners."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
@@ -196,19 +196,21 @@ class Several(Listener):
 
 
 def logger(name: Log) -> Logger:
-    """The named logger, or one line that says what to install."""
+    """Return the named logger, or raise an error that says what to install."""
     return LOGGERS[name]()
 
 
-def _needed(module: str, extra: str) -> Any:
+def _require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise WaffleError(f'--log {extra} needs a package that is not here: pip install "waffle-fl[{extra}]"') from None
+        raise WaffleError(
+            f'--log {extra} needs a package that is not installed: pip install "waffle-fl[{extra}]"'
+        ) from None
 
 
-def _plain(name: str) -> str:
-    """MLflow takes letters, digits and some signs."""
+def _metric_name(name: str) -> str:
+    """Replace characters that MLflow does not allow in metric names."""
     return re.sub(r"[^\w./ -]", "_", name)
 
 

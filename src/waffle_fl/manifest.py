@@ -1,8 +1,8 @@
-"""Is a run folder what it was? manifest.json holds the SHA-256 of its files and is signed with the user's own key.
+"""Integrity of run folders: manifest.json holds the SHA-256 digests of the files and is signed with the user's key.
 
-A file is listed before it is written, beside the digest of what it replaces (`Journal.replacing`). So a process may die
-between any two writes: what lies in the folder is always listed, and a listed file that is not there yet is no change.
-The key is in `user_key.py`. Another user's signature cannot be checked here, only the digests.
+A file is listed before it is written, together with the digest of the content it replaces (`Journal.replacing`). So a
+process may be killed between any two writes: every file in the folder is always listed, and a listed file that does not
+exist yet is not an error. `user_key.py` has the key. Of another user's manifest only the digests can be checked.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from waffle_fl.user_key import key_id, user_key
 NAME, SCHEMA = "manifest.json", 1
 LOG, RESULT = "rounds.jsonl", "result.json"
 SMALL = ("config.json", "provenance.json", "preprocessing.json", RESULT)  # always checked
-LARGE = ("model.safetensors", "predictions.safetensors")  # checked by those who read them
+LARGE = ("model.safetensors", "predictions.safetensors")  # checked only when they are read
 CHECKPOINTS = "checkpoint-*.safetensors"
 BLOCK = 1 << 20
 
 Kind: TypeAlias = Literal["changed", "foreign", "unsigned", "missing"]
 Warn: TypeAlias = Callable[[str], None]
-FORCE = "or go on with --force (in Python force=True)"
-ONCE = "; a run of an older version never had one: `waffle resume RUN --force` once writes it"
+FORCE = "or continue with --force (in Python force=True)"
+ONCE = "; a run of an older version has none: run `waffle resume RUN --force` once to write it"
 
 
 class Digest(NamedTuple):
-    """What a file holds. A log that still grows begins with it."""
+    """Size and hash of a file, or of the beginning of a log that is still being written."""
 
     size: int
     sha256: str
@@ -46,7 +46,7 @@ class Digest(NamedTuple):
 
     @classmethod
     def at(cls, path: Path, size: int | None = None) -> Digest:
-        """The digest of a file, or of what it begins with."""
+        """Return the digest of a file, or of its first `size` bytes."""
         found, left = hashlib.sha256(), sys.maxsize if size is None else size
         try:
             with check_regular(path).open("rb") as stream:
@@ -58,11 +58,11 @@ class Digest(NamedTuple):
             raise WaffleError(f"cannot read {path}: {error.strerror}") from None
 
 
-Files: TypeAlias = dict[str, tuple[Digest, ...]]  # by name, each content that it may have now
+Files: TypeAlias = dict[str, tuple[Digest, ...]]  # name -> the contents that the file may have now
 
 
 class Finding(NamedTuple):
-    """What is to be said of a run folder; one with a text is an error."""
+    """The result of checking a run folder. A finding with a text is an error, others are notes."""
 
     kind: Kind
     folder: Path
@@ -70,32 +70,32 @@ class Finding(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A manifest as it was read."""
+    """The content of a manifest, and which key signed it."""
 
     files: Files
     signed: Literal["here", "elsewhere", "nowhere", "wrongly"]
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of a folder whose files are all there: call it last, when nothing else will be written.
+    """Write the manifest of a folder. Call it after all other files have been written.
 
-    For code that writes a finished run folder by itself. What a `Run` writes is listed as it is written."""
+    Only for code that writes a finished run folder without `Run`; a `Run` keeps its manifest up to date."""
     names = [*SMALL, LOG, *LARGE, *(path.name for path in folder.glob(CHECKPOINTS))]
     _write(folder, {name: (Digest.at(folder / name),) for name in names if (folder / name).is_file()})
 
 
 def verify(folder: Path, large: Sequence[str] = (), force: bool = False, warn: Warn | None = None) -> None:
-    """Raise a WaffleError if a run folder is not what it was; with `force` that is a warning.
+    """Raise a WaffleError if files of a run folder were changed; with `force`, warn instead.
 
-    Small files are always checked, `large` ones only if named: name those that are about to be read. `warn` receives
-    one line where the files are unchanged but the signature cannot be checked; by default it is a UserWarning."""
+    Small files are always checked. Pass in `large` the names of large files that will be read. `warn` receives one line
+    if the files are unchanged but the signature cannot be checked; by default it is a UserWarning."""
     verify_all([folder], large, force, warn)
 
 
 def verify_all(
     folders: Iterable[Path], large: Sequence[str] = (), force: bool = False, warn: Warn | None = None
 ) -> None:
-    """Like `verify`, with one warning for each kind of finding and not for each folder."""
+    """Like `verify` for several folders, with one warning per kind of finding."""
     found = [finding for folder in folders if (finding := inspect(folder, large))]
     refuse(found, force)
     for line in summary(found):
@@ -106,7 +106,7 @@ def verify_all(
 
 
 def no_warning(line: str) -> None:
-    """What to pass as `warn` where the user has been warned already."""
+    """Ignore a warning. Pass it as `warn` if the user has already been warned."""
 
 
 def refuse(findings: Iterable[Finding], force: bool) -> None:
@@ -117,29 +117,29 @@ def refuse(findings: Iterable[Finding], force: bool) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> list[str]:
-    """One line for each kind of finding."""
+    """Return one line per kind of finding."""
     kinds = dict.fromkeys(finding.kind for finding in findings)
     return [_line([finding for finding in findings if finding.kind == kind]) for kind in kinds]
 
 
-def _line(alike: Sequence[Finding]) -> str:
-    first, more = alike[0], len(alike) - 1
+def _line(findings: Sequence[Finding]) -> str:
+    first, more = findings[0], len(findings) - 1
     if first.text:
-        alike_too = "have none either" if first.kind == "missing" else "are not what they were"
-        others = f", and {more} more runs {alike_too}" if more else ""
-        return f"{first.text}{others}; used nevertheless, as --force says"
-    who = f"{first.folder} and {more} more were" if more else f"{first.folder} was"
-    whose = "their" if more else "its"
-    unchanged = f"{whose} files are unchanged since, but the signature cannot be checked here"
+        also = "have none either" if first.kind == "missing" else "were changed"
+        others = f", and {more} more runs {also}" if more else ""
+        return f"{first.text}{others}; used because of --force"
+    which = f"{first.folder} and {more} more were" if more else f"{first.folder} was"
+    their = "their" if more else "its"
+    unchanged = f"{their} files are unchanged since, but the signature cannot be checked here"
     return {
-        "foreign": f"{who} made with another key (on another machine or by another user): {unchanged}",
-        "unsigned": f"{who} made where no key could be kept: {unchanged}",
-        "missing": f"{who} made by an older version without a manifest, or it was removed",
+        "foreign": f"{which} made with another key (on another machine or by another user): {unchanged}",
+        "unsigned": f"{which} made where no key could be stored: {unchanged}",
+        "missing": f"{which} made by an older version without a manifest, or it was removed",
     }[first.kind]
 
 
 def inspect(folder: Path, large: Sequence[str] = ()) -> Finding | None:
-    """What is to be said of a folder, or None if it is as it was and signed here."""
+    """Return the finding on a folder, or None if it is unchanged and signed with this user's key."""
     try:
         manifest = read(folder)
     except WaffleError as error:
@@ -149,26 +149,26 @@ def inspect(folder: Path, large: Sequence[str] = ()) -> Finding | None:
     if manifest.signed == "wrongly":
         return Finding("changed", folder, f"{folder / NAME} was changed after it was signed with your key")
     ended = (folder / RESULT).exists()
-    names = [*SMALL, *([LOG] if ended else ()), *large]  # a log that grows is checked by those who go on from it
-    odd = next((text for name in names if (text := difference(folder / name, manifest.files.get(name), ended))), "")
-    if odd:
-        return Finding("changed", folder, odd)
+    names = [*SMALL, *([LOG] if ended else ()), *large]  # the log of an unfinished run is checked on resume
+    change = next((text for name in names if (text := difference(folder / name, manifest.files.get(name), ended))), "")
+    if change:
+        return Finding("changed", folder, change)
     if manifest.signed == "here":
         return None
     return Finding("foreign" if manifest.signed == "elsewhere" else "unsigned", folder)
 
 
 def _unlisted(folder: Path) -> str:
-    """What is wrong with a folder without a manifest: nothing where it holds no results yet."""
+    """Return the error for a folder without a manifest, empty if it holds no results yet."""
     results = [*(folder / name for name in (RESULT, LOG, *LARGE)), *folder.glob(CHECKPOINTS)]
     found = next((path.name for path in results if path.exists()), "")
-    return f"{folder} has no {NAME}, so nothing tells whether its {found} is what the run wrote" if found else ""
+    return f"{folder} has no {NAME}, so its {found} cannot be checked" if found else ""
 
 
 def difference(path: Path, listed: Sequence[Digest] | None, ended: bool) -> str:
-    """In what a file is not as it was listed, or nothing.
+    """Return how a file differs from its listed digests, or an empty string.
 
-    Before a run has ended a file need not be there yet, and its log need only begin as it was listed."""
+    Before a run has ended a listed file may not exist yet, and the log may be longer than listed."""
     grows = path.name == LOG and not ended
     if not path.exists():
         return f"{path} is missing, though {NAME} lists it" if listed and ended else ""
@@ -187,7 +187,7 @@ def difference(path: Path, listed: Sequence[Digest] | None, ended: bool) -> str:
 
 
 class Journal:
-    """The manifest of a folder that is being written."""
+    """The manifest of a folder to which a run is writing."""
 
     def __init__(self, folder: Path, files: Files) -> None:
         self.folder, self.files = folder, files
@@ -195,13 +195,13 @@ class Journal:
 
     @classmethod
     def opened(cls, folder: Path) -> Journal:
-        """The journal of a folder; of one without a manifest it is empty."""
+        """Open the journal of a folder; it is empty if the folder has no manifest."""
         manifest = read(folder)
         return cls(folder, manifest.files if manifest else {})
 
     @contextlib.contextmanager
     def replacing(self, new: Mapping[str, Digest]) -> Iterator[None]:
-        """List what these files are about to hold beside what they hold; after the body they hold the new."""
+        """List the new digests of these files together with the old ones; after the body, only the new ones."""
         both = {name: tuple(dict.fromkeys((*self.files.get(name, ()), digest))) for name, digest in new.items()}
         if any(digest not in self._listed.get(name, ()) for name, digest in new.items()):
             self._write({**self.files, **both})
@@ -209,19 +209,19 @@ class Journal:
         self.files = {**self.files, **{name: (digest,) for name, digest in new.items()}}
 
     def difference(self, path: Path) -> str:
-        """In what a file of the folder is not as it was listed, or nothing."""
+        """Return how a file of the folder differs from its listed digests, or an empty string."""
         return difference(path, self.files.get(path.name), ended=False)
 
     def grown(self, name: str, digest: Digest) -> None:
-        """Note what a file that only grows begins with; the next manifest lists it."""
+        """Set the digest of an append-only file. It is written with the next manifest."""
         self.files = {**self.files, name: (digest,)}
 
     def forget(self, *names: str) -> None:
-        """Note that files are gone; the next manifest does not list them."""
+        """Remove files from the list. The next manifest does not list them."""
         self.files = {name: listed for name, listed in self.files.items() if name not in names}
 
-    def settle(self) -> None:
-        """Write the manifest without what was replaced or removed."""
+    def compact(self) -> None:
+        """Write the manifest without replaced or removed files."""
         self.files = {name: listed for name, listed in self.files.items() if (self.folder / name).exists()}
         if self.files != self._listed:
             self._write(self.files)
@@ -232,7 +232,7 @@ class Journal:
 
 
 def read(folder: Path) -> Manifest | None:
-    """A folder's manifest and whose signature it bears; None if there is none."""
+    """Return a folder's manifest and which key signed it, or None if there is no manifest."""
     path = check_regular(folder / NAME)
     try:
         content = json.loads(path.read_bytes())

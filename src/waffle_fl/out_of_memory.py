@@ -1,4 +1,4 @@
-"""Out of memory, on a GPU or on the machine itself, as one line."""
+"""One-line errors for running out of memory, on a GPU or on the machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from waffle_fl.errors import WaffleError
 
 CPU = ("can't allocate memory", "not enough memory", "is there enough memory")  # torch's allocator, and our own workers
-SAVED = "every run is kept up to its last checkpoint, and the same command goes on from there"
+SAVED = "every run is saved up to its last checkpoint: run the same command again to continue"
 
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Turn whatever is raised for want of memory into one line."""
+    """Turn out-of-memory errors into a WaffleError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -33,7 +33,7 @@ def enough_memory() -> Iterator[None]:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Was this raised for want of memory?"""
+    """Return whether an error was raised because memory ran out."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or any(text in str(error) for text in CPU)

@@ -41,6 +41,7 @@ class Partition:
 
     @property
     def agents(self) -> int:
+        """Number of agents."""
         return len(self.train)
 
 

@@ -1,9 +1,9 @@
-"""A run folder: config, provenance, one JSON line a round, atomic checkpoints, the final model. Nothing is unpickled.
+"""Run folders: config, provenance, one JSON line per round, atomic checkpoints, the final model. No pickle is used.
 
-config.json          what was asked                  rounds.jsonl               one line a round
-provenance.json      what it ran on                  checkpoint-*.safetensors   the newest two states
+config.json          method, settings, options       rounds.jsonl               one line per round
+provenance.json      software, device, data          checkpoint-*.safetensors   the newest two states
 preprocessing.json   how Alice's tables are read     model.safetensors          Alice's model
-result.json          how it ended                    manifest.json              digests of all these, signed
+result.json          status and scores               manifest.json              signed digests of all these files
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from waffle_fl.errors import WaffleError, readable_errors
 from waffle_fl.manifest import CHECKPOINTS, LOG, NAME, Digest, Finding, Journal, inspect, refuse, seal
 from waffle_fl.manifest import summary as summary_of
 from waffle_fl.round_log import RoundLog, json_line
-from waffle_fl.round_log import read_rounds as read_rounds  # part of what is read back here
+from waffle_fl.round_log import read_rounds as read_rounds  # re-exported
 from waffle_fl.tensorfile import pack, read_tensors
 from waffle_fl.versions import RESULTS_VERSION
 
-KEPT = 2
+CHECKPOINTS_KEPT = 2
 
 
 class Run:
-    """A locked run folder. Open it with `Run.opened`, which also finds out where to go on from."""
+    """A locked run folder. Open it with `Run.opened`."""
 
     def __init__(self, folder: Path, force: bool = False) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self.findings: list[Finding] = []  # what the manifest told when the folder was opened
+        self.findings: list[Finding] = []  # of the manifest check when the folder was opened
         self._force = force
         self._log: RoundLog
         self._journal = Journal(folder, {})
@@ -51,42 +51,44 @@ class Run:
     def opened(
         cls, folder: Path, config: RunConfig, provenance: Mapping[str, Any], force: bool = False
     ) -> Iterator[Run]:
-        """Lock the folder, create it if new, refuse it if it belongs to another config, data or results version.
+        """Lock the folder and create it if new. Reject a folder with another config, data or results version.
 
-        A folder whose files are not those its manifest lists is refused too, unless forced."""
+        A folder whose files do not match its manifest is also rejected, unless forced."""
         run = cls(folder, force)
         with readable_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             with readable_errors(folder):
-                run._settle(config.to_json(), dict(provenance))
+                run._check_or_create(config.to_json(), dict(provenance))
                 run._log = RoundLog(folder / LOG)
             try:
                 yield run
             finally:
-                with contextlib.suppress(OSError):  # a full disk has been told of already
+                with contextlib.suppress(OSError):  # a full disk has already been reported
                     run._log.close()
 
-    def _settle(self, config: dict[str, Any], provenance: dict[str, Any]) -> None:
+    def _check_or_create(self, config: dict[str, Any], provenance: dict[str, Any]) -> None:
         known = read_json(self.folder / "config.json")
         if known is None:
             if self.result is not None:
                 raise WaffleError(f"{self.folder} has a result.json but no config.json: choose another --out")
-            if (self.folder / NAME).exists():  # the run died before its config was written
+            if (self.folder / NAME).exists():  # the run was killed before its config was written
                 self._check(inspect(self.folder))
             self._describe(config, provenance)
             return
-        asked = _changed(known, config)
+        config_changes = _changed(known, config)
         ran_on = _binding(read_json(self.folder / "provenance.json") or {})
-        changes = [*asked, *differences(ran_on, _binding(provenance), "provenance")]
+        changes = [*config_changes, *differences(ran_on, _binding(provenance), "provenance")]
         if self.result is not None:
-            if asked:
-                raise WaffleError(f"{self.folder} holds a finished run: {'; '.join(asked)}; choose another --out")
+            if config_changes:
+                raise WaffleError(
+                    f"{self.folder} holds a finished run: {'; '.join(config_changes)}; choose another --out"
+                )
             if changes:
                 self.notes.append(f"finished runs used other software or data ({changes[0]}); delete them to run again")
         elif changes and not self._force:
             raise WaffleError(
-                f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or --force to go on"
+                f"{self.folder} holds another run: {'; '.join(changes)}; choose another --out, or continue with --force"
             )
         changes += self._check(inspect(self.folder))
         if changes and self.result is None:
@@ -94,9 +96,9 @@ class Run:
             self._describe(config, {**provenance, "forced": [*history.get("forced", []), changes]})
 
     def _check(self, finding: Finding | None) -> list[str]:
-        """Refuse a folder that was changed or has no manifest, unless forced; then list what it holds now.
+        """Reject a folder that was changed or has no manifest, unless forced; then write a manifest of its files.
 
-        Return what was wrong. A finished run stays as it is, so that a change in it is told every time."""
+        Return the problems. The manifest of a finished run is not rewritten: a change is reported every time."""
         refuse([finding] if finding else [], self._force)
         self.findings += [finding] if finding else []
         changed = finding is not None and finding.kind == "changed"
@@ -110,7 +112,7 @@ class Run:
         self._write({"provenance.json": json_bytes(provenance), "config.json": json_bytes(config)})
 
     def _write(self, contents: Mapping[str, bytes], **listed: Digest) -> None:
-        """Write files that the manifest lists from now on, in this order."""
+        """Write files in this order and list them in the manifest."""
         with self._journal.replacing({**listed, **{name: Digest.of(content) for name, content in contents.items()}}):
             for name, content in contents.items():
                 write_atomically(self.folder / name, content)
@@ -122,11 +124,11 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """How the run ended, or None while it has not."""
+        """The result of the run, or None if it has not ended."""
         return read_json(self.folder / "result.json")
 
     def resume(self, template: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor] | None, list[str]]:
-        """(the round of the newest sound checkpoint, its tensors, warnings); the log is cut back to that round."""
+        """Return (round, tensors, warnings) of the newest valid checkpoint, and truncate the log to that round."""
         warnings = summary_of(self.findings)
         candidates = sorted(self.folder.glob(CHECKPOINTS), reverse=True)
         damaged: list[str] = []
@@ -135,41 +137,41 @@ class Run:
                 metadata, tensors = read_tensors(path, template)
                 r = int(metadata["round"])
             except (KeyError, ValueError) as error:
-                damaged.append(f"{error}; going back to the checkpoint before it")
+                damaged.append(f"{error}; using the checkpoint before it")
                 continue
-            warnings += [*damaged, *self._admit(self._journal.difference(path))]
+            warnings += [*damaged, *self._check_unchanged(self._journal.difference(path))]
             warnings += self._cut_log(r)
             for bad in candidates[: candidates.index(path)]:
                 with contextlib.suppress(OSError):
-                    remove(bad)  # or it would keep the place of a sound one
+                    remove(bad)  # otherwise it would count as one of the newest two
                     self._journal.forget(bad.name)
             return r, tensors, warnings
         if candidates:
             raise WaffleError(
-                f"no sound checkpoint is left in {self.folder} ({damaged[0]}): delete the folder to start anew"
+                f"no valid checkpoint is left in {self.folder} ({damaged[0]}): delete the folder to start again"
             )
         self._cut_log(0)
         return 0, None, warnings
 
-    def _admit(self, odd: str) -> list[str]:
-        """A warning of what was changed, if forced; else an error."""
-        found = [Finding("changed", self.folder, odd)] if odd else []
+    def _check_unchanged(self, change: str) -> list[str]:
+        """Raise an error if there is a change; if forced, return it as a warning."""
+        found = [Finding("changed", self.folder, change)] if change else []
         refuse(found, self._force)
         return summary_of(found)
 
     def _cut_log(self, last: int) -> list[str]:
-        """Drop the rounds after the last one; return a warning if those before were changed and that is forced."""
+        """Drop the rounds after `last`. If forced, return a warning if the rounds before it were changed."""
         path = self.folder / LOG
         keep = read_rounds(path)[:last]
         if len(keep) < last:
-            raise WaffleError(f"{path} lacks rounds before {last}: delete the folder to start anew")
-        warnings = self._admit(self._journal.difference(path) if last else "")
+            raise WaffleError(f"{path} lacks rounds before {last}: delete the folder to start again")
+        warnings = self._check_unchanged(self._journal.difference(path) if last else "")
         content = b"".join(map(json_line, keep))
         with readable_errors(self.folder):
             self._log.close()
             if last:
                 self._write({LOG: content})
-            else:  # any file begins with nothing
+            else:  # an empty log needs no digest
                 self._journal.forget(LOG)
                 write_atomically(path, content)
             self._log = RoundLog(path)
@@ -182,12 +184,12 @@ class Run:
             self._log.append(line)
 
     def checkpoint(self, r: int, tensors: Mapping[str, Tensor]) -> None:
-        """Save the state after round r; the state before it stays until this one is safe."""
+        """Save the state after round r. The previous checkpoint is kept until this one is on disk."""
         with readable_errors(self.folder):
             self._log.sync()
             self._journal.grown(LOG, self._log.digest)
             self._write({f"checkpoint-{r:08d}.safetensors": pack(tensors, {"round": str(r)})})
-            self._drop(sorted(self.folder.glob(CHECKPOINTS))[:-KEPT])
+            self._drop(sorted(self.folder.glob(CHECKPOINTS))[:-CHECKPOINTS_KEPT])
 
     def _drop(self, checkpoints: Sequence[Path]) -> None:
         remove(*checkpoints)
@@ -199,7 +201,7 @@ class Run:
         model: Mapping[str, Tensor] | None = None,
         predictions: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Write the final model, what it says of Alice's test data, and how the run ended; checkpoints may go then."""
+        """Write the final model, its predictions on Alice's test data, and the result; then delete the checkpoints."""
         labels = {"round": str(result["rounds"])}
         found = {"model": model, "predictions": predictions}
         contents = {f"{name}.safetensors": pack(tensors, labels) for name, tensors in found.items() if tensors}
@@ -208,23 +210,23 @@ class Run:
             self._write({**contents, "result.json": json_bytes(result)}, **{LOG: self._log.digest})
             if result["status"] == "finished":
                 self._drop(list(self.folder.glob(CHECKPOINTS)))
-            self._journal.settle()
+            self._journal.compact()
 
 
 def other_settings(folder: Path, config: RunConfig) -> list[str]:
-    """In what the config of the run that a folder holds differs; nothing where it holds no run, or this one."""
+    """Return the differences between this config and that of the run in a folder; empty if there is none."""
     known = read_json(folder / "config.json")
     return [] if known is None else _changed(known, config.to_json())
 
 
 def _changed(known: Any, config: Mapping[str, Any]) -> list[str]:
-    """What differs between a folder's config and the requested one."""
+    """Return the differences between a folder's config and the requested one."""
     before = completed(known, config["method"])
     return list(differences(*(json.loads(json.dumps(content)) for content in (before, config))))
 
 
 def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
-    """What a run ran on. The `binding` part must not change between a run and its resumption."""
+    """Return the software, device and data of a run. The `binding` part must be the same when a run is resumed."""
     return {
         "waffle": __version__,
         "python": platform.python_version(),
@@ -240,28 +242,28 @@ def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
 
 
 def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dict[str, Any]:
-    """Best round (the paper's protocol), last round, and the one that validation selects."""
+    """Return the result of a run: best round (the paper's protocol), last round, round selected on validation data."""
     scored = [line for line in rounds if None not in (line.get("loss"), line.get("accuracy", line.get("rmse")))]
     result: dict[str, Any] = {"schema": SCHEMA, "status": status, "rounds": len(rounds)}
     if message:
         result["message"] = message
     if scored:
-        best = max(scored, key=lambda line: _merit(line, ""))
-        result["best"] = _told(best)
-        result["last"] = _told(scored[-1])
-        judged = [line for line in scored if line.get("validation_loss") is not None]
-        if judged:
-            result["selected"] = _told(max(judged, key=lambda line: _merit(line, "validation_")))
+        best = max(scored, key=lambda line: _rank(line, ""))
+        result["best"] = _entry(best)
+        result["last"] = _entry(scored[-1])
+        validated = [line for line in scored if line.get("validation_loss") is not None]
+        if validated:
+            result["selected"] = _entry(max(validated, key=lambda line: _rank(line, "validation_")))
     return result
 
 
-def _merit(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
-    """The larger the better; a tie in accuracy on validation data goes to the smaller loss."""
+def _rank(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
+    """Return a sort key, larger is better. Ties in validation accuracy are broken by the smaller loss."""
     accuracy = line.get(f"{prefix}accuracy") or 0.0
     return accuracy, -line[f"{prefix}loss"] if prefix or "rmse" in line else 0.0
 
 
-def _told(line: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: line[key] for key in ("round", "accuracy", "rmse") if key in line}
 
 
@@ -291,7 +293,7 @@ def _binding(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """What has changed between two contents, one line a value."""
+    """Yield one line per value that differs between two contents."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in before | after:
             yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
@@ -301,7 +303,7 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process a folder; the kernel frees the lock when its holder dies."""
+    """Lock a folder for this process. The kernel releases the lock when the process ends."""
     with readable_errors(folder):
         stream = check_regular(folder / ".lock").open("a+")
     with stream:

@@ -1,4 +1,4 @@
-"""Read runs back, from their folders or from condensed records: the only source of every table and chart."""
+"""Read finished runs from their folders or from condensed records, and compute the scores in tables and charts."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ PROTOCOLS: dict[Protocol, str] = {
 }
 
 
-Details: TypeAlias = Literal["all", "accuracy", "late", "none"]  # what a condensed record keeps of the rounds
-LATE = (0.94, 1.0)  # shares of the rounds: the last before WAFFLE's Alice trains alone, and the end
+Details: TypeAlias = Literal["all", "accuracy", "late", "none"]  # values per round in a condensed record
+LATE = (0.94, 1.0)  # shares of the rounds: the last one before WAFFLE's Alice trains alone, and the end
 
 WEIGHING = ("waffle", "weight-erosion")
-OF_A_ROW = ("split", "shift", "seed", "shares", "alice")  # settings that a row names, and the seed
+ROW_SETTINGS = ("split", "shift", "seed", "shares", "alice")  # settings in the name of a row, and the seed
 
 
 class Measure(NamedTuple):
-    """What a run is judged by."""
+    """The main metric of a run."""
 
     key: str  # in a round and in a result
     title: str
-    scale: float  # from the record to the table
-    sign: int  # -1 where less is better
+    scale: float  # factor from the record to the table
+    sign: int  # -1 if smaller is better
 
     def text(self, value: float, decimals: int = 2) -> str:
         return f"{self.scale * value:.{decimals}f}" if self.sign > 0 else f"{self.scale * value:.4g}"
 
 
 ACCURACY = Measure("accuracy", "Accuracy in percent", 100.0, 1)
-RMSE = Measure("rmse", "Root mean squared error", 1.0, -1)  # in the target's own unit
+RMSE = Measure("rmse", "Root mean squared error", 1.0, -1)  # in the unit of the target
 
 
 def measure_of(content: Mapping[str, Any]) -> Measure:
-    """Of a round, or of a result's best round."""
+    """Return the measure of a round, or of the best round of a result."""
     return RMSE if RMSE.key in content else ACCURACY
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run folder, read."""
+    """The content of the folder of a finished run."""
 
     folder: Path
     config: RunConfig
     provenance: dict[str, Any]
     result: dict[str, Any]
     rounds: list[dict[str, Any]]
-    variant: str = ""  # what tells its row from others of the same split, see `apart`
+    variant: str = ""  # what distinguishes its row from others of the same split, see `with_variants`
 
     @property
     def title(self) -> str:
@@ -76,7 +76,7 @@ class FinishedRun:
 
 
 def row_of(config: RunConfig) -> str:
-    """Where a run stands in a table: its split, with an Alice besides the first named; on own data the Alice alone."""
+    """Return a run's row in a table: its split, plus Alice if she is not agent 0; for your own data Alice's name."""
     s = config.settings
     if s.is_own:
         return s.alice
@@ -88,9 +88,9 @@ def row_of(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """The measure over seeds."""
+    """Mean and standard deviation of the measure over seeds."""
 
-    mean: float  # NaN where every seed diverged before its first round ended
+    mean: float  # NaN if every seed diverged in its first round
     std: float | None
     seeds: int
     diverged: int
@@ -104,10 +104,10 @@ class Score:
 
 
 def table_of_rounds(*paths: str | Path, trust: bool = False) -> list[dict[str, Any]]:
-    """One dictionary per run and round, for `pandas.DataFrame(table_of_rounds("runs"))`.
+    """Return one dictionary per run and round, for `pandas.DataFrame(table_of_rounds("runs"))`.
 
     Paths are run folders, folders of runs and records (.jsonl). Each row has the run's method, data, split, shift,
-    Alice and seed, and the round's measurements as `Measured` documents them.
+    Alice and seed, and the round's measurements as documented in `Measured`.
     """
     return [
         {
@@ -125,10 +125,10 @@ def table_of_rounds(*paths: str | Path, trust: bool = False) -> list[dict[str, A
 def read_runs(
     paths: Iterable[Path], *, trust: bool = False, force: bool = False, warn: Warn | None = None
 ) -> list[FinishedRun]:
-    """Every run that has come to its end, in run folders, folders of runs, and condensed records (.jsonl).
+    """Return all finished runs in run folders, folders of runs, and condensed records (.jsonl).
 
-    Runs that a run folder holds are those it is compared with. Folders are checked as by `manifest.verify`; `trust`
-    allows the import of schedules that a config names."""
+    Run folders inside a run folder are its baselines. Folders are checked as by `manifest.verify`. `trust` allows
+    importing the code that a config refers to."""
     runs: list[FinishedRun] = []
     folders: list[Path] = []
     for path in paths:
@@ -136,7 +136,7 @@ def read_runs(
             runs += read_condensed(path, trust)
             continue
         if not path.is_dir():
-            raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, there is no {path}")
+            raise WaffleError(f"expected a run folder, a folder of runs or a .jsonl record, but {path} does not exist")
         inner = sorted(p.parent for p in path.glob("*/config.json"))
         known = {folder.resolve() for folder in folders}
         found = [path, *inner] if (path / "config.json").exists() else inner
@@ -151,30 +151,30 @@ def read_runs(
 
 
 def read_run(folder: Path, *, trust: bool = False, force: bool = False, model: bool = False) -> FinishedRun:
-    """One run that has come to its end, its files not yet checked against their manifest.
+    """Return a finished run without checking its files against the manifest.
 
-    `model` says that its model is to be built: a config that names one of the user's own then needs `trust`."""
+    Set `model` if the model will be built: a config with the user's own model then needs `trust`."""
     if not (folder / "config.json").is_file():
-        raise WaffleError(f"{folder} is no run folder: it has no config.json")
+        raise WaffleError(f"{folder} is not a run folder: it has no config.json")
     run = _read(folder, trust, force, model)
     if run is None:
-        raise WaffleError(f"the run in {folder} is not finished: `waffle resume {folder}` goes on with it")
+        raise WaffleError(f"the run in {folder} is not finished: resume it with `waffle resume {folder}`")
     return run
 
 
 def config_of(folder: Path, trust: bool, force: bool, model: bool = True) -> RunConfig:
-    """The config of a run folder. Code that it names is imported only if trusted, from a config that is as it was.
+    """Return the config of a run folder. Code that it refers to is imported only if trusted and if unchanged.
 
-    `model` says whether its model is to be built, too."""
+    `model` says whether the model will be built too."""
     path = folder / "config.json"
     content = read_json(path)
     if check_trusted(content, path, trust, model):
-        verify(folder, force=force, warn=no_warning)  # the reader of the folder warns
+        verify(folder, force=force, warn=no_warning)  # the caller prints warnings
     return RunConfig.from_json(content)
 
 
 def named_weights(provenance: Mapping[str, Any], weights: Sequence[float]) -> dict[str, float]:
-    """Each agent's weight by its name; a method that trains Alice alone weighs nobody else."""
+    """Return each agent's weight by name; only Alice's for a method that trains Alice alone."""
     names = provenance["agents"] if len(weights) > 1 else [provenance["agents"][provenance["alice"]]]
     return dict(zip(names, weights, strict=True))
 
@@ -189,9 +189,9 @@ def _read(folder: Path, trust: bool, force: bool, model: bool) -> FinishedRun | 
 
 
 def condense(runs: Sequence[FinishedRun], details: Details = "all") -> Iterator[str]:
-    """One JSON line a run: small enough to commit, enough for every table and, with all details, for every chart.
+    """Yield one JSON line per run, small enough to commit. Sufficient for all tables; for charts use details="all".
 
-    The first line has its config and provenance whole, the others what changed in them since the line before.
+    The first line has the full config and provenance, each other line the changes since the line before it.
     """
     first: dict[tuple[str, str], int] = {}
     for run in runs:
@@ -200,9 +200,9 @@ def condense(runs: Sequence[FinishedRun], details: Details = "all") -> Iterator[
     before: Tables | None = None
     for run in runs:
         tables = _tables(run)
-        told = {"tables": tables} if before is None else {"since": since(before, tables)}
-        leads = run.config.settings.seed == first[run.row, run.config.method]
-        content = {"run": run.folder.name, **told, "result": run.result, "rounds": _columns(run, details, leads)}
+        shown = {"tables": tables} if before is None else {"since": since(before, tables)}
+        first_seed = run.config.settings.seed == first[run.row, run.config.method]
+        content = {"run": run.folder.name, **shown, "result": run.result, "rounds": _columns(run, details, first_seed)}
         yield json.dumps(content, separators=(",", ":"))
         before = tables
 
@@ -217,16 +217,16 @@ def _tables(run: FinishedRun) -> Tables:
     }
 
 
-def _columns(run: FinishedRun, details: Details, leads: bool) -> dict[str, list[Any]]:
-    """The rounds of a run, column by column."""
+def _columns(run: FinishedRun, details: Details, first_seed: bool) -> dict[str, list[Any]]:
+    """Return the rounds of a run by column."""
     kept = {"round", "accuracy", "rmse", "attackers_weight", "backdoor"} if details != "none" else set()
     if details == "all":
         kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
-        kept |= {"weights"} if leads and run.config.method in WEIGHING else set()
-    told = run.rounds
+        kept |= {"weights"} if first_seed and run.config.method in WEIGHING else set()
+    shown = run.rounds
     if details == "late" and run.config.method not in WEIGHING:
-        told = list({line["round"]: line for share in LATE if (line := round_at(run, share))}.values())
-    rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in told]
+        shown = list({line["round"]: line for share in LATE if (line := round_at(run, share))}.values())
+    rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in shown]
     return {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
 
 
@@ -237,7 +237,7 @@ def _short(value: Any) -> Any:
 
 
 def read_condensed(path: Path, trust: bool = False) -> list[FinishedRun]:
-    """The runs of a condensed record."""
+    """Return the runs of a condensed record."""
     runs: list[FinishedRun] = []
     tables: Tables = {}
     check_regular(path)
@@ -257,30 +257,30 @@ def read_condensed(path: Path, trust: bool = False) -> list[FinishedRun]:
     except WaffleError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WaffleError(f"{path} is no record of runs ({error})") from None
+        raise WaffleError(f"{path} is not a record of runs ({error})") from None
     return runs
 
 
 def round_at(run: FinishedRun, share: float) -> dict[str, Any] | None:
-    """The round at a share of those that were asked for; None where the run diverged before it."""
+    """Return the round at a share of the configured rounds, or None if the run diverged before it."""
     r = max(1, int(share * run.config.settings.rounds))
     return next((line for line in run.rounds if line["round"] == r), None)
 
 
 def methods_of(runs: Sequence[FinishedRun]) -> list[str]:
-    """The methods of these runs in the order of tables; those from outside the package come last."""
+    """Return the methods of these runs in table order. Methods from outside the package come last."""
     present = dict.fromkeys(run.config.method for run in runs)
     return [*(m for m in ALGORITHMS if m in present), *(m for m in present if m not in ALGORITHMS)]
 
 
 def rows_of(runs: Sequence[FinishedRun]) -> list[str]:
-    """Splits in the paper's order: A, B, C, then the starred ones, then shifts as they come; each with its variants."""
+    """Return the rows in the paper's order: A, B, C, starred splits, then shifts in order of occurrence."""
     seen = {run.row: row_of(run.config) for run in runs}
     return sorted(seen, key=lambda row: (1, False, "") if "(" in seen[row] else (0, seen[row].endswith("*"), seen[row]))
 
 
 def scores(runs: Sequence[FinishedRun], protocol: Protocol) -> dict[tuple[str, str], Score]:
-    """(split, method) -> accuracy, or what else the runs are judged by, over its seeds."""
+    """Return the score over seeds for each (row, method)."""
     cells: dict[tuple[str, str], list[FinishedRun]] = {}
     for run in runs:
         cells.setdefault((run.row, run.config.method), []).append(run)
@@ -288,22 +288,22 @@ def scores(runs: Sequence[FinishedRun], protocol: Protocol) -> dict[tuple[str, s
 
 
 def _score(group: Sequence[FinishedRun], protocol: Protocol) -> Score:
-    measure = judged_by(group)
+    measure = measure_of_runs(group)
     values = [run.result[protocol][measure.key] for run in group if protocol in run.result]
     diverged = sum(run.result["status"] == "diverged" for run in group)
     spread = stdev(values) if len(values) > 1 else None
     return Score(mean(values) if values else nan, spread, len(group), diverged, measure)
 
 
-def judged_by(runs: Sequence[FinishedRun]) -> Measure:
-    """What the runs of one table are judged by."""
+def measure_of_runs(runs: Sequence[FinishedRun]) -> Measure:
+    """Return the measure of the runs of one table."""
     return next((measure_of(run.result["best"]) for run in runs if "best" in run.result), ACCURACY)
 
 
-def apart(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
-    """The runs with rows of their own where those of one split differ in a setting or in an option of their method.
+def with_variants(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
+    """Return the runs in separate rows if runs of one split differ in a setting or an option of their method.
 
-    A row names what differs and is not the default, so that methods without such an option keep their place."""
+    The name of a row states the differing values that are not defaults."""
     settings = _varying(runs, lambda run: (row_of(run.config),), "settings")
     options = _varying(runs, lambda run: (row_of(run.config), run.config.method), "options")
     named = []
@@ -313,22 +313,22 @@ def apart(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
         varying = {("settings", name) for name in settings[(row,)]} | {
             ("options", name) for name in options[row, method]
         }
-        told = {
+        shown = {
             name: given[part][name]
             for part in ("settings", "options")
             for name in given[part]
             if (part, name) in varying and given[part][name] != defaults[part].get(name)
         }
-        named.append(replace(run, variant=", ".join(f"{name} {_plain(value)}" for name, value in told.items())))
+        named.append(replace(run, variant=", ".join(f"{name} {_plain(value)}" for name, value in shown.items())))
     return named
 
 
 def remarks(runs: Sequence[FinishedRun]) -> list[str]:
-    """What a reader of the table must know of settings: the defaults that rows do not name, and what differs by row."""
+    """Return notes on a table: the defaults that row names do not state, and the settings that differ by row."""
     within = _varying(runs, lambda run: (row_of(run.config),), "settings")
     options = _varying(runs, lambda run: (row_of(run.config), run.config.method), "options")
     named = dict.fromkeys(name for names in (*within.values(), *options.values()) for name in names)
-    silent: dict[str, dict[str, None]] = {}
+    at_default: dict[str, dict[str, None]] = {}
     for run in runs:
         given, defaults = run.config.to_json(), _defaults(run.config.method)
         for part, names in (
@@ -337,13 +337,13 @@ def remarks(runs: Sequence[FinishedRun]) -> list[str]:
         ):
             for name in names:
                 if given[part][name] == defaults[part][name]:
-                    silent.setdefault(name, {})[_plain(given[part][name]) or "none"] = None
+                    at_default.setdefault(name, {})[_plain(given[part][name]) or "none"] = None
     (overall,) = _varying(runs, lambda run: ("",), "settings").values()
     lines = []
     if named:
-        listed = ", ".join(f"{name} {' or '.join(values)}" for name, values in silent.items())
-        default = f" What a row does not name is at its default: {listed}." if silent else ""
-        lines.append(f"Rows name the settings in which runs of one split differ.{default}")
+        listed = ", ".join(f"{name} {' or '.join(values)}" for name, values in at_default.items())
+        default = f" Settings that a row does not state are at their default: {listed}." if at_default else ""
+        lines.append(f"Rows state the settings in which runs of one split differ.{default}")
     for name in (name for name in overall if name not in named):
         rows: dict[str, list[str]] = {}
         for row, run in {row_of(run.config): run for run in runs}.items():
@@ -360,43 +360,44 @@ def _defaults(method: str) -> dict[str, Any]:
 def _varying(
     runs: Sequence[FinishedRun], key: Callable[[FinishedRun], tuple[str, ...]], part: str
 ) -> dict[tuple[str, ...], list[str]]:
-    """For each group of runs the names, in order, of settings (but those of a row) or options with several values."""
+    """Return, for each group of runs, the names of settings (except ROW_SETTINGS) or options that differ within it."""
     first: dict[tuple[str, ...], dict[str, Any]] = {}
     found: dict[tuple[str, ...], dict[str, None]] = {}
     for run in runs:
         content = run.config.to_json()[part]
         known = first.setdefault(key(run), content)
-        odd = (name for name in content if name not in OF_A_ROW and content[name] != known.get(name))
-        found.setdefault(key(run), {}).update(dict.fromkeys(odd))
+        differing = (name for name in content if name not in ROW_SETTINGS and content[name] != known.get(name))
+        found.setdefault(key(run), {}).update(dict.fromkeys(differing))
     return {group: [name for name in first[group] if name in names] for group, names in found.items()}
 
 
 def _plain(value: Any) -> str:
-    """A setting's value in a row's name; lists without brackets, which tell shifts from splits."""
+    """Return a setting's value for the name of a row, without parentheses, which mark shifts."""
     if isinstance(value, list | tuple):
         return "/".join(_plain(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def check_alike(runs: Sequence[FinishedRun], besides: tuple[str, ...]) -> list[FinishedRun]:
-    """Runs of one data set and, but for the method and `besides`, of one config each; others are refused."""
+def check_alike(runs: Sequence[FinishedRun], ignoring: tuple[str, ...]) -> list[FinishedRun]:
+    """Return the runs after checking that they differ only in method and in the settings `ignoring`."""
     known: dict[Any, tuple[dict[str, Any], FinishedRun]] = {}
     for run in runs:
         config = run.config.to_json()
-        shared = {k: v for k, v in config["settings"].items() if k not in besides}
+        shared = {k: v for k, v in config["settings"].items() if k not in ignoring}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))
-            odd = next((name for name in content if content[name] != first.get(name)), None)
-            if odd:
+            differs = next((name for name in content if content[name] != first.get(name)), None)
+            if differs:
                 raise WaffleError(
-                    f"{run.folder.name} and {other.folder.name} differ in {odd} ({content[odd]!r}, {first[odd]!r}): "
-                    "a mean over both would mean nothing; report them apart"
+                    f"{run.folder.name} and {other.folder.name} differ in {differs} "
+                    f"({content[differs]!r}, {first[differs]!r}): "
+                    "they cannot be averaged; report them separately"
                 )
     return list(runs)
 
 
 def best_of(cells: dict[tuple[str, str], Score], row: str) -> set[str]:
-    """The methods that share the best printed mean of a row."""
+    """Return the methods with the best printed mean of a row."""
     found = {method: score for (r, method), score in cells.items() if r == row and not isnan(score.mean)}
     means = {method: s.measure.sign * float(s.measure.text(s.mean)) for method, s in found.items()}
     return {method for method, value in means.items() if value == max(means.values())}

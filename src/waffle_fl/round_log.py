@@ -1,4 +1,4 @@
-"""rounds.jsonl: one JSON line per round, appended as the run goes on."""
+"""rounds.jsonl: one JSON line per round, appended during the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waffle_fl.manifest import Digest
 
 
 class RoundLog:
-    """A log that is open for more rounds, and knows the digest of those it holds."""
+    """A log open for appending, with the digest of its content."""
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
@@ -45,7 +45,7 @@ def json_line(content: Mapping[str, Any]) -> bytes:
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log, in order; a half line at its end, left by a crash, is passed over."""
+    """Return the complete lines of a log in order. A partial last line, left by a crash, is ignored."""
     rounds: list[dict[str, Any]] = []
     for line in _read(path).splitlines(keepends=True):
         try:
@@ -59,7 +59,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file, nothing if there is none."""
+    """Return the content of a file, empty if it does not exist."""
     with readable_errors(path.parent), contextlib.suppress(FileNotFoundError):
         return check_regular(path).read_bytes()
     return b""

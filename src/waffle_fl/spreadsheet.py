@@ -1,15 +1,15 @@
-"""CSV for people who open it in a spreadsheet: no text of ours becomes a formula there."""
+"""CSV that is safe to open in a spreadsheet: no text is interpreted as a formula."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # what OWASP lists
-SPECIAL = frozenset(',;\t\r\n"')  # the signs that end a cell, in one country or another
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # the list of OWASP
+SPECIAL = frozenset(',;\t\r\n"')  # separators in different locales, and quotes
 
 
 def cell(value: object) -> str:
-    """A value as a cell: before a text that a spreadsheet would run stands a quote; numbers stay numbers."""
+    """Return a value as a CSV cell. Text that looks like a formula is prefixed with a quote; numbers are unchanged."""
     text = "" if value is None else str(value)
     if isinstance(value, str) and text.startswith(FORMULA):
         text = f"'{text}"
@@ -17,5 +17,5 @@ def cell(value: object) -> str:
 
 
 def to_csv(rows: Iterable[Sequence[object]]) -> str:
-    """Rows as CSV, one per line."""
+    """Return rows as CSV, one per line."""
     return "".join(f"{','.join(map(cell, row))}\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Safetensors, read as if an enemy had written it: every name, shape, type and size is checked before allocation."""
+"""Safetensors files from untrusted sources: every name, shape, type and size is checked before allocation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ WIDTHS = {"F64": 8, "F32": 4, "I64": 8, "BOOL": 1}
 
 
 def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Tensors, metadata and a digest of both as safetensors, always in the same bytes."""
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    payload = save(held)
+    """Return tensors, metadata and a digest of both as safetensors. Equal input gives equal bytes."""
+    on_cpu = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    payload = save(on_cpu)
     length = int.from_bytes(payload[:8], "little")
-    labels = dict(sorted({**metadata, "digest": digest(held, metadata)}.items()))
+    labels = dict(sorted({**metadata, "digest": digest(on_cpu, metadata)}.items()))
     header = {"__metadata__": labels, **json.loads(payload[8 : 8 + length])}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -36,29 +36,29 @@ def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 def unpack(
     payload: bytes, template: Mapping[str, Tensor], ignored: tuple[str, ...] = ()
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata, tensors) of a payload that holds exactly the template's names, shapes and types (`ignored` aside)."""
+    """Return (metadata, tensors) of a payload; names, shapes and types must match the template, except `ignored`."""
     header = parse_header(payload[: 8 + MAX_HEADER], len(payload))
     metadata = header.pop("__metadata__", {})
     found = {name: (e["dtype"], tuple(e["shape"])) for name, e in header.items() if name not in ignored}
-    wanted = {name: (_dtype_name(t), tuple(t.shape)) for name, t in template.items()}
-    if found != wanted:
-        odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
-        raise WaffleError(f"{odd!r} is {found.get(odd, 'missing')}, expected {wanted.get(odd, 'no such tensor')}")
+    expected = {name: (_dtype_name(t), tuple(t.shape)) for name, t in template.items()}
+    if found != expected:
+        name = sorted(set(found.items()) ^ set(expected.items()))[0][0]
+        raise WaffleError(f"{name!r} is {found.get(name, 'missing')}, expected {expected.get(name, 'no such tensor')}")
     try:
         tensors = load(payload)
         found_digest = digest(tensors, metadata)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise WaffleError(f"damaged ({error})") from None
     if metadata.get("digest") != found_digest:
-        raise WaffleError("damaged (its content has another digest)")
+        raise WaffleError("damaged (the content does not match its digest)")
     return metadata, {name: tensors[name] for name in template}
 
 
 def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
-    """The header of a payload of `size` bytes that begins with `prefix`; each entry must fit its type and shape."""
+    """Return the header of a payload of `size` bytes that begins with `prefix`. Sizes must match types and shapes."""
     length = int.from_bytes(prefix[:8], "little")
     if size < 8 or length > min(MAX_HEADER, size - 8):
-        raise WaffleError("not a safetensors file: its header would be longer than it may be")
+        raise WaffleError("not a safetensors file: its header is too long")
     try:
         header = json.loads(prefix[8 : 8 + length])
         end = 0
@@ -70,10 +70,10 @@ def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
             begin, stop = entry["data_offsets"]
             count = 0 if 0 in entry["shape"] else 1
             for dimension in entry["shape"]:
-                if type(dimension) is not int or dimension < 0:  # first: a number times a text is a longer text
+                if type(dimension) is not int or dimension < 0:  # before the product: an int times a string is a string
                     raise ValueError("shape")
                 count *= dimension
-                if count > size:  # before it has a million digits
+                if count > size:  # before the product has a million digits
                     raise ValueError("shape")
             if type(begin) is not int or begin < 0 or stop - begin != count * WIDTHS[entry["dtype"]]:
                 raise ValueError("offsets")
@@ -86,12 +86,12 @@ def parse_header(prefix: bytes, size: int) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file whole or not at all."""
+    """Write a safetensors file atomically."""
     write_atomically(path, pack(tensors, metadata))
 
 
 def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata, tensors) of a file that must match the template exactly."""
+    """Return (metadata, tensors) of a file that must match the template exactly."""
     expected = sum(t.numel() * t.element_size() for t in template.values())
     check_regular(path)
     try:
@@ -105,7 +105,7 @@ def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def read_named(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of a file of which the names alone are known; their sizes must add up to the file's."""
+    """Return the tensors of a file, given only their names. Their sizes must add up to the size of the file."""
     check_regular(path)
     try:
         payload = path.read_bytes()
@@ -119,7 +119,7 @@ def read_named(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """A hash of names and content, and of all metadata but the digest itself."""
+    """Return a hash of names, contents, and all metadata except the digest itself."""
     h = hashlib.blake2b(digest_size=16)
     h.update(repr(sorted((key, value) for key, value in metadata.items() if key != "digest")).encode())
     for name in sorted(tensors):

@@ -1,4 +1,4 @@
-"""The user's own key, with which manifests are signed. It never leaves the user's state folder."""
+"""The user's key for signing manifests. It never leaves the user's state folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = "manifest.key"
 
 
 def state_dir() -> Path:
-    """$WAFFLE_STATE_DIR, else waffle-fl in $XDG_STATE_HOME, else in ~/.local/state."""
+    """Return $WAFFLE_STATE_DIR, or else waffle-fl in $XDG_STATE_HOME or ~/.local/state."""
     given = os.environ.get("WAFFLE_STATE_DIR")
     if given:
         return Path(given)
@@ -26,7 +26,7 @@ def state_dir() -> Path:
 
 
 def user_key() -> bytes | None:
-    """The user's key, made on first use; None where no file can be kept."""
+    """Return the user's key, created on first use; None if it cannot be stored."""
     try:
         path = state_dir() / FILE
     except RuntimeError:  # a user without a home
@@ -35,7 +35,7 @@ def user_key() -> bytes | None:
 
 
 def key_id(key: bytes) -> str:
-    """A name for a key that does not tell the key."""
+    """Return a name for a key that does not reveal it."""
     return hashlib.sha256(b"waffle-fl manifest key\0" + key).hexdigest()[:16]
 
 
@@ -49,14 +49,14 @@ def _key_at(path: Path) -> bytes | None:
         return None
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         raise WaffleError(
-            f"{path}: expected a key of 64 hexadecimal digits; restore it, or delete it and a new one is made "
-            "(run folders signed with the old one then count as another user's)"
+            f"{path}: expected a key of 64 hexadecimal digits; restore it, or delete it to create a new one "
+            "(run folders signed with the old key then count as another user's)"
         )
     return bytes.fromhex(text)
 
 
 def _make(path: Path) -> None:
-    """Write a new key for the user alone; of several processes that try at once, the first makes it."""
+    """Write a new key, readable only by the user. If several processes try at once, the first one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

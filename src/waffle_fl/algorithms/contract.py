@@ -93,14 +93,29 @@ class Algorithm(Protocol):
     """
 
     @property
-    def sgd(self) -> SGD: ...
-    def init(self, net: Net, agents: int) -> tuple[State, State]: ...
-    def broadcast(self, server: State, agents: int) -> State: ...
-    def begin(self, down: State, agents: State) -> State: ...
-    def step(self, local: State, grad: Grad) -> State: ...
-    def finish(self, down: State, agents: State, local: State) -> tuple[State, State]: ...
-    def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]: ...
-    def personal(self, server: State, agents: State, count: int) -> Net: ...
+    def sgd(self) -> SGD:
+        """The optimiser of the local steps."""
+
+    def init(self, net: Net, agents: int) -> tuple[State, State]:
+        """Return the states of the server and of the agents before the first round."""
+
+    def broadcast(self, server: State, agents: int) -> State:
+        """Return what the server sends, one row per agent."""
+
+    def begin(self, down: State, agents: State) -> State:
+        """Return the state of local training before the first mini-batch."""
+
+    def step(self, local: State, grad: Grad) -> State:
+        """Return the state of local training after one more mini-batch."""
+
+    def finish(self, down: State, agents: State, local: State) -> tuple[State, State]:
+        """Return the agents' states after the round, and what they send to the server."""
+
+    def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]:
+        """Return the server's state after the round, and diagnostics for the record."""
+
+    def personal(self, server: State, agents: State, count: int) -> Net:
+        """Return the model that each agent would use, one row per agent."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Three ideas of WAFFLE are kept: the model is trained for Alice, the other agents are weighted by how their updates
 compare with hers, and training moves from global to personal. What differs: each layer has its own weights, an agent
 continues with its own version of a layer that Alice does not share with it, and agents run FedAvg, because its updates
-are not corrected towards each other (docs/theory.md, 27).
+are not corrected towards each other (docs/theory-weights.md, 27).
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 verdict        a claim, whether it holds, and the numbers that decide it
 record_files   which runs an experiment file plans, and whether its record holds them
-file_claims    the claims that an experiment file states itself
+file_claims    the claims written in an experiment file
 """

@@ -1,14 +1,15 @@
-"""Claims that an experiment file states itself, as data, and whether its record holds them.
+"""Claims written in an experiment file, checked against the file's record.
 
     [[claims]]
-    claim = "with nobody attacking the guard costs at most half a point"
-    of = { guard = "standard", attack = "none" }    # the cells that the claim is about, by their settings and options
-    against = { guard = "off" }                     # each beside the same cell but for this
-    within = 0.5                                    # points of accuracy that it may lie below
+    claim = "without an attack the guard costs at most half a point"
+    of = { guard = "standard", attack = "none" }    # the claim is about all cells with these settings and options
+    against = { guard = "off" }                     # compare each with the same cell under this change
+    within = 0.5                                    # points of accuracy that a cell may lie below the other
     at = [0.94, 1.0]                                # at these shares of the rounds, or "best", "last", "selected"
 
-In place of `against`, `near_best = 1.0`: no more standard deviations below the best method of the same setting. Cells
-that may fail are named in `except`, each a table like `of` with a `reason`; one that is not needed fails the claim too.
+Instead of `against`, `near_best = 1.0` requires that a cell is at most this many standard deviations below the best
+method with the same settings. `except` lists cells that may fail, each a table like `of` with a `reason`. The claim
+also fails if an exception is not needed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from waffle_fl.config import RunConfig, read_toml
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.results import FinishedRun, round_at
 
-SHOWN = 4  # cases that a verdict names
+SHOWN = 4  # cases listed in a verdict
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim over cells: the runs of one config but for their seeds."""
+    """One claim about cells. A cell is the set of runs whose configs differ only in the seed."""
 
     claim: str
     of: Mapping[str, Any]
@@ -46,16 +47,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Case:
-    """A cell at one moment: what it reaches, and what it must."""
+    """The accuracy of a cell at one point of the run, and the accuracy that the claim requires."""
 
     config: RunConfig
     at: float | str
     found: float
-    wanted: float
+    required: float
 
 
-def stated(file: Path) -> list[Claim]:
-    """The claims of an experiment file."""
+def read_claims(file: Path) -> list[Claim]:
+    """Return the claims of an experiment file."""
     claims = []
     for table in read_toml(file)[1].get("claims", []):
         known = {"except" if name == "exceptions" else name: name for name in Claim.__dataclass_fields__}
@@ -67,88 +68,88 @@ def stated(file: Path) -> list[Claim]:
     return claims
 
 
-def judge(claims: Sequence[Claim], part: Part) -> list[Verdict]:
-    """Every claim, with the cases that decide it: none before the record has all that they need."""
+def check_claims(claims: Sequence[Claim], part: Part) -> list[Verdict]:
+    """Return one verdict per claim. A claim does not hold while the record lacks runs that it needs."""
     cells: dict[str, list[FinishedRun]] = {}
     for run in part.all_runs:
         cells.setdefault(unseeded(run.config), []).append(run)
     incomplete = {unseeded(config) for config in part.missing().values()}
-    whole = {key: runs for key, runs in cells.items() if key not in incomplete}
-    asked = list({unseeded(config): config for config in part.planned().values()}.values())
-    return [_verdict(claim, asked, whole) for claim in claims]
+    complete = {key: runs for key, runs in cells.items() if key not in incomplete}
+    planned = list({unseeded(config): config for config in part.planned().values()}.values())
+    return [_verdict(claim, planned, complete) for claim in claims]
 
 
-def _verdict(claim: Claim, asked: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
-    about = [config for config in asked if matches(config, claim.of)]
-    needed = {unseeded(other): other for config in about for other in (config, *_rivals(claim, config, asked))}
-    lacking = [config for key, config in needed.items() if key not in cells]
-    if lacking or not about:
-        first = f", such as {_named(lacking[0])}" if lacking else ""
-        return Verdict(claim.claim, False, f"no whole record of {len(lacking)} of {len(needed)} cells{first}")
-    cases = [_case(claim, config, at, asked, cells) for config in about for at in claim.at]
-    failed = [case for case in cases if not case.found >= case.wanted]
+def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
+    about = [config for config in planned if matches(config, claim.of)]
+    needed = {unseeded(other): other for config in about for other in (config, *_rivals(claim, config, planned))}
+    incomplete = [config for key, config in needed.items() if key not in cells]
+    if incomplete or not about:
+        first = f", such as {_named(incomplete[0])}" if incomplete else ""
+        return Verdict(claim.claim, False, f"no complete record of {len(incomplete)} of {len(needed)} cells{first}")
+    cases = [_case(claim, config, at, planned, cells) for config in about for at in claim.at]
+    failed = [case for case in cases if not case.found >= case.required]
     excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
     needless = [e for e in claim.exceptions if not any(e is used for used in excused.values())]
-    inexcusable = [case for case in failed if id(case) not in excused]
-    closest = inexcusable or [min(cases, key=lambda case: case.found - case.wanted)]
+    unexcused = [case for case in failed if id(case) not in excused]
+    closest = unexcused or [min(cases, key=lambda case: case.found - case.required)]
     more = f" and {len(closest) - SHOWN} more" if len(closest) > SHOWN else ""
     numbers = f"{len(cases) - len(failed)} of {len(cases)} hold; " + "; ".join(map(_shown, closest[:SHOWN])) + more
     reasons = dict.fromkeys(str(e.get("reason")) for e in claim.exceptions if e not in needless)
     numbers += "".join(f"; named: {reason}" for reason in reasons)
     numbers += "".join(f"; the exception of {_filter(e)} is not needed" for e in needless)
-    return Verdict(claim.claim, not inexcusable and not needless, numbers)
+    return Verdict(claim.claim, not unexcused and not needless, numbers)
 
 
 def _case(
     claim: Claim,
     config: RunConfig,
     at: float | str,
-    asked: Sequence[RunConfig],
+    planned: Sequence[RunConfig],
     cells: Mapping[str, Sequence[FinishedRun]],
 ) -> Case:
     found = 100 * mean(accuracies(cells[unseeded(config)], at))
-    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, asked)]
+    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, planned)]
     best = max(rivals, key=mean)
-    wanted = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
-    return Case(config, at, found, wanted)
+    required = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
+    return Case(config, at, found, required)
 
 
 def near(best: Sequence[float], deviations: float) -> float:
-    """What lies no more standard deviations below the best."""
+    """Return the mean of the best accuracies minus so many standard deviations."""
     return mean(best) - deviations * (stdev(best) if len(best) > 1 else 0.0) - ROUNDING
 
 
-def _rivals(claim: Claim, config: RunConfig, asked: Sequence[RunConfig]) -> list[RunConfig]:
-    """What a cell is compared with: the same but for `against`, or every method of its setting."""
+def _rivals(claim: Claim, config: RunConfig, planned: Sequence[RunConfig]) -> list[RunConfig]:
+    """Return the configs to compare a cell with: itself changed by `against`, or all methods with its settings."""
     if claim.against:
         other = changed(config, claim.against)
         if unseeded(other) == unseeded(config):
             raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
         return [other]
-    return [other for other in asked if other.settings == replace(config.settings, seed=other.settings.seed)]
+    return [other for other in planned if other.settings == replace(config.settings, seed=other.settings.seed)]
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The run with other settings or options."""
+    """Return the config with these settings or options changed."""
     content = config.to_json()
     known = {**content["settings"], **content["options"]}
     for key in values:
         if key not in known:
-            raise WaffleError(f"a claim compares with another {key!r}, which is no setting{suggest(key, known)}")
+            raise WaffleError(f"a claim compares with another {key!r}, which is not a setting{suggest(key, known)}")
     parts = {part: {**content[part], **_present(values, content[part])} for part in ("settings", "options")}
     return RunConfig.from_json(json.loads(json.dumps({**content, **parts})))
 
 
 def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
-    """Does a run have these settings and options? A list offers a choice."""
+    """Return whether a config has these settings and options. A list gives alternatives."""
     content = config.to_json()
     known = {**content["options"], **content["settings"], "method": config.method}
-    wanted = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
-    return all(key in known and known[key] in choice for key, choice in wanted.items())
+    required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
+    return all(key in known and known[key] in choice for key, choice in required.items())
 
 
 def accuracies(runs: Sequence[FinishedRun], at: float | str) -> list[float]:
-    """Of each run at a share of its rounds or by a protocol; a run that diverged before knows nothing."""
+    """Return the accuracy of each run at a share of its rounds or by a protocol; 0 if it diverged before that."""
     if isinstance(at, str):
         return [_by_protocol(run, at) for run in runs]
     return [_at_share(run, at) for run in runs]
@@ -157,7 +158,9 @@ def accuracies(runs: Sequence[FinishedRun], at: float | str) -> list[float]:
 def _at_share(run: FinishedRun, at: float) -> float:
     line = round_at(run, at)
     if line is None and run.result["status"] != "diverged":
-        raise WaffleError(f"a claim is about {at:g} of the rounds, which no record keeps of {_named(run.config)}")
+        raise WaffleError(
+            f"a claim is about {at:g} of the rounds, which the record of {_named(run.config)} does not keep"
+        )
     return float(line["accuracy"]) if line else 0.0
 
 
@@ -183,7 +186,7 @@ def _named(config: RunConfig) -> str:
 
 def _shown(case: Case) -> str:
     when = case.at if isinstance(case.at, str) else f"{case.at:g} R"
-    return f"{_named(case.config)} at {when}: {case.found:.2f}, at least {case.wanted:.2f} wanted"
+    return f"{_named(case.config)} at {when}: {case.found:.2f}, at least {case.required:.2f} wanted"
 
 
 def _filter(values: Mapping[str, Any]) -> str:

@@ -16,19 +16,19 @@ from waffle_fl.results import FinishedRun, read_condensed, row_of
 
 @dataclass(frozen=True)
 class Part:
-    """An experiment file, and what its record holds: the runs of each experiment, and of none."""
+    """An experiment file and its record: the runs of each experiment, and the names of runs that the file lacks."""
 
     name: str
     experiments: tuple[Experiment, ...]
     runs: dict[str, list[FinishedRun]]
-    strangers: list[str]
+    unplanned: list[str]
 
     @property
     def all_runs(self) -> list[FinishedRun]:
         return [run for runs in self.runs.values() for run in runs]
 
     def planned(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
-        """The runs that the file asks for, by names such as mnist/C/waffle/1; `seeds` replace the file's."""
+        """Return the runs of the file, keyed by names such as mnist/C/waffle/1; `seeds` replace the file's."""
         return {
             cell_of(experiment.name, config): config
             for experiment in self.experiments
@@ -36,43 +36,43 @@ class Part:
         }
 
     def missing(self, seeds: Sequence[int] = ()) -> dict[str, RunConfig]:
-        """Those of them that the record lacks."""
+        """Return the planned runs that the record lacks."""
         known = {cell_of(name, run.config) for name, runs in self.runs.items() for run in runs}
         return {name: config for name, config in self.planned(seeds).items() if name not in known}
 
 
 def cell_of(experiment: str, config: RunConfig) -> str:
-    """The name of a run in its study: mnist/C/waffle/1, or har/subject-01/waffle/1 where each agent is Alice."""
+    """Return a run's name in its study: mnist/C/waffle/1, or har/subject-01/waffle/1 if each agent is Alice once."""
     return f"{experiment}/{row_of(config)}/{config.method}/{config.settings.seed}"
 
 
 def read_part(root: Path, name: str) -> Part:
-    """A file's experiments, and the runs of its record that belong to them; a record may hold more seeds than asked."""
+    """Read a file's experiments and their recorded runs. A record may hold more seeds than planned."""
     experiments = tuple(load_experiments(root / "experiments" / f"{name}.toml"))
     record = record_of(root, name)
     recorded = read_condensed(record, trust=True) if record.exists() else []
-    asked: dict[str, str] = {}
+    planned: dict[str, str] = {}
     for experiment in experiments:
         for config, _ in plan(replace(experiment, seeds=(0,)), Path()):
-            asked.setdefault(unseeded(config), experiment.name)
+            planned.setdefault(unseeded(config), experiment.name)
     runs: dict[str, list[FinishedRun]] = {experiment.name: [] for experiment in experiments}
-    strangers = []
+    unplanned = []
     for run in recorded:
-        owner = asked.get(unseeded(run.config))
+        owner = planned.get(unseeded(run.config))
         if owner is None:
-            strangers.append(run.folder.name)
+            unplanned.append(run.folder.name)
         else:
             runs[owner].append(run)
-    return Part(name, experiments, runs, strangers)
+    return Part(name, experiments, runs, unplanned)
 
 
 def identity(config: RunConfig) -> str:
-    """All that makes a run what it is, as text."""
+    """Return the whole config as text."""
     return json.dumps(config.to_json())
 
 
 def unseeded(config: RunConfig) -> str:
-    """All that runs of one cell share."""
+    """Return the config without its seed as text: equal for all runs of one cell."""
     return identity(replace(config, settings=replace(config.settings, seed=0)))
 
 
@@ -81,7 +81,7 @@ def record_of(root: Path, name: str) -> Path:
 
 
 def read_lines(root: Path, name: str) -> list[dict[str, Any]]:
-    """A record that is no record of runs, as it stands."""
+    """Return the lines of a record that does not contain runs."""
     path = record_of(root, name)
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -90,36 +90,40 @@ def read_lines(root: Path, name: str) -> list[dict[str, Any]]:
 
 
 def problems(parts: dict[str, Part]) -> list[str]:
-    """What is wrong with the records of a study: runs of no config of theirs, missing, doubled or inconsistent."""
+    """Return what is wrong with a study's records: unplanned, missing, duplicate or inconsistent runs."""
     found = []
     for part in parts.values():
         record = f"results/{part.name}.jsonl"
-        if part.strangers:
-            first = part.strangers[0]
-            found.append(f"{record}: {len(part.strangers)} runs belong to no config of its file, such as {first}")
+        if part.unplanned:
+            first = part.unplanned[0]
+            found.append(f"{record}: {len(part.unplanned)} runs belong to no config of its file, such as {first}")
         missing = list(dict.fromkeys(name.rpartition("/")[0] for name in part.missing()))
         if missing:
             shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
             found.append(f"{record}: {len(missing)} cells are not complete: {shown}")
         for name, runs in part.runs.items():
             if len({cell_of(name, run.config) for run in runs}) < len(runs):
-                found.append(f"{record}: a run of {name} is there twice")
+                found.append(f"{record}: a run of {name} occurs twice")
             seen = {(run.row, run.provenance["binding"]["data"]) for run in runs}
             if len(seen) > len({row for row, _ in seen}):
                 found.append(f"{record}: runs of {name} on one split saw different data")
-            odd = [run.folder.name for run in runs if run.rounds and _odd(run)]
-            more = f", and of {len(odd) - 1} more" if len(odd) > 1 else ""
-            found += [f"{record}: the result of {name} {run} is not its rounds'{more}" for run in odd[:1]]
+            inconsistent = [run.folder.name for run in runs if run.rounds and _inconsistent(run)]
+            more = f", and of {len(inconsistent) - 1} more" if len(inconsistent) > 1 else ""
+            found += [
+                f"{record}: the result of {name} {run} does not match its rounds{more}" for run in inconsistent[:1]
+            ]
     return found
 
 
-def _odd(run: FinishedRun) -> bool:
-    """Does a result say other than its rounds, as far as they are there?"""
+def _inconsistent(run: FinishedRun) -> bool:
+    """Return whether a result contradicts the rounds that the record keeps."""
     scored = {line["round"]: line["accuracy"] for line in run.rounds if line.get("loss", 0) is not None}
     if "best" not in run.result:
         return bool(scored)
     best, last = run.result["best"], run.result["last"]
-    differs = any(abs(scored.get(told["round"], told["accuracy"]) - told["accuracy"]) > 1e-4 for told in (best, last))
+    differs = any(
+        abs(scored.get(entry["round"], entry["accuracy"]) - entry["accuracy"]) > 1e-4 for entry in (best, last)
+    )
     return (
         differs or max(scored.values(), default=0.0) > best["accuracy"] + 1e-4 or max(scored, default=0) > last["round"]
     )

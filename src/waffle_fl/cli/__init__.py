@@ -1,4 +1,4 @@
-"""The `waffle` command. A user's mistake is one line on stderr and exit code 2; a bug keeps its traceback."""
+"""The `waffle` command. A user error prints one line on stderr and exits with 2; a bug keeps its traceback."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ def main() -> None:
     try:
         code = _run(sys.argv[1:])
     except KeyboardInterrupt:
-        print("waffle: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("waffle: stopped; run the same command again to continue from the last checkpoint", file=sys.stderr)
         code = 130
     sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
-    """Imports take a while, and Ctrl-C may come even then: so nothing is imported before."""
+    """Run the command. Imports take seconds and happen here, so that `main` also catches Ctrl-C during them."""
     from waffle_fl import __version__
     from waffle_fl.cli import menu
     from waffle_fl.errors import Interrupted, WaffleError
@@ -30,7 +30,7 @@ def _run(arguments: list[str]) -> int:
         print(f"waffle: {error}", file=sys.stderr)
         return 2
     except Interrupted as stop:
-        print("waffle: stopped; every run is saved, and the same command goes on from here", file=sys.stderr)
+        print("waffle: stopped; every run is saved: run the same command again to continue", file=sys.stderr)
         return 128 + stop.signal
     except BrokenPipeError:
         sys.stderr.close()

@@ -1,4 +1,4 @@
-"""The commands that train and report: parse, do, show. `menu.py` lists all commands."""
+"""The commands run, resume, bench, demo and report. `menu.py` lists all commands."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import tyro
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.algorithms.registry import summary_of
-from waffle_fl.claims.file_claims import judge, stated
+from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import problems, read_part
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.decide import PAGE, companions, note_distances, page_of, read_back, sentences
-from waffle_fl.cli.display import show_everyone, show_result, show_tables, show_verdicts
+from waffle_fl.cli.decide import PAGE, read_finished, sentences, with_baselines, write_decision, write_distances
+from waffle_fl.cli.display import show_all_agents, show_result, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.progress import Folder, Notes, Output, ProgressFlags, default_folder, live
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
@@ -30,12 +30,13 @@ from waffle_fl.records import read_json, read_rounds
 from waffle_fl.report import write_report
 from waffle_fl.results import Details, condense, config_of, read_runs
 
-ALONE_HELP = (
-    "On data of your own: train this method only, and not, beside it, what tells whether Alice gains by joining."
+BASELINES_HELP = (
+    "Train the Local and FedAvg baselines as well, so that the run can say whether Alice gains by joining. "
+    "Applies only to your own data."
 )
 OUT_HELP = (
-    "The run's folder; by default runs/DATA-SPLIT-METHOD-SEED, numbered where that holds other settings. "
-    "A folder that holds this run resumes it."
+    "Run folder. Default: runs/DATA-SPLIT-METHOD-SEED, with a number appended if that folder holds other settings. "
+    "If the folder already holds this run, the run is resumed."
 )
 
 
@@ -46,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         methods = "\n".join(f"  {name:<15}{summary_of(kind)}" for name, kind in ALGORITHMS.items())
         console_for().print(
             f"usage: waffle run METHOD [flags]; waffle run METHOD --help lists its flags\n\n{methods}\n"
-            "  module:Class   A method of your own.",
+            "  module:Class   Your own method.",
             highlight=False,
         )
         return 0 if method else 2
@@ -57,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
             ("settings", settings_class(), field(default_factory=settings_class())),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
-            ("alone", Annotated[bool, tyro.conf.arg(help=ALONE_HELP)], field(default=False)),
+            ("baselines", Annotated[bool, tyro.conf.arg(help=BASELINES_HELP)], field(default=True)),
             ("runtime", Runtime, field(default_factory=Runtime)),
             ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
@@ -67,45 +68,45 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
-    everyone = config.settings.alice == ALL_ALICES
-    compared = not everyone and config.settings.is_own and config.method != "local" and not args.alone
+    all_agents = config.settings.alice == ALL_ALICES
+    baselines = not all_agents and config.settings.is_own and config.method != "local" and args.baselines
     if not args.out:
-        runs = _for_everyone(config, folder, args.runtime) if everyone else _compared(config, folder, compared)
+        runs = _run_per_agent(config, folder, args.runtime) if all_agents else _runs(config, folder, baselines)
         folder = default_folder(folder, runs, args.runtime, args.output)
-    if everyone:
-        return _finish_everyone(config, folder, args.runtime, args.output)
-    return _finish(config, folder, args.runtime, args.output, compared)
+    if all_agents:
+        return _finish_all_agents(config, folder, args.runtime, args.output)
+    return _finish(config, folder, args.runtime, args.output, baselines)
 
 
 def resume(arguments: Sequence[str]) -> int:
-    """Go on with an interrupted run: waffle resume RUN."""
+    """Resume an interrupted run: waffle resume RUN."""
 
     @dataclass(frozen=True)
     class Resume:
-        """Go on with an interrupted run; a finished one is left as it is."""
+        """Resume an interrupted run. A finished run is left unchanged."""
 
         run: tyro.conf.Positional[Path]
-        """The run's folder."""
+        """Run folder."""
         trust: bool = False
-        """Import the code (module:name) that the run folder names."""
+        """Allow importing the code (module:name) that the run folder refers to."""
         runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Resume, arguments, "resume")
     if read_json(args.run / "config.json") is None:
-        raise WaffleError(f"{args.run} is no run folder: it has no config.json")
+        raise WaffleError(f"{args.run} is not a run folder: it has no config.json")
     config = config_of(args.run, args.trust, args.runtime.force)
-    compared = (args.run / "local" / "config.json").exists()
-    return _finish(config, args.run, args.runtime, args.output, compared)
+    baselines = (args.run / "local" / "config.json").exists()
+    return _finish(config, args.run, args.runtime, args.output, baselines)
 
 
-def _compared(config: RunConfig, folder: Path, compared: bool) -> list[tuple[RunConfig, Path]]:
-    """The run, and those that it is compared with."""
-    return companions(config, folder) if compared else [(config, folder)]
+def _runs(config: RunConfig, folder: Path, baselines: bool) -> list[tuple[RunConfig, Path]]:
+    """Return the run, followed by its baselines if requested."""
+    return with_baselines(config, folder) if baselines else [(config, folder)]
 
 
-def _for_everyone(config: RunConfig, folder: Path, runtime: Runtime) -> list[tuple[RunConfig, Path]]:
-    """One run per agent, each agent the Alice of its own."""
+def _run_per_agent(config: RunConfig, folder: Path, runtime: Runtime) -> list[tuple[RunConfig, Path]]:
+    """Return one run per agent, in which that agent is Alice."""
     s = config.settings
     grid = Experiment(
         methods=(config.method,),
@@ -117,70 +118,71 @@ def _for_everyone(config: RunConfig, folder: Path, runtime: Runtime) -> list[tup
     return plan(grid, folder, runtime)
 
 
-def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags, compared: bool = False) -> int:
-    """Bring a run to its end and show it; a compared one also gets a page that says what joining brings."""
-    runs = _compared(config, folder, compared)
+def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags, baselines: bool = False) -> int:
+    """Train a run to its end and print its result. With baselines, also write the decision page."""
+    runs = _runs(config, folder, baselines)
     with live(output) as listener:
         result, *others = execute(runs, runtime, listener)
     if result["status"] == "diverged":
         if output.json:
             print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
-    says, compared = [], compared and all(other["status"] == "finished" for other in others)
-    if compared:
-        note_distances(config.settings, runtime, folder)
-        finished = read_back([run for _, run in runs], runtime)
-        says = sentences(page_of(finished, folder, folder, force=runtime.force, warn=no_warning))
+    verdict, baselines = [], baselines and all(other["status"] == "finished" for other in others)
+    if baselines:
+        write_distances(config.settings, runtime, folder)
+        finished = read_finished([run for _, run in runs], runtime)
+        verdict = sentences(write_decision(finished, folder, folder, force=runtime.force, warn=no_warning))
     if output.json:
-        more = {"page": str(folder / PAGE), "says": says} if compared else {}
+        more = {"page": str(folder / PAGE), "says": verdict} if baselines else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
         return 0
     console, rounds = console_for(), read_rounds(folder / "rounds.jsonl")
     show_result(config, result, rounds[-1] if rounds else {}, console)
-    for line in [*says, *([f"page: {(folder / PAGE).resolve()}"] if compared else []), f"run folder: {folder}"]:
+    for line in [*verdict, *([f"page: {(folder / PAGE).resolve()}"] if baselines else []), f"run folder: {folder}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def _finish_everyone(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags) -> int:
-    """Bring the runs of all agents to their end, trained together, and show them."""
-    s, runs = config.settings, _for_everyone(config, folder, runtime)
+def _finish_all_agents(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags) -> int:
+    """Train one run per agent to its end, in one stack, and print the results."""
+    s, runs = config.settings, _run_per_agent(config, folder, runtime)
     with live(output) as listener:
         results = execute(runs, runtime, listener)
     if output.json:
         print(json.dumps([{"run": str(run), **r} for (_, run), r in zip(runs, results, strict=True)]))
     else:
         console = console_for()
-        show_everyone([(c.settings.alice, r) for (c, _), r in zip(runs, results, strict=True)], console)
+        show_all_agents([(c.settings.alice, r) for (c, _), r in zip(runs, results, strict=True)], console)
         console.print(f"run folders: {folder}", highlight=False, markup=False, soft_wrap=True)
         if s.is_own:
-            console.print(f"waffle decide {s.data} tells who of them gains by joining", highlight=False, markup=False)
-    lost = {
+            console.print(f"to see which agents gain by joining: waffle decide {s.data}", highlight=False, markup=False)
+    diverged = {
         c.settings.alice: r["message"] for (c, _), r in zip(runs, results, strict=True) if r["status"] == "diverged"
     }
-    if lost:
-        first, message = next(iter(lost.items()))
-        raise WaffleError(f"{len(lost)} of {len(runs)} runs diverged, those for {', '.join(lost)}; {first}: {message}")
+    if diverged:
+        first, message = next(iter(diverged.items()))
+        names = ", ".join(diverged)
+        raise WaffleError(f"{len(diverged)} of {len(runs)} runs diverged, those for {names}; {first}: {message}")
     return 0
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Run a grid: waffle bench FILE.toml."""
+    """Run all experiments of a file: waffle bench FILE.toml."""
 
     @dataclass(frozen=True)
     class Bench:
-        """Run every method x split x seed of an experiment file; finished runs are skipped, broken ones resume.
+        """Run every method x split x seed of an experiment file. Skip finished runs and resume interrupted ones.
 
-        A file with variants is several experiments, each in a folder of its own."""
+        Each variant in the file is an experiment with its own folder."""
 
         file: tyro.conf.Positional[Path]
-        """The experiment file."""
+        """Experiment file (.toml)."""
         out: str = ""
-        """Folder of the runs; by default runs/NAME."""
-        plan: bool = False
-        """Print the plan and stop."""
+        """Folder of the runs. Default: runs/NAME."""
+        dry_run: bool = False
+        """Print the folders of all runs and exit."""
         check: bool = False
-        """Run nothing; exit with 1 unless the committed record is the file's and every claim it states holds."""
+        """Train nothing. Exit with 1 unless the committed record matches the file and all its claims hold."""
         runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
@@ -196,7 +198,7 @@ def bench(arguments: Sequence[str]) -> int:
         runs = [run for experiment, folder in grids for run in plan(experiment, out / folder, args.runtime)]
         out = default_folder(out, runs, args.runtime, args.output)
     for experiment, folder in zip(experiments, folders, strict=True):
-        if args.plan:
+        if args.dry_run:
             print("\n".join(str(run) for _, run in plan(experiment, out / folder, args.runtime)))
         else:
             _grid(experiment, out / folder, args.runtime, args.output, f"{experiment.name}: {experiment.settings.data}")
@@ -204,21 +206,21 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def _check(file: Path, output: ProgressFlags) -> int:
-    """Hold the record beside an experiment file to the file, and to the claims in it."""
+    """Check that the committed record matches its experiment file and that the claims in the file hold."""
     part = read_part(file.parent.parent, file.stem)
-    wrong, judged = problems({part.name: part}), judge(stated(file), part)
+    wrong, verdicts = problems({part.name: part}), check_claims(read_claims(file), part)
     if output.json:
-        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in judged]}))
+        print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in verdicts]}))
     else:
-        show_verdicts(wrong, judged, console_for())
-    return 1 if wrong or not all(verdict.holds for verdict in judged) else 0
+        show_verdicts(wrong, verdicts, console_for())
+    return 1 if wrong or not all(verdict.holds for verdict in verdicts) else 0
 
 
 def _grid(experiment: Experiment, out: Path, runtime: Runtime, output: ProgressFlags, title: str) -> int:
     runs = plan(experiment, out, runtime)
     with live(output) as listener:
         results = execute(runs, runtime, listener)
-    finished = read_back([folder for _, folder in runs], runtime)
+    finished = read_finished([folder for _, folder in runs], runtime)
     page = write_report(finished, out / "report", title)
     if output.json:
         entries = [{"run": str(f), "config": c.to_json(), **r} for (c, f), r in zip(runs, results, strict=True)]
@@ -231,38 +233,38 @@ def _grid(experiment: Experiment, out: Path, runtime: Runtime, output: ProgressF
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Seven methods on five splits of the embedded digits: waffle demo."""
+    """Train seven methods on five splits of the included digits: waffle demo."""
 
     @dataclass(frozen=True)
     class Demo:
-        """Seven methods on five splits of the embedded digits, in a minute or two."""
+        """Train seven methods on five splits of the included digits. Takes one to two minutes."""
 
         out: Path = Path("demo")
-        """Folder of the runs and of the report."""
+        """Folder of the runs and the report."""
         runtime: Runtime = field(default_factory=Runtime)
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Demo, arguments, "demo")
     with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
         experiment = load_experiment(file)
-    return _grid(experiment, args.out, args.runtime, args.output, "WAFFLE and its companions on digits")
+    return _grid(experiment, args.out, args.runtime, args.output, "WAFFLE and six other methods on digits")
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Tables and page from finished runs or committed records: waffle report RUNS."""
+    """Write tables and charts of finished runs: waffle report RUNS."""
 
     @dataclass(frozen=True)
     class Report:
-        """Tables, charts and one self-contained page from finished runs."""
+        """Write tables, charts and one self-contained HTML page of finished runs or committed records."""
 
         runs: tyro.conf.Positional[tuple[Path, ...]]
-        """Run folders, folders of runs, or .jsonl records."""
+        """Run folders, folders that contain run folders, or .jsonl records."""
         out: str = ""
-        """Folder of the report; by default `report` beside the first of the runs."""
+        """Folder of the report. Default: `report` in the first folder given, or next to the first record."""
         record: str = ""
-        """Also write the runs as one condensed .jsonl record, small enough to commit."""
+        """Also write the runs to this .jsonl file, condensed so that it is small enough to commit."""
         details: Details = "all"
-        """What the record keeps of the rounds: all that charts need, the accuracy, that late in the run, or nothing."""
+        """Values per round in the record: all (needed for charts), accuracy, late (accuracy near the end), or none."""
         title: str = "Personalised federated learning"
         """Title of the page."""
         folder: Folder = field(default_factory=Folder)
@@ -277,9 +279,9 @@ def report(arguments: Sequence[str]) -> int:
     out = Path(args.out) if args.out else (first if first.is_dir() else first.parent) / "report"
     alices = {(run.config.settings.alice, run.config.settings.leave_out) for run in finished}
     decides = decidable(finished)
-    alike = len(alices) == 1 or not decides
-    pages = [write_report(finished, out, args.title)] if alike else []
-    says = sentences(page_of(finished, first, out, force=force, warn=notes.add)) if decides else []
+    one_alice = len(alices) == 1 or not decides
+    pages = [write_report(finished, out, args.title)] if one_alice else []
+    verdict = sentences(write_decision(finished, first, out, force=force, warn=notes.add)) if decides else []
     pages += [out / PAGE] if decides else []
     if args.record:
         with writable(Path(args.record)):
@@ -289,8 +291,8 @@ def report(arguments: Sequence[str]) -> int:
         print(json.dumps({"report": str(pages[0]), "runs": [{"run": str(r.folder), **r.result} for r in finished]}))
         return 0
     console = console_for()
-    if alike:
+    if one_alice:
         show_tables(finished, console)
-    for line in [*says, *(f"page: {page.resolve()}" for page in pages)]:
+    for line in [*verdict, *(f"page: {page.resolve()}" for page in pages)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

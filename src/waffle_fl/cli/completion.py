@@ -1,4 +1,4 @@
-"""waffle completion: a script that completes commands, methods and flags in bash, zsh or fish."""
+"""`waffle completion`: print a script that completes commands, methods and flags in bash, zsh or fish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 from waffle_fl.cli.menu import COMMANDS, Command
 from waffle_fl.errors import WaffleError, suggest
 
-Tree: TypeAlias = dict[tuple[str, ...], list[str]]  # the words given so far -> those that may follow
+Tree: TypeAlias = dict[tuple[str, ...], list[str]]  # the words typed so far -> the words that may follow
 
 
 def completion(arguments: Sequence[str]) -> int:
@@ -28,7 +28,7 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def tree() -> Tree:
-    """Every command, the methods or commands below it, and the flags that its help lists."""
+    """Return all commands, with their methods or subcommands and the flags that their help lists."""
     from waffle_fl.algorithms import ALGORITHMS
     from waffle_fl.cli import deploy
 
@@ -44,7 +44,7 @@ def tree() -> Tree:
 
 
 def _flags(command: Command, rest: Sequence[str]) -> list[str]:
-    """The flags in the help of a command; none where what it needs is not installed."""
+    """Return the flags in a command's help; only --help if the command needs packages that are not installed."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit, WaffleError):
         command([*rest, "--help"])
@@ -102,7 +102,7 @@ complete -c waffle -a '(__waffle_words)'
 
 
 def _joined(path: Sequence[str]) -> str:
-    """A path as the scripts compare it: a blank before each word."""
+    """Return a path as the scripts compare it: a space before each word."""
     return "".join(f" {word}" for word in path)
 
 

@@ -1,4 +1,4 @@
-"""The command that finds, verifies, fetches and describes a data set."""
+"""`waffle data`: download, verify and describe a data set."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from waffle_fl.federation import Federation
 
 
 def data_command(arguments: Sequence[str]) -> int:
-    """Find, verify, fetch and describe a data set: waffle data NAME."""
+    """Download, verify and describe a data set: waffle data NAME."""
 
     @dataclass(frozen=True)
     class Data:
-        """Find, verify and describe a data set; fetch what is missing where there is a network."""
+        """Verify and describe a data set. Files that are missing are downloaded."""
 
         name: tyro.conf.Positional[str]
         """digits, mnist, fashion-mnist, cifar10 or synthetic."""
         split: str = ""
-        """Also show who would hold what under this split (A, B, C, A*, B*)."""
+        """Also show the number of samples per agent and label under this split (A, B, C, A*, B*)."""
         shift: str = ""
-        """How agents differ besides, such as rotate(45) or dirichlet(0.1); the split is A where none is given."""
+        """Additional heterogeneity, such as rotate(45) or dirichlet(0.1). Uses split A unless --split is given."""
         agents: int = 10
-        """Number of agents of that split."""
+        """Number of agents of the split."""
         samples_per_agent: int = 0
-        """Training samples an agent; 0 takes all."""
+        """Training samples per agent. 0 means all."""
         direction: Literal["left", "right"] = "left"
-        """Which way the split's list is rolled."""
+        """Direction in which the split's list of shares is rotated from agent to agent."""
         out: Path = Path("labels.png")
-        """Where the picture of the split goes (.png, .pdf or .svg)."""
+        """File of the split's chart (.png, .pdf or .svg)."""
         data_dir: str = ""
-        """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
+        """Folder of the data sets. Default: $WAFFLE_DATA, or else the user's cache folder."""
         allow_unverified: bool = False
         """Accept files whose checksum is not the official one."""
         output: Output = field(default_factory=Output)
@@ -148,6 +148,6 @@ def _describe(facts: dict[str, Any], counts: list[list[int]]) -> None:
         console.print(table)
         for shift, groups in facts.get("shifted", {}).items():
             console.print(
-                f"{shift}: agents are in the groups {', '.join(map(str, groups))}; 0 is Alice's", highlight=False
+                f"{shift}: groups of the agents: {', '.join(map(str, groups))}; Alice is in group 0", highlight=False
             )
         console.print(f"picture: {facts['picture']}", highlight=False)

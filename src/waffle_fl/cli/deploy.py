@@ -1,4 +1,4 @@
-"""waffle deploy: the same methods on real machines, through Flower."""
+"""waffle deploy: the methods of waffle run on real machines, through Flower."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ import tyro
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.cli.deploy_admin import add_site, logs, revoke, rotate, status, stop, watch_page
 from waffle_fl.cli.flags import options_class, parse, settings_class
-from waffle_fl.cli.job_watcher import attended, watch
+from waffle_fl.cli.job_watcher import watch, watch_until_interrupted
 from waffle_fl.cli.progress import ProgressFlags
 from waffle_fl.config import check_name, check_run
 from waffle_fl.errors import WaffleError, suggest
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Found a federation: waffle deploy init FOLDER --sites north south --address fl.example.org."""
+    """Create a federation: waffle deploy init FOLDER --sites north south --address fl.example.org."""
 
     @dataclass(frozen=True)
     class Init:
-        """Make certificates, the operator's key, server.toml, and in `sites` one folder to hand over to each site."""
+        """Make certificates, the operator's key, server.toml, and in `sites` one folder to send to each site."""
 
         folder: tyro.conf.Positional[Path]
-        """The folder to make; it stays on the server."""
+        """The folder to create; it stays on the server."""
         sites: tuple[str, ...]
         """The names of the sites."""
         address: str = "127.0.0.1"
-        """The server's name or IP address, as the sites reach it; it stands in the certificate."""
+        """Host name or IP address at which sites reach the server; part of the certificate."""
         port: int = 9443
-        """The one port that sites connect to; the next one is used on this machine alone."""
+        """The only port that sites connect to; the next port is used on this machine only."""
         listen: str = ""
-        """Which of the server's addresses to listen on; by default all, or loopback for a federation on 127.0.0.1."""
+        """Address to listen on; by default all addresses, or loopback for a federation on 127.0.0.1."""
         data: str = ""
-        """For trials: a data set by name, of which each site holds its share."""
+        """For trials: name of a data set; each site gets its share."""
         insecure: bool = False
-        """Neither TLS nor authentication; also needs --i-know."""
+        """Turn off TLS and authentication; also needs --i-know."""
         i_know: bool = False
-        """I know that without TLS anyone on the way can read and change everything."""
+        """Confirm that without TLS anyone on the network can read and change everything."""
 
     from waffle_fl.deploy import membership
 
     args = parse(Init, arguments, "deploy init")
     if args.insecure and not args.i_know:
-        raise WaffleError("--insecure turns off TLS and authentication: add --i-know if nothing real is at stake")
+        raise WaffleError("--insecure turns off TLS and authentication: add --i-know if this is only a trial")
     listen = args.listen or ("127.0.0.1" if args.address in ("127.0.0.1", "localhost") else "0.0.0.0")
     membership.init(args.folder, args.sites, args.address, args.port, listen, args.data, args.insecure)
     for name in sorted(args.sites):
-        print(f"hand over:      {args.folder / 'sites' / name}, then there: waffle deploy join {name}")
-        print(f"then here:      waffle deploy add-site {name} --key {name}.pub --folder {args.folder}")
-    print(f"on the server:  waffle deploy server {args.folder}")
-    print(f"then:           waffle deploy run waffle --folder {args.folder} ...")
+        print(f"send to {name}: {args.folder / 'sites' / name}; run there: waffle deploy join {name}")
+        print(f"then on the server: waffle deploy add-site {name} --key {name}.pub --folder {args.folder}")
+    print(f"start the server: waffle deploy server {args.folder}")
+    print(f"train: waffle deploy run waffle --folder {args.folder} ...")
     return 0
 
 
@@ -67,12 +67,12 @@ def join(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Join:
-        """Make this site's key pair and print its public part, which the operator needs; the private part stays."""
+        """Make this site's key pair and print the public key for the operator. The private key stays at the site."""
 
         folder: tyro.conf.Positional[Path]
-        """The folder that the operator handed over."""
+        """The folder that the operator sent."""
         rotate: bool = False
-        """Make a new key although there is one; the old one is kept aside."""
+        """Replace an existing key; the old one is kept under its date."""
 
     from waffle_fl.deploy import membership
     from waffle_fl.deploy.keys import fingerprint
@@ -82,33 +82,33 @@ def join(arguments: Sequence[str]) -> int:
     name = args.folder.resolve().name
     print(f"send to the operator ({args.folder / membership.NODE_PUBLIC}):")
     print(public.decode().strip())
-    print(f"fingerprint, to be compared over the telephone: {fingerprint(public)}")
+    print(f"fingerprint, to compare by telephone: {fingerprint(public)}")
     command = "rotate" if args.rotate else "add-site"
     print(f"the operator then runs: waffle deploy {command} {name} --key {name}.pub --folder FEDERATION")
     return 0
 
 
 @dataclass(frozen=True)
-class Here:
-    """The folder of this end."""
+class FolderFlags:
+    """The folder of the server or site."""
 
     folder: tyro.conf.Positional[Path]
-    """The folder of this end."""
+    """The folder of the server or site."""
     i_know: bool = False
-    """Start although the settings say insecure: anyone on the way can read and change everything."""
+    """Start with insecure = true: anyone on the network can read and change everything."""
 
 
 def _check_secure(insecure: bool, i_know: bool, where: Path) -> None:
     if insecure and not i_know:
-        raise WaffleError(f"{where} says insecure = true, neither TLS nor authentication: add --i-know to start it so")
+        raise WaffleError(f"{where} has insecure = true, no TLS and no authentication: add --i-know to start anyway")
 
 
 def server(arguments: Sequence[str]) -> int:
     """Start the server (Flower's SuperLink): waffle deploy server FOLDER."""
 
     @dataclass(frozen=True)
-    class Server(Here):
-        """Flower's SuperLink with this folder's certificates; it knows the sites of server.toml and no others."""
+    class Server(FolderFlags):
+        """Run Flower's SuperLink with this folder's certificates; only the sites in server.toml are admitted."""
 
     from waffle_fl.deploy import control_client, processes, settings_files
     from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key
@@ -128,11 +128,11 @@ def server(arguments: Sequence[str]) -> int:
 
 
 def register(arguments: Sequence[str]) -> int:
-    """Tell a running server of all sites in server.toml (`server` does so by itself): waffle deploy register FOLDER."""
+    """Register all sites of server.toml with a running server: waffle deploy register FOLDER."""
 
     @dataclass(frozen=True)
     class Register:
-        """Register the public key of every site; to be called after server.toml was changed by hand."""
+        """Register the public key of every site; needed only after server.toml was edited by hand."""
 
         folder: tyro.conf.Positional[Path]
         """The server's folder."""
@@ -140,40 +140,40 @@ def register(arguments: Sequence[str]) -> int:
     from waffle_fl.deploy.control_client import ControlClient
 
     args = parse(Register, arguments, "deploy register")
-    link = ControlClient(args.folder.resolve())
-    link.wait(seconds=120)
-    for line in link.register() or ["all sites are admitted already"]:
+    client = ControlClient(args.folder.resolve())
+    client.wait(seconds=120)
+    for line in client.register() or ["all sites are already admitted"]:
         print(line, flush=True)
     return 0
 
 
 def site(arguments: Sequence[str]) -> int:
-    """Start a site (Flower's SuperNode), or show what it would let out: waffle deploy site FOLDER --dry-run."""
-    settings_flags = settings_class(besides=("data",), min_category=5)
+    """Start a site (Flower's SuperNode), or print what would leave it: waffle deploy site FOLDER --dry-run."""
+    settings_flags = settings_class(exclude=("data",), min_category=5)
     kind = dataclasses.make_dataclass(
         "SiteFlags",
         [
             ("folder", Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="The folder of this site.")]),
             (
                 "i_know",
-                _flag("Start although site.toml says insecure: anyone on the way can read and change all."),
+                _flag("Start with insecure = true: anyone on the network can read and change everything."),
                 False,
             ),
-            ("dry_run", _flag("Train one round here and print all that would leave; nothing is sent."), False),
-            ("accept_ledger", _flag("Go on although lines of the ledger are missing; this is put on record."), False),
+            ("dry_run", _flag("Train one round here and print everything that would leave; nothing is sent."), False),
+            ("accept_ledger", _flag("Start although lines of the ledger are missing; this is recorded."), False),
             ("method", Annotated[str, tyro.conf.arg(help="The method of the dry run.")], "waffle"),
             ("settings", settings_flags, field(default_factory=settings_flags)),
         ],
     )
-    kind.__doc__ = "Flower's SuperNode, which runs the installed waffle-fl and no code that a server sends."
+    kind.__doc__ = "Run Flower's SuperNode with the installed waffle-fl; code sent by a server is never executed."
     from waffle_fl.deploy import processes, settings_files
-    from waffle_fl.deploy.dry_run import rehearse
+    from waffle_fl.deploy.dry_run import dry_run
 
     args: Any = parse(kind, arguments, "deploy site")
     folder, settings = args.folder.resolve(), settings_files.read_site(args.folder)
     if args.dry_run:
         config = check_run(args.method, {**dataclasses.asdict(args.settings), "data": settings.data}, {})
-        for line in rehearse(folder, config):
+        for line in dry_run(folder, config):
             print(line)
         return 0
     _check_secure(settings.insecure, args.i_know, args.folder / "site.toml")
@@ -184,11 +184,11 @@ def site(arguments: Sequence[str]) -> int:
         folder, "node.key", settings_files.SECRET, "state", "models", "ledger.jsonl", "site.log"
     )
     commands = {"SuperNode": command, "executor": processes.executor_command(folder)}
-    return processes.Group(folder, commands, processes.RETURNS, _to_stderr).run()
+    return processes.Group(folder, commands, processes.RETRIES, _to_stderr).run()
 
 
 def _check_site(folder: Path, settings: Any, accept_ledger: bool) -> None:
-    """What would otherwise only show when the first request comes."""
+    """Raise at the start what would otherwise fail at the first request."""
     from waffle_fl.deploy.settings_files import data_of
     from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys
     from waffle_fl.deploy.site_store import Ledger
@@ -197,7 +197,7 @@ def _check_site(folder: Path, settings: Any, accept_ledger: bool) -> None:
     source = data_of(folder, settings)
     if source != settings.data and not (Path(source).exists() and layout_of(Path(source))):
         raise WaffleError(
-            f"data = {settings.data!r} in {folder / 'site.toml'}: expected a table or .npz file, none is there"
+            f"data = {settings.data!r} in {folder / 'site.toml'}: expected a table or .npz file, found none"
         )
     if not (folder / "node.key").is_file():
         raise WaffleError(f"{folder} has no key yet: make one with waffle deploy join {folder}")
@@ -233,11 +233,11 @@ def run(arguments: Sequence[str]) -> int:
             ("settings", settings, field(default_factory=settings)),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help="The run's folder.")], field(default="")),
-            ("force", _flag("Go on with changed settings or code."), field(default=False)),
+            ("force", _flag("Continue although settings or code have changed."), field(default=False)),
             ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
     )
-    kind.__doc__ = "Submit a run to the server of this folder and watch it; the run folder is that of `waffle run`."
+    kind.__doc__ = "Submit a run to the server of a folder and watch it; the run folder has the format of `waffle run`."
     args: Any = parse(kind, arguments[1:], f"deploy run {method}")
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     out = Path(args.out or Path("runs") / config.label)
@@ -248,15 +248,15 @@ def run(arguments: Sequence[str]) -> int:
 
     folder = args.folder.resolve()
     check_deployable(config, read_server(folder))
-    return attended(folder, Job.create(folder, config, out, args.force), args.output)
+    return watch_until_interrupted(folder, Job.create(folder, config, out, args.force), args.output)
 
 
 def resume(arguments: Sequence[str]) -> int:
-    """Go on with a run that broke off: waffle deploy resume RUN --folder FOLDER."""
+    """Continue an interrupted run: waffle deploy resume RUN --folder FOLDER."""
 
     @dataclass(frozen=True)
     class ResumeJob:
-        """Submit a job again; it goes on from its last checkpoint, and sites know it by the same name."""
+        """Submit a job again; it continues from its last checkpoint under the same run id."""
 
         run: tyro.conf.Positional[Path]
         """The run's folder."""
@@ -267,15 +267,15 @@ def resume(arguments: Sequence[str]) -> int:
     from waffle_fl.deploy.jobs import Job
 
     args = parse(ResumeJob, arguments, "deploy resume")
-    return attended(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
+    return watch_until_interrupted(args.folder.resolve(), Job.open(args.folder.resolve(), args.run.name), args.output)
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Is everything in order at this end? waffle deploy check FOLDER."""
+    """Check the server's or a site's folder: waffle deploy check FOLDER."""
 
     @dataclass(frozen=True)
     class Check:
-        """Read the settings, look for Flower, and connect to the server as this end would."""
+        """Check settings, keys, data and Flower, and connect to the server."""
 
         folder: tyro.conf.Positional[Path]
         """The server's folder, or a site's."""
@@ -290,35 +290,35 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Four sites and a server on this machine, then the simulation beside them: waffle deploy demo."""
+    """Run a server and four sites on this machine and compare with the simulation: waffle deploy demo."""
 
     @dataclass(frozen=True)
     class DeployDemo:
-        """TLS, keys, signed requests, a few rounds of WAFFLE; every bit is compared with the simulation's."""
+        """Train a few rounds of WAFFLE with TLS, keys and signed requests; compare every bit with the simulation."""
 
         out: Path = Path("demo-flower")
-        """Folder of the federation and of both runs; an earlier demonstration there is removed."""
+        """Folder of the federation and of both runs; an earlier demonstration there is deleted."""
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
-    from waffle_fl.deploy import demo as stage
+    from waffle_fl.deploy import demo as demonstration
     from waffle_fl.deploy.jobs import Job
     from waffle_fl.deploy.local_cluster import LocalCluster, deployed
 
     args = parse(DeployDemo, arguments, "deploy demo")
     out = args.out.resolve()
-    config, names = stage.set_up(out)
+    config, names = demonstration.set_up(out)
     folder = out / "federation"
     print(f"a server and {len(names)} sites as processes on loopback; logs in {folder / 'processes.log'}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with deployed(LocalCluster(folder)):
-            print(f"the server is up, with TLS, and knows the keys of {', '.join(names)}", flush=True)
+            print(f"the server runs with TLS and admits {', '.join(names)}", flush=True)
             watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
     except KeyboardInterrupt:
-        print("waffle: stopped, and the server and its sites with it", file=sys.stderr)
+        print("waffle: stopped the run, the server and its sites", file=sys.stderr)
         return 130
-    stage.compare(config, out / "deployed", out / "simulated")
-    seconds = stage.seconds_of(out / "deployed")
+    demonstration.compare(config, out / "deployed", out / "simulated")
+    seconds = demonstration.seconds_of(out / "deployed")
     print(f"seconds per round: {', '.join(f'{value:.1f}' for value in seconds)}")
     print("bit-equal to the simulation")
     return 0
@@ -348,14 +348,14 @@ def deploy(arguments: Sequence[str]) -> int:
     """The same methods on real machines, through Flower: waffle deploy init."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:<9} {(f.__doc__ or '').splitlines()[0]}" for name, f in COMMANDS.items())
-        print(f"usage: waffle deploy COMMAND ...; docs/deploy.md has the runbook\n\n{lines}")
+        print(f"usage: waffle deploy COMMAND ...; see docs/deploy.md for the complete guide\n\n{lines}")
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:
         raise WaffleError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
     if not find_spec("flwr"):
         raise WaffleError('Flower is not installed here: pip install "waffle-fl[flower]"')
-    before = os.umask(0o077)  # keys, models, states and records are for their owner alone
+    before = os.umask(0o077)  # keys, models, states and records are readable by their owner only
     try:
         return COMMANDS[name](rest)
     finally:

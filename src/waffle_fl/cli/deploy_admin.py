@@ -1,4 +1,4 @@
-"""waffle deploy: what an operator does day by day. Who takes part, how the jobs stand, the log, the live page."""
+"""waffle deploy: the operator's daily commands: add, rotate and revoke sites, status, stop, logs, live page."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class OneSite:
 
 
 def add_site(arguments: Sequence[str]) -> int:
-    """Add a site, or give it its key: waffle deploy add-site NAME --key NAME.pub --folder FOLDER."""
+    """Add a site, or set its key: waffle deploy add-site NAME --key NAME.pub --folder FOLDER."""
 
     @dataclass(frozen=True)
     class AddSite(OneSite):
-        """Without --key, make the folder to hand over; with it, admit the site, at once if the server runs."""
+        """Without --key, make the folder to send to the site; with it, admit the site, at once if the server runs."""
 
     from waffle_fl.deploy import membership
 
     args = parse(AddSite, arguments, "deploy add-site")
     folder = args.folder.resolve()
-    runtime = membership.add_site(folder, args.name)
+    site_folder = membership.add_site(folder, args.name)
     if args.key is None:
-        print(f"hand over:  {runtime}, then there: waffle deploy join {args.name}")
-        print(f"then here:  waffle deploy add-site {args.name} --key {args.name}.pub --folder {args.folder}")
+        print(f"send to the site:  {site_folder}; run there: waffle deploy join {args.name}")
+        print(f"on the server:     waffle deploy add-site {args.name} --key {args.name}.pub --folder {args.folder}")
         return 0
-    print(f"{args.name} is known by the key {membership.accept_key(folder, args.name, args.key)}")
-    return _tell_server(folder)
+    print(f"{args.name} has the key {membership.accept_key(folder, args.name, args.key)}")
+    return _register(folder)
 
 
 def rotate(arguments: Sequence[str]) -> int:
@@ -51,21 +51,19 @@ def rotate(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Rotate(OneSite):
-        """The old key is refused from now on; the site makes the new one with `waffle deploy join --rotate`."""
+        """Accept a site's new key and refuse the old one. The site makes it with `waffle deploy join --rotate`."""
 
     from waffle_fl.deploy import membership
 
     args = parse(Rotate, arguments, "deploy rotate")
     folder = args.folder.resolve()
     if args.key is None:
-        raise WaffleError(f"expected --key: have {args.name} make a new one with waffle deploy join --rotate")
+        raise WaffleError(f"expected --key: make a new key at {args.name} with waffle deploy join --rotate")
     old = folder / "keys" / f"{args.name}.pub"
     if old.is_file() and args.key.is_file() and old.read_bytes() == args.key.read_bytes():
-        raise WaffleError(f"{args.key} is the key that {args.name} has already: have it make a new one (join --rotate)")
-    print(
-        f"{args.name} is known by the key {membership.accept_key(folder, args.name, args.key)}; the old one is refused"
-    )
-    return _tell_server(folder)
+        raise WaffleError(f"{args.key} is the current key of {args.name}: make a new one at the site (join --rotate)")
+    print(f"{args.name} has the key {membership.accept_key(folder, args.name, args.key)}; the old one is refused")
+    return _register(folder)
 
 
 def revoke(arguments: Sequence[str]) -> int:
@@ -73,7 +71,7 @@ def revoke(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Revoke:
-        """Its key is refused from now on, and new runs do without it; running ones go on without its updates."""
+        """Refuse a site's key and exclude it from new runs. Current runs continue without its updates."""
 
         name: tyro.conf.Positional[str]
         """The site's name."""
@@ -86,20 +84,20 @@ def revoke(arguments: Sequence[str]) -> int:
     folder = args.folder.resolve()
     membership.revoke(folder, args.name)
     print(f"{args.name} is revoked; its key is in {folder / 'keys' / 'retired'}")
-    return _tell_server(folder)
+    return _register(folder)
 
 
-def _tell_server(folder: Path) -> int:
+def _register(folder: Path) -> int:
     from waffle_fl.deploy.control_client import ControlClient
 
     try:
-        said = ControlClient(folder).register()
+        changes = ControlClient(folder).register()
     except WaffleError as error:
         if "no server answers" not in str(error):
             raise
-        print("the server does not run; it will know when it is started")
+        print("the server is not running; this takes effect when it starts")
         return 0
-    for line in said or ["the server knew already"]:
+    for line in changes or ["the server is already up to date"]:
         print(line)
     return 0
 
@@ -113,14 +111,14 @@ class OneServer:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """How the sites and jobs stand: waffle deploy status FOLDER."""
+    """Show the state of sites and jobs: waffle deploy status FOLDER."""
 
     @dataclass(frozen=True)
     class Status(OneServer):
-        """Who is connected, and of each job its round, who is waited for, the last weights and screened sites."""
+        """Show the connected sites and, per job, the round, the awaited sites, the last weights and screened sites."""
 
         json: bool = False
-        """As JSON."""
+        """Print JSON."""
 
     import json
 
@@ -137,11 +135,11 @@ def status(arguments: Sequence[str]) -> int:
 
 
 def stop(arguments: Sequence[str]) -> int:
-    """Stop a job; `resume` goes on with it: waffle deploy stop JOB --folder FOLDER."""
+    """Stop a job; `resume` continues it: waffle deploy stop JOB --folder FOLDER."""
 
     @dataclass(frozen=True)
     class Stop:
-        """End a job's training after what is saved; every site keeps its state."""
+        """Stop a job after its current step. Recorded rounds are saved, and every site keeps its state."""
 
         job: tyro.conf.Positional[str]
         """The job's name, as `waffle deploy status` shows it."""
@@ -154,36 +152,36 @@ def stop(arguments: Sequence[str]) -> int:
     args = parse(Stop, arguments, "deploy stop")
     folder = args.folder.resolve()
     job = Job.open(folder, Path(args.job).name)
-    if not job.conducted:
-        raise WaffleError(f"{job.name} does not run; waffle deploy status {args.folder} shows how it stands")
-    job.ask_to_stop()
-    link, end = ControlClient(folder), time.monotonic() + 60
-    while job.conducted:
+    if not job.is_running:
+        raise WaffleError(f"{job.name} is not running: see waffle deploy status {args.folder}")
+    job.request_stop()
+    client, end = ControlClient(folder), time.monotonic() + 60
+    while job.is_running:
         if time.monotonic() > end:
             if job.flower_run:
-                link.stop(job.flower_run)
+                client.stop(job.flower_run)
             break
         time.sleep(0.5)
-    print(f"{job.name} is stopped after round {job.state.get('round', 0)}; to go on:")
+    print(f"{job.name} stopped after round {job.state.get('round', 0)}; to continue:")
     print(f"waffle deploy resume {job.out} --folder {args.folder}")
     return 0
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """Show the log of an end, or of a job: waffle deploy logs FOLDER --job JOB --follow."""
+    """Show the log of the server, a site or a job: waffle deploy logs FOLDER --job JOB --follow."""
 
     @dataclass(frozen=True)
     class Logs:
-        """One line per event: time, level, server or site, what happened."""
+        """Print one line per event: time, level, server or site, description."""
 
         folder: tyro.conf.Positional[Path]
         """The folder of the server or of a site."""
         job: str = ""
-        """The events of this job alone; on the server."""
+        """Only the events of this job; on the server."""
         lines: int = 50
-        """How many of the last lines."""
+        """Number of last lines to print."""
         follow: bool = False
-        """Go on with what comes, until Ctrl-C."""
+        """Continue with new lines until Ctrl-C."""
 
     from waffle_fl.deploy.settings_files import SERVER_FILE
 
@@ -196,7 +194,7 @@ def logs(arguments: Sequence[str]) -> int:
     else:
         source = folder / ("server.log" if (folder / SERVER_FILE).exists() else "site.log")
     if not source.exists() and not args.follow:
-        raise WaffleError(f"{source} is not there: nothing has been logged yet")
+        raise WaffleError(f"{source} does not exist: nothing has been logged yet")
     try:
         for line in _tail(source, args.lines, args.follow):
             print(_event(line) if args.job else line, flush=True)
@@ -206,7 +204,7 @@ def logs(arguments: Sequence[str]) -> int:
 
 
 def _event(line: str) -> str:
-    """A line of a job's journal, as the log has its lines."""
+    """Format an event of a job's log like a line of the server's log."""
     import json
 
     try:
@@ -220,7 +218,7 @@ def _event(line: str) -> str:
 
 
 def _tail(path: Path, count: int, follow: bool) -> Iterator[str]:
-    """The last lines of a file and, if it is followed, those that are added."""
+    """Yield the last lines of a file and, with `follow`, new lines as they are added."""
     position = 0
     if path.exists():
         content = path.read_bytes()
@@ -242,7 +240,7 @@ def watch_page(arguments: Sequence[str]) -> int:
 
     @dataclass(frozen=True)
     class Watch(OneServer):
-        """A page with progress, accuracy, weights per round and the state of each site; /metrics for Prometheus."""
+        """Serve a page with progress, accuracy, weights per round and site states, and /metrics for Prometheus."""
 
         port: int = 9464
         """The port on 127.0.0.1."""

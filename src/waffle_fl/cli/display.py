@@ -1,4 +1,4 @@
-"""What the terminal shows: live progress on stderr, tables on stdout. The only package that prints."""
+"""Terminal output: live progress on stderr, tables on stdout. Only the package `cli` prints."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from waffle_fl.results import (
     PROTOCOLS,
     FinishedRun,
     Score,
-    apart,
     best_of,
-    judged_by,
     measure_of,
+    measure_of_runs,
     methods_of,
     remarks,
     rows_of,
     scores,
+    with_variants,
 )
 
 
 class ProgressDisplay(Listener):
-    """A bar a method, with the accuracy it stands at and the time it still needs."""
+    """One progress bar per method, with its current accuracy and remaining time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -49,7 +49,7 @@ class ProgressDisplay(Listener):
             console=console,
         )
         self._tasks: dict[str, Any] = {}
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._scores: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> ProgressDisplay:
@@ -75,9 +75,11 @@ class ProgressDisplay(Listener):
             self.progress.update(task, total=(self.progress.tasks[task].total or 0) + config.settings.rounds)
 
     def resumed(self, config: RunConfig, start: int) -> None:
-        """Rounds that a run's checkpoint holds are done."""
+        """Count the rounds up to a run's checkpoint as done."""
         task = self._tasks[config.method]
-        self.progress.reset(task, completed=int(self.progress.tasks[task].completed) + start)  # their time is not known
+        self.progress.reset(
+            task, completed=int(self.progress.tasks[task].completed) + start
+        )  # not counted in the speed
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         known, measure = self._scores[config.method], measure_of(measured)
@@ -92,36 +94,36 @@ class ProgressDisplay(Listener):
             self.warned(f"{config.label}: {result['message']}")
 
     def warned(self, message: str) -> None:
-        if message in self._said:
+        if message in self._printed:
             return
-        self._said.add(message)
+        self._printed.add(message)
         self.console.print(f"note: {message}", style="yellow", highlight=False, markup=False)
 
 
 def show_tables(runs: Sequence[FinishedRun], console: Console) -> None:
-    """One table per protocol, the best of each split in bold; many methods stand below each other."""
-    runs = apart(runs)
+    """Print one table per protocol, with the best of each split in bold. Many methods become rows."""
+    runs = with_variants(runs)
     for protocol in protocols_of(runs):
         cells, methods, splits = scores(runs, protocol), methods_of(runs), rows_of(runs)
         best = {split: best_of(cells, split) for split in splits}
-        turned = console.width < 8 * len(methods) + 8
-        across = len(splits) if turned else len(methods)
-        decimals = 2 if console.width >= 12 * across + 8 else 1
+        transposed = console.width < 8 * len(methods) + 8
+        columns = len(splits) if transposed else len(methods)
+        decimals = 2 if console.width >= 12 * columns + 8 else 1
 
         def text(split: str, method: str) -> str:
             return score_text(cells.get((split, method)), method in best[split], decimals)  # noqa: B023
 
         table = Table(
-            title=f"\n{judged_by(runs).title}, {PROTOCOLS[protocol]}",
+            title=f"\n{measure_of_runs(runs).title}, {PROTOCOLS[protocol]}",
             title_justify="left",
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        long = any("(" in split for split in splits)  # shifts are
-        table.add_column("method" if turned else "split", style="bold", no_wrap=turned or not long)
-        for title in map(escape, splits) if turned else (title_of(m) for m in methods):
-            table.add_column(title, justify="right", no_wrap=not (turned and long))
-        if turned:
+        long_names = any("(" in split for split in splits)  # a shift such as rotate(45)
+        table.add_column("method" if transposed else "split", style="bold", no_wrap=transposed or not long_names)
+        for title in map(escape, splits) if transposed else (title_of(m) for m in methods):
+            table.add_column(title, justify="right", no_wrap=not (transposed and long_names))
+        if transposed:
             for m in methods:
                 table.add_row(title_of(m), *(text(split, m) for split in splits))
         else:
@@ -139,18 +141,18 @@ def score_text(score: Score | None, best: bool, decimals: int) -> str:
     return f"[bold]{text}[/bold]" if best else text
 
 
-def show_verdicts(wrong: Sequence[str], judged: Sequence[Verdict], console: Console) -> None:
-    """What is wrong with a record, and whether each claim holds."""
+def show_verdicts(wrong: Sequence[str], verdicts: Sequence[Verdict], console: Console) -> None:
+    """Print the problems of a record, and whether each claim holds."""
     for line in wrong:
         console.print(line, style="red", highlight=False, soft_wrap=True, markup=False)
-    for verdict in judged:
+    for verdict in verdicts:
         mark = "holds" if verdict.holds else "DOES NOT HOLD"
         text = f"{mark}: {verdict.claim} ({verdict.numbers})"
         console.print(text, style=None if verdict.holds else "red", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:
-    """How one run ended."""
+    """Print the result of one run."""
     s = config.settings
     where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.column}"
     table = Table(title=escape(f"{title_of(config.method)} on {where}"), title_justify="left")
@@ -163,15 +165,15 @@ def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str,
             value = entry.get(measure.key)
             table.add_row(title, str(entry["round"]), "n/a" if value is None else measure.text(value))
     if not table.row_count:
-        table.add_row("no score was told", "n/a", "n/a")
+        table.add_row("no score", "n/a", "n/a")
     console.print(table)
     if last.get("weights"):
         weights = "  ".join(f"{w:.2f}" for w in last["weights"])
         console.print(f"weights of the last round: {weights}", highlight=False)
 
 
-def show_everyone(results: Sequence[tuple[str, Mapping[str, Any]]], console: Console) -> None:
-    """How each agent fared with the model that was trained for it; the mean and the worst last."""
+def show_all_agents(results: Sequence[tuple[str, Mapping[str, Any]]], console: Console) -> None:
+    """Print the metrics of each agent with its own model, followed by mean, lowest and highest."""
     values: dict[str, list[float | None]] = {}
     for _, result in results:
         for name, value in result.get("metrics", {}).items():
@@ -181,8 +183,10 @@ def show_everyone(results: Sequence[tuple[str, Mapping[str, Any]]], console: Con
     for column in ("agent", *(name.replace("_", " ") for name in metrics)):
         table.add_column(column, justify="left" if column == "agent" else "right")
     for i, (agent, result) in enumerate(results):
-        own = result.get("metrics", {})
-        table.add_row(escape(agent), *(_shown(own.get(name)) for name in metrics), end_section=i + 1 == len(results))
+        metrics_of_agent = result.get("metrics", {})
+        table.add_row(
+            escape(agent), *(_shown(metrics_of_agent.get(name)) for name in metrics), end_section=i + 1 == len(results)
+        )
     for title, pick in (("mean", mean), ("lowest", min), ("highest", max)):
         table.add_row(title, *(_shown(pick([v for v in values[name] if v is not None])) for name in metrics))
     console.print(table)

@@ -1,4 +1,4 @@
-"""Flags from dataclasses: tyro parses and explains, a mistake becomes one line."""
+"""Command-line flags from dataclasses: tyro parses and prints help; an error becomes one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import os
+import sys
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,20 +24,42 @@ from waffle_fl.errors import WaffleError, suggest
 
 T = TypeVar("T")
 
+# Old names of flags per command. They work for one more release: delete them in 0.2.
+RENAMED: dict[str, dict[str, str]] = {
+    "run": {"--alone": "--no-baselines", "--no-alone": "--baselines"},
+    "decide": {"--without": "--leave-one-out"},
+    "bench": {"--plan": "--dry-run", "--no-plan": "--no-dry-run"},
+    "tune": {"--together": "--parallel-trials", "--over": "--only"},
+    "reproduce": {"--anew": "--rerun", "--no-anew": "--no-rerun"},
+}
+
 
 def parse(kind: type[T], arguments: Sequence[str], command: str) -> T:
     """Parse a command's arguments into its dataclass."""
 
-    def mistake(event: tyro_errors.ParseErrorEvent) -> None:
-        raise WaffleError(_explained(event, kind) + f" (see `waffle {command} --help`)")
+    def fail(event: tyro_errors.ParseErrorEvent) -> None:
+        raise WaffleError(_error_text(event, kind) + f" (see `waffle {command} --help`)")
 
     if os.environ.get("NO_COLOR"):
-        os.environ["TERM"] = "dumb"  # the only way to tell tyro's help
-    with tyro_errors.on_parse_error(mistake):
-        return tyro.cli(kind, args=list(arguments), prog=f"waffle {command}", config=(tyro.conf.OmitArgPrefixes,))
+        os.environ["TERM"] = "dumb"  # tyro's help reads no other variable
+    with tyro_errors.on_parse_error(fail):
+        args = replace_old_flags(arguments, command)
+        return tyro.cli(kind, args=args, prog=f"waffle {command}", config=(tyro.conf.OmitArgPrefixes,))
 
 
-def _explained(event: tyro_errors.ParseErrorEvent, kind: type) -> str:
+def replace_old_flags(arguments: Sequence[str], command: str) -> list[str]:
+    """Return the arguments with renamed flags under their new names, and print a note on stderr for each of them."""
+    renamed = RENAMED.get(command.split()[0], {})
+    replaced = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag in renamed:
+            print(f"note: {flag} is now {renamed[flag]}", file=sys.stderr)
+        replaced.append(f"{renamed.get(flag, flag)}{equals}{value}")
+    return replaced
+
+
+def _error_text(event: tyro_errors.ParseErrorEvent, kind: type) -> str:
     match event:
         case tyro_errors.UnrecognizedArgs(tokens=tokens):
             wrong = tokens[0]
@@ -61,29 +84,33 @@ def _name(argument: Any) -> str:
 
 
 def _flags(kind: Any) -> list[str]:
-    """Every flag of a dataclass and of the dataclasses inside it."""
+    """Return every flag of a dataclass and of the dataclasses inside it."""
     names: list[str] = []
     for field in dataclasses.fields(kind):
         inner = field.default_factory if field.default_factory is not dataclasses.MISSING else None
         if inner is not None and dataclasses.is_dataclass(inner):
             names += _flags(inner)
         else:
-            names.append("--" + field.name.replace("_", "-"))
+            flag = field.name.replace("_", "-")
+            names += [f"--{flag}", f"--no-{flag}"] if field.default is True else [f"--{flag}"]
     return names
 
 
 @cache
 def options_class(method: str) -> type:
-    """A dataclass of a method's own hyperparameters: those of its algorithm, without the optimiser's."""
-    return _flags_of(algorithm_of(method), option_types(method), "the method's own")
+    """Return a dataclass of a method's hyperparameters, without those of the optimiser."""
+    return _flags_of(algorithm_of(method), option_types(method), "Hyperparameters of the method.")
 
 
 @cache
-def settings_class(besides: tuple[str, ...] = (), **defaults: Any) -> type:
-    """The settings that a flag can express, `besides` left out; a share matrix belongs into an experiment file."""
+def settings_class(exclude: tuple[str, ...] = (), **defaults: Any) -> type:
+    """Return a dataclass of all settings that a flag can express, except `exclude`.
+
+    `shares` is a matrix and has no flag: set it in an experiment file.
+    """
     hints = typing.get_type_hints(Settings)
-    types = {name: kind for name, kind in hints.items() if name not in ("shares", *besides)}
-    return _flags_of(Settings, types, "settings", defaults)
+    types = {name: kind for name, kind in hints.items() if name not in ("shares", *exclude)}
+    return _flags_of(Settings, types, "Data, agents, model and local training.", defaults)
 
 
 def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str, Any] | None = None) -> type:
@@ -99,13 +126,13 @@ def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str
 
 
 def _with_limits(text: str, kind: Any, name: str) -> str:
-    """A field's help, and what its constraint allows."""
+    """Return a field's help text, with the values that its constraint allows."""
     constraint = parameters_of(kind)[name].constraint if name in parameters_of(kind) else None
     return f"{text} Expected: {constraint.words}." if constraint else text
 
 
 def field_help(kind: type) -> dict[str, str]:
-    """The docstring that follows each field in the source of a dataclass."""
+    """Return the docstring that follows each field in the source of a dataclass."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     return {

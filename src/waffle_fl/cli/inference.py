@@ -19,20 +19,20 @@ from waffle_fl.inference.trained_run import open_run
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """What a run's model says of new data: waffle predict RUN data.csv."""
+    """Apply a run's model to new data: waffle predict RUN data.csv."""
 
     @dataclass(frozen=True)
     class Predict:
-        """One line a row: the predicted class and the probability of each, or the number; and metrics, if told how."""
+        """Print one prediction per row: class and probabilities, or a number. Adds metrics if labels are present."""
 
         run: tyro.conf.Positional[Path]
-        """The run's folder."""
+        """Run folder."""
         data: tyro.conf.Positional[Path]
-        """A table like those trained on (.csv, .parquet), its target column or not; or x (and y) in .npz, x in .npy."""
+        """Table like the training data (.csv, .parquet; target column optional), or x in .npy, or x (and y) in .npz."""
         out: str = ""
-        """Write the lines to this .csv file in place of standard output."""
+        """Write the predictions to this .csv file instead of stdout."""
         json: bool = False
-        """Predictions and metrics as JSON on stdout."""
+        """Print predictions and metrics as JSON on stdout."""
         folder: Folder = field(default_factory=Folder)
 
     args = parse(Predict, arguments, "predict")
@@ -45,8 +45,8 @@ def predict(arguments: Sequence[str]) -> int:
             write_atomically(Path(args.out), found.to_csv().encode())
     if args.json:
         where = {"out": args.out} if args.out else {"predictions": found.to_json()}
-        told = {} if found.metrics is None else {"metrics": found.metrics}
-        print(json.dumps({"run": str(args.run), "rows": len(found.values), **where, **told}))
+        metrics = {} if found.metrics is None else {"metrics": found.metrics}
+        print(json.dumps({"run": str(args.run), "rows": len(found.values), **where, **metrics}))
         return 0
     if not args.out:
         print(found.to_csv(), end="")
@@ -58,20 +58,20 @@ def predict(arguments: Sequence[str]) -> int:
 
 
 def export(arguments: Sequence[str]) -> int:
-    """A run's model for other programs, with a card: waffle export RUN."""
+    """Export a run's model for other programs: waffle export RUN."""
 
     @dataclass(frozen=True)
     class Export:
-        """Write the model as safetensors, a card in JSON, and a program that runs without this library."""
+        """Write the weights as safetensors, a model card as JSON, and a program that runs without this library."""
 
         run: tyro.conf.Positional[Path]
-        """The run's folder."""
+        """Run folder."""
         out: str = ""
-        """Where to; by default the folder `export` in the run's."""
+        """Output folder. Default: `export` in the run folder."""
         format: exporting.Format = "exported"
-        """The program: torch.export (model.pt2), TorchScript, ONNX (needs waffle-fl[onnx]), or none."""
+        """Format of the program: torch.export (model.pt2), TorchScript, ONNX (needs waffle-fl[onnx]), or none."""
         json: bool = False
-        """The files as JSON on stdout."""
+        """Print the paths of the files as JSON on stdout."""
         folder: Folder = field(default_factory=Folder)
 
     args = parse(Export, arguments, "export")

@@ -1,4 +1,4 @@
-"""Watch a job of a deployment: its journal and its records, round by round, to its end."""
+"""Watch a job of a deployment: follow its log and its records round by round until it ends."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.display import show_everyone, show_result
+from waffle_fl.cli.display import show_all_agents, show_result
 from waffle_fl.cli.progress import ProgressFlags, live
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Listener
 from waffle_fl.records import read_json, read_rounds
 
-LOOK = 0.5  # seconds between two looks at a running job
-ASK = 20.0  # seconds of silence after which Flower is asked how the run stands
+LOOK = 0.5  # seconds between two polls of a running job
+SILENCE = 20.0  # seconds without news after which Flower is asked for the run's status
 
 
-def attended(folder: Path, job: Any, output: ProgressFlags) -> int:
-    """Watch a job until its end, or until Ctrl-C, which ends the watching alone."""
+def watch_until_interrupted(folder: Path, job: Any, output: ProgressFlags) -> int:
+    """Watch a job until it ends, or until Ctrl-C, which stops watching but not the job."""
     try:
         return watch(folder, job, output)
     except KeyboardInterrupt:
-        print(f"waffle: no longer watched; the server goes on with it, and writes to {job.out}", file=sys.stderr)
+        print(f"waffle: stopped watching; the job continues on the server and writes to {job.out}", file=sys.stderr)
         return 130
 
 
 def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
-    """Submit a job, unless the server is at it already, and follow its journal and its records to the end."""
+    """Submit a job unless it is already running, and follow its log and its records until it ends."""
     from waffle_fl.deploy.control_client import ControlClient
 
-    link = ControlClient(folder)
-    watched = job.conducted
-    position = job.journal.last if watched else job.journal.end  # its last word may have been its end, just now
-    number = None if watched else link.submit(job.name)
+    client = ControlClient(folder)
+    watched = job.is_running
+    position = job.journal.last if watched else job.journal.end  # include the last line: it may already report the end
+    number = None if watched else client.submit(job.name)
     if number:
         job.submitted_as(number)
     with live(output) as listener:
-        _follow(link, number, job, position, listener)
+        _follow(client, number, job, position, listener)
     runs = runs_in(job.out)
     for _, run_folder in runs:
         result = read_json(run_folder / "result.json") or {}
@@ -51,7 +51,7 @@ def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
         return 0
     console = console_for()
     if len(runs) > 1:
-        show_everyone([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
+        show_all_agents([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
     for config, run_folder in runs if len(runs) == 1 else []:
         rounds = read_rounds(run_folder / "rounds.jsonl")
         show_result(config, read_json(run_folder / "result.json") or {}, rounds[-1] if rounds else {}, console)
@@ -60,27 +60,27 @@ def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
 
 
 def runs_in(out: Path) -> list[tuple[RunConfig, Path]]:
-    """The runs of a job: its folder, or one for each Alice in it."""
+    """The runs of a job: its folder, or one subfolder per Alice."""
     folders = [out] if (out / "config.json").exists() else sorted(p.parent for p in out.glob("*/config.json"))
     return [(RunConfig.from_json(read_json(folder / "config.json")), folder) for folder in folders]
 
 
-def _follow(link: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
-    """Tell the listener of every round and note, until the job has ended."""
+def _follow(client: Any, number: str | None, job: Any, position: int, listener: Listener) -> None:
+    """Report every round and note to the listener until the job ends."""
     from waffle_fl.deploy.control_client import FINISHED, UNKNOWN
 
-    told: dict[Path, int] = {}
+    reported: dict[Path, int] = {}
     received, status = time.monotonic(), ""
     while True:
         lines, position = job.journal.since(position)
         for config, folder in runs_in(job.out):
-            if folder not in told:
+            if folder not in reported:
                 listener.planned([(config, folder)], 0)
-                ended = (folder / "result.json").exists()  # then nobody was told to expect its rounds
-                told[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
-            for measured in read_rounds(folder / "rounds.jsonl")[told[folder] :]:
+                ended = (folder / "result.json").exists()  # rounds of an ended run are not reported again
+                reported[folder] = len(read_rounds(folder / "rounds.jsonl")) if ended else 0
+            for measured in read_rounds(folder / "rounds.jsonl")[reported[folder] :]:
                 listener.advanced(config, measured)
-                told[folder], received = told[folder] + 1, time.monotonic()
+                reported[folder], received = reported[folder] + 1, time.monotonic()
         for line in lines:
             received = time.monotonic()
             if line.get("note"):
@@ -89,12 +89,14 @@ def _follow(link: Any, number: str | None, job: Any, position: int, listener: Li
                 raise WaffleError(str(line["error"]))
             if line.get("done"):
                 return
-        if not lines and time.monotonic() - received > ASK:
-            before, status = status, link.status(number) if number else FINISHED
+        if not lines and time.monotonic() - received > SILENCE:
+            before, status = status, client.status(number) if number else FINISHED
             received = time.monotonic()
             if status == UNKNOWN != before:
-                listener.warned("the server does not answer; start it again, then waffle deploy resume goes on")
-            ended = status.startswith(FINISHED) and not job.conducted
+                listener.warned("the server does not answer: start it again, then run waffle deploy resume")
+            ended = status.startswith(FINISHED) and not job.is_running
             if ended and not job.journal.since(position)[0]:
-                raise WaffleError(f"the ServerApp ended without a word ({status}): waffle deploy resume goes on")
+                raise WaffleError(
+                    f"the ServerApp ended without a result ({status}): continue with waffle deploy resume"
+                )
         time.sleep(LOOK)

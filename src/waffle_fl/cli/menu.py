@@ -1,4 +1,4 @@
-"""The commands by name. Torch takes seconds to import, so each command's module is imported when it is called."""
+"""Table of all commands. Torch takes seconds to import, so a command's module is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Function: TypeAlias = Callable[[Sequence[str]], int]
 
 
 class Command(NamedTuple):
-    """Where a command's function is, and the line that `waffle --help` prints of it."""
+    """The module and function of a command, and its summary in `waffle --help`."""
 
     module: str
     function: str
-    line: str
+    summary: str
 
     def __call__(self, arguments: Sequence[str]) -> int:
         function: Function = getattr(import_module(f"waffle_fl.cli.{self.module}"), self.function)
@@ -30,29 +30,28 @@ COMMANDS = {
     "decide": Command(
         "decide",
         "decide_command",
-        "Should an agent join? Train alone and together, compare, write the page: waffle decide DATA.",
+        "Compare training alone with federated training for each agent: waffle decide DATA.",
     ),
-    "bench": Command("commands", "bench", "Run a grid: waffle bench FILE.toml."),
+    "bench": Command("commands", "bench", "Run all experiments of a file: waffle bench FILE.toml."),
     "tune": Command("tune", "tune", "Search for hyperparameters on validation data: waffle tune METHOD [flags]."),
-    "predict": Command("inference", "predict", "What a run's model says of new data: waffle predict RUN data.csv."),
-    "export": Command("inference", "export", "A run's model for other programs, with a card: waffle export RUN."),
-    "report": Command(
-        "commands", "report", "Tables and page from finished runs or committed records: waffle report RUNS."
-    ),
-    "reproduce": Command(
-        "reproduce", "reproduce", "The paper's tables and figures beside its own numbers: waffle reproduce mnist."
-    ),
-    "data": Command("data", "data_command", "Find, verify, fetch and describe a data set: waffle data NAME."),
-    "demo": Command("commands", "demo", "Seven methods on five splits of the embedded digits: waffle demo."),
-    "resume": Command("commands", "resume", "Go on with an interrupted run: waffle resume RUN."),
+    "predict": Command("inference", "predict", "Apply a run's model to new data: waffle predict RUN data.csv."),
+    "export": Command("inference", "export", "Export a run's model for other programs: waffle export RUN."),
+    "report": Command("commands", "report", "Write tables and charts of finished runs: waffle report RUNS."),
+    "reproduce": Command("reproduce", "reproduce", "Reproduce the paper's tables and figures: waffle reproduce mnist."),
+    "data": Command("data", "data_command", "Download, verify and describe a data set: waffle data NAME."),
+    "demo": Command("commands", "demo", "Train seven methods on five splits of the included digits: waffle demo."),
+    "resume": Command("commands", "resume", "Resume an interrupted run: waffle resume RUN."),
     "deploy": Command("deploy", "deploy", "The same methods on real machines, through Flower: waffle deploy init."),
     "completion": Command("completion", "completion", "Print a completion script: waffle completion bash|zsh|fish."),
 }
 
 
 def usage() -> str:
-    lines = "\n".join(f"  {name:<10} {command.line}" for name, command in COMMANDS.items())
-    return f"usage: waffle COMMAND ...\n\n{lines}\n\nwaffle COMMAND --help explains one; data sets lie in {data_dir()}"
+    lines = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
+    return (
+        f"usage: waffle COMMAND ...\n\n{lines}\n\n"
+        f"waffle COMMAND --help lists the flags of a command; data sets are stored in {data_dir()}"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

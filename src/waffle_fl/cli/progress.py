@@ -1,4 +1,4 @@
-"""Who hears of a training: the terminal, unless it is to be quiet, and the loggers that were asked for."""
+"""Output flags of the commands, and the listeners of a training: terminal progress and the requested loggers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import ProgressDisplay
 from waffle_fl.config import RunConfig
 from waffle_fl.experiment import Listener, Runtime, free_folder
-from waffle_fl.loggers import Log, Logger, Several, logger
+from waffle_fl.loggers import ListenerGroup, Log, Logger, logger
 
 
 @dataclass(frozen=True)
@@ -22,31 +22,31 @@ class Output:
     """What to print."""
 
     quiet: bool = False
-    """No progress on stderr."""
+    """Do not print progress on stderr."""
     json: bool = False
-    """Results as JSON on stdout."""
+    """Print results as JSON on stdout."""
 
 
 @dataclass(frozen=True)
 class ProgressFlags(Output):
-    """What to print, and who else is told."""
+    """What to print and log."""
 
     log: tyro.conf.UseAppendAction[tuple[Log, ...]] = ()
-    """Also log every round to tensorboard (in the run's folder) or mlflow; may be given twice."""
+    """Also log every round to tensorboard (in the run folder) or mlflow. May be given twice."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """a run folder that may have been changed"""
+    """Checks of the run folder."""
 
     force: bool = False
-    """Go on although a file of the run folder is not what the run wrote."""
+    """Continue even if files of the run folder have been changed since the run wrote them."""
     trust: bool = False
-    """Import the code (module:name) that the run folder names."""
+    """Allow importing the code (module:name) that the run folder refers to."""
 
 
 class Notes:
-    """Lines for stderr, each of them once, printed when all has been read: an error comes alone."""
+    """Notes for stderr without duplicates. They are printed after everything has been read, so not before an error."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -60,21 +60,21 @@ class Notes:
             print(f"note: {line}", file=sys.stderr)
 
 
-def default_folder(wanted: Path, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, output: Output) -> Path:
-    """The folder that no --out named: the wanted one or, where it holds runs with other settings, a numbered one."""
+def default_folder(preferred: Path, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, output: Output) -> Path:
+    """Return the folder to use without --out: the preferred one, or a numbered one if that holds other settings."""
     if runtime.force:
-        return wanted
-    folder, reason = free_folder(wanted, runs)
+        return preferred
+    folder, reason = free_folder(preferred, runs)
     if reason and not output.quiet:
-        print(f"note: {wanted} holds a run with other settings ({reason}): writing to {folder}", file=sys.stderr)
+        print(f"note: {preferred} holds a run with other settings ({reason}): writing to {folder}", file=sys.stderr)
     return folder
 
 
 @contextmanager
 def live(output: ProgressFlags) -> Iterator[Listener]:
-    """The listeners of a training; they are closed when it ends."""
+    """Open the listeners of a training and close them when it ends."""
     listeners: list[Logger | ProgressDisplay] = [logger(name) for name in dict.fromkeys(output.log)]
     if not output.quiet:
         listeners.append(ProgressDisplay(console_for(stderr=True)))
     with ExitStack() as stack:
-        yield Several([stack.enter_context(listener) for listener in listeners])
+        yield ListenerGroup([stack.enter_context(listener) for listener in listeners])

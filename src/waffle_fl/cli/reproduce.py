@@ -1,4 +1,4 @@
-"""`waffle reproduce`, which needs a clone of the repository: the studies of the paper are not installed."""
+"""`waffle reproduce`. It needs a clone of the repository, because the paper's studies are not installed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from waffle_fl.errors import WaffleError
 
 
 def reproduce(arguments: Sequence[str]) -> int:
-    """The paper's tables and figures beside its own numbers: waffle reproduce mnist."""
+    """Reproduce the paper's tables and figures: waffle reproduce mnist."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / "paper" / "command.py").is_file() and (folder / "results").is_dir():
             sys.path.insert(0, str(folder))
             exit_code: int = import_module("paper.command").reproduce(arguments)
             return exit_code
-    raise WaffleError("`waffle reproduce` works in a clone of the repository: no paper/ and results/ in this folder")
+    raise WaffleError("`waffle reproduce` needs a clone of the repository: no paper/ and results/ in this folder")

@@ -1,4 +1,4 @@
-"""waffle tune: search for a method's hyperparameters on validation data."""
+"""`waffle tune`: search for a method's hyperparameters on validation data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from waffle_fl.config import RunConfig, check_name, check_run
 from waffle_fl.experiment import Runtime
 from waffle_fl.tuning.optuna_study import Pruning
 from waffle_fl.tuning.report import BEST, CHART, command, record, test_of, values_of, write
-from waffle_fl.tuning.search import DEFAULT, Found, Trial, Watcher, Wish, search
+from waffle_fl.tuning.search import DEFAULT, SearchListener, SearchResult, SearchSpec, Trial, search
 from waffle_fl.tuning.space import space_of
 
 SHOWN = 10
@@ -31,24 +31,24 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Budget:
-    """the search"""
+    """Search space and budget."""
 
     trials: int = 32
-    """Trials at most; --minutes ends a search too. A longer search goes on from a shorter one."""
-    together: int = 4
-    """Trials asked for at once: they share lr and clip, differ at the server, and train in one stack."""
+    """Maximum number of trials. --minutes also limits a search. More trials in the same folder continue the search."""
+    parallel_trials: int = 4
+    """Trials per batch. They share lr and clip, differ only in server-side hyperparameters, and train in one stack."""
     pruning: Pruning = "median"
-    """Give up a trial at half or three quarters of its rounds: if below the median, or in the lower half, or never."""
+    """Stop trials after half and three quarters of the rounds: those below the median, the worse half, or none."""
     space: str = ""
-    """A TOML file with a table [METHOD] that says what to search; docs/tune.md has the form, and what stands for it."""
-    over: tuple[str, ...] = ()
-    """Search only these of the space, such as --over omega psi; all else stays as given."""
+    """TOML file with a table [METHOD] that defines the search space (docs/tune.md). Default: the method's own space."""
+    only: tuple[str, ...] = ()
+    """Search only these hyperparameters, such as --only omega psi. All others keep their values."""
     out: str = ""
-    """Folder of the search; by default runs/tune-DATA-SPLIT-METHOD-SEED. A folder that holds it resumes it."""
+    """Folder of the search. Default: runs/tune-DATA-SPLIT-METHOD-SEED. A search in that folder is resumed."""
 
 
-class TuningDisplay(Watcher):
-    """One bar of trials, and what the best of them has reached."""
+class TuningDisplay(SearchListener):
+    """One progress bar over all trials, with the best validation score so far."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -57,7 +57,7 @@ class TuningDisplay(Watcher):
             TextColumn("[bold]{task.description}"), *columns, TextColumn("finish in"), TimeRemainingColumn(),
             console=console,
         )  # fmt: skip
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def __enter__(self) -> TuningDisplay:
         self.progress.start()
@@ -66,26 +66,26 @@ class TuningDisplay(Watcher):
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def begun(self, wish: Wish, runs: int, ended: int) -> None:
+    def started(self, spec: SearchSpec, runs: int, ended: int) -> None:
         note = f", {ended} already done" if ended else ""
-        self.console.print(f"{wish.trials} trials of {title_of(wish.config.method)}{note}", highlight=False)
-        self._runs, self._rounds = runs, wish.config.settings.rounds * runs
-        total = self._rounds * (1 + max(wish.trials, ended))  # the default is the first
+        self.console.print(f"{spec.trials} trials of {title_of(spec.config.method)}{note}", highlight=False)
+        self._runs, self._rounds = runs, spec.config.settings.rounds * runs
+        total = self._rounds * (1 + max(spec.trials, ended))  # the default is trained first
         done = self._rounds * (1 + ended) if ended else 0
         self._task = self.progress.add_task("rounds", total=total, completed=done, state="")
 
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None:
         self.progress.advance(self._task)
 
-    def told(self, trial: Trial, found: Found) -> None:
-        state = f"best on validation data {found.measure.text(found.best.validation or 0.0)}"
-        saved = self._rounds - trial.rounds * self._runs  # by giving up
+    def trial_ended(self, trial: Trial, result: SearchResult) -> None:
+        state = f"best on validation data {result.measure.text(result.best.validation or 0.0)}"
+        saved = self._rounds - trial.rounds * self._runs  # by pruning
         self.progress.update(self._task, state=state, advance=max(saved, 0))
 
     def warned(self, message: str) -> None:
-        note = message.partition(": ")[2] or message  # every trial has the same ones
-        if note not in self._said:
-            self._said.add(note)
+        note = message.partition(": ")[2] or message  # without the name of the trial: all trials give the same notes
+        if note not in self._printed:
+            self._printed.add(note)
             self.console.print(f"note: {note}", style="yellow", highlight=False)
 
 
@@ -94,7 +94,7 @@ def tune(arguments: Sequence[str]) -> int:
     method = arguments[0] if arguments else ""
     if method in ("", "-h", "--help"):
         console_for().print(
-            f"usage: waffle tune METHOD [flags], METHOD one of {', '.join(ALGORITHMS)} or module:Class; "
+            f"usage: waffle tune METHOD [flags]; METHOD is one of {', '.join(ALGORITHMS)} or module:Class; "
             "waffle tune METHOD --help lists its flags",
             highlight=False,
         )
@@ -114,64 +114,68 @@ def tune(arguments: Sequence[str]) -> int:
     kind.__doc__ = f"Search for hyperparameters of {title_of(method)} on validation data, never on test data."
     args: Any = parse(kind, arguments[1:], f"tune {method}")
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
-    asked: Budget = args.budget
-    wish = Wish(config, space_of(method, asked.space, asked.over), asked.trials, asked.together, asked.pruning)
-    out = Path(asked.out or Path("runs") / f"tune-{config.label}")
+    budget: Budget = args.budget
+    spec = SearchSpec(
+        config, space_of(method, budget.space, budget.only), budget.trials, budget.parallel_trials, budget.pruning
+    )
+    out = Path(budget.out or Path("runs") / f"tune-{config.label}")
     check_name(out.name)
     with ExitStack() as stack:
-        watcher = Watcher() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
-        found = search(wish, out, args.runtime, watcher)
-    write(found, wish.space, out)
+        listener = (
+            SearchListener() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
+        )
+        result = search(spec, out, args.runtime, listener)
+    write(result, spec.space, out)
     if args.output.json:
-        entries = list(record(found, wish.space))
-        best = "default" if found.best.number == DEFAULT else found.best.number
+        entries = list(record(result, spec.space))
+        best = "default" if result.best.number == DEFAULT else result.best.number
         print(json.dumps({"best": best, "file": str(out / BEST), "trials": entries}))
     else:
-        _show(found, wish, out, console_for())
+        _show(result, spec, out, console_for())
     return 0
 
 
-def _show(found: Found, wish: Wish, out: Path, console: Console) -> None:
-    """The default and the best trials; test data is shown for the default and for the winner alone."""
-    measure = found.measure
-    names = [name for name in values_of(wish.config, wish.space) if not isinstance(wish.space[name], str)]
+def _show(result: SearchResult, spec: SearchSpec, out: Path, console: Console) -> None:
+    """Print the default and the best trials. Test scores are shown only for the default and the best trial."""
+    measure = result.measure
+    names = [name for name in values_of(spec.config, spec.space) if not isinstance(spec.space[name], str)]
     table = Table(title=f"\n{measure.title}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("trial", "validation", "test", "rounds", *names):
         table.add_column(column, justify="left" if column in ("trial", *names) else "right", no_wrap=True)
-    ranked = sorted(found.trials, key=lambda trial: (trial.state != "finished", -(trial.score or -1e300)))
-    for trial in (found.default, *ranked[:SHOWN]):
+    ranked = sorted(result.trials, key=lambda trial: (trial.state != "finished", -(trial.score or -1e300)))
+    for trial in (result.default, *ranked[:SHOWN]):
         state = "" if trial.state == "finished" else f" {trial.state}"
-        scores = [trial.validation, test_of(trial, measure.key) if trial in (found.default, found.best) else None]
-        values = values_of(trial.config, wish.space)
+        scores = [trial.validation, test_of(trial, measure.key) if trial in (result.default, result.best) else None]
+        values = values_of(trial.config, spec.space)
         table.add_row(
             "default" if trial.number == DEFAULT else f"{trial.number}{state}",
             *("" if score is None else measure.text(score) for score in scores),
             str(trial.rounds),
             *(_number(values[name]) for name in names),
-            style="bold" if trial == found.best else None,
+            style="bold" if trial == result.best else None,
         )
     console.print(table)
-    for line in _sentences(found, wish, out):
+    for line in _sentences(result, spec, out):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _sentences(found: Found, wish: Wish, out: Path) -> list[str]:
-    states = [trial.state for trial in found.trials]
+def _sentences(result: SearchResult, spec: SearchSpec, out: Path) -> list[str]:
+    states = [trial.state for trial in result.trials]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "pruned", "diverged") if s in states)
-    lines = [f"{len(states)} of {wish.trials} trials: {counts or 'none'}"]
-    if found.time_is_up:
-        lines.append("the time is up; the same command goes on from here")
-    if found.best.number == DEFAULT:
+    lines = [f"{len(states)} of {spec.trials} trials: {counts or 'none'}"]
+    if result.timed_out:
+        lines.append("the time limit is reached; run the same command again to continue")
+    if result.best.number == DEFAULT:
         lines.append("no trial beat the default on validation data")
     else:
-        tests = [test_of(trial, found.measure.key) for trial in (found.default, found.best)]
-        default, best = ("nothing" if test is None else found.measure.text(test) for test in tests)
+        tests = [test_of(trial, result.measure.key) for trial in (result.default, result.best)]
+        default, best = ("nothing" if test is None else result.measure.text(test) for test in tests)
         lines.append(
-            f"trial {found.best.number} was chosen on validation data; on test data, which the search did not see, "
+            f"trial {result.best.number} was chosen on validation data; on test data, which the search did not see, "
             f"it reaches {best}, the default {default}"
         )
-    chart = [f"chart: {out / CHART}"] if found.trials else []
-    return [*lines, *chart, f"waffle bench {out / BEST}", command(found.best.config)]
+    chart = [f"chart: {out / CHART}"] if result.trials else []
+    return [*lines, *chart, f"waffle bench {out / BEST}", command(result.best.config)]
 
 
 def _number(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a user may set, where it is checked, and how an experiment file is read. Every mistake is told at once."""
+"""Settings of a run, their validation, and experiment files. One error message lists all problems found."""
 
 from waffle_fl.config.files import load_experiment, load_experiments, read_toml
 from waffle_fl.config.imports import check_trusted, imports_in

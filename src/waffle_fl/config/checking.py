@@ -1,4 +1,4 @@
-"""Whether values are what a setting takes; every mistake is told at once, with its line in the file."""
+"""Validation of settings. All problems are reported together, each with its line in the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waffle_fl.errors import WaffleError, suggest
 def problems_of(
     values: Mapping[str, Any], kinds: Mapping[str, Parameter], known: Iterable[str] | None = None, text: str = ""
 ) -> list[str]:
-    """One line for each value that is unknown or does not fit its parameter."""
+    """Return one line per key that is unknown or value that does not fit its parameter."""
     problems = []
     for name, value in values.items():
         if name not in kinds:
@@ -25,7 +25,7 @@ def problems_of(
 
 
 def unreadable(read: Callable[[str], Any], text: str) -> list[str]:
-    """The reason why a text cannot be read, or nothing."""
+    """Return the error raised by reading a text, as a list that is empty if there is none."""
     try:
         read(text)
     except WaffleError as error:
@@ -49,7 +49,7 @@ def tuples(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def floats(values: Mapping[str, Any], kinds: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The values, every number of a float setting a float: 2 and 2.0 are one config, and are written alike."""
+    """Convert the numbers of float settings to float, so that 2 and 2.0 give the same config."""
     return {key: _floated(value, kinds[key].hint) for key, value in values.items()}
 
 

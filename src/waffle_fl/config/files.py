@@ -1,4 +1,4 @@
-"""Experiment files: a grid at the top, a table for each method, variants that change what stands above them."""
+"""Experiment files: a grid and settings at the top, one table per method, and variants that change them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from waffle_fl.constraints import parameters_of, shown
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.shifts import read_shifts
 
-MOST_VARIED = 100_000  # combinations of a [vary]: each is an experiment, held in memory
+MAX_COMBINATIONS = 100_000  # of the values in [vary]: each is an experiment that is held in memory
 GRID = ("methods", "splits", "shifts", "seeds")
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file: settings at the top, one table a method; an option may be a table keyed by split.
+    """Read an experiment file: settings at the top, one table per method. An option may be a table keyed by split.
 
-    methods = ["all"] are all there are, also those that come later.
+    methods = ["all"] means all methods of the installed version.
     """
     first, *more = load_experiments(path)
     if more:
-        raise WaffleError(f"{path}: expected one experiment, it has variants")
+        raise WaffleError(f"{path}: expected one experiment, got a file with variants")
     return first
 
 
 def load_experiments(path: Path) -> list[Experiment]:
-    """The experiment of a file, or one for each of its [variants.NAME], which change what stands above them.
+    """Read the experiment of a file, or one experiment per [variants.NAME], whose values replace those at the top.
 
-    A table [vary] of lists, at the top or in a variant, makes one of every combination of their values.
+    A table [vary] of lists, at the top or in a variant, gives one experiment per combination of their values.
     """
     text, content = read_toml(path)
     content.pop("claims", None)
@@ -62,14 +62,15 @@ def load_experiments(path: Path) -> list[Experiment]:
 
 
 def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The content itself, or one for each combination of the values in its [vary]; `method.option` names an option."""
+    """Yield the content, or one copy per combination of the values in [vary]; the key `method.option` is an option."""
     lists = content.pop("vary", {})
     if not isinstance(lists, dict) or not all(isinstance(values, list) and values for values in lists.values()):
         raise WaffleError(f"{path}: expected lists of values in [vary], got {shown(lists)}")
     count = math.prod(map(len, lists.values()))
-    if count > MOST_VARIED:
+    if count > MAX_COMBINATIONS:
         raise WaffleError(
-            f"{path}: the lists in [vary] make {count:,} combinations, expected at most {MOST_VARIED:,}: shorten them"
+            f"{path}: the lists in [vary] make {count:,} combinations, expected at most {MAX_COMBINATIONS:,}: "
+            "shorten them"
         )
     for chosen in itertools.product(*lists.values()):
         changes: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def _varied(path: Path, name: str, content: dict[str, Any]) -> Iterator[tuple[st
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """A file's text and what it says."""
+    """Return a file's text and its parsed content."""
     check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -92,11 +93,11 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A variant: its values in place of the file's, its tables laid over the file's."""
-    laid = {
+    """Return the content with a variant's values in place of the file's, and with tables merged."""
+    merged = {
         k: {**content[k], **v} for k, v in changes.items() if isinstance(v, dict) and isinstance(content.get(k), dict)
     }
-    return {**content, **changes, **laid}
+    return {**content, **changes, **merged}
 
 
 def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Experiment:
@@ -134,7 +135,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
 
 
 def _texts(value: Any) -> list[str]:
-    """The names in a list; what is none has been complained of already."""
+    """Return the strings of a list. Other values have already been reported."""
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
@@ -147,7 +148,7 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
         if not isinstance(value, list) or not all(type(v) is kind for v in value) or (key in grid and not value):
             problems.append(f"{key}: expected a list of {kind.__name__}, got {shown(value)}")
         elif len(set(value)) < len(value):
-            problems.append(f"{key}: {value!r} names one twice")
+            problems.append(f"{key}: expected no duplicates, got {value!r}")
         elif key == "methods":
             problems += [problem for method in value for problem in unreadable(algorithm_of, method)]
         elif key == "shifts":
@@ -158,12 +159,12 @@ def _grid_problems(grid: Mapping[str, Any]) -> list[str]:
 
 
 def _option_problems(method: str, table: Mapping[str, Any], splits: Iterable[str], text: str) -> list[str]:
-    """An option is a value, or a table with one value a split."""
+    """Return the problems of a method's options. An option is a value, or a table with one value per split."""
     kinds, problems = options_of(method), []
     for name, value in table.items():
         if isinstance(value, dict):
-            strangers = [key for key in value if key not in splits]
-            problems += [f"{method}.{name}: no split {key!r} in this experiment" for key in strangers]
+            unknown = [key for key in value if key not in splits]
+            problems += [f"{method}.{name}: no split {key!r} in this experiment" for key in unknown]
             problems += [f"{method}.{name}: no value for split {split}" for split in splits if split not in value]
             for inner in value.values():
                 problems += problems_of({name: inner}, kinds, kinds, text)
@@ -173,7 +174,7 @@ def _option_problems(method: str, table: Mapping[str, Any], splits: Iterable[str
 
 
 def _from_table(text: str, method: str) -> str:
-    """The text from a method's table on, its line numbers kept."""
+    """Return the text from a method's table on, with empty lines before it to keep the line numbers."""
     start = re.search(rf"^\s*\[\s*[\"']?{re.escape(method)}[\"']?\s*\]", text, re.MULTILINE)
     at = start.start() if start else 0
     return "\n" * text[:at].count("\n") + text[at:]

@@ -1,4 +1,4 @@
-"""Code that a run's config names, `module:name`, and whether it may be imported."""
+"""Python code that a run's config refers to as `module:name`, and the check that it may be imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from waffle_fl.errors import WaffleError
 
 
 def imports_in(content: Any, model: bool = True) -> dict[str, str]:
-    """The code that an unchecked config names: its method and its options, which reading it imports, and its model."""
+    """Return the `module:name` references of an unchecked config: method, options and, if `model`, its model."""
     method = content.get("method") if isinstance(content, dict) else None
     found = {"method": method, **_table(content, "options")}
     found |= {"model": _table(content, "settings").get("model")} if model else {}
@@ -17,12 +17,12 @@ def imports_in(content: Any, model: bool = True) -> dict[str, str]:
 
 
 def check_trusted(content: Any, path: Path, trust: bool, model: bool = True) -> bool:
-    """Does the config at this path name code to import? That is refused unless it is trusted."""
+    """Return whether the config at this path refers to code to import; raise an error if so without `trust`."""
     found = imports_in(content, model)
     if found and not trust:
         named = ", ".join(f"{name} = {text!r}" for name, text in found.items())
         raise WaffleError(
-            f"{path} names code to import ({named}): if you know that code and who wrote this file, pass --trust "
+            f"{path} names code to import ({named}): if you trust that code and this file, pass --trust "
             "(in Python trust=True)"
         )
     return bool(found)

@@ -1,4 +1,4 @@
-"""What a user may set: one run, or a grid of runs, whole."""
+"""The settings of a run, and of a grid of runs."""
 
 from __future__ import annotations
 
@@ -31,90 +31,90 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
-ALL_ALICES = "all"  # each agent is Alice once; each method takes part
+ALL_ALICES = "all"  # alice = "all": each agent is Alice once; methods = ["all"]: every method
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that defines a run besides its method's own hyperparameters."""
+    """All settings of a run except the hyperparameters of its method."""
 
     data: str = "digits"
-    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic; or a folder of your own, one file an agent."""
+    """Data set: digits, mnist, fashion-mnist, cifar10 or synthetic; or your own folder with one file per agent."""
     target: str = ""
-    """The column to predict, in tables of your own."""
+    """Column to predict, for your own tables."""
     categorical: tuple[str, ...] = ()
-    """Columns of numbers that name categories; columns of text always do."""
+    """Numeric columns to treat as categories. Text columns always are."""
     min_category: int = parameter(1, at_least(1))
-    """Training rows of an agent that must have a category of your tables before the agent shares its name."""
+    """An agent shares the name of a category only if at least this many of its training rows have it."""
     preprocessing: Literal["federated", "local"] = "federated"
-    """Standardise columns of your tables by the mean and deviation of all agents, or each agent by its own."""
+    """Standardise table columns by the mean and standard deviation of all agents, or of each agent alone."""
     test_share: float = parameter(0.25, fraction(positive=True))
-    """Share of each agent's rows to test on, where your files do not say which."""
+    """Fraction of each agent's rows used for testing, unless your files mark the test rows."""
     task: Literal["auto", "classification", "regression"] = "auto"
-    """Predict classes or a number; auto goes by the target of your data."""
+    """Predict classes or a number. auto decides by the target column."""
     split: str = "C"
-    """How labels are spread over agents: A, B, C as in the paper; a star (A*, B*) shifts concepts too."""
+    """How labels are distributed over agents: A, B or C of the paper. A* and B* add concept shift."""
     shift: str = parameter("", readable(read_shifts, "a shift such as rotate(45)"))
-    """How agents differ besides, such as rotate(45), dirichlet(0.1) or noise(0.3) + swap(4): docs/shifts.md."""
+    """Additional heterogeneity, such as rotate(45), dirichlet(0.1) or noise(0.3) + swap(4). See docs/shifts.md."""
     shares: tuple[tuple[float, ...], ...] = ()
-    """A share matrix of your own (agent x label) in place of the split's."""
+    """Your own share matrix (agent x label), used instead of the split's."""
     sizes: tuple[float, ...] = parameter((), each_above(0))
-    """Relative numbers of samples of the agents, the list repeated as often as needed; empty is equal."""
+    """Relative sample counts of the agents. A shorter list is repeated; an empty list means equal sizes."""
     direction: Literal["left", "right"] = "left"
-    """Which way the split's list is rolled from agent to agent."""
+    """Direction in which the split's list of shares is rotated from agent to agent."""
     agents: int = parameter(10, at_least(1))
     """Number of agents."""
     alice: str = "0"
-    """The agent the model is for: her number or her name; `all` trains a model for each agent in turn."""
+    """Number or name of the agent the model is trained for. `all` trains one model per agent."""
     leave_out: tuple[str, ...] = ()
-    """Agents, by name or number, that do not take part: what would the model be without them?"""
+    """Names or numbers of agents to exclude from training."""
     samples_per_agent: int = parameter(0, at_least(0))
-    """Training samples an agent; 0 takes all there are."""
+    """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
-    """Fraction held out to select a round: beside samples_per_agent where there are more samples, else out of them."""
+    """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
     test: Literal["share", "all"] = "share"
-    """Alice's test data: her share of it, or every test sample her distribution allows."""
+    """Alice's test data: her share of the test set, or every test sample that fits her distribution."""
     split_seed: int = parameter(0, at_least(0))
-    """Seed of the split; it does not change with the seed of the run."""
+    """Seed of the split. Independent of the seed of the run."""
     permutation_seed: int = parameter(0, at_least(0))
     """Seed of the label permutations of A* and B*."""
     shared_permutation: bool = False
-    """Give all agents but Alice one and the same permutation."""
+    """Use the same label permutation for all agents except Alice."""
     model: str = "auto"
-    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto: what suits the data."""
+    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto (chosen by the data)."""
     rounds: int = parameter(100, at_least(1))
-    """Communication rounds R."""
+    """Number of communication rounds R."""
     epochs: int = parameter(1, at_least(1))
-    """Passes over its data that an agent makes in a round."""
+    """Local epochs per round."""
     batch_size: int = parameter(32, at_least(1))
-    """Samples in a mini-batch."""
+    """Samples per mini-batch."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
-    """Local step size."""
+    """Local learning rate."""
     momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
-    """Momentum of the local steps."""
+    """Momentum of local SGD."""
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
-    """Start each round's momentum at zero, or keep an agent's velocity as part of its state."""
+    """Reset the momentum buffer to zero in each round, or keep it as part of the agent's state."""
     weight_decay: float = parameter(0.0, constraint_of(SGD, "weight_decay"))
-    """Weight decay of the local steps."""
+    """Weight decay of local SGD."""
     seed: int = parameter(1, at_least(0))
     """Seed of the initial model and of the order of the samples."""
     augment: bool = False
-    """Shift each training image by up to 4 pixels and reflect half of them, anew in every step."""
+    """Augment training images: random crops shifted by up to 4 pixels and random reflections, new in every step."""
     guard: Literal["off", "standard"] = "off"
-    """Server-side tests of each update besides finiteness."""
+    """Server-side checks of each update, in addition to the check that it is finite."""
     attack: str = parameter(attacks.NONE, readable(attacks.parse, "an attack such as sign-flip"))
-    """What malicious agents do, such as sign-flip, alie(1.5) or backdoor; docs/robustness.md lists all."""
+    """Attack by malicious agents, such as sign-flip, alie(1.5) or backdoor. docs/robustness.md lists all."""
     attackers: int = parameter(1, at_least(1))
-    """How many agents are malicious where there is an attack: the last ones, never Alice."""
+    """Number of malicious agents if an attack is set: the last agents, never Alice."""
     precision: Literal["float32", "float64", "tf32", "bf16"] = "float32"
-    """Arithmetic of training; tf32 and bf16 speed up a GPU. Distances, weights and aggregation are always float64."""
+    """Precision of training. tf32 and bf16 are faster on a GPU. Distances, weights, aggregation always use float64."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def is_own(self) -> bool:
-        """Is the data a folder of the user's own, and no data set by name?"""
+        """Whether the data is the user's own folder and not a named data set."""
         return self.data not in NAMES
 
     @property
@@ -123,17 +123,17 @@ class Settings:
 
     @property
     def column(self) -> str:
-        """Split and shift: what a table of results tells apart."""
+        """Split and shift, as shown in tables of results."""
         return f"{self.split} {self.shift}" if self.shift else self.split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A grid of runs: methods x splits x shifts x seeds, the settings they share, and each method's hyperparameters."""
+    """A grid of runs: methods x splits x shifts x seeds, shared settings, and each method's hyperparameters."""
 
     methods: tuple[str, ...]
     splits: tuple[str, ...] = ("C",)
-    shifts: tuple[str, ...] = ()  # none: that of the settings
+    shifts: tuple[str, ...] = ()  # empty: the shift of the settings
     seeds: tuple[int, ...] = (1,)
     settings: Settings = field(default_factory=Settings)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run, whole: method, settings, and the method's hyperparameters as far as they were given."""
+    """The config of one run: method, settings, and the method's hyperparameters that were given."""
 
     method: str
     settings: Settings
@@ -177,7 +177,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, content: Any) -> RunConfig:
-        """Read back a run folder's config, with the same checks as a user's."""
+        """Read the config of a run folder, with the same checks as for a user's config."""
         if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
             raise WaffleError("expected a run's config with `schema`, `method` and `settings`")
         check_schema(content.get("schema"))
@@ -187,18 +187,18 @@ class RunConfig:
 
 
 def plain(text: str) -> str:
-    """The text as part of a folder's name; letters beyond ASCII are lost to it, so that a digest tells two apart."""
+    """Return the text as part of a folder name. Non-ASCII letters are replaced, and a digest keeps the name unique."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
     if text.isascii():
         return name
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # a file's name need not be UTF-8
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # file names may not be UTF-8
     return f"{name.strip('-')}-{digest[:8]}"
 
 
 def completed(content: Any, method: str) -> Any:
-    """A config of this method as an earlier version wrote it, with the settings that came later at their defaults.
+    """Return a config written by an earlier version, with defaults for settings that it lacks.
 
-    That of another method is left as it is: to read it could import the code that it names.
+    A config of another method is returned unchanged, because reading it could import code.
     """
     if not isinstance(content, dict) or content.get("method") != method:
         return content
@@ -212,14 +212,14 @@ def completed(content: Any, method: str) -> Any:
 
 
 def options_of(method: str) -> dict[str, Parameter]:
-    """The hyperparameters of a method; in a config a schedule is a text."""
+    """Return the hyperparameters of a method. In a config a schedule is a string."""
     kind = algorithm_of(method)
     found = {name: parameters_of(kind)[name] for name in hyperparameters(kind)}
     return {name: kind._replace(hint=str) if _is_schedule(kind.hint) else kind for name, kind in found.items()}
 
 
 def option_types(method: str) -> dict[str, Any]:
-    """The types of a method's hyperparameters."""
+    """Return the types of a method's hyperparameters."""
     return {name: kind.hint for name, kind in options_of(method).items()}
 
 
@@ -228,7 +228,7 @@ def _is_schedule(hint: Any) -> bool:
 
 
 def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:
-    """A run from plain values, or one line with everything that is wrong with them."""
+    """Return the config of a run from plain values, or raise one error that lists all problems."""
     known, own = parameters_of(Settings), options_of(method)
     problems = problems_of(settings, known) + problems_of(options, own)
     if problems:
@@ -237,7 +237,7 @@ def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, An
 
 
 def check_name(name: str) -> str:
-    """A run's folder name: plain characters only, so that it is a name and nothing else."""
+    """Return the name of a run folder after checking that it has only safe characters."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
         raise WaffleError(f"expected a run name of letters, digits, '.', '_' and '-', got {name!r}")
     return name
@@ -245,4 +245,4 @@ def check_name(name: str) -> str:
 
 def check_schema(found: Any) -> None:
     if found != SCHEMA:
-        raise WaffleError(f"this waffle reads files of schema {SCHEMA}, this one has {found!r}: update waffle-fl")
+        raise WaffleError(f"expected a file of schema {SCHEMA}, got schema {found!r}: update waffle-fl")

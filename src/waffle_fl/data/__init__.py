@@ -1,4 +1,4 @@
-"""load(name) -> Dataset: found, verified and normalised. Nothing is downloaded unless `fetch` is called."""
+"""load(name) -> Dataset: find, verify and normalise a data set. Nothing is downloaded unless `fetch` is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIXEL = 255  # the largest value of a byte
 
 
 class Normalisation(NamedTuple):
-    """What is done to the published values of a sample: (value / divisor - mean) / std, for each channel."""
+    """Normalisation of the published values of a sample: (value / divisor - mean) / std, per channel."""
 
     divisor: float
     mean: tuple[float, ...]
@@ -38,7 +38,7 @@ NAMES = ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Normalised features and integer labels, split into training and test data as published."""
+    """Normalised features and integer labels, with the published split into training and test data."""
 
     name: str
     x_train: NDArray[np.float32]
@@ -46,24 +46,25 @@ class Dataset:
     x_test: NDArray[np.float32]
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
-    origin: str  # where it came from, in words
+    origin: str  # description of the source
     verified: bool
-    note: str = ""  # what a reader of results on it must know
+    note: str = ""  # caveat for results on this data
 
     @property
     def classes(self) -> int:
+        """Number of classes."""
         return len(self.class_names)
 
 
 def load(name: str, folder: str = "", allow_unverified: bool = False) -> Dataset:
-    """The named data set, from memory or from the data folder."""
+    """Return the named data set, built in or from the data folder."""
     loaders: dict[str, Callable[[], Dataset]] = {
         "digits": _digits,
         "synthetic": _synthetic,
         "cifar10": lambda: _cifar10(data_dir(folder), allow_unverified),
     }
     if name not in NAMES:
-        raise WaffleError(f"unknown data set {name!r}{suggest(name, NAMES)} (or the path of a folder of your own)")
+        raise WaffleError(f"unknown data set {name!r}{suggest(name, NAMES)} (or the path of a data folder)")
     try:
         return loaders.get(name, lambda: _idx_set(name, data_dir(folder), allow_unverified))()
     except OSError as error:
@@ -71,21 +72,21 @@ def load(name: str, folder: str = "", allow_unverified: bool = False) -> Dataset
 
 
 def fetch(name: str, folder: str = "", progress: Progress = lambda name, done, total: None) -> list[Path]:
-    """Download what is missing of a published data set; return the new files."""
-    if name not in SOURCES or (name == "cifar10" and _is_whole(_cifar_folder(data_dir(folder)))):
+    """Download the missing files of a published data set; return the new files."""
+    if name not in SOURCES or (name == "cifar10" and _is_complete(_cifar_folder(data_dir(folder)))):
         return []
     source = SOURCES[name]
-    runtime = data_dir(folder) / source.folder
-    missing = [file for file in source.files if not (runtime / file.name).exists()]
+    directory = data_dir(folder) / source.folder
+    missing = [file for file in source.files if not (directory / file.name).exists()]
     try:
-        return [download(file, runtime, progress) for file in missing]
+        return [download(file, directory, progress) for file in missing]
     except WaffleError as error:
-        others = [f"{f.url} at {runtime / f.name}" for f in missing if not (runtime / f.name).exists()][1:]
+        others = [f"{f.url} at {directory / f.name}" for f in missing if not (directory / f.name).exists()][1:]
         raise WaffleError(f"{error}" + (f"; likewise {', '.join(others)}" if others else "")) from None
 
 
 def normalisation_of(name: str) -> Normalisation | None:
-    """How the samples of a published data set were normalised; None where they are used as they are."""
+    """Return the normalisation of a data set; None if it is not normalised."""
     if name == "digits":
         return DIGITS
     source = SOURCES.get(name)
@@ -113,75 +114,77 @@ def _synthetic() -> Dataset:
 
 def _idx_set(name: str, root: Path, allow_unverified: bool) -> Dataset:
     source = SOURCES[name]
-    runtime = root / source.folder
-    _require(name, runtime, source.files)
-    verified = [verify(runtime / f.name, f.checksum, allow_unverified) for f in source.files]
+    directory = root / source.folder
+    _require(name, directory, source.files)
+    verified = [verify(directory / f.name, f.checksum, allow_unverified) for f in source.files]
     shapes = ((60000, 28, 28), (60000,), (10000, 28, 28), (10000,))
-    x, y, x_test, y_test = (read_idx(runtime / f.name, shape) for f, shape in zip(source.files, shapes, strict=True))
+    x, y, x_test, y_test = (read_idx(directory / f.name, shape) for f, shape in zip(source.files, shapes, strict=True))
     for labels, file in ((y, source.files[1]), (y_test, source.files[3])):
         bad = np.flatnonzero(labels > 9)
         if len(bad):
-            raise WaffleError(f"{runtime / file.name}: expected labels 0 to 9, got {labels[bad[0]]} at index {bad[0]}")
-    return _images(name, source, x[:, None], y, x_test[:, None], y_test, str(runtime), all(verified))
+            raise WaffleError(
+                f"{directory / file.name}: expected labels 0 to 9, got {labels[bad[0]]} at index {bad[0]}"
+            )
+    return _images(name, source, x[:, None], y, x_test[:, None], y_test, str(directory), all(verified))
 
 
 def _cifar_folder(root: Path) -> Path | None:
-    """The unpacked official folder, binary or python, wherever it usually lies."""
+    """Return the first usual location that contains the unpacked official folder, binary or python; else None."""
     names = ("cifar-10-batches-bin", "cifar-10-batches-py")
     places = (root / "cifar10" / n for n in names), (root / n for n in names), (root / "cifar-10" / n for n in names)
-    return next((runtime for group in places for runtime in group if runtime.is_dir()), None)
+    return next((directory for group in places for directory in group if directory.is_dir()), None)
 
 
 def _cifar10(root: Path, allow_unverified: bool) -> Dataset:
     source = SOURCES["cifar10"]
     (packed,) = source.files
-    runtime = _cifar_folder(root)
-    if runtime is None or (not _is_whole(runtime) and (runtime.parent / packed.name).is_file()):
-        runtime = _unpacked(root / source.folder, packed, allow_unverified)
-    members, read = _cifar_members(runtime), read_binary if runtime.name.endswith("bin") else read_python
-    _require("cifar10", runtime, [File(name, "", 0, "") for name in members])
-    verified = [verify(runtime / name, digest, allow_unverified) for name, digest in members.items()]
-    batches = [read(runtime / name) for name in members]
+    directory = _cifar_folder(root)
+    if directory is None or (not _is_complete(directory) and (directory.parent / packed.name).is_file()):
+        directory = _unpacked(root / source.folder, packed, allow_unverified)
+    members, read = _cifar_members(directory), read_binary if directory.name.endswith("bin") else read_python
+    _require("cifar10", directory, [File(name, "", 0, "") for name in members])
+    verified = [verify(directory / name, digest, allow_unverified) for name, digest in members.items()]
+    batches = [read(directory / name) for name in members]
     x = np.concatenate([images for images, _ in batches[:5]])
     y = np.concatenate([labels for _, labels in batches[:5]])
     x_test, y_test = batches[5]
-    left_out = _inexact(runtime / list(members)[5]) if not verified[5] else ()
+    left_out = _inexact(directory / list(members)[5]) if not verified[5] else ()
     if left_out:
         x_test, y_test = np.delete(x_test, left_out, axis=0), np.delete(y_test, left_out)
-    found = _images("cifar10", source, x, y, x_test, y_test, str(runtime), all(verified))
+    found = _images("cifar10", source, x, y, x_test, y_test, str(directory), all(verified))
     note = f"{len(left_out)} test images left out: this copy does not hold them exactly" if left_out else ""
     return replace(found, note=note)
 
 
 def _inexact(path: Path) -> tuple[int, ...]:
-    """The images of a test batch that are known not to be the official ones."""
+    """Return the indices of the images in a test batch that are known to differ from the official ones."""
     return next((images for digest, images in CIFAR_INEXACT.items() if is_official(path, digest)), ())
 
 
-def _cifar_members(runtime: Path) -> dict[str, str]:
-    """The batches of an unpacked folder and their checksums; an official archive beside it vouches for the rest."""
-    if not runtime.name.endswith("bin"):
+def _cifar_members(directory: Path) -> dict[str, str]:
+    """Return the batches of an unpacked folder and their checksums, from the official archive if it is present."""
+    if not directory.name.endswith("bin"):
         return CIFAR_PYTHON
     (packed,) = SOURCES["cifar10"].files
-    archive = runtime.parent / packed.name
+    archive = directory.parent / packed.name
     if not archive.is_file() or not is_official(archive, packed.checksum):
         return CIFAR_BINARY
     with _archive(archive) as members:
         return {name: f"sha256:{hashlib.sha256(members(name)).hexdigest()}" for name in CIFAR_BINARY}
 
 
-def _is_whole(runtime: Path | None) -> bool:
-    members = CIFAR_BINARY if runtime and runtime.name.endswith("bin") else CIFAR_PYTHON
-    return runtime is not None and all((runtime / name).is_file() for name in members)
+def _is_complete(directory: Path | None) -> bool:
+    members = CIFAR_BINARY if directory and directory.name.endswith("bin") else CIFAR_PYTHON
+    return directory is not None and all((directory / name).is_file() for name in members)
 
 
-def _unpacked(runtime: Path, packed: File, allow_unverified: bool) -> Path:
-    """Unpack the official archive beside itself: its six known batches only, each under its own plain name."""
-    _require("cifar10", runtime, [packed])
-    verify(runtime / packed.name, packed.checksum, allow_unverified)
-    target = runtime / "cifar-10-batches-bin"
+def _unpacked(directory: Path, packed: File, allow_unverified: bool) -> Path:
+    """Unpack the six batches of the official archive into its folder and return their folder; ignore other members."""
+    _require("cifar10", directory, [packed])
+    verify(directory / packed.name, packed.checksum, allow_unverified)
+    target = directory / "cifar-10-batches-bin"
     target.mkdir(exist_ok=True)
-    with _archive(runtime / packed.name) as members:
+    with _archive(directory / packed.name) as members:
         for name in CIFAR_BINARY:
             (target / name).write_bytes(members(name))
     return target
@@ -189,7 +192,7 @@ def _unpacked(runtime: Path, packed: File, allow_unverified: bool) -> Path:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[Callable[[str], bytes]]:
-    """A function that reads one batch out of the archive."""
+    """Yield a function that reads one batch from the archive."""
 
     def read(name: str) -> bytes:
         try:
@@ -207,12 +210,12 @@ def _archive(path: Path) -> Iterator[Callable[[str], bytes]]:
         raise WaffleError(f"{path} is damaged ({error}); delete it and fetch it again") from None
 
 
-def _require(name: str, runtime: Path, files: tuple[File, ...] | list[File]) -> None:
-    missing = [file for file in files if not (runtime / file.name).is_file()]
+def _require(name: str, directory: Path, files: tuple[File, ...] | list[File]) -> None:
+    missing = [file for file in files if not (directory / file.name).is_file()]
     if missing:
-        sources = "; ".join(f"{runtime / f.name}" + (f" from {f.url}" if f.url else "") for f in missing)
+        sources = "; ".join(f"{directory / f.name}" + (f" from {f.url}" if f.url else "") for f in missing)
         raise WaffleError(
-            f"{name} is not complete: run `waffle data {name}` where there is a network, or put {sources}"
+            f"{name} is not complete: run `waffle data {name}` with a network connection, or put {sources}"
         )
 
 

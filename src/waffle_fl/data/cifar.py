@@ -1,4 +1,4 @@
-"""CIFAR-10: the official binary version, and the python version read without running its pickles."""
+"""CIFAR-10: read the official binary version, and the python version without executing its pickles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Labels = NDArray[np.int64]
 
 
 def read_binary(path: Path) -> tuple[Images, Labels]:
-    """One batch of 10,000 records: a label byte and 3,072 pixels."""
+    """Return the images and labels of a binary batch: 10,000 records of a label byte and 3,072 pixels."""
     expected = IMAGES * RECORD
     size = _size(path)
     if size != expected:
@@ -28,7 +28,7 @@ def read_binary(path: Path) -> tuple[Images, Labels]:
 
 
 def read_python(path: Path) -> tuple[Images, Labels]:
-    """One batch of the python version."""
+    """Return the images and labels of a batch of the python version."""
     if _size(path) > 2 * IMAGES * RECORD:
         raise WaffleError(f"{path} is larger than any CIFAR-10 batch; delete it and fetch it again")
     try:
@@ -39,9 +39,9 @@ def read_python(path: Path) -> tuple[Images, Labels]:
         labels = np.asarray(content["labels"], np.int64).reshape(IMAGES)
     except WaffleError as error:
         raise WaffleError(f"{path}: {error}") from None
-    except Exception as error:  # whatever a damaged or hostile stream raises while it is decoded
+    except Exception as error:  # a damaged or hostile stream can raise any type
         raise WaffleError(
-            f"{path} is no CIFAR-10 batch ({type(error).__name__}); delete it and fetch it again"
+            f"{path} is not a CIFAR-10 batch ({type(error).__name__}); delete it and fetch it again"
         ) from None
     return _checked(path, images, labels)
 
@@ -61,18 +61,18 @@ def _checked(path: Path, images: Images, labels: Labels) -> tuple[Images, Labels
 
 
 class _Type:
-    """Stands for numpy.dtype: unsigned bytes, or nothing."""
+    """Replacement for numpy.dtype that accepts unsigned bytes only."""
 
     def __init__(self, *arguments: Any) -> None:
         if not arguments or arguments[0] not in ("u1", "|u1"):
             raise ValueError("dtype")
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and the like: nothing that bytes could have."""
+        """Ignore the state (byte order and the like), which does not apply to bytes."""
 
 
 class _Array:
-    """Stands for numpy.ndarray: a shape and its bytes, checked before an array is made of them."""
+    """Replacement for numpy.ndarray: checks shape and bytes before it builds an array."""
 
     values: NDArray[np.uint8] | None = None
 
@@ -93,13 +93,13 @@ def _bytes(text: str, encoding: str = "latin1") -> bytes:
 
 
 class _Restricted(pickle._Unpickler):  # type: ignore[name-defined,misc]
-    """Builds arrays of bytes and nothing else: any other name in the stream is refused before it is looked up.
+    """Unpickler that builds arrays of bytes only; any other name in the stream raises before it is looked up.
 
-    It is the reader written in Python: the one written in C reserves memory for whatever index a stream names.
+    It derives from the Python implementation: the C one allocates memory for any memo index in the stream.
     """
 
     _ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
-        ("numpy", "ndarray"): None,  # an argument of _reconstruct that nobody reads
+        ("numpy", "ndarray"): None,  # an unused argument of _reconstruct
         ("numpy", "dtype"): _Type,
         ("numpy.core.multiarray", "_reconstruct"): _array,
         ("numpy._core.multiarray", "_reconstruct"): _array,
@@ -110,6 +110,6 @@ class _Restricted(pickle._Unpickler):  # type: ignore[name-defined,misc]
         try:
             return self._ALLOWED[module, name]
         except KeyError:
-            raise WaffleError(f"refused to load {f'{module}.{name}'!r} from it: this is no CIFAR-10 batch") from None
+            raise WaffleError(f"refused to load {f'{module}.{name}'!r} from it: this is not a CIFAR-10 batch") from None
 
     dispatch: ClassVar = {c: read for c, read in pickle._Unpickler.dispatch.items() if c != pickle.BYTEARRAY8[0]}  # type: ignore[attr-defined]

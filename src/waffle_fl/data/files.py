@@ -1,4 +1,4 @@
-"""Finding, verifying and downloading the official files."""
+"""Verify and download the official files."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def checksum(path: Path, algorithm: str) -> str:
 
 
 def is_official(path: Path, expected: str) -> bool:
-    """Does the file have the checksum `algorithm:digest`? An empty expectation is never met."""
+    """Return whether the file has the checksum `algorithm:digest`; False if `expected` is empty."""
     algorithm, _, digest = expected.partition(":")
     return bool(digest) and checksum(path, algorithm) == digest
 
 
 def verify(path: Path, expected: str, allow_unverified: bool) -> bool:
-    """True for the official file; an error for another one, unless the user allows it."""
+    """Return True for the official file; for another, return False if `allow_unverified`, else raise WaffleError."""
     if is_official(path, expected):
         return True
     if allow_unverified:
         return False
-    found = "no official checksum is published for this file alone" if not expected else "its checksum is another"
+    found = "no official checksum is published for this file alone" if not expected else "its checksum differs"
     raise WaffleError(
         f"{path} is not the official file ({found}): delete it and fetch it again, or pass --allow-unverified"
     )
 
 
 def download(file: File, folder: Path, progress: Progress = lambda name, done, total: None) -> Path:
-    """Fetch one official file into the folder. A broken download leaves `.part`; the next try goes on from there."""
+    """Download one official file into the folder. An interrupted download leaves `.part`; the next call resumes it."""
     target, part = folder / file.name, folder / f"{file.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,11 +55,11 @@ def download(file: File, folder: Path, progress: Progress = lambda name, done, t
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise WaffleError(
-            f"cannot download {file.url} ({reason}); on a machine with a network fetch it and put it at {target}"
+            f"cannot download {file.url} ({reason}); download it on another machine and put it at {target}"
         ) from None
     if not is_official(part, file.checksum):
         remove(part)
-        raise WaffleError(f"{file.url} gave a file with a wrong checksum; nothing was kept, try again later")
+        raise WaffleError(f"{file.url} returned a file with a wrong checksum; it was deleted, try again later")
     part.replace(target)
     sync_folder(folder)
     return target
@@ -82,4 +82,4 @@ def _fetch(file: File, part: Path, progress: Progress) -> None:
                 stream.write(block)
                 progress(file.name, have, file.size)
     if have < file.size:
-        raise OSError(f"cut off after {have} of {file.size} bytes; run the same command again to go on from there")
+        raise OSError(f"cut off after {have} of {file.size} bytes; run the same command again to resume")

@@ -1,4 +1,4 @@
-"""The idx format of MNIST: a magic number, the dimensions, then bytes; here always gzipped."""
+"""Read the idx format of MNIST, gzipped: a magic number, the dimensions, then bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSIGNED_BYTE = 8
 
 
 def read_idx(path: Path, expected: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The array in the file, which must have exactly the expected dimensions; nothing larger is ever allocated."""
+    """Return the array in the file, which must have the expected dimensions; no larger array is allocated."""
     try:
         with gzip.open(path, "rb") as stream:
             header = stream.read(4 + 4 * len(expected))

@@ -1,4 +1,4 @@
-"""Where the data sets come from, and the checksums that tell the official files from others."""
+"""URLs, checksums and constants of the data sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CIFAR_URL = "https://www.cs.toronto.edu/~kriz/"
 
 @dataclass(frozen=True)
 class File:
-    """One official file: where it is published, how long it is, and its checksum as `algorithm:digest`."""
+    """One official file: its URL, its size in bytes, and its checksum as `algorithm:digest`."""
 
     name: str
     url: str
@@ -91,8 +91,8 @@ SOURCES = {
     ),
 }
 
-# The members of the official archives. The binary test batch has no published checksum of its own: unpacked from the
-# archive it is covered by the archive's, found alone it counts as unverified.
+# The members of the official archives. The binary test batch has no published checksum: unpacked from the archive it is
+# covered by the archive's checksum, without the archive it counts as unverified.
 CIFAR_BINARY = {
     "data_batch_1.bin": "sha256:cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "sha256:a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
@@ -101,8 +101,8 @@ CIFAR_BINARY = {
     "data_batch_5.bin": "sha256:755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "",
 }
-# A copy of the test batch that is known to differ from the official one, and the images in which it does: 19 ships and
-# a horse that survive as JPEG only. They are left out of the test data.
+# A copy of the test batch that is known to differ from the official one, and the images that differ: 19 ships and a
+# horse that are available as JPEG only. They are left out of the test data.
 CIFAR_INEXACT = {
     "sha256:123ca0dad8f960344d9149742165d4215093c84c8c4bdc5922af93b614bdb501": (
         *(1259, 1369, 1422, 2245, 2737, 2935, 3695, 3718, 4085, 4496),

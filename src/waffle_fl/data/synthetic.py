@@ -1,4 +1,4 @@
-"""Problems whose answer is known: Gaussian classes, and quadratics with a closed-form optimum."""
+"""Synthetic problems with a known solution: Gaussian classes, and quadratics with a closed-form optimum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Labels = NDArray[np.int64]
 def gaussian_classes(
     seed: int, classes: int = 10, dimensions: int = 20, train: int = 2000, test: int = 1000, spread: float = 1.0
 ) -> tuple[Floats, Labels, Floats, Labels]:
-    """Unit Gaussians around random centres; the classes overlap more as `spread` grows."""
+    """Return Gaussian classes around random centres; a larger `spread` increases their overlap."""
     rng = generator(seed, "gaussian classes")
     centres = 2 * rng.standard_normal((classes, dimensions))
     y = np.concatenate([np.arange(train) % classes, np.arange(test) % classes])
@@ -33,7 +33,7 @@ class SyntheticQuadratics(NamedTuple):
     samples: list[Tensor]  # per agent (n_i, D)
 
     def optimum(self, weights: Tensor) -> Tensor:
-        """The minimiser of sum_i weights_i f_i: the weighted mean of the agents' sample means."""
+        """Return the minimiser of sum_i weights_i f_i: the weighted mean of the agents' sample means."""
         means = torch.stack([b.mean(dim=0) for b in self.samples])
         return (weights / weights.sum()) @ means
 
@@ -41,7 +41,7 @@ class SyntheticQuadratics(NamedTuple):
 def quadratics(
     seed: int, agents: int = 5, dimensions: int = 4, samples: int = 32, distance: float = 1.0, noise: float = 0.1
 ) -> SyntheticQuadratics:
-    """Agents whose optima lie `distance` apart, seen through `noise`."""
+    """Return agents whose optima are about `distance` apart and whose samples have this `noise`."""
     rng = generator(seed, "quadratics")
     curvature = torch.from_numpy(np.linspace(0.5, 1.5, dimensions))
     centres = distance * rng.standard_normal((agents, 1, dimensions))

@@ -1,8 +1,8 @@
-"""Should this agent join? Finished runs -> statistics -> words -> one page that a physician can read and print.
+"""Should this agent join? Turn finished runs into statistics, sentences and one printable page for physicians.
 
-bootstrap      how sure a figure is, and a difference between two methods on the same samples
-distances      how unlike the agents are, before any training
-study          which runs answer the question, and what they say
-words          verdicts in plain English
-charts, markup, page   the page
+bootstrap              confidence intervals of a metric and of the difference between two methods
+distances              distances between the agents' data before training
+study                  plan the runs and compare their results
+verdict_text           the verdict sentences
+charts, markup, page   the HTML page
 """

@@ -1,16 +1,18 @@
-"""How sure a figure is: chance in the test samples and in training, paired between methods. Pure NumPy.
+"""Confidence intervals of metrics and of paired differences between methods. Pure NumPy.
 
-A resample draws as many test samples as there are, with replacement; a difference between two methods is that on the
-same draws. The figure of a method is the mean over its seeds. Balanced accuracy and AUC are drawn class by class, so
-that no draw lacks a class. A small test set on which all samples agree would look certain: so the draws of an accuracy
-know two imagined samples more, one that is won and one that is lost, in the manner of Agresti and Coull (1998) for a
-share and of Agresti and Min (2005) for a paired difference; the classes of a balanced accuracy share the two. The draws
-of an AUC or an RMSE are spread as a normal distribution must be to become Student's, with the samples of the smallest
-group.
+The intervals cover two sources of randomness: the test samples and training.
 
-To each resample chance in training is added: the standard error over the seeds, times a draw from Student's
-distribution (the sum of Behrens and Fisher). Drawing the seeds themselves anew would not do: where there is no
-difference, three seeds still agree in sign one time in four. Of one seed, an interval knows nothing of training.
+Test samples: a resample draws as many test samples as there are, with replacement. Differences between two methods use
+the same draws. The value of a method is the mean over its seeds. For balanced accuracy and AUC, samples are drawn
+within each class, so every resample contains every class. When all samples of a small test set agree, a percentile
+interval has no width. The draws of an accuracy therefore include two added samples, one for and one against, as in
+Agresti and Coull (1998) for a proportion and Agresti and Min (2005) for a paired difference; the classes of a balanced
+accuracy share the two. The draws of an AUC or an RMSE are widened by the factor that turns a normal distribution into
+Student's, with the number of samples in the smallest group.
+
+Training: each resample adds the standard error over the seeds times a draw from Student's distribution (the sum of
+Behrens and Fisher). Resampling the seeds is not enough: without any difference, three seeds agree in sign one time in
+four. With one seed, the interval does not cover training.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from waffle_fl.randomness import generator
 Metric: TypeAlias = Literal["accuracy", "balanced_accuracy", "auc", "rmse"]
 Array: TypeAlias = NDArray[np.float64]
 Target: TypeAlias = NDArray[np.generic]
-Seeds: TypeAlias = Mapping[int, Array]  # seed -> what its model says of every test sample
+Seeds: TypeAlias = Mapping[int, Array]  # seed -> its model's outputs for all test samples
 RESAMPLES, LEVEL = 2000, 0.95
-FEW = 10  # test samples, or those of a class, below which an AUC or an error has no verdict
-BLOCK = 4_000_000  # numbers in a block of resamples at most
+FEW = 10  # test samples, or test samples of a class, below which an AUC or an RMSE has no verdict
+BLOCK = 4_000_000  # maximum number of values in a block of resamples
 
 
 class Interval(NamedTuple):
-    """A figure, and the bounds between which 95 of 100 resamples find it."""
+    """A value and the bounds that contain 95 % of its resamples."""
 
     value: float
     low: float
@@ -42,7 +44,7 @@ class Interval(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the whole interval lies on one side of 0; else 0."""
+        """1 or -1 when the whole interval lies on one side of 0, else 0."""
         return int(self.low > 0) - int(self.high < 0)
 
 
@@ -55,7 +57,7 @@ class Hint(Interval):
 
 
 def metrics_of(target: Target, classes: int) -> list[Metric]:
-    """What can be measured on these samples; the first is the headline."""
+    """Return the metrics that are defined on these samples; the first is the main one."""
     if np.issubdtype(target.dtype, np.floating):
         return ["rmse"]
     metrics: list[Metric] = ["accuracy"]
@@ -74,17 +76,17 @@ def in_percent(metric: Metric) -> bool:
 
 
 def figures(metric: Metric, outputs: Seeds, target: Target) -> dict[int, float]:
-    """The metric of each seed's model."""
+    """Return the metric of each seed's model."""
     if in_percent(metric):
         groups = _groups(metric, target)
         right = {seed: _right([output], target) for seed, output in outputs.items()}
         return {seed: fmean(float(share[at].mean()) for at in groups) for seed, share in right.items()}
-    whole = np.ones((1, len(target)))
-    return {seed: float(_scores(metric, output, target, whole)[0]) for seed, output in outputs.items()}
+    once = np.ones((1, len(target)))
+    return {seed: float(_scores(metric, output, target, once)[0]) for seed, output in outputs.items()}
 
 
 def estimate(metric: Metric, outputs: Seeds, target: Target) -> Interval:
-    """A method's figure."""
+    """Return the metric of a method, the mean over its seeds, with its interval."""
     if in_percent(metric):
         draws = _means(_right([*outputs.values()], target), _groups(metric, target), (0.0, 1.0))
     else:
@@ -95,7 +97,7 @@ def estimate(metric: Metric, outputs: Seeds, target: Target) -> Interval:
 
 
 def gain(metric: Metric, ours: Seeds, theirs: Seeds, target: Target) -> Interval:
-    """How much better ours is than theirs on the same samples; above 0 is better, whatever the metric."""
+    """Return how much better `ours` is than `theirs` on the same samples; above 0 is better for every metric."""
     sign, most = -1.0 if better_if_lower(metric) else 1.0, _most(metric)
     if in_percent(metric):
         won = _right([*ours.values()], target) - _right([*theirs.values()], target)
@@ -104,7 +106,7 @@ def gain(metric: Metric, ours: Seeds, theirs: Seeds, target: Target) -> Interval
         first, second = _drawn(metric, [ours, theirs], target)
         draws = sign * (first - second)
     mine, others = figures(metric, ours, target), figures(metric, theirs, target)
-    if mine.keys() == others.keys():  # the same seeds begin alike: what they share is no chance in the difference
+    if mine.keys() == others.keys():  # runs of one seed start alike, so their difference is paired
         draws += _training([mine[seed] - others[seed] for seed in mine])
     else:
         draws += _training([*mine.values()], "ours") + _training([*others.values()], "theirs")
@@ -117,7 +119,7 @@ def _most(metric: Metric) -> float:
 
 
 def _training(singles: Sequence[float], *purpose: str) -> Array:
-    """What chance in training adds to each resample, as the figures of single seeds tell it."""
+    """Return the random term of training for each resample, from the values of the single seeds."""
     seeds = len(singles)
     if seeds == 1:
         return np.zeros(RESAMPLES)
@@ -131,22 +133,22 @@ def _interval(found: float, draws: Array) -> Interval:
 
 
 def _right(outputs: Sequence[Array], target: Target) -> Array:
-    """The share of the seeds whose model recognises each sample."""
+    """Return for each sample the fraction of seeds whose model classifies it correctly."""
     return np.asarray(np.mean([output.argmax(axis=1) == target for output in outputs], axis=0), dtype=np.float64)
 
 
 def _groups(metric: Metric, target: Target) -> list[NDArray[np.intp]]:
-    """The samples that are drawn among each other: all of them, or those of each class."""
+    """Return the groups of samples to resample within: all samples, or those of each class."""
     if metric in ("balanced_accuracy", "auc"):
         return [np.flatnonzero(target == k) for k in np.unique(target)]
     return [np.arange(len(target))]
 
 
-def _means(values: Array, groups: Sequence[NDArray[np.intp]], imagined: tuple[float, float]) -> Array:
-    """The mean over groups of each group's mean, resample by resample; the groups share the two imagined samples."""
+def _means(values: Array, groups: Sequence[NDArray[np.intp]], added: tuple[float, float]) -> Array:
+    """Return for each resample the mean over groups of the group means; the groups share the two added samples."""
     total, part = np.zeros(RESAMPLES), 1 / len(groups)
     for k, at in enumerate(groups):
-        known, n = np.append(values[at], imagined), len(at)
+        known, n = np.append(values[at], added), len(at)
         for rows in _blocks(n):
             draws = generator(0, "bootstrap", k, rows.start).uniform(0, n + 2 * part, (len(rows), round(n + 2 * part)))
             picked = np.where(draws < n, draws, n + (draws >= n + part)).astype(np.intp)
@@ -155,7 +157,7 @@ def _means(values: Array, groups: Sequence[NDArray[np.intp]], imagined: tuple[fl
 
 
 def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Array]:
-    """Each method's figure on every resample, the same for all of them; the fewer the samples, the wider spread."""
+    """Return each method's metric on the same resamples, widened when there are few samples."""
     draws = [np.empty(RESAMPLES) for _ in methods]
     for rows in _blocks(len(target)):
         counts = np.zeros((len(rows), len(target)))
@@ -178,7 +180,7 @@ def _blocks(samples: int) -> list[range]:
 
 
 def _scores(metric: Metric, output: Array, target: Target, counts: Array) -> Array:
-    """A model's AUC or RMSE of each row of `counts`: how often that resample holds each sample."""
+    """Return a model's AUC or RMSE per row of `counts`, which holds how often a resample contains each sample."""
     if metric == "auc":
         return _areas(output[:, 1] - output[:, 0], target == 1, counts)
     squares = (output.reshape(-1) - target.astype(np.float64)) ** 2
@@ -186,9 +188,9 @@ def _scores(metric: Metric, output: Array, target: Target, counts: Array) -> Arr
 
 
 def _areas(score: Array, positive: NDArray[np.bool_], counts: Array) -> Array:
-    """The area under the ROC curve of every resample: how often a positive sample is above a negative, ties half."""
+    """Return the AUC of every resample: how often a positive sample scores above a negative one, ties counting half."""
     order = np.argsort(score, kind="stable")
-    starts = np.flatnonzero(np.diff(score[order], prepend=-np.inf) > 0)  # where a new value begins
+    starts = np.flatnonzero(np.diff(score[order], prepend=-np.inf) > 0)  # first position of each distinct score
     up = np.add.reduceat(counts[:, order] * positive[order], starts, axis=1)
     down = np.add.reduceat(counts[:, order] * ~positive[order], starts, axis=1)
     below = np.cumsum(down, axis=1) - down

@@ -1,4 +1,4 @@
-"""The page's charts: one specification each, with an alternative text that tells the same."""
+"""Vega-Lite specifications of the page's charts, each with an alternative text that gives the same numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN = "#d1495b"
 
 
 def methods_chart(view: View, metric: Metric) -> dict[str, Any]:
-    """One line a method: its figure and interval on this agent's test data."""
+    """Return a chart with one line per method: its score and interval on this agent's test data."""
     lines: list[dict[str, Any]] = []
     for method, standing in view.standings.items():
         found = standing.scores[metric]
@@ -40,28 +40,28 @@ def methods_chart(view: View, metric: Metric) -> dict[str, Any]:
         base.mark_point(size=150, filled=True, opacity=1).encode(x=x),
         base.mark_text(dy=-13, fontSize=14, fontWeight="bold").encode(x=x, text="text:N"),
     ]
-    said = "; ".join(f"{line['method']} {line['text']}" for line in lines)
+    values = "; ".join(f"{line['method']} {line['text']}" for line in lines)
     return _finished(
-        alt.layer(*layers), len(lines), f"{METRIC_TITLES[metric]} of each method for {view.name}: {said}", 46
+        alt.layer(*layers), len(lines), f"{METRIC_TITLES[metric]} of each method for {view.name}: {values}", 46
     )
 
 
 def gains_chart(decision: Decision, method: str) -> dict[str, Any]:
-    """One line an agent, the greatest gain first."""
+    """Return a chart with one line per agent, the largest gain first."""
     found = {view.name: gain for view, gain in gainers(decision.views, method, decision.metric)}
-    title = f"What {title_of(method)} brings over training alone"
+    title = f"Gain with {title_of(method)} over training alone"
     return _gains(found, decision.metric, title, ("gains", "no clear difference", "loses"))
 
 
 def partners_chart(view: View, metric: Metric) -> dict[str, Any]:
-    """One line a partner: what its presence is worth."""
+    """Return a chart with one line per partner: the gain from its participation."""
     found = dict(sorted(view.partners.items(), key=lambda item: -item[1].value))
-    title = f"What each partner's presence is worth to {view.name}"
+    title = f"Gain of {view.name} from each partner"
     return _gains(found, metric, title, ("helps", "no clear difference", "hurts"))
 
 
-def _gains(found: Mapping[str, Interval], metric: Metric, title: str, says: Sequence[str]) -> dict[str, Any]:
-    words = dict(zip((1, 0, -1), says, strict=True))
+def _gains(found: Mapping[str, Interval], metric: Metric, title: str, labels: Sequence[str]) -> dict[str, Any]:
+    words = dict(zip((1, 0, -1), labels, strict=True))
     lines = [{"agent": name, **_scaled(gain, metric), "outcome": words[gain.sign]} for name, gain in found.items()]
     shown = [sign for sign in (1, 0, -1) if any(gain.sign == sign for gain in found.values())]
     domain = [words[sign] for sign in shown]
@@ -83,13 +83,13 @@ def _gains(found: Mapping[str, Interval], metric: Metric, title: str, says: Sequ
         base.mark_rule(strokeWidth=3, opacity=0.55).encode(x=alt.X("low:Q", title=x_title), x2="high:Q"),
         base.mark_point(size=150, filled=True, opacity=1).encode(x=x, shape=shape),
     ]
-    said = "; ".join(f"{name} {difference(gain, metric)}" for name, gain in found.items())
-    return _finished(alt.layer(*layers), len(lines), f"{title}: {said}", STEP)
+    values = "; ".join(f"{name} {difference(gain, metric)}" for name, gain in found.items())
+    return _finished(alt.layer(*layers), len(lines), f"{title}: {values}", STEP)
 
 
-def company_chart(view: View, decision: Decision, method: str) -> dict[str, Any]:
-    """Whose updates entered this agent's model, as shares of every stretch of rounds."""
-    rounds, own = view.taken[method], decision.names.index(view.name)
+def sources_chart(view: View, decision: Decision, method: str) -> dict[str, Any]:
+    """Return a chart of the agents' shares in the updates of this agent's model, per phase of rounds."""
+    rounds, own = view.update_weights[method], decision.names.index(view.name)
     others = [i for i in range(len(decision.names)) if i != own]
     order = [decision.names[i] for i in (own, *others)]
     values = []
@@ -97,8 +97,8 @@ def company_chart(view: View, decision: Decision, method: str) -> dict[str, Any]
         shares, top = mean_over(rounds, part), 0.0
         for i in (own, *others):
             low, top = top, top + shares[i]
-            runtime = {"first": part.start + 0.5, "last": part.stop + 0.5, "low": round(low, 4), "high": round(top, 4)}
-            values.append({**runtime, "agent": decision.names[i], "share": round(shares[i], 4)})
+            bounds = {"first": part.start + 0.5, "last": part.stop + 0.5, "low": round(low, 4), "high": round(top, 4)}
+            values.append({**bounds, "agent": decision.names[i], "share": round(shares[i], 4)})
     colors = [OWN, *(PALETTE[k % len(PALETTE)] for k in range(len(others)))]
     scale = alt.Scale(domain=[0.5, len(rounds) + 0.5], nice=False)
     chart = (
@@ -119,8 +119,8 @@ def company_chart(view: View, decision: Decision, method: str) -> dict[str, Any]
         )
     )
     shares = mean_over(rounds)
-    said = "; ".join(f"{decision.names[i]} {100 * shares[i]:.0f} %" for i in (own, *others))
-    about = f"Whose updates entered {view.name}'s {title_of(method)} model, mean over all rounds: {said}"
+    listed = "; ".join(f"{decision.names[i]} {100 * shares[i]:.0f} %" for i in (own, *others))
+    about = f"Shares of the updates in {view.name}'s {title_of(method)} model, mean over all rounds: {listed}"
     return _styled(chart.properties(width=WIDTH, height=240, description=about))
 
 

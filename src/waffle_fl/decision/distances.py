@@ -1,13 +1,14 @@
-"""How unlike the agents are, before any training: by labels, by features, and by their first gradients.
+"""Distances between the agents' data before training: by labels, by features and by the first gradients.
 
-label      half the sum of the differences between label shares: 0 the same mix, 1 no label in common
-           (of numbers to predict: the difference of their means, in standard deviations of all of them)
-feature    the difference of the means of a feature, in standard deviations of all training samples, mean over features
-           (None of tables with local preprocessing, where every agent has made its own means 0)
-gradient   the sine of half the angle between the full gradients at one random model: 0 the same way, 0.71 at right
-           angles, 1 opposite ways, however strong they are
+label      half the sum of the absolute differences between label shares: 0 for the same mix, 1 for no common label
+           (regression: the difference between the mean targets, in standard deviations of all targets)
+feature    the difference between the means of a feature, in standard deviations of all training samples, averaged over
+           features (None for tables with local preprocessing, which sets the means of every agent to 0)
+gradient   the sine of half the angle between the full gradients at one random model: 0 for the same direction, 0.71
+           for a right angle, 1 for opposite directions, regardless of the gradients' norms
 
-All three are metrics (symmetric, 0 to oneself), see training data only, and take at most SAMPLES of each agent.
+All three are symmetric and 0 between an agent and itself. They use training data only; features and gradients use at
+most SAMPLES samples per agent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SAMPLES, CHUNK = 1024, 256
 
 
 class Distances(NamedTuple):
-    """One matrix (agents x agents) a kind."""
+    """One matrix (agents x agents) per kind of distance."""
 
     names: list[str]
     label: list[list[float]]
@@ -38,7 +39,7 @@ class Distances(NamedTuple):
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Distances:
-        """Read them back; whatever else a file holds is refused."""
+        """Return the distances of a parsed distances.json; raise WaffleError for any other content."""
         try:
             names = [str(name) for name in content["names"]]
             found = {kind: _matrix(content[kind], len(names)) for kind in ("label", "feature", "gradient")}
@@ -61,9 +62,9 @@ def _matrix(content: Any, side: int) -> list[list[float]] | None:
 
 
 def distances(federation: Federation, model: FlatModel, seed: int = 1) -> Distances:
-    """All three kinds; an agent without training samples is left out."""
+    """Return all three distances between the agents that have training samples."""
     present = [i for i in range(federation.agents) if len(federation.train[i])]
-    rows = [_some(federation.train[i]) for i in present]
+    rows = [_subset(federation.train[i]) for i in present]
     prepared = federation.preprocessing
     return Distances(
         names=[federation.names[i] for i in present],
@@ -85,9 +86,9 @@ def label_distance(federation: Federation, present: list[int]) -> Tensor:
 
 def feature_distance(x: Tensor, rows: list[Tensor]) -> Tensor:
     parts = [x[part].flatten(1).double() for part in rows]
-    everyone = torch.cat(parts)
-    varies = everyone.std(dim=0, correction=0) > 0
-    scaled = torch.stack([part.mean(dim=0) for part in parts])[:, varies] / _deviation(everyone)[varies]
+    pooled = torch.cat(parts)
+    varies = pooled.std(dim=0, correction=0) > 0
+    scaled = torch.stack([part.mean(dim=0) for part in parts])[:, varies] / _deviation(pooled)[varies]
     return torch.cdist(scaled, scaled, p=1) / max(1, int(varies.sum()))
 
 
@@ -95,7 +96,7 @@ def gradient_distance(
     federation: Federation, model: FlatModel, present: list[int], rows: list[Tensor], seed: int
 ) -> Tensor:
     net = model.init(seed)
-    new_control_variates = []
+    gradients = []
     for i, mine in zip(present, rows, strict=True):
         total = torch.zeros(model.size, dtype=torch.float64, device=model.device)
         for part in torch.split(mine, CHUNK):
@@ -104,14 +105,14 @@ def gradient_distance(
             weight = torch.ones(1, len(part), dtype=model.dtype, device=model.device)
             batch = Batch(x, y, weight, torch.zeros(1, dtype=torch.int64, device=model.device))
             total += model.grad(net.params[None], net.stats[None], batch).params[0].double() * len(part) / len(mine)
-        new_control_variates.append(total.cpu())
-    g = torch.stack(new_control_variates)
-    ways = g / g.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return torch.stack([(ways - way).norm(dim=1) for way in ways]) / 2
+        gradients.append(total.cpu())
+    g = torch.stack(gradients)
+    directions = g / g.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return torch.stack([(directions - direction).norm(dim=1) for direction in directions]) / 2
 
 
-def _some(rows: Tensor) -> Tensor:
-    """At most SAMPLES of them, evenly spaced."""
+def _subset(rows: Tensor) -> Tensor:
+    """Return at most SAMPLES of the rows, evenly spaced."""
     return rows[:: max(1, -(-len(rows) // SAMPLES))]
 
 

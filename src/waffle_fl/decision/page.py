@@ -1,4 +1,4 @@
-"""The decision page: words first, then charts; one file that needs no network, and prints."""
+"""The decision page: verdicts, then charts, in one HTML file that works offline and can be printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from waffle_fl.algorithms import about_of, title_of
 from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import FEW, RESAMPLES
-from waffle_fl.decision.charts import company_chart, gains_chart, methods_chart, partners_chart
+from waffle_fl.decision.charts import gains_chart, methods_chart, partners_chart, sources_chart
 from waffle_fl.decision.markup import MARKS, figure, gain, heat, interval, paragraphs, part, select, table
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
 from waffle_fl.report.page import bundle, facts_of, put, script_json
@@ -19,26 +19,26 @@ from waffle_fl.report.page import bundle, facts_of, put, script_json
 KINDS = {
     "label": (
         "Labels",
-        "Half the sum of the differences between the label shares of two agents: 0 is the same mix, 1 no label in "
-        "common. Of numbers to predict, the difference of their means in standard deviations.",
+        "Half the sum of the absolute differences between the label shares of two agents: 0 means the same mix, 1 no "
+        "label in common. For regression: the difference between the mean targets, in standard deviations.",
     ),
     "feature": (
         "Features",
-        "How far apart the means of a feature lie, in standard deviations of all training samples; the mean over "
-        "features. Around 0.2 is little, above 0.8 much.",
+        "The difference between the two agents' means of a feature, in standard deviations of all training samples, "
+        "averaged over features. Around 0.2 is small, above 0.8 is large.",
     ),
     "gradient": (
         "Gradients",
-        "How differently the data of two agents would pull one and the same untrained model, by the angle between "
-        "the two: 0 the same way, 0.7 at right angles, 1 opposite ways.",
+        "The angle between the gradients of two agents at the same untrained model: 0 means the same direction, "
+        "0.7 a right angle, 1 opposite directions.",
     ),
 }
 
-UNKNOWN = "Each agent standardised its columns by its own means, so that none are left to compare."
+UNKNOWN = "Not available: each agent standardised its columns with its own means."
 
 
 def write_page(decision: Decision, path: Path) -> Path:
-    """Write the page, whole."""
+    """Write the page to `path` and return the path."""
     charts: dict[str, Mapping[str, Any]] = {}
     body = _body(decision, charts)
     matrices = {f"matrix-{m}": _stops(decision, m) for m in _weighing(decision)}
@@ -66,7 +66,7 @@ def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
     several = len(decision.views) > 1
     parts = [
         f"<header><h1>{escape(_title(decision))}</h1>{paragraphs([_lead(decision)], 'soft')}"
-        f"{paragraphs(decision.unjudged)}"
+        f"{paragraphs(decision.not_assessed)}"
         '<button id="print" class="screen" type="button">Print this page</button></header>',
         _federation(decision, charts) if several else "",
         _agents(decision, charts),
@@ -79,11 +79,11 @@ def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
 
 def _lead(decision: Decision) -> str:
     others = [title_of(m) for m in decision.methods if m != ALONE]
-    runs = f"mean of {decision.seeds} training runs" if decision.seeds > 1 else "of one training run"
+    runs = f"as the mean of {decision.seeds} training runs" if decision.seeds > 1 else "in one training run"
     return (
-        f"{decision.data}, {len(decision.names)} agents; an agent is a hospital, or any other site, that keeps its "
-        f"data to itself. Each could train alone or together with the others ({verdict_text.listed(others)}). Every "
-        f"figure here is measured on held-out data of the agent itself, {runs}, with 95 % intervals."
+        f"{decision.data}, {len(decision.names)} agents. An agent is a hospital or other site that does not share its "
+        f"data. Each can train alone or together with the others ({verdict_text.listed(others)}). Every number is "
+        f"measured on the agent's own held-out data, {runs}, with a 95 % interval."
     )
 
 
@@ -94,15 +94,15 @@ def _federation(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str
         found = gainers(decision.views, method, decision.metric)
         if found:
             charts[f"gains-{method}"] = gains_chart(decision, method)
-        caption = f"What {title_of(method)} brings each agent over training alone"
+        caption = f"Gain of each agent with {title_of(method)} over training alone"
         chart = figure(f"gains-{method}", caption) if found else ""
-        said = paragraphs(verdict_text.everyone(decision, method))
+        summary = paragraphs(verdict_text.federation_summary(decision, method))
         parts.append(
-            f'<div data-of="method" data-is="{method}">{said}{chart}'
+            f'<div data-of="method" data-is="{method}">{summary}{chart}'
             f"<details><summary>The same in numbers</summary>{_gains_table(decision, method)}</details></div>"
         )
     names = {m: title_of(m) for m in [decision.method, *(m for m in joint if m != decision.method)]}
-    return f"<section><h2>The federation</h2>{select('method', 'Joining by means of', names)}{''.join(parts)}</section>"
+    return f"<section><h2>The federation</h2>{select('method', 'Method for joining', names)}{''.join(parts)}</section>"
 
 
 def _agents(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
@@ -117,52 +117,54 @@ def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str
     method, metric = decision.method, decision.metric
     standing = view.standings.get(method)
     mark = MARKS[standing.gains[metric].sign] if standing else "level"
-    said = [verdict_text.verdict(view, method, metric), " ".join(verdict_text.caution(view, decision))]
+    sentences = [verdict_text.verdict(view, method, metric), " ".join(verdict_text.caution(view, decision))]
     charts[f"methods-{i}"] = methods_chart(view, metric)
     parts = [
-        f'<div class="verdict {mark}">{paragraphs(said)}</div>',
-        figure(f"methods-{i}", f"{view.name}: each way to train, on its own {view.tests} test samples"),
+        f'<div class="verdict {mark}">{paragraphs(sentences)}</div>',
+        figure(f"methods-{i}", f"{view.name}: each method on its own {view.tests} test samples"),
         _standings_table(decision, view),
     ]
     if view.weighing:
-        charts[f"company-{i}"] = company_chart(view, decision, view.weighing[0])
+        charts[f"sources-{i}"] = sources_chart(view, decision, view.weighing[0])
         title = title_of(view.weighing[0])
-        chart = figure(f"company-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
-        parts.append(part("Whose updates it took", verdict_text.company(view, decision), chart))
+        chart = figure(f"sources-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
+        parts.append(part("Whose updates its model uses", verdict_text.update_sources(view, decision), chart))
     if view.partners:
         charts[f"partners-{i}"] = partners_chart(view, metric)
-        caption = f"{title_of(method)} with everybody, compared with {title_of(method)} without this partner"
+        caption = f"{title_of(method)} with all partners, compared with {title_of(method)} without this partner"
         chart = figure(f"partners-{i}", caption)
         parts.append(part("Which partners help it", verdict_text.partners(view, decision), chart))
     if decision.distances and view.name in decision.distances.names:
-        parts.append(part("How unlike the others it is", verdict_text.unlike(decision.distances, view.name)))
+        parts.append(part("How its data differ", verdict_text.data_differences(decision.distances, view.name)))
     return f'<div data-of="agent" data-is="{i}">{"".join(parts)}</div>'
 
 
 def _standings_table(decision: Decision, view: View) -> str:
     metrics = [m for m in decision.metrics if m in view.standings[ALONE].scores]
-    head = ["method", *(verdict_text.METRIC_TITLES[m] for m in metrics), "gain over training alone", "seed by seed"]
+    head = ["method", *(verdict_text.METRIC_TITLES[m] for m in metrics), "gain over training alone", "range over seeds"]
     rows = []
     for method, standing in view.standings.items():
         won = standing.gains.get(decision.metric)
         ends = (verdict_text.number(pick(standing.seeds), decision.metric).removesuffix(" %") for pick in (min, max))
         spread = " to ".join(dict.fromkeys(ends))
-        specs = [interval(standing.scores[m], m) for m in metrics]
-        specs += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
-        rows.append(f'<tr><th scope="row">{escape(title_of(method))}</th>{"".join(specs)}</tr>')
-    return table(head, rows, f"{view.name}: all figures, with 95 % intervals")
+        cells = [interval(standing.scores[m], m) for m in metrics]
+        cells += [gain(won, decision.metric) if won else "<td>–</td>", f"<td>{spread}</td>"]
+        rows.append(f'<tr><th scope="row">{escape(title_of(method))}</th>{"".join(cells)}</tr>')
+    return table(head, rows, f"{view.name}: all numbers, with 95 % intervals")
 
 
 def _gains_table(decision: Decision, method: str) -> str:
     rows = []
     for view, won in gainers(decision.views, method, decision.metric):
         scores = [view.standings[m].scores[decision.metric] for m in (ALONE, method)]
-        specs = "".join(interval(found, decision.metric) for found in scores) + gain(won, decision.metric)
+        cells = "".join(interval(found, decision.metric) for found in scores) + gain(won, decision.metric)
         samples = f"<td>{view.training or '–'}</td><td>{view.tests}</td>"
-        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{specs}{samples}</tr>')
+        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}{samples}</tr>')
     unit = verdict_text.METRIC_TITLES[decision.metric]
     return table(
-        ["agent", "alone", title_of(method), "gain", "trained on", "tested on"], rows, f"{unit}, with 95 % intervals"
+        ["agent", "alone", title_of(method), "gain", "training", "test"],
+        rows,
+        f"{unit}, with 95 % intervals; training and test samples",
     )
 
 
@@ -175,16 +177,16 @@ def _collaboration(decision: Decision) -> str:
             f'max="{len(stops) - 1}" value="0" id="range-{method}" data-matrix="{name}">'
             f"<output>{escape(stops[0]['title'])}</output></div>"
         )
-        rows = [view.name for view in decision.views if method in view.taken]
+        rows = [view.name for view in decision.views if method in view.update_weights]
         table = heat(name, rows, decision.names, stops[0]["shares"], percent=True)
         parts.append(f'<div class="keep"><h3>{escape(title_of(method))}</h3>{control}{table}</div>')
     if not parts:
         return ""
-    said = (
-        "Each row is one agent's model; its columns tell whose updates entered it, in percent. Move the slider to see "
-        "how this changed as training went on. The other methods do not choose among partners."
+    text = (
+        "Each row is one agent's model. Each column is the share of that agent's updates in it, in percent. Move the "
+        "slider to see how the shares change during training. The other methods do not select partners."
     )
-    return f"<section><h2>Who learned from whom</h2>{paragraphs([said])}{''.join(parts)}</section>"
+    return f"<section><h2>Who learned from whom</h2>{paragraphs([text])}{''.join(parts)}</section>"
 
 
 def _heterogeneity(decision: Decision) -> str:
@@ -197,47 +199,45 @@ def _heterogeneity(decision: Decision) -> str:
         for kind, (title, about) in KINDS.items()
         for matrix in [getattr(found, kind)]
     ]
-    said = (
-        "How unlike the agents' data are, known before any model is trained. Partners that are near are likelier to "
-        "help; whether they do is told above, by measurement."
+    text = (
+        "The distances between the agents' data, computed before training. Close partners are more likely to help; "
+        "the results above show whether they do."
     )
-    return (
-        f"<section><h2>Before training: how unlike are the agents?</h2>{paragraphs([said])}{''.join(parts)}</section>"
-    )
+    return f"<section><h2>Before training: how the data differ</h2>{paragraphs([text])}{''.join(parts)}</section>"
 
 
 def _reading(decision: Decision) -> str:
     title = title_of(decision.method)
-    said = [
-        f"The verdict compares {title} with training alone. {title} was chosen to stand for joining before any result "
-        "was seen; picking the best of several methods afterwards would flatter it.",
-        f"For an interval the test samples are drawn anew {RESAMPLES:,} times, with replacement, and every method "
-        f"faces the same draws, so a difference is judged sample by sample. {_chance(decision)}",
-        "An agent is said to gain or lose when the whole interval lies on one side of 0. An AUC of fewer than "
-        f"{FEW} samples of a class, and an error of fewer than {FEW} samples, are too uncertain for that.",
-        "So that a small test set on which all samples agree does not look certain, the draws of an accuracy know two "
-        "imagined samples more, one won and one lost; those of an AUC or an error are spread the wider, the fewer "
-        "samples there are. Balanced accuracy and AUC are drawn class by class.",
+    sentences = [
+        f"The verdict compares {title} with training alone. {title} was selected before any result was known. "
+        "Selecting the best of several methods afterwards would overstate the gain.",
+        f"For each interval the test samples are drawn {RESAMPLES:,} times with replacement. All methods use the same "
+        f"draws, so differences are paired by sample. {_chance(decision)}",
+        "An agent gains or loses clearly when the whole interval lies on one side of 0. There is no verdict for an AUC "
+        f"with fewer than {FEW} samples of a class or an error with fewer than {FEW} samples.",
+        "In a small test set all samples may agree, and a plain interval would look certain. The draws of an accuracy "
+        "therefore include two added samples, one for and one against; those of an AUC or an error are widened when "
+        "there are few samples. Samples for balanced accuracy and AUC are drawn within each class.",
     ]
     methods = {title_of(m): about_of(m).in_words for m in decision.methods}
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )
-    return f"<section><h2>How to read this</h2>{paragraphs(said)}<dl>{facts}</dl></section>"
+    return f"<section><h2>How to read this page</h2>{paragraphs(sentences)}<dl>{facts}</dl></section>"
 
 
 def _chance(decision: Decision) -> str:
-    """What the intervals cover, and what they do not."""
+    """Return what the intervals cover and what they do not."""
     if decision.seeds == 1:
         return (
-            "The models were trained once: an interval tells how much the choice of test samples matters, and nothing "
-            "about the randomness of training. A clear difference may be that of one lucky training run."
+            "Each model was trained once: an interval covers the choice of test samples but not the randomness of "
+            "training. A clear difference may come from one lucky training run."
         )
     return (
-        "To each draw the randomness of training is added: the standard error over the seeds, in Student’s "
-        "distribution. An interval so covers the choice of test samples and chance in training, but takes each "
-        "agent’s training data as they are. Of 20 agents without any real difference, about one at most is said to "
-        "have one; many agents are not corrected for."
+        "Each draw also includes the randomness of training: the standard error over the seeds, with Student’s "
+        "distribution. The interval therefore covers the choice of test samples and the randomness of training, but "
+        "not the choice of training data. Of 20 agents without a real difference, at most about one is reported to "
+        "have one; there is no correction for many agents."
     )
 
 
@@ -246,13 +246,13 @@ def _weighing(decision: Decision) -> list[str]:
 
 
 def _stops(decision: Decision, method: str) -> list[dict[str, Any]]:
-    """What the slider shows: all rounds, then stretch by stretch."""
-    taken = [view.taken[method] for view in decision.views if method in view.taken]
-    stretches = phases(min(len(rounds) for rounds in taken))
+    """Return the matrices of the slider: one over all rounds, then one per phase."""
+    update_weights = [view.update_weights[method] for view in decision.views if method in view.update_weights]
+    spans = phases(min(len(rounds) for rounds in update_weights))
 
     def shares(part: range | None) -> list[list[float]]:
-        return [[round(share, 3) for share in mean_over(rounds, part)] for rounds in taken]
+        return [[round(share, 3) for share in mean_over(rounds, part)] for rounds in update_weights]
 
-    titles = [f"rounds {p.start + 1} to {p.stop}" if len(p) > 1 else f"round {p.stop}" for p in stretches]
-    later = [{"title": title, "shares": shares(p)} for title, p in zip(titles, stretches, strict=True)]
+    titles = [f"rounds {p.start + 1} to {p.stop}" if len(p) > 1 else f"round {p.stop}" for p in spans]
+    later = [{"title": title, "shares": shares(p)} for title, p in zip(titles, spans, strict=True)]
     return [{"title": "all rounds", "shares": shares(None)}, *later]

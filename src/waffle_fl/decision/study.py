@@ -1,4 +1,4 @@
-"""Which runs tell whether an agent should join, and what they say: settings -> runs -> Decision."""
+"""Plan the runs that show whether an agent should join, and compare their results: settings -> runs -> Decision."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ from waffle_fl.tensorfile import read_named
 
 ALONE, SHARED = "local", "fedavg"
 DEFAULT = (ALONE, SHARED, "weight-erosion", "waffle", "ditto")
-SAID = "predictions.safetensors"
-PHASES = 20  # steps of a matrix over time, at most
+PREDICTIONS = "predictions.safetensors"
+PHASES = 20  # maximum number of slider positions
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How one agent fares with one method."""
+    """The results of one agent with one method."""
 
     method: str
     scores: dict[Metric, Interval]
-    gains: dict[Metric, Interval]  # over training alone; none for that itself
-    seeds: tuple[float, ...]  # the headline figure of each seed
+    gains: dict[Metric, Interval]  # over training alone; empty for training alone
+    seeds: tuple[float, ...]  # the main metric of each seed
 
 
 @dataclass(frozen=True)
 class View:
-    """All that is known of one agent's decision."""
+    """The results of one agent with all methods."""
 
     name: str
     training: int
     tests: int
-    classes: tuple[int, ...]  # test samples of each class, also of those it lacks; none of numbers
+    classes: tuple[int, ...]  # test samples per class, 0 for absent classes; empty for regression
     standings: dict[str, Standing]
-    taken: dict[str, list[list[float]]]  # method -> round -> whose updates it took, mean over seeds
-    partners: dict[str, Interval]  # partner -> what its presence is worth to this agent
+    update_weights: dict[str, list[list[float]]]  # method -> round -> weight of each agent's update, mean over seeds
+    partners: dict[str, Interval]  # partner -> this agent's gain from its participation
     notes: tuple[str, ...] = ()
 
     @property
-    def commonest(self) -> float:
-        """The share of its commonest class: what a model would get right that always says the same."""
+    def majority_share(self) -> float:
+        """The share of the most frequent class in the test data: the accuracy of always predicting it."""
         return max(self.classes) / sum(self.classes)
 
     @property
     def weighing(self) -> list[str]:
-        return [method for method in ("waffle", "weight-erosion") if method in self.taken]
+        return [method for method in ("waffle", "weight-erosion") if method in self.update_weights]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the page shows."""
+    """The content of the decision page."""
 
     data: str
-    metrics: tuple[Metric, ...]  # the first is the headline
-    method: str  # stands for joining; chosen before any result is seen
+    metrics: tuple[Metric, ...]  # the first decides the verdict
+    method: str  # represents joining; selected before any result is known
     methods: tuple[str, ...]
     names: tuple[str, ...]  # all agents, in order
-    views: tuple[View, ...]  # those a model was trained for
+    views: tuple[View, ...]  # the agents that a model was trained for
     seeds: int
     first: FinishedRun
-    unjudged: tuple[str, ...] = ()  # of each agent that has no view though a model was trained for it: why
+    not_assessed: tuple[str, ...] = ()  # a reason for each agent that was trained for but has no view
     distances: Distances | None = None
 
     @property
@@ -80,10 +80,10 @@ class Decision:
 
 
 def headline(methods: Sequence[str]) -> str:
-    """The method that stands for joining: WAFFLE, else the first that personalises, else the shared model."""
+    """Return the method that represents joining: WAFFLE, else the first personalised one, else the shared model."""
     able = [m for m in methods if m not in (ALONE, SHARED)] or [m for m in methods if m != ALONE]
     if not able:
-        raise WaffleError("expected a method besides local: nothing else tells what joining brings")
+        raise WaffleError("expected at least one method besides local, to compare with training alone")
     return "waffle" if "waffle" in able else able[0]
 
 
@@ -97,37 +97,38 @@ def runs_for(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     metric: Metric | None = None,
 ) -> list[tuple[RunConfig, Path]]:
-    """Every method for every chosen agent and seed; for agents in `without`, also with each partner left out.
+    """Return the runs of every method for every chosen agent and seed.
 
-    A `metric` that none of the chosen agents' test data define is refused."""
+    For agents in `without`, add runs that leave out each partner in turn. Raise WaffleError if `metric` is not defined
+    on the test data of any chosen agent."""
     methods = tuple(dict.fromkeys((ALONE, *methods)))
     method = headline(methods)
     grid = Experiment(
         methods=methods, splits=(settings.split,), seeds=tuple(seeds), settings=settings, options=options or {}
     )
     runs = plan(grid, out, runtime)
-    whole = all_alices_of(settings, runtime)
-    chosen = {index_of(config.settings.alice, whole.names): config.settings.alice for config, _ in runs}
-    _check_metric(metric, whole, list(chosen))
-    asked = list(chosen) if ALL_ALICES in without else [index_of(name, whole.names) for name in without]
-    strangers = [whole.names[i] for i in asked if i not in chosen]
-    if strangers:
-        raise WaffleError(f"without: no model is trained for {strangers[0]}; --alice all trains one for everybody")
-    for i in asked:
-        for j in range(whole.agents):
-            if j != i and len(whole.train[j]):
+    federation = all_alices_of(settings, runtime)
+    chosen = {index_of(config.settings.alice, federation.names): config.settings.alice for config, _ in runs}
+    _check_metric(metric, federation, list(chosen))
+    studied = list(chosen) if ALL_ALICES in without else [index_of(name, federation.names) for name in without]
+    untrained = [federation.names[i] for i in studied if i not in chosen]
+    if untrained:
+        raise WaffleError(f"--leave-one-out: no model is trained for {untrained[0]}; use --alice all")
+    for i in studied:
+        for j in range(federation.agents):
+            if j != i and len(federation.train[j]):
                 for seed in seeds:
-                    left = replace(settings, alice=chosen[i], seed=seed, leave_out=(handle(j, whole.names[j]),))
-                    config = RunConfig(method=method, settings=left, options=grid.options.get(method, {}))
+                    reduced = replace(settings, alice=chosen[i], seed=seed, leave_out=(handle(j, federation.names[j]),))
+                    config = RunConfig(method=method, settings=reduced, options=grid.options.get(method, {}))
                     runs.append((config, out / config.label))
     return runs
 
 
-def _check_metric(metric: Metric | None, whole: Federation, agents: Sequence[int]) -> None:
-    targets = [whole.labels(i, whole.test[i]).numpy() for i in agents]
-    able = dict.fromkeys(known for target in targets for known in metrics_of(target, whole.outputs))
-    if metric and metric not in able:
-        raise WaffleError(f"metric: {metric} is not defined on anybody's test data; there is {', '.join(able)}")
+def _check_metric(metric: Metric | None, federation: Federation, agents: Sequence[int]) -> None:
+    targets = [federation.labels(i, federation.test[i]).numpy() for i in agents]
+    defined = dict.fromkeys(known for target in targets for known in metrics_of(target, federation.outputs))
+    if metric and metric not in defined:
+        raise WaffleError(f"metric: {metric} is not defined on any agent's test data; available: {', '.join(defined)}")
 
 
 def decide(
@@ -137,36 +138,37 @@ def decide(
     force: bool = False,
     warn: Warn | None = None,
 ) -> Decision:
-    """Compare the methods on each agent's own test data, by this metric: else by accuracy, or the error of numbers.
+    """Compare the methods on each agent's own test data.
 
-    The predictions are checked against their manifests, as by `manifest.verify`."""
+    The default metric is accuracy, or RMSE for regression. The predictions are checked against their manifests, as by
+    `manifest.verify`."""
     check_alike(runs, ("seed", "alice", "leave_out"))
-    verify_all([run.folder for run in runs if run.folder.is_dir()], (SAID,), force, warn)
+    verify_all([run.folder for run in runs if run.folder.is_dir()], (PREDICTIONS,), force, warn)
     _check_same_data(runs)
     absent = min((run.config.settings.leave_out for run in runs), key=len, default=())
-    whole = [run for run in runs if run.config.settings.leave_out == absent]
+    full = [run for run in runs if run.config.settings.leave_out == absent]
     by_agent: dict[str, list[FinishedRun]] = {}
-    for run in whole:
+    for run in full:
         by_agent.setdefault(_alice(run), []).append(run)
-    methods = methods_of(whole)
+    methods = methods_of(full)
     if ALONE not in methods or not by_agent:
-        raise WaffleError("expected runs of local among them: without it nothing tells what joining brings")
-    names = tuple(whole[0].provenance["agents"])
-    less = [run for run in runs if not absent and len(run.config.settings.leave_out) == 1]
+        raise WaffleError("expected runs of local among the runs, to compare with training alone; run local too")
+    names = tuple(full[0].provenance["agents"])
+    reduced = [run for run in runs if not absent and len(run.config.settings.leave_out) == 1]
     method = headline(methods)
-    views, metrics, unjudged = [], set(), []
+    views, metrics, not_assessed = [], set(), []
     for name in sorted(by_agent, key=names.index):
-        mine = [run for run in less if _alice(run) == name and run.config.method == method]
+        mine = [run for run in reduced if _alice(run) == name and run.config.method == method]
         try:
             view, measured = _view(name, names, methods, method, by_agent[name], mine, metric)
-        except Unjudged as reason:
-            unjudged.append(f"{name} is not judged: {reason}")
+        except NotAssessed as reason:
+            not_assessed.append(f"{name} is not assessed: {reason}")
             continue
         views.append(view)
         metrics.add(measured)
     if not views:
-        raise WaffleError(unjudged[0])
-    first = whole[0]
+        raise WaffleError(not_assessed[0])
+    first = full[0]
     return Decision(
         data=first.config.settings.data_name,
         metrics=max(metrics, key=len),
@@ -174,25 +176,25 @@ def decide(
         methods=tuple(methods),
         names=names,
         views=tuple(views),
-        seeds=len({run.config.settings.seed for run in whole}),
+        seeds=len({run.config.settings.seed for run in full}),
         first=first,
-        unjudged=tuple(f"{why}." for why in unjudged),
+        not_assessed=tuple(f"{reason}." for reason in not_assessed),
         distances=distances,
     )
 
 
 def decidable(runs: Sequence[FinishedRun]) -> bool:
-    """Do these runs, of one split, hold training alone and another method, and what each said of the test data?"""
-    told = {run.config.method for run in runs if (run.folder / SAID).exists()}
-    return ALONE in told and len(told) > 1 and len({run.config.settings.column for run in runs}) == 1
+    """Return whether these runs are of one split and hold test predictions of local and of another method."""
+    methods = {run.config.method for run in runs if (run.folder / PREDICTIONS).exists()}
+    return ALONE in methods and len(methods) > 1 and len({run.config.settings.column for run in runs}) == 1
 
 
-class Unjudged(Exception):
-    """Why nothing can be said of one agent."""
+class NotAssessed(Exception):
+    """The reason why one agent has no verdict."""
 
 
 def _check_same_data(runs: Sequence[FinishedRun]) -> None:
-    """Runs for one agent, in one company, from before and after a change of the data tell nothing together."""
+    """Raise WaffleError if runs for the same agent and partners used different data."""
     known: dict[tuple[str, tuple[str, ...]], FinishedRun] = {}
     for run in runs:
         other = known.setdefault((_alice(run), run.config.settings.leave_out), run)
@@ -214,80 +216,82 @@ def _view(
     methods: Sequence[str],
     method: str,
     runs: list[FinishedRun],
-    less: list[FinishedRun],
+    reduced: list[FinishedRun],
     metric: Metric | None,
 ) -> tuple[View, tuple[Metric, ...]]:
-    said, target = _said(runs)
-    if ALONE not in said:
-        raise Unjudged("no run of local came to its end, so nothing can be compared with it")
-    outputs = next(iter(said[ALONE].values())).shape[-1]
-    able = metrics_of(target, outputs)
-    if metric and metric not in able:
-        raise Unjudged(f"{metric} is not defined on its test data; there is {', '.join(able)}")
-    metrics = tuple(sorted(able, key=lambda m: m != metric))
+    predicted, target = _predictions(runs)
+    if ALONE not in predicted:
+        raise NotAssessed("no run of local finished, so there is nothing to compare with")
+    outputs = next(iter(predicted[ALONE].values())).shape[-1]
+    defined = metrics_of(target, outputs)
+    if metric and metric not in defined:
+        raise NotAssessed(f"{metric} is not defined on its test data; available: {', '.join(defined)}")
+    metrics = tuple(sorted(defined, key=lambda m: m != metric))
     standings = {}
-    for m in (m for m in methods if m in said):
-        gains = {k: gain(k, said[m], said[ALONE], target) for k in metrics} if m != ALONE else {}
-        seeds = tuple(figures(metrics[0], said[m], target).values())
-        standings[m] = Standing(m, {k: estimate(k, said[m], target) for k in metrics}, gains, seeds)
+    for m in (m for m in methods if m in predicted):
+        gains = {k: gain(k, predicted[m], predicted[ALONE], target) for k in metrics} if m != ALONE else {}
+        seeds = tuple(figures(metrics[0], predicted[m], target).values())
+        standings[m] = Standing(m, {k: estimate(k, predicted[m], target) for k in metrics}, gains, seeds)
     partners = {}
     for partner in (p for p in names if p != name):
-        absent = [run for run in less if names[index_of(run.config.settings.leave_out[0], names)] == partner]
-        if absent and method in said:
-            others, _ = _said(absent, target)
+        absent = [run for run in reduced if names[index_of(run.config.settings.leave_out[0], names)] == partner]
+        if absent and method in predicted:
+            others, _ = _predictions(absent, target)
             if method in others:
-                partners[partner] = gain(metrics[0], said[method], others[method], target)
+                partners[partner] = gain(metrics[0], predicted[method], others[method], target)
     counts = next((run.provenance.get("label_counts") for run in runs if run.provenance.get("label_counts")), None)
     classes = np.bincount(target, minlength=outputs).tolist() if metrics[0] != "rmse" else []
-    lost = sorted({run.title for run in [*runs, *less] if run.result["status"] != "finished"})
+    diverged = sorted({run.title for run in [*runs, *reduced] if run.result["status"] != "finished"})
     view = View(
         name=name,
         training=sum(counts[names.index(name)]) if counts and counts[0] else 0,
         tests=len(target),
         classes=tuple(classes),
         standings=standings,
-        taken={m: _taken([run for run in runs if run.config.method == m]) for m in WEIGHING if m in said},
+        update_weights={
+            m: _mean_weights([run for run in runs if run.config.method == m]) for m in WEIGHING if m in predicted
+        },
         partners=partners,
-        notes=tuple(f"{title} diverged in some runs, which are left out" for title in lost),
+        notes=tuple(f"{title} diverged in some runs, which are left out" for title in diverged),
     )
     return view, metrics
 
 
-def _said(runs: Sequence[FinishedRun], target: Any = None) -> tuple[dict[str, dict[int, Array]], Any]:
-    """(method -> what each seed's model said of the test samples, the truth)."""
-    said: dict[str, dict[int, Array]] = {}
+def _predictions(runs: Sequence[FinishedRun], target: Any = None) -> tuple[dict[str, dict[int, Array]], Any]:
+    """Return the outputs for the test samples, by method and seed, and the true targets."""
+    predicted: dict[str, dict[int, Array]] = {}
     for run in sorted(runs, key=lambda run: run.config.settings.seed):
         if run.result["status"] != "finished":
             continue
-        tensors = read_named(run.folder / SAID, ("output", "target"))
+        tensors = read_named(run.folder / PREDICTIONS, ("output", "target"))
         truth = tensors["target"].numpy()
         if target is not None and not np.array_equal(target, truth):
-            raise WaffleError(f"{run.folder.name} was tested on other samples than the runs beside it: run them anew")
+            raise WaffleError(f"{run.folder.name} was tested on other samples than the other runs: run them again")
         target = truth
-        said.setdefault(run.config.method, {})[run.config.settings.seed] = tensors["output"].double().numpy()
-    return said, target
+        predicted.setdefault(run.config.method, {})[run.config.settings.seed] = tensors["output"].double().numpy()
+    return predicted, target
 
 
-def _taken(runs: Sequence[FinishedRun]) -> list[list[float]]:
-    """Round by round, whose updates entered the model: mean over seeds."""
+def _mean_weights(runs: Sequence[FinishedRun]) -> list[list[float]]:
+    """Return the weight of each agent's update in the model per round, mean over seeds."""
     logs = [[line["weights"] for line in run.rounds] for run in runs if run.result["status"] == "finished"]
     return [[fmean(column) for column in zip(*same, strict=True)] for same in zip(*logs, strict=True)]
 
 
 def phases(rounds: int) -> list[range]:
-    """The rounds in a few stretches of one length, so that a slider has few stops."""
+    """Split the rounds into at most PHASES ranges of equal length, the positions of the slider."""
     length = -(-rounds // PHASES)
     return [range(start, min(start + length, rounds)) for start in range(0, rounds, max(1, length))]
 
 
 def mean_over(rounds: Sequence[Sequence[float]], part: range | None = None) -> list[float]:
-    """Each agent's mean weight over a stretch of rounds, or over all."""
+    """Return each agent's mean weight over a range of rounds, by default over all."""
     chosen = [rounds[r] for r in part] if part is not None else list(rounds)
     return [fmean(column) for column in zip(*chosen, strict=True)]
 
 
 def gainers(views: Sequence[View], method: str, metric: Metric) -> list[tuple[View, Interval]]:
-    """Agents and what the method brings them, the greatest gain first."""
+    """Return the agents and their gains with the method, the largest gain first."""
     known = [(v, v.standings[method].gains[metric]) for v in views if metric in _gains(v, method)]
     return sorted(known, key=lambda pair: -pair[1].value)
 

@@ -1,4 +1,4 @@
-"""Verdicts in plain English: what a physician reads first."""
+"""The verdict sentences of the decision page, written for physicians."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ MINUS = "−"
 
 
 def number(value: float, metric: Metric) -> str:
-    """74.2 % of an accuracy, 0.742 of an AUC, 3.14 of an error."""
+    """Return the value as text: 74.2 % for an accuracy, 0.742 for an AUC, 3.14 for an error."""
     if in_percent(metric):
         return f"{100 * value:.1f} %"
     return f"{value:.3f}" if metric == "auc" else f"{value:.3g}"
 
 
 def signed(value: float, metric: Metric) -> str:
-    """+7.0 points of an accuracy, +0.070 of an AUC."""
+    """Return the value with its sign: +7.0 (points) for an accuracy, +0.07 for an AUC."""
     shown = f"{100 * value:+.1f}" if in_percent(metric) else f"{value:+.3g}"
     return shown.replace("-", MINUS) if float(shown) else shown.lstrip("+-")
 
 
 def difference(found: Interval, metric: Metric) -> str:
-    """+7.2 points (95 % interval +2.1 to +12.0); of an error: less by 0.3 (95 % interval +0.1 to +0.5)."""
+    """Return "+7.2 points (95 % interval +2.1 to +12.0)"; for RMSE "error lower by 0.3 (95 % interval ...)"."""
     if metric == "rmse":
         ends = (found.low, found.high) if found.value >= 0 else (-found.high, -found.low)
         low, high = (signed(v, metric) for v in ends)
-        way = "less" if found.value >= 0 else "greater"
-        return f"error {way} by {number(abs(found.value), metric)} (95 % interval {low} to {high})"
+        direction = "lower" if found.value >= 0 else "higher"
+        return f"error {direction} by {number(abs(found.value), metric)} (95 % interval {low} to {high})"
     unit = " points" if in_percent(metric) else ""
     low, high = signed(found.low, metric), signed(found.high, metric)
     return f"{signed(found.value, metric)}{unit} (95 % interval {low} to {high})"
 
 
 def verdict(view: View, method: str, metric: Metric) -> str:
-    """Does this agent gain by joining? One sentence, with the interval."""
+    """Return whether this agent gains by joining: both scores, the difference and its interval."""
     title = title_of(method)
     if method not in view.standings:
-        return f"{title} did not come to its end for {view.name}: nothing can be said."
+        return f"No run of {title} finished for {view.name}, so there is no verdict."
     found = view.standings[method].gains[metric]
     ours, alone = (number(view.standings[m].scores[metric].value, metric) for m in (method, ALONE))
     if metric == "accuracy":
-        compared = f"with {title} {ours} of its {view.tests} test samples are right, instead of {alone} alone"
+        compared = f"{title} classifies {ours} of its {view.tests} test samples correctly, training alone {alone}"
     elif metric == "rmse":
-        compared = f"with {title} the error is {ours}, instead of {alone} alone"
+        compared = f"its error is {ours} with {title} and {alone} when training alone"
     else:
-        compared = f"with {title} its {METRIC_TITLES[metric]} is {ours}, instead of {alone} alone"
+        compared = f"its {METRIC_TITLES[metric]} is {ours} with {title} and {alone} when training alone"
     change = difference(found, metric)
     opening = {
         1: f"{view.name} gains by joining",
@@ -66,98 +66,100 @@ def verdict(view: View, method: str, metric: Metric) -> str:
     }[found.sign]
     if isinstance(found, Hint):
         opening = f"Too few test samples to say whether {view.name} gains by joining"
-    return f"{opening}: {compared}: {change}."
+    return f"{opening}: {compared}. Difference: {change}."
 
 
 def caution(view: View, decision: Decision) -> list[str]:
-    """What a careful statistician would add."""
-    said = []
+    """Return the statistical caveats that apply to this agent's verdict."""
+    sentences = []
     if view.tests < SMALL:
         one = f": one sample more or less is {100 / view.tests:.1f} points" if decision.metric == "accuracy" else ""
         tests = "test sample" if view.tests == 1 else "test samples"
-        said.append(f"{view.name} has only {view.tests} {tests}{one}. Read this as a hint, not as proof.")
+        sentences.append(f"{view.name} has only {view.tests} {tests}{one}. Read this as a hint, not as proof.")
     known = [s.scores["accuracy"].value for s in view.standings.values() if "accuracy" in s.scores]
-    if known and max(known) <= view.commonest < 1:
-        said.append(
-            f"No method does better than always giving the commonest answer, which is right for "
-            f"{number(view.commonest, 'accuracy')}: look at the balanced accuracy before using any of these models."
+    if known and max(known) <= view.majority_share < 1:
+        sentences.append(
+            f"No method beats always predicting the most frequent class, which is correct for "
+            f"{number(view.majority_share, 'accuracy')}: check the balanced accuracy before using any of these models."
         )
     present = [n for n in view.classes if n]
     if len(present) == 1:
-        said.append("There is only one class in its test data: how well others are recognised is not known.")
+        sentences.append("Its test data contain only one class: how well the models recognise the others is not known.")
     elif len(present) < len(view.classes):
-        said.append(f"Its test data lack {len(view.classes) - len(present)} of {len(view.classes)} classes.")
+        sentences.append(f"Its test data lack {len(view.classes) - len(present)} of {len(view.classes)} classes.")
     if len(present) > 1 and min(present) < FEW:
-        said.append(f"Its rarest class has {min(present)} test sample{'s' if min(present) > 1 else ''}.")
+        sentences.append(f"Its rarest class has {min(present)} test sample{'s' if min(present) > 1 else ''}.")
     compared = [view.standings[m] for m in (ALONE, decision.method) if m in view.standings]
     if any(len(standing.seeds) == 1 for standing in compared):
-        said.append("Models were trained once, so the interval leaves out chance in training: give several seeds.")
-    return [*said, *(f"{note}." for note in view.notes)]
+        sentences.append(
+            "Each model was trained once, so the interval does not cover the randomness of training: use several seeds."
+        )
+    return [*sentences, *(f"{note}." for note in view.notes)]
 
 
 def partners(view: View, decision: Decision) -> str:
-    """Who helps and who hurts, by leaving each out in turn."""
+    """Return which partners help and which hurt, measured by leaving out each in turn."""
     ranked = sorted(view.partners.items(), key=lambda item: -item[1].value)
     clear = {sign: [name for name, found in ranked if found.sign == sign] for sign in (1, -1)}
     parts = [f"{listed(clear[1])} clearly help{'s' if len(clear[1]) == 1 else ''} {view.name}"] if clear[1] else []
     parts += [f"{listed(clear[-1])} clearly hurt{'s' if len(clear[-1]) == 1 else ''} it"] if clear[-1] else []
     if parts:
-        return f"{'; '.join(parts)}, judged by what its model loses or wins without them."
+        return f"{'; '.join(parts)}, measured by training without each of them."
     name, found = ranked[0]
     return (
-        f"No single partner makes a clear difference to {view.name}; the most helpful is {name}, "
-        f"worth {difference(found, decision.metric)}."
+        f"No single partner makes a clear difference to {view.name}. The most helpful is {name}: "
+        f"{difference(found, decision.metric)}."
     )
 
 
-def company(view: View, decision: Decision) -> str:
-    """Whose updates entered its model."""
+def update_sources(view: View, decision: Decision) -> str:
+    """Return which agents' updates entered this agent's model, in percent."""
     method = view.weighing[0]
-    shares = mean_over(view.taken[method])
+    shares = mean_over(view.update_weights[method])
     own = decision.names.index(view.name)
     others = sorted((i for i in range(len(shares)) if i != own), key=lambda i: -shares[i])
     if not others:
-        return f"{view.name} trained alone."
+        return f"{view.name} has no partners."
     most, least = others[0], others[-1]
     text = (
-        f"Over all rounds, {100 * shares[own]:.0f} % of what entered {view.name}'s {title_of(method)} model was its "
-        f"own; most of the rest came from {decision.names[most]} ({100 * shares[most]:.0f} %)"
+        f"Over all rounds, {100 * shares[own]:.0f} % of the updates in {view.name}'s {title_of(method)} model were its "
+        f"own. Among its partners, {decision.names[most]} contributed the most ({100 * shares[most]:.0f} %)"
     )
     return (
-        f"{text}, least from {decision.names[least]} ({100 * shares[least]:.0f} %)." if len(others) > 1 else f"{text}."
+        f"{text}, {decision.names[least]} the least ({100 * shares[least]:.0f} %)." if len(others) > 1 else f"{text}."
     )
 
 
-def everyone(decision: Decision, method: str) -> list[str]:
-    """Who gains and who loses in the federation; the worst off and the spread."""
+def federation_summary(decision: Decision, method: str) -> list[str]:
+    """Return which agents gain and lose by joining, the least favourable change, and the spread."""
     metric, found = decision.metric, gainers(decision.views, method, decision.metric)
     if not found:
-        return [f"{title_of(method)} came to its end for no agent."]
+        return [f"No run of {title_of(method)} finished for any agent."]
     counts = {sign: [v.name for v, gain in found if gain.sign == sign] for sign in (1, 0, -1)}
     up, level, down = (counts[sign] for sign in (1, 0, -1))
     rest = f", and for {len(level)} there is no clear difference" if level else ""
-    said = f"{_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly{rest}"
+    summary = f"{_count(up, 'gain')} clearly, {_count(down, 'lose')} clearly{rest}"
     if len(level) == len(found):
-        said = f"none of the {len(level)} agents clearly gains or loses"
-    sentences = [f"With {title_of(method)}, {said}."]
+        summary = f"none of the {len(level)} agents clearly gains or loses"
+    sentences = [f"With {title_of(method)}, {summary}."]
     if down:
-        sentences.append(f"Clearly worse off: {listed(down)}.")
+        sentences.append(f"Clearly worse by joining: {listed(down)}.")
     if len(found) > 1:
         worst, gain = found[-1]
-        sentences.append(f"Least well served is {worst.name}: {difference(gain, metric)}.")
+        sentences.append(f"The least favourable change is that of {worst.name}: {difference(gain, metric)}.")
         before = pstdev([v.standings[ALONE].scores[metric].value for v, _ in found])
         after = pstdev([v.standings[method].scores[metric].value for v, _ in found])
         scale = 100 if in_percent(metric) else 1
         unit = " points" if scale == 100 else ""
         sentences.append(
-            f"Between agents, the {METRIC_TITLES[metric]} spreads by {scale * after:.3g}{unit} (standard deviation), "
-            f"alone by {scale * before:.3g}{unit}."
+            f"The standard deviation of the {METRIC_TITLES[metric]} between agents is {scale * after:.3g}{unit}, "
+            f"and {scale * before:.3g}{unit} when each trains alone."
         )
     return sentences
 
 
-def unlike(found: Distances, name: str) -> str:
-    """How an agent's data differ from the others', before training."""
+def data_differences(found: Distances, name: str) -> str:
+    """Return how an agent's data differ from those of the other agents, before training."""
     i = found.names.index(name)
     others = [j for j in range(len(found.names)) if j != i]
     if not others:
@@ -165,18 +167,18 @@ def unlike(found: Distances, name: str) -> str:
     near = min(others, key=lambda j: found.gradient[i][j])
     far = max(others, key=lambda j: found.gradient[i][j])
     mix = [found.label[i][j] for j in others]
-    text = f"Before training, {found.names[near]}'s data pull a model most nearly the way {name}'s do"
-    text += f" and {found.names[far]}'s least so" if far != near else ""
-    return f"{text}. Its labels differ from theirs by {min(mix):.2f} to {max(mix):.2f} (see below)."
+    text = f"By their first gradients, the data of {found.names[near]} are most similar to those of {name}"
+    text += f" and the data of {found.names[far]} least similar" if far != near else ""
+    return f"{text}. The label distances to its partners are {min(mix):.2f} to {max(mix):.2f} (see below)."
 
 
 def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
+    """Return the names as "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _count(names: Sequence[str], verb: str) -> str:
-    """no agent loses, 1 agent loses, 2 agents lose."""
+    """Return "no agent loses", "1 agent loses" or "2 agents lose"."""
     if len(names) > 1:
         return f"{len(names)} agents {verb}"
     return f"{len(names) or 'no'} agent {verb}s"

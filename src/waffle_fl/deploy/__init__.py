@@ -1,13 +1,15 @@
-"""From a simulation to real machines: folders of keys and settings, Flower's processes, and our two apps in them.
+"""Deployment on real machines: folders with keys and settings, Flower's processes, and the two apps that run in them.
 
-folders      server.toml, site.toml and secrets         membership   founding, joining, new keys, revoking
-keys         a CA, certificates, node and operator keys  signing      requests that a site obeys
-policy       a site's rules                              exposure     models that single out rows
-holdings     a site's data, and what it tells of it      store        a site's states and its ledger
-site         a site's answers                            clientapp    the site's end of a message
-survey       questions before round one                  serverapp    the server's end: rounds, records, resume
-gate         what the server's two ports let through     launcher     Flower's SuperLink and SuperNode, adapted
-executor     runs our apps, forked, for Flower's tasks   processes    all processes of an end, watched together
-jobs         a submitted run and its journal             link         the operator's commands towards the server
-overview     how sites and jobs stand                    watching     the live page and its metrics
+settings_files   server.toml, site.toml, secrets           membership       create a federation, join, rotate, revoke
+keys             CA, certificates, node and operator keys  signing          signatures of requests
+policy           a site's rules                            exposure         models that single out training rows
+site_data        a site's data and its summaries           site_store       a site's states and its ledger
+site             a site's replies                          client_app       the site's Flower app
+survey           questions before round 1                  server_app       the server's Flower app: rounds, records
+gateway          access control of the server's two ports  flower_launcher  Flower's SuperLink and SuperNode, adapted
+executor         runs the apps for Flower's tasks          processes        start and watch processes
+jobs             a submitted run and its log               control_client   the operator's commands to the server
+overview         state of sites and jobs                   live_page        the live page and its metrics
+preflight        checks before a run                       dry_run          one local round that prints what would leave
+local_cluster    a federation on one machine               demo             the demonstration
 """

@@ -1,4 +1,4 @@
-"""The site's end of Flower: every message holds a signed request, every reply is what `Site.answer` returns."""
+"""The site's Flower app: each message holds a signed request, each reply is the return value of `Site.answer`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flwr.clientapp import ClientApp
 from waffle_fl.deploy.site import Site, reason, software
 from waffle_fl.engines.flower.messages import Message, packed, unpacked
 
-MAX_BYTES = 1 << 34  # what Flower itself has let through already
+MAX_BYTES = 1 << 34  # Flower applies its own, smaller limits before
 
 
 def app_of(folder: Path) -> ClientApp:
-    """The ClientApp of the site in this folder."""
+    """Return the ClientApp of the site in this folder."""
     app = ClientApp()
 
     @app.query()
@@ -27,7 +27,7 @@ def app_of(folder: Path) -> ClientApp:
 
 
 def answered(folder: Path, content: Any) -> Message:
-    """The reply to whatever came. Flower would send the text of an exception, and with it paths of this machine."""
+    """Return the reply to any content. Catches all errors: Flower would send the traceback, with local paths."""
     try:
         return Site(folder).answer(unpacked(content, MAX_BYTES))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The operator's commands towards a running server: Flower's Control API, over loopback, with the folder's secret."""
+"""Client for the operator's commands to a running server: Flower's Control API on loopback, with a secret."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from waffle_fl.deploy.membership import admitted_keys
 from waffle_fl.deploy.settings_files import ServerSettings, control_secret, read_server
 from waffle_fl.errors import WaffleError, writable
 
-UNKNOWN = "unknown"  # the status of a run of which no SuperLink tells
-FINISHED = "finished"  # how Flower's words for a run begin that has ended, well or not
-REGISTERED = "registered"  # a file that is there while the running SuperLink knows the sites
+UNKNOWN = "unknown"  # status of a run if no SuperLink answers
+FINISHED = "finished"  # prefix of Flower's status of an ended run, successful or not
+REGISTERED = "registered"  # file that exists once the running SuperLink has registered the sites
 PYPROJECT = """\
 [project]
 name = "waffle-app"
 version = "1.0.0"
-description = "Stands for the waffle-fl that is installed at each end"
+description = "Placeholder for the waffle-fl that is installed on the server and at each site"
 license = "Apache-2.0"
 dependencies = []
 
@@ -37,7 +37,7 @@ clientapp = "waffle_app:client"
 [tool.flwr.app.config]
 job = ""
 """
-APP = '''"""Flower wants an app to be sent; both ends run the one that is installed there, and this one never."""
+APP = '''"""Placeholder: Flower requires a submitted app. Server and sites run the installed waffle-fl instead."""
 
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
@@ -58,7 +58,7 @@ class Node:
 
 
 class _Secret:
-    """Shows the operator's secret with every request."""
+    """Adds the operator's secret to every request."""
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
@@ -69,13 +69,13 @@ class _Secret:
 
 
 class ControlClient:
-    """What an operator may ask of the SuperLink of a folder."""
+    """The operator's client for the SuperLink of a folder."""
 
     def __init__(self, folder: Path, settings: ServerSettings | None = None) -> None:
         self.folder, self.settings = folder, settings or read_server(folder)
 
     def wait(self, seconds: float) -> None:
-        """Until the SuperLink answers."""
+        """Wait until the SuperLink answers."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -87,29 +87,29 @@ class ControlClient:
             time.sleep(0.5)
 
     def register(self) -> list[str]:
-        """Tell the SuperLink which keys may connect; return one line for each change that was needed."""
-        known, wanted = {node.public_key: node for node in self.nodes()}, admitted_keys(self.folder)
-        said = [
+        """Register the keys that may connect with the SuperLink; return one line per change."""
+        known, admitted = {node.public_key: node for node in self.nodes()}, admitted_keys(self.folder)
+        changes = [
             f"{site} has no key yet: waffle deploy add-site {site} --key FILE --folder {self.folder}"
             for site in self.settings.members
-            if site not in wanted.values()
+            if site not in admitted.values()
         ]
         for form, node in known.items():
-            if form not in wanted and node.status != "unregistered":
+            if form not in admitted and node.status != "unregistered":
                 self.unregister(node.node_id)
-                said.append(f"{node.name or node.node_id} is no longer admitted")
-        for form, site in wanted.items():
+                changes.append(f"{node.name or node.node_id} is no longer admitted")
+        for form, site in admitted.items():
             if form in known and known[form].status != "unregistered":
                 continue
             self._forget(form)
             self._register(form, site)
-            said.append(f"{site} is admitted")
+            changes.append(f"{site} is admitted")
         with writable(self.folder):
             (self.folder / REGISTERED).write_text("\n".join(self.settings.members) + "\n", encoding="utf-8")
-        return said
+        return changes
 
     def nodes(self) -> list[Node]:
-        """All sites that the SuperLink knows, removed ones too."""
+        """All sites known to the SuperLink, including removed ones."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
         with self._client() as client:
@@ -123,7 +123,7 @@ class ControlClient:
             client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
 
     def submit(self, job: str) -> str:
-        """Start a job; return Flower's number of the run."""
+        """Submit a job; return Flower's run id."""
         from flwr.cli.build import build_fab_from_disk
         from flwr.common.serde import fab_to_proto, user_config_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
@@ -141,11 +141,11 @@ class ControlClient:
                 StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto({"job": job}))
             )
         if not started.HasField("run_id"):
-            raise WaffleError("the SuperLink does not take the run")
+            raise WaffleError("the SuperLink did not accept the run")
         return str(started.run_id)
 
     def status(self, run: str) -> str:
-        """How Flower says that a run stands: pending, running, finished:completed ..."""
+        """Flower's status of a run: pending, running, finished:completed ..."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
         try:
@@ -159,7 +159,7 @@ class ControlClient:
         return UNKNOWN
 
     def stop(self, run: str) -> bool:
-        """End a run; whether it was there to be ended."""
+        """Stop a run; return False if it was not running."""
         from flwr.proto.control_pb2 import StopRunRequest
 
         with self._client() as client:
@@ -172,13 +172,13 @@ class ControlClient:
             client.RegisterNode(RegisterNodeRequest(public_key=form, name=site))
 
     def _forget(self, form: bytes) -> None:
-        """Flower never admits a key again that it has removed; take the removed entry out of its database."""
+        """Delete a removed key from Flower's database; otherwise Flower never admits it again."""
         with closing(sqlite3.connect(self.folder / "superlink.db", timeout=30)) as database, database:
             database.execute("DELETE FROM node WHERE public_key = ? AND status = 'unregistered'", (form,))
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
-        """A client of the Control API; what goes wrong becomes one line."""
+        """Yield a client of the Control API; turn its errors into one-line messages."""
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
         from httpx import HTTPError, HTTPStatusError
@@ -191,7 +191,9 @@ class ControlClient:
         try:
             yield client
         except HTTPStatusError as error:
-            raise WaffleError(f"the server refuses this ({error.response.status_code}): {_words(error)}") from None
+            raise WaffleError(
+                f"the server rejected this request ({error.response.status_code}): {_reason_of(error)}"
+            ) from None
         except HTTPError as error:
             if "CERTIFICATE" in str(error) or "SSL" in str(error):
                 raise WaffleError(
@@ -200,11 +202,11 @@ class ControlClient:
                 ) from None
             raise WaffleError(
                 f"no server answers on 127.0.0.1:{s.local_port}: start it (waffle deploy server {self.folder}), "
-                "then give this command again"
+                "then run this command again"
             ) from None
         finally:
             client.close()
 
 
-def _words(error: Any) -> str:
+def _reason_of(error: Any) -> str:
     return " ".join(error.response.text.split())[:300] or "no reason given"

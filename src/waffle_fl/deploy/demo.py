@@ -1,4 +1,4 @@
-"""The whole of it on one machine: four sites and a server as separate processes, then the simulation beside it."""
+"""The demonstration: a server and four sites as processes on one machine, compared with the simulation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HEART = "heart-disease"
 
 
 def set_up(folder: Path) -> tuple[RunConfig, tuple[str, ...]]:
-    """(the run, its sites): four real hospitals where their data is at hand, four shares of the digits otherwise."""
+    """Return (the run, its sites): four hospitals if the heart-disease data is present, else four shares of digits."""
     with writable(folder):
         if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
-            raise WaffleError(f"{folder} holds something else than an earlier demonstration: choose another --out")
+            raise WaffleError(f"{folder} is not empty and not an earlier demonstration: choose another --out")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / MARK).write_text("made by waffle deploy demo, which removes this folder when it is run again\n")
+        (folder / MARK).write_text("made by waffle deploy demo, which deletes this folder when it is run again\n")
     heart = data_dir() / HEART
     common: dict[str, Any] = {"rounds": ROUNDS, "precision": "float64", "guard": "standard", "batch_size": 16}
     common |= {"min_category": 5}
@@ -43,7 +43,7 @@ def set_up(folder: Path) -> tuple[RunConfig, tuple[str, ...]]:
 
 
 def compare(config: RunConfig, deployed: Path, simulated: Path) -> None:
-    """Simulate the same config; any bit of difference is an error."""
+    """Simulate the same config; raise if any bit of the results differs."""
     execute([(config, simulated)], Runtime(device="cpu"))
     for name, read in PARTS.items():
         if read(deployed) != read(simulated):
@@ -51,7 +51,7 @@ def compare(config: RunConfig, deployed: Path, simulated: Path) -> None:
 
 
 def seconds_of(folder: Path) -> list[float]:
-    """How long each round of a run took."""
+    """Seconds of each round of a run."""
     return [float(line["seconds"]) for line in read_rounds(folder / "rounds.jsonl")]
 
 

@@ -1,4 +1,4 @@
-"""A dry run: one round of a site alone, on its own data, and a list of all that would have left it."""
+"""A dry run: one round at a single site on its own data, and a listing of everything that would leave the site."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.tensorfile import MAX_HEADER, parse_header
 
 
-def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
-    """What the site would say and send in a run of one round, byte for byte; nothing of it is kept or sent."""
+def dry_run(folder: Path, config: RunConfig) -> Iterator[str]:
+    """Yield lines that describe every reply of the site in a run of one round; nothing is stored or sent."""
     site = Site(folder)
     name = site.settings.name
-    s = replace(config.settings, alice="0" if site.holdings.by_name else name, rounds=1)
+    s = replace(config.settings, alice="0" if site.data.by_name else name, rounds=1)
     config = replace(config, settings=s)
-    words: dict[str, Any] = {"software": software(), "run": "rehearsal", "agent": 0, "config": config.to_json()}
+    fields: dict[str, Any] = {"software": software(), "run": "dry-run", "agent": 0, "config": config.to_json()}
     with tempfile.TemporaryDirectory() as scratch:
         site.store, site.ledger = Store(Path(scratch) / "state"), Ledger(Path(scratch) / "ledger.jsonl")
         site.folder = Path(scratch)
-        said: list[tuple[str, Message]] = []
+        replies: list[tuple[str, Message]] = []
 
         def ask(stage: Stage, known: dict[str, Any]) -> Answers:
-            reply = _answered(site, Message({**words, "stage": stage, "known": known}))
-            said.append((f"survey, {stage}", reply))
-            return {name: dict(reply.words)}
+            reply = _respond(site, Message({**fields, "stage": stage, "known": known}))
+            replies.append((f"survey, {stage}", reply))
+            return {name: dict(reply.fields)}
 
         facts = survey(ask, s)
         model = FlatModel(
@@ -48,33 +48,33 @@ def rehearse(folder: Path, config: RunConfig) -> Iterator[str]:
         steps = (s.epochs * -(-samples[0] // s.batch_size),)
         algorithm = for_model(config.algorithm(), model.layers)
         plan = RunPlan(
-            *("rehearsal", config.label, algorithm, (name,), 0, samples, steps, 1, s.batch_size, s.guard, s.alice)
+            *("dry-run", config.label, algorithm, (name,), 0, samples, steps, 1, s.batch_size, s.guard, s.alice)
         )
-        course = ServerRun(plan, model, initial_run_state(algorithm, model, s.seed, 1))
+        server_run = ServerRun(plan, model, initial_run_state(algorithm, model, s.seed, 1))
         for title in ("round 1", "after the last round"):
-            task, payload = course.task(0)
+            request, payload = server_run.request_for(0)
             spec = {"model": model.fingerprint(), "digest": facts.digests[name]}
-            more = {"known": facts.known, **spec, "tasks": [task.to_json()]}
-            reply = _answered(site, Message({**words, **more}, {plan.course: payload}))
-            said.append((title, reply))
-            course.receive(0, reply.words["courses"][plan.course], reply.payloads.get(plan.course))
-            course.turn(1)
-    for title, reply in said:
-        yield from _listed(title, reply)
+            fields_of_round = {"known": facts.known, **spec, "tasks": [request.to_json()]}
+            reply = _respond(site, Message({**fields, **fields_of_round}, {plan.label: payload}))
+            replies.append((title, reply))
+            server_run.receive(0, reply.fields["courses"][plan.label], reply.payloads.get(plan.label))
+            server_run.advance(1)
+    for title, reply in replies:
+        yield from _lines_of(title, reply)
 
 
-def _answered(site: Site, request: Message) -> Message:
+def _respond(site: Site, request: Message) -> Message:
     with site.ledger.alone():
         reply = site.respond(request, "dry run")
-    for words in (reply.words, *reply.words.get("courses", {}).values()):
-        if words.get("error"):
-            raise WaffleError(f"this site would refuse, or fail: {words['error']}")
+    for fields in (reply.fields, *reply.fields.get("courses", {}).values()):
+        if fields.get("error"):
+            raise WaffleError(f"this site would refuse the request, or fail: {fields['error']}")
     return reply
 
 
-def _listed(title: str, reply: Message) -> Iterator[str]:
+def _lines_of(title: str, reply: Message) -> Iterator[str]:
     yield f"{title}: {reply.size} bytes"
-    yield f"  words: {json.dumps(reply.words)}"
+    yield f"  fields: {json.dumps(reply.fields)}"
     for payload in reply.payloads.values():
         header = parse_header(payload[: 8 + MAX_HEADER], len(payload))
         labels = header.pop("__metadata__", {})

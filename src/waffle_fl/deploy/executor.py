@@ -1,9 +1,9 @@
 """Runs our apps for Flower's tasks: python -m waffle_fl.deploy.executor FOLDER
 
-Flower has a process of its own for this, which starts another for every message, with a secret token on its command
-line and whatever code was sent. This one takes its place. It proves that it knows the folder's secret, takes only
-tasks of its end, and forks itself for each: torch is loaded already, no token appears in a process listing, and the
-app is always the installed waffle-fl; code that Flower carries is never unpacked.
+Replaces Flower's SuperExec, which starts a new process per message, with a secret token on its command line and the
+submitted code. This process authenticates with the folder's secret, takes only tasks of its role (server or site), and
+forks itself for each task: torch is already loaded, no token appears in a process listing, and the app is always the
+installed waffle-fl. Code that Flower transports is never unpacked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from waffle_fl.deploy.settings_files import Endpoint, endpoint_of
 from waffle_fl.errors import WaffleError
 
 log = logging.getLogger("waffle_fl")
-POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two looks for a task, and while none comes for long
+POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two polls for a task; the pause grows while none arrives
 ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets")  # which the first gradient, and the digits, would wait for
-APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # what a process is called while it runs an app
+SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets")  # needed by the first gradient and by the digits data
+APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # process name while an app runs
 
 
 def serve(home: Path) -> None:
-    """Take tasks until stopped."""
+    """Poll for tasks and run them until stopped."""
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
     from flwr.supercore.constant import TaskType
     from httpx import HTTPError, HTTPStatusError
@@ -57,7 +57,7 @@ def serve(home: Path) -> None:
                 children -= _ended(children)
                 time.sleep(pause)
         except HTTPStatusError as error:
-            log.error("Flower's process refuses to give out tasks (%d)", error.response.status_code)
+            log.error("Flower's process rejected the request for tasks (%d)", error.response.status_code)
             time.sleep(10.0)
         except HTTPError:  # Flower's process is not up yet, or is being restarted
             time.sleep(1.0)
@@ -66,7 +66,7 @@ def serve(home: Path) -> None:
 
 
 def _client(end: Endpoint) -> Any:
-    """A client of the Runtime API that shows the folder's secret."""
+    """Return a client of the Runtime API that authenticates with the folder's secret."""
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
     from flwr.supercore.runtime import RuntimeHttpClient
 
@@ -78,7 +78,7 @@ def _client(end: Endpoint) -> Any:
 
 
 def _preload(role: str) -> None:
-    """Import what every app needs, once. Nothing is computed: a fork would not take torch's threads along."""
+    """Import what every app needs, once. Nothing is computed here, because a fork does not copy torch's threads."""
     import_module("waffle_fl.deploy.client_app" if role == "site" else "waffle_fl.deploy.server_app")
     for slow in SLOW_IMPORTS if role == "site" else ():
         import_module(slow)
@@ -89,7 +89,7 @@ def _preload(role: str) -> None:
 
 
 def _fork(home: Path, end: Endpoint, token: str) -> int:
-    """The number of a new process that runs the app of one task and ends."""
+    """Fork a process that runs the app of one task and exits; return its id."""
     number = os.fork()
     if number:
         return number
@@ -110,7 +110,7 @@ def _fork(home: Path, end: Endpoint, token: str) -> int:
 
 
 def run_client_app(home: Path, end: Endpoint, token: str) -> None:
-    """Flower's ClientApp process with our ClientApp in place of the one that was sent."""
+    """Run Flower's ClientApp process with the installed ClientApp instead of the submitted one."""
     runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
     app_of = import_module("waffle_fl.deploy.client_app").app_of
     runtime.get_load_client_app_fn = lambda **_: lambda *_: app_of(home)
@@ -118,7 +118,7 @@ def run_client_app(home: Path, end: Endpoint, token: str) -> None:
 
 
 def run_server_app(home: Path, end: Endpoint, token: str) -> None:
-    """Flower's ServerApp process with our ServerApp in place of the one that was submitted."""
+    """Run Flower's ServerApp process with the installed ServerApp instead of the submitted one."""
     runtime: Any = import_module("flwr.superlink.runtime.run_serverapp")
     serve_job = import_module("waffle_fl.deploy.server_app").main
 
@@ -126,7 +126,7 @@ def run_server_app(home: Path, end: Endpoint, token: str) -> None:
         job = str(context.run_config.get("job"))
         try:
             serve_job(home, grid, job)
-        except WaffleError as error:  # which the job's journal has
+        except WaffleError as error:  # also written to the job's log
             log.error("job %s: %s", job, error)
         return context
 
@@ -149,7 +149,7 @@ def _ended(children: set[int]) -> set[int]:
 
 
 def _stop(children: set[int]) -> None:
-    """End the apps, then this process."""
+    """Stop the running apps, then exit."""
     for number in children:
         os.kill(number, signal.SIGTERM)
     end = time.monotonic() + 3

@@ -1,10 +1,10 @@
-"""Does a model single out training rows? Then its update holds them nearly word for word.
+"""Detect models that single out training rows, so that an update reveals them almost exactly.
 
 The gradient of a linear layer's weights is a sum over rows: (gradient at the layer's output) x (the layer's input). A
-unit that one row alone activates hands over that row's input; so does the difference of two units that are active for
-the same rows but one. Weights can be chosen so that nearly every row is singled out in one of these ways ("trap
-weights", "imprint layers"). In ordinary networks few rows are, unless there are few rows at all: docs/deploy.md has
-what was measured. So a model is compared with random ones of its kind on the same rows.
+unit that only one row activates reveals that row's input; so does the difference of two units whose sets of active rows
+differ by one row. Weights can be chosen so that nearly every row is singled out in one of these ways ("trap weights",
+"imprint layers"). Ordinary networks single out few rows, unless there are few rows in total; docs/deploy.md has
+measurements. A model is therefore compared with random models of the same architecture on the same rows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from waffle_fl.algorithms import Net
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
-ROWS = 512  # rows that are looked at
-NEGLIGIBLE = 1e-4  # of a unit's largest gradient: less does not show in the sum
+ROWS = 512  # rows that are examined
+NEGLIGIBLE = 1e-4  # fraction of a unit's largest gradient below which a row is not visible in the sum
 RANDOM_MODELS = 3
 
 
 def exposed_shares(model: FlatModel, net: Net, federation: Federation) -> tuple[float, float]:
     """Share of the agent's training rows that hidden linear layers single out: among all rows, and within a class.
 
-    The last layer can silence all rows of other classes, so those of one class are looked at by themselves too.
-    Convolutions are not looked at.
+    The last layer can suppress all rows of other classes, so the rows of each class are also examined separately.
+    Convolutions are not examined.
     """
     rows = federation.train[0][:ROWS]
     if not len(rows):
@@ -48,14 +48,14 @@ def exposed_shares(model: FlatModel, net: Net, federation: Federation) -> tuple[
 
 
 def usual_shares(model: FlatModel, federation: Federation) -> tuple[float, float]:
-    """The same of random models, on average."""
+    """Mean of `exposed_shares` over random models."""
     shares = [exposed_shares(model, model.init(seed), federation) for seed in range(RANDOM_MODELS)]
     among_all, within_class = (sum(part) / len(shares) for part in zip(*shares, strict=True))
     return among_all, within_class
 
 
 def _singled_out(active: Tensor) -> Tensor:
-    """Rows by which alone two units differ, or a unit differs from none: (rows, units) -> (rows,)."""
+    """Rows that are the only difference between two units, or between a unit and none: (rows, units) -> (rows,)."""
     sets = torch.cat([active, active.new_zeros(len(active), 1)], dim=1)
     held = sets.double()
     count = held.sum(dim=0)
@@ -65,9 +65,9 @@ def _singled_out(active: Tensor) -> Tensor:
 
 
 def _hidden_gradients(model: FlatModel, net: Net, x: Tensor) -> list[Tensor]:
-    """For each hidden linear layer, how every row's answer depends on that layer's output: (rows, units).
+    """For each hidden linear layer, the gradient of every row's prediction at that layer's output: (rows, units).
 
-    Of the answer, not of the loss: a row that is answered well has a small loss, but its unit is not used by others.
+    The gradient of the loss would hide well-predicted rows: their loss is small, although no other row uses their unit.
     """
     module = model.module()
     outputs: list[Tensor] = []
@@ -78,15 +78,14 @@ def _hidden_gradients(model: FlatModel, net: Net, x: Tensor) -> list[Tensor]:
 
     hooks = [part.register_forward_hook(keep) for part in module.modules() if isinstance(part, nn.Linear)]
     try:
-        once = {
-            name for name, _ in (*module.named_parameters(), *module.named_buffers())
-        }  # tied tensors have two names
+        # tied tensors have two names in the state dict
+        unique = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         saved = model.state_dict(net).items()
-        state = {name: value.detach().requires_grad_() for name, value in saved if name in once}
+        state = {name: value.detach().requires_grad_() for name, value in saved if name in unique}
         answer = functional_call(module, state, (x,)).reshape(len(x), -1)
         mixture = (answer * torch.arange(1, answer.shape[1] + 1, dtype=answer.dtype).sqrt()).sum()
     finally:
         for hook in hooks:
             hook.remove()
-    hidden = outputs[:-1]  # the last one is the answer: its units are classes, which all rows share
+    hidden = outputs[:-1]  # without the output layer, whose units are shared by all rows
     return list(torch.autograd.grad(mixture, hidden)) if hidden else []

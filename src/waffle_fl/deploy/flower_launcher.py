@@ -1,7 +1,7 @@
 """Start Flower's SuperLink or SuperNode: python -m waffle_fl.deploy.flower_launcher superlink|supernode FOLDER ...
 
-Both are Flower's own commands, started in this process with what a deployment needs changed: the SuperLink listens on
-two sockets behind a `Gate`, the SuperNode looks for messages more often, and both log one plain line per event.
+Both are Flower's own commands, run in this process with three changes: the SuperLink listens on two sockets behind a
+`Gateway`, the SuperNode polls for messages more often, and both log one plain line per event.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-CONNECTIONS = 1000  # at a time, at both ports
-FRESH = 2.0  # seconds for which the sites' keys are not read again
+CONNECTIONS = 1000  # concurrent, on both ports together
+FRESH = 2.0  # seconds for which the sites' keys are cached
 LONGEST_LINE = 4000  # characters of a log line
-POLLING = 1 / 6  # of Flower's own pauses: a SuperNode asks for messages every half second, not every three
+POLLING = 1 / 6  # factor on Flower's pauses: a SuperNode polls every 0.5 seconds instead of every 3
 
 
 def superlink(home: Path) -> None:
-    """Flower's flower-superlink behind our gate."""
+    """Run flower-superlink behind the gateway."""
     from waffle_fl.deploy.settings_files import read_server
 
     command: Any = import_module("flwr.superlink.cli.flower_superlink")
@@ -38,7 +38,7 @@ def superlink(home: Path) -> None:
 
 
 def _serve(home: Path, s: Any, app: Any, options: dict[str, Any]) -> None:
-    """What `uvicorn.run` does, on the public and on the local socket."""
+    """Replacement for `uvicorn.run` that listens on the public and on the local socket."""
     import uvicorn
     from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as PIECE
 
@@ -47,22 +47,22 @@ def _serve(home: Path, s: Any, app: Any, options: dict[str, Any]) -> None:
 
     admitted = Admitted(home)
     known = (lambda key: True) if s.insecure else admitted.has
-    gate = Gateway(app, s.port, control_secret(home), PIECE + SPARE, known)
+    gateway = Gateway(app, s.port, control_secret(home), PIECE + SPARE, known)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_keep_alive": 60}
     quiet = {"access_log": False, "log_config": None, "server_header": False}
-    config = uvicorn.Config(gate, **{**options, **quiet, **limits})
+    config = uvicorn.Config(gateway, **{**options, **quiet, **limits})
     sockets = [listening(s.listen, s.port), listening("127.0.0.1", s.local_port)]
     uvicorn.Server(config).run(sockets=sockets)
 
 
 class Admitted:
-    """The public keys of the sites, as requests show them; looked up again when they may have changed."""
+    """The public keys of the admitted sites, encoded as in request headers; re-read every `FRESH` seconds."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.keys, self.read = home, frozenset[bytes](), 0.0
 
     def has(self, shown: bytes) -> bool:
-        """Does a site have this key? A stranger cannot know one."""
+        """Return whether this is the key of an admitted site."""
         if time.monotonic() - self.read > FRESH:
             self.keys, self.read = self._now(), time.monotonic()
         return shown in self.keys
@@ -79,7 +79,7 @@ class Admitted:
 
 
 def supernode(home: Path) -> None:
-    """Flower's flower-supernode. Without TLS it takes no key; the site shows its own all the same, and is believed."""
+    """Run flower-supernode. Without TLS Flower sends no key; this adds the site's key, which is then not verified."""
     import uvicorn
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
@@ -96,7 +96,7 @@ def supernode(home: Path) -> None:
 
 
 def plain_logs(home: Path, name: str) -> None:
-    """One line per event on standard error and in the folder's log: time, level, whose it is, what happened."""
+    """Log one line per event to standard error and to the folder's log: time, level, server or site name, event."""
     file = logging.handlers.WatchedFileHandler(home / ("server.log" if name == "server" else "site.log"))
     Path(file.baseFilename).chmod(0o600)
     handlers: list[logging.Handler] = [logging.StreamHandler(), file]
@@ -120,7 +120,7 @@ class OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = " | ".join(line.strip() for line in super().format(record).splitlines() if line.strip())
-        return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_LINE])
+        return "".join(char if char.isprintable() else "?" for char in text[:LONGEST_LINE])
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
 
     role, home = sys.argv[1], Path(sys.argv[2])
     sys.argv = [f"flower-{role}", *sys.argv[3:]]
-    import_module("flwr.supercore.logger")  # which puts its own handler there
+    import_module("flwr.supercore.logger")  # installs its own handler, replaced below
     plain_logs(home, name_of(home))
     {"superlink": superlink, "supernode": supernode}[role](home)
 

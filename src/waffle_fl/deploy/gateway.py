@@ -1,9 +1,9 @@
-"""The server's two doors: sites reach Flower's Fleet API and nothing else; all other APIs are on loopback, locked.
+"""Access control of the server's two ports: sites reach Flower's Fleet API only; all other APIs are on loopback.
 
-Flower serves its Fleet, Control and Runtime APIs as one application. `Gate` stands in front of it and knows by which
-socket a request came. The public socket passes the few Fleet calls that a SuperNode makes. The local one passes the
-Runtime API, which has locks of its own (Flower's SuperExec secret, a token per task), and the Control API for requests
-with the secret that only the operator's account can read.
+Flower serves its Fleet, Control and Runtime APIs as one application. `Gateway` wraps it and distinguishes requests by
+the socket they arrive on. The public socket forwards only the Fleet calls that a SuperNode makes. The local socket
+forwards the Runtime API, which Flower itself protects (the SuperExec secret, a token per task), and the Control API for
+requests with the secret that only the operator's account can read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CONTROL_HEADER = "x-waffle-control-secret"
-FLEET = frozenset(  # all that a registered SuperNode calls; it neither registers nor removes itself
+FLEET = frozenset(  # all calls of a registered SuperNode; registration and removal are the operator's
     f"/v1/fleet/{call}"
     for call in (
         *("activate-node", "deactivate-node", "send-node-heartbeat", "get-run", "get-fab"),
@@ -30,9 +30,9 @@ FLEET = frozenset(  # all that a registered SuperNode calls; it neither register
 )
 LOCAL = ("/v1/runtime/", "/v1/fleet/", "/health")
 CONTROL = "/v1/control/"
-SPARE = 1 << 20  # bytes around a piece of a message
+SPARE = 1 << 20  # bytes of framing around a chunk of a message
 KEY_HEADER = b"flwr-public-key"
-NOT_ADMITTED = json.dumps(  # as Flower writes its errors, so that a SuperNode prints it
+NOT_ADMITTED = json.dumps(  # in Flower's error format, so that a SuperNode prints it
     {
         "code": 2004,
         "detail": "Failed to activate SuperNode: the server does not admit this site's key (not added yet, replaced or "
@@ -49,7 +49,7 @@ class Gateway:
     public_port: int
     secret: str
     max_body: int
-    is_admitted: Callable[[bytes], bool]  # is this the public key of a site, as the request's header has it?
+    is_admitted: Callable[[bytes], bool]  # whether this header value is the public key of an admitted site
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -58,17 +58,17 @@ class Gateway:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
-        refused = self.refusal(scope)
-        if not refused:
+        rejection = self.refusal(scope)
+        if not rejection:
             await self.app(scope, receive, send)
         else:
-            body = NOT_ADMITTED if refused == 401 else b""
+            body = NOT_ADMITTED if rejection == 401 else b""
             headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": refused, "headers": headers})
+            await send({"type": "http.response.start", "status": rejection, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
     def refusal(self, scope: Scope) -> int:
-        """The status with which a request is refused; 0 if it may pass."""
+        """Return the HTTP status that rejects a request, or 0 if it is allowed."""
         path, headers = scope["path"], dict(scope["headers"])
         if (scope.get("server") or ("", 0))[1] == self.public_port:
             length = headers.get(b"content-length", b"")
@@ -84,7 +84,7 @@ class Gateway:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there; OSError says why none can."""
+    """Return a socket bound to this address; raises OSError if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

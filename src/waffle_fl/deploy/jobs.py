@@ -1,4 +1,4 @@
-"""A job: one submitted run, or one for each Alice, as a file that outlives every process; and its journal."""
+"""Jobs: a job is one submitted run, or one run per Alice, stored as files that survive restarts, with a log."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from waffle_fl.records import read_json, write_json
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked, and under which name sites know the run; the name stays when the job is resumed."""
+    """A submitted job. It keeps the same run id when it is resumed."""
 
     path: Path
-    run: str
+    run: str  # id under which the sites know the job
     config: RunConfig
     out: Path
-    sites: tuple[str, ...]  # its agents, in order; a site that is revoked later keeps its place
+    sites: tuple[str, ...]  # the agents, in order; a site that is revoked later keeps its index
     force: bool = False
 
     @classmethod
     def open(cls, folder: Path, name: str) -> Job:
-        """A job of this deployment, by its name alone: whoever submits it cannot point elsewhere."""
+        """Return a job of this deployment by its name; paths are not accepted."""
         path = folder / "jobs" / f"{check_name(name)}.json"
         content = read_json(path)
         if content is None:
@@ -46,22 +46,24 @@ class Job:
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig, out: Path, force: bool) -> Job:
-        """A new job, or the one that already writes to this place: then it goes on."""
+        """Return a new job, or the existing job that writes to the same folder, to resume it."""
         path = folder / "jobs" / f"{check_name(out.name)}.json"
         known = cls.open(folder, out.name) if path.exists() else None
         if known and known.out != out.resolve():
             raise WaffleError(f"another job of {folder} is called {out.name}: choose another --out")
         if known and not force and known.config.to_json() != config.to_json():
-            raise WaffleError(f"the job {out.name} was another run: choose another --out, or --force to go on")
-        goes_on = known is not None and (begun(out) or known.conducted)
-        members = read_server(folder).members
-        if known and goes_on and known.sites != members:
             raise WaffleError(
-                f"the job {out.name} is of the sites {', '.join(known.sites)}, and now there are {', '.join(members)}: "
-                "choose another --out to train with them, or waffle deploy resume to go on as it was"
+                f"the job {out.name} exists with other settings: choose another --out, or use --force to continue it"
             )
-        run = known.run if known and goes_on else secrets.token_hex(8)
-        sites = known.sites if known and goes_on else members
+        resumes = known is not None and (begun(out) or known.is_running)
+        members = read_server(folder).members
+        if known and resumes and known.sites != members:
+            raise WaffleError(
+                f"the job {out.name} has the sites {', '.join(known.sites)}; the federation now has "
+                f"{', '.join(members)}: choose another --out to train with these, or continue with waffle deploy resume"
+            )
+        run = known.run if known and resumes else secrets.token_hex(8)
+        sites = known.sites if known and resumes else members
         job = cls(path, run, config, out.resolve(), sites, force)
         job.write(force)
         return job
@@ -81,16 +83,16 @@ class Job:
         return self.path.with_suffix(".lock")
 
     @contextlib.contextmanager
-    def conducting(self) -> Iterator[bool]:
-        """Whether this is the process that conducts the job; the kernel frees the place when it dies."""
+    def exclusive(self) -> Iterator[bool]:
+        """Lock the job; yield False if another process has it. The kernel releases the lock when the process dies."""
         with self.lock.open("a") as stream:
-            yield any(_taken(stream, fcntl.LOCK_EX) for _ in _moments())
+            yield any(_try_lock(stream, fcntl.LOCK_EX) for _ in _lock_attempts())
 
     @property
-    def conducted(self) -> bool:
-        """Is some process at it? Many may look at once, and whoever looks is not taken for it."""
+    def is_running(self) -> bool:
+        """Whether a process holds the lock. Uses a shared lock, so that concurrent checks do not see each other."""
         with self.lock.open("a") as stream:
-            return not _taken(stream, fcntl.LOCK_SH)
+            return not _try_lock(stream, fcntl.LOCK_SH)
 
     @property
     def journal(self) -> JobLog:
@@ -98,40 +100,40 @@ class Job:
 
     @property
     def survey(self) -> Survey | None:
-        """What the sites reported for this run; None where it is new, or its settings were different then."""
+        """The saved survey of this run; None if the run is new or its settings have changed since."""
         content = read_json(self.path.with_suffix(".survey"))
-        same = content is not None and content.get("asked") == self._asked and begun(self.out)
+        same = content is not None and content.get("asked") == self._survey_key and begun(self.out)
         return Survey.from_json(content["told"]) if content and same else None
 
-    def keep(self, survey: Survey) -> None:
-        write_json(self.path.with_suffix(".survey"), {"asked": self._asked, "told": survey.to_json()})
+    def save_survey(self, survey: Survey) -> None:
+        write_json(self.path.with_suffix(".survey"), {"asked": self._survey_key, "told": survey.to_json()})
 
     @property
-    def _asked(self) -> dict[str, Any]:
-        """For which run the sites were asked, as JSON has it."""
-        asked: dict[str, Any] = json.loads(json.dumps({"run": self.run, "settings": asdict(self.config.settings)}))
-        return asked
+    def _survey_key(self) -> dict[str, Any]:
+        """The run and settings that the survey depends on, normalised through JSON."""
+        key: dict[str, Any] = json.loads(json.dumps({"run": self.run, "settings": asdict(self.config.settings)}))
+        return key
 
     @property
     def state(self) -> dict[str, Any]:
-        """How the job stands, as its ServerApp last wrote it; empty before the first time."""
+        """The state last written by the ServerApp; empty before the first time."""
         return read_json(self.path.with_suffix(".state")) or {}
 
-    def show(self, **state: Any) -> None:
-        """Put on record how the job stands, for `waffle deploy status` and `watch`."""
+    def update_state(self, **state: Any) -> None:
+        """Update the stored state, which `waffle deploy status` and `watch` show."""
         write_json(self.path.with_suffix(".state"), {**self.state, **state, "time": time.time()})
 
-    def ask_to_stop(self) -> None:
-        """Have the ServerApp end after what it is at."""
+    def request_stop(self) -> None:
+        """Request that the ServerApp stop after its current step."""
         with writable(self.path):
             self._stop.touch(mode=0o600)
 
     @property
-    def is_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self._stop.exists()
 
-    def go_on(self) -> None:
-        """Forget an earlier wish to stop."""
+    def clear_stop_request(self) -> None:
+        """Remove an earlier stop request."""
         self._stop.unlink(missing_ok=True)
 
     @property
@@ -140,7 +142,7 @@ class Job:
 
     @property
     def flower_run(self) -> str:
-        """Flower's number of the run that was submitted last, or nothing."""
+        """Flower's id of the last submitted run, or an empty string."""
         path = self.path.with_suffix(".flower")
         return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
@@ -148,7 +150,7 @@ class Job:
         write_atomically(self.path.with_suffix(".flower"), f"{number}\n".encode())
 
     def runs(self, names: tuple[str, ...], survey: Survey) -> list[tuple[RunConfig, Path]]:
-        """The run of the named Alice, or one for each site that can be."""
+        """The run of the named Alice, or one run per site that has training and test samples."""
         if self.config.settings.alice != ALL_ALICES:
             return [(self.config, self.out)]
         able = [i for i, site in enumerate(self.sites) if survey.samples[site] and survey.test[site]]
@@ -159,11 +161,11 @@ class Job:
 
 
 def begun(out: Path) -> bool:
-    """Does this place hold a run, or one for each Alice?"""
+    """Whether this folder holds a run, or one run per Alice."""
     return (out / "config.json").exists() or any(out.glob("*/config.json"))
 
 
-def _taken(stream: IO[str], how: int) -> bool:
+def _try_lock(stream: IO[str], how: int) -> bool:
     try:
         fcntl.flock(stream, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,8 +173,8 @@ def _taken(stream: IO[str], how: int) -> bool:
     return True
 
 
-def _moments() -> Iterator[None]:
-    """Long enough for who only looks whether the place is taken."""
+def _lock_attempts() -> Iterator[None]:
+    """Retry for 2 seconds, longer than any `is_running` check holds its shared lock."""
     for _ in range(20):
         yield
         time.sleep(0.1)
@@ -180,25 +182,25 @@ def _moments() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class JobLog:
-    """What the ServerApp says, line by line, to whoever watches the job."""
+    """Events of a job, one JSON line each, written by the ServerApp and read by the commands that watch the job."""
 
     path: Path
 
-    def say(self, **what: Any) -> None:
+    def write(self, **what: Any) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"time": time.time(), **what}) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 
     def since(self, position: int) -> tuple[list[Mapping[str, Any]], int]:
-        """(whole lines after a position, the position after them); one that a crash has cut is passed over."""
+        """Return (complete lines after a position, the position after them); lines truncated by a crash are skipped."""
         text = self._content()[position:]
-        whole = text[: text.rfind(b"\n") + 1]
+        complete = text[: text.rfind(b"\n") + 1]
         lines = []
-        for line in whole.splitlines():
+        for line in complete.splitlines():
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(line))
-        return lines, position + len(whole)
+        return lines, position + len(complete)
 
     @property
     def end(self) -> int:
@@ -206,7 +208,7 @@ class JobLog:
 
     @property
     def last(self) -> int:
-        """Where the last line begins."""
+        """Position of the start of the last line."""
         return self._content().rfind(b"\n", 0, -1) + 1
 
     def _content(self) -> bytes:

@@ -32,7 +32,7 @@ VALID = datetime.timedelta(days=825)
 
 
 def make_certificates(folder: Path, federation: str, names: Sequence[str], valid: datetime.timedelta = VALID) -> None:
-    """ca.crt, server.pem and server.key; the CA's own key signs once and is not kept."""
+    """Write ca.crt, server.pem and server.key. The CA's own key signs once and is not stored."""
     ca_key, server_key = (ec.generate_private_key(CURVE) for _ in range(2))
     ca_name, server_name = (_named(f"{federation} {part}") for part in ("CA", "server"))
     authority = x509.BasicConstraints(ca=True, path_length=0)
@@ -55,12 +55,12 @@ def make_certificates(folder: Path, federation: str, names: Sequence[str], valid
 
 
 def make_node_key(private: Path, public: Path) -> None:
-    """A key pair of a site, as OpenSSH writes it, made at the site: the private half never leaves it."""
+    """Write a site's key pair in OpenSSH format. It is made at the site; the private key never leaves it."""
     _write_pair(ec.generate_private_key(CURVE), private, public)
 
 
 def make_operator_key(private: Path, public: Path) -> None:
-    """The Ed25519 key pair that requests are signed with; every site holds the public half."""
+    """Write the Ed25519 key pair that signs requests; every site has the public key."""
     _write_pair(Ed25519PrivateKey.generate(), private, public)
 
 
@@ -70,16 +70,16 @@ def _write_pair(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, private: Pa
 
 
 def fingerprint(public: bytes) -> str:
-    """A public key's fingerprint as `ssh-keygen -l` prints it, to be compared over the telephone."""
+    """Fingerprint of a public key in the format of `ssh-keygen -l`, to compare by telephone."""
     try:
         body = base64.b64decode(public.split()[1], validate=True)
     except (IndexError, ValueError):
-        raise WaffleError("this is no public key: expected a line such as 'ecdsa-sha2-nistp384 AAAA...'") from None
+        raise WaffleError("this is not a public key: expected a line such as 'ecdsa-sha2-nistp384 AAAA...'") from None
     return "SHA256:" + base64.b64encode(hashlib.sha256(body).digest()).decode().rstrip("=")
 
 
 def wire_form(public: Path) -> bytes:
-    """A site's public key as Flower reports the key that a node has proven to hold."""
+    """A site's public key in the format in which Flower reports the authenticated key of a node."""
     check_regular(public)
     try:
         if public.stat().st_size > LARGEST_KEY:
@@ -88,16 +88,16 @@ def wire_form(public: Path) -> bytes:
     except OSError as error:
         raise WaffleError(f"cannot read {public}: {error.strerror}") from None
     except (ValueError, UnsupportedAlgorithm):
-        raise WaffleError(f"{public} is no public key of a site") from None
+        raise WaffleError(f"{public} is not the public key of a site") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != CURVE.name:
         raise WaffleError(
-            f"{public} is no public key of a site: expected ecdsa-sha2-nistp384, as waffle deploy join makes"
+            f"{public} is not the public key of a site: expected ecdsa-sha2-nistp384, as made by waffle deploy join"
         )
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, from its first byte on."""
+    """Write a file with mode 0600, set before the content is written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         os.fchmod(stream.fileno(), 0o600)

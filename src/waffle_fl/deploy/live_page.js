@@ -2,11 +2,11 @@
 const POLL = 2000; // milliseconds between two reads
 const STALE = 10; // seconds after which the page says that its numbers are old
 const HEIGHT = 220;
-const SERIES = 8; // colours; further sites are drawn as one
-const MARKED = 30; // rounds up to which each has its own mark
+const SERIES = 8; // number of colours; further sites are drawn as one series
+const MARKED = 30; // largest number of rounds for which each round has a mark
 
 const SITE_TONES = { connected: "good", "not connected": "bad", revoked: "idle", "no key yet": "warn", unknown: "idle" };
-const JOB_TONES = { running: "busy", finished: "good", failed: "bad", stopped: "warn", "broken off": "warn", submitted: "idle" };
+const JOB_TONES = { running: "busy", finished: "good", failed: "bad", stopped: "warn", interrupted: "warn", submitted: "idle" };
 
 const byId = (id) => document.getElementById(id);
 const jobs = new Map(); // by name, the job's part of the page
@@ -28,17 +28,17 @@ function fill(element, attributes, children) {
   return element;
 }
 
-function say(element, text) {
+function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 function show(element, text) {
-  say(element, text);
+  setText(element, text);
   element.hidden = !text;
 }
 
 function tone(element, word, tones) {
-  say(element, word);
+  setText(element, word);
   element.className = "state";
   element.dataset.tone = tones[word] ?? "idle";
 }
@@ -113,7 +113,7 @@ class Chart {
     this.svg.dataset.points = this.size;
     this.marks.replaceChildren();
     const stride = this.size > 1 ? rounds[1] - rounds[0] : 1;
-    const room = (14 + 8 * String(rounds.at(-1)).length) / (this.x(1) - this.x(0)); // what a label takes, in bars
+    const room = (14 + 8 * String(rounds.at(-1)).length) / (this.x(1) - this.x(0)); // width of a label, in bars
     for (const round of multiples(step(Math.max(1, room * stride)), rounds[0], rounds.at(-1))) {
       const x = this.x((round - rounds[0]) / stride);
       this.marks.append(drawn("line", { class: "axis", x1: x, x2: x, y1: this.bottom, y2: this.bottom + 4 }));
@@ -219,7 +219,7 @@ function drawWeights(chart, run, series, width) {
   }
 }
 
-/** Give labels a place each, from the bottom up, as near as can be to where they belong. */
+/** Positions of labels without overlap, from the bottom up, close to their values. */
 function spread(labels, top, bottom, gap) {
   let limit = bottom;
   for (const label of labels) limit = (label.y = Math.min(label.at, limit)) - gap;
@@ -227,7 +227,7 @@ function spread(labels, top, bottom, gap) {
   for (const label of labels.toReversed()) limit = (label.y = Math.max(label.y, limit)) + gap;
 }
 
-/** What is drawn of a run's weights: Alice, then the others; the least of many sites become one. */
+/** Series of the weights chart: Alice, then the other sites; the smallest of many sites are merged into one. */
 function seriesOf(run) {
   const rows = run.sites.map((name, i) => ({ name, weights: run.weights[i], kind: `s${i % SERIES}`, i }));
   const total = ({ weights }) => weights.reduce((sum, weight) => sum + (weight ?? 0), 0);
@@ -285,10 +285,10 @@ class JobView {
     const alice = job.alice === "all" ? "Alice: every site" : `Alice: ${job.runs.length === 1 ? job.runs[0].alice : job.alice}`;
     const latest = job.updated ? `last round ${ago(now - job.updated)}` : "no round yet";
     const score = runs.length === 1 && runs[0].scores.at(-1) !== null ? `${runs[0].score} ${scored(runs[0], runs[0].scores.at(-1))}` : "";
-    say(this.heading, job.name);
+    setText(this.heading, job.name);
     tone(this.status, job.status, JOB_TONES);
-    say(this.facts, [job.method, alice, score, latest].filter(Boolean).join(" · "));
-    say(this.rounds, `round ${job.round} of ${job.rounds}`);
+    setText(this.facts, [job.method, alice, score, latest].filter(Boolean).join(" · "));
+    setText(this.rounds, `round ${job.round} of ${job.rounds}`);
     this.bar.dataset.tone = JOB_TONES[job.status] ?? "idle";
     this.bar.max = Math.max(1, job.rounds);
     this.bar.value = job.round;
@@ -313,8 +313,8 @@ class JobView {
     runs.forEach((run, i) => {
       const tab = this.tabs.children[i] ?? this.tabs.appendChild(this.newTab());
       tab.dataset.alice = run.alice;
-      say(tab.firstChild, run.alice);
-      say(tab.lastChild, scored(run, run.scores.at(-1)));
+      setText(tab.firstChild, run.alice);
+      setText(tab.lastChild, scored(run, run.scores.at(-1)));
       const selected = run === this.run;
       tab.setAttribute("aria-selected", selected);
       tab.tabIndex = selected ? 0 : -1;
@@ -350,7 +350,7 @@ class JobView {
     this.choose(tab);
   }
 
-  /** Draw the charts again where the run or the width has changed. */
+  /** Redraw the charts if the run or the width has changed. */
   draw() {
     const run = this.run;
     if (!run || !this.root.open) return;
@@ -376,16 +376,16 @@ class JobView {
   drawScores(run, width) {
     const word = run.score === "accuracy" ? "Accuracy" : "Root mean squared error";
     const last = run.rounds.length - 1;
-    say(this.scores.heading, `${word} of ${run.alice}'s model`);
-    say(this.scores.title, `${word} per round`);
-    say(this.scores.about, `${run.rounds[last]} rounds. Last: ${scored(run, run.scores[last])}; ${this.best(run)}.`);
+    setText(this.scores.heading, `${word} of ${run.alice}'s model`);
+    setText(this.scores.title, `${word} per round`);
+    setText(this.scores.about, `${run.rounds[last]} rounds. Last: ${scored(run, run.scores[last])}; ${this.best(run)}.`);
     drawScores(this.scores, run, width);
   }
 
   drawWeights(run, width) {
-    say(this.weights.heading, `Weights for ${run.alice}`);
-    say(this.weights.title, "Weight of each site per round");
-    say(this.weights.about, this.shares(run.rounds.length - 1));
+    setText(this.weights.heading, `Weights for ${run.alice}`);
+    setText(this.weights.title, "Weight of each site per round");
+    setText(this.weights.about, this.shares(run.rounds.length - 1));
     drawWeights(this.weights, run, this.series, width);
   }
 
@@ -406,8 +406,8 @@ class JobView {
     const shown = index ?? run.rounds.length - 1;
     const loss = run.losses[shown] === null ? "" : `, loss ${significant(run.losses[shown])}`;
     const best = run.scores.some((value) => value !== null) ? `; ${this.best(run)}` : "";
-    say(this.scores.readout, `Round ${run.rounds[shown]}: ${scored(run, run.scores[shown])}${loss}${best}`);
-    say(this.weights.readout, this.shares(shown));
+    setText(this.scores.readout, `Round ${run.rounds[shown]}: ${scored(run, run.scores[shown])}${loss}${best}`);
+    setText(this.weights.readout, this.shares(shown));
     for (const chart of [this.scores, this.weights]) if (chart.size) chart.point(index);
   }
 
@@ -416,7 +416,7 @@ class JobView {
     const recent = run.screened.toSorted((one, two) => two.round - one.round);
     const lines = recent.map(({ site, reason, round, times }) => {
       const when = round === last ? `in round ${round}, the last one` : `last in round ${round}`;
-      return node("li", {}, node("strong", {}, site), `: ${reason}, ${when}; ${times} of ${last} rounds in all`);
+      return node("li", {}, node("strong", {}, site), `: ${reason}, ${when}; ${times} of ${last} rounds in total`);
     });
     this.screened.replaceChildren(...lines);
     this.screenedPart.hidden = !lines.length;
@@ -439,9 +439,9 @@ class JobView {
 function update(state) {
   const connected = state.sites.filter((site) => site.state === "connected").length;
   const known = state.sites.length > 0;
-  say(byId("federation"), state.federation || "Federation");
+  setText(byId("federation"), state.federation || "Federation");
   const server = state.server === "running" ? `Server running · ${connected} of ${state.sites.length} sites connected` : `Server ${state.server}`;
-  say(byId("summary"), state.time ? `${server} · read at ${clock(state.time)}` : server);
+  setText(byId("summary"), state.time ? `${server} · read at ${clock(state.time)}` : server);
   show(byId("banner"), trouble(state));
   updateSites(state.sites);
   updateJobs(state);
@@ -463,7 +463,7 @@ function updateSites(sites) {
   while (body.rows.length > sites.length) body.lastChild.remove();
   sites.forEach((site, i) => {
     const row = body.rows[i] ?? body.appendChild(newSite());
-    say(row.querySelector(".name"), site.name);
+    setText(row.querySelector(".name"), site.name);
     show(row.querySelector(".key"), site.key);
     row.querySelector(".key").title = site.key;
     tone(row.querySelector(".state"), site.state, SITE_TONES);
@@ -493,22 +493,22 @@ function updateJobs(state) {
 
 async function read() {
   const answer = await fetch("/state.json", { cache: "no-store", signal: AbortSignal.timeout(10000) });
-  if (!answer.ok) throw new Error(`the answer was ${answer.status}`);
+  if (!answer.ok) throw new Error(`the status was ${answer.status}`);
   return answer.json();
 }
 
-let heard = "";
+let lastReply = "";
 
 async function poll() {
   let state = null;
   try {
     state = await read();
   } catch {
-    show(byId("banner"), `This page is out of date: waffle deploy watch does not answer. Start it again.${heard}`);
+    show(byId("banner"), `This page is out of date: waffle deploy watch does not answer. Start it again.${lastReply}`);
   }
   if (state) {
     update(state);
-    heard = ` The last answer came at ${clock(Date.now() / 1000)}.`;
+    lastReply = ` The last reply arrived at ${clock(Date.now() / 1000)}.`;
     document.querySelector("main").removeAttribute("aria-busy");
     document.body.dataset.ready = "yes";
   }

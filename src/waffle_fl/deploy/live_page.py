@@ -30,7 +30,7 @@ FRESH = 1.0  # seconds for which a snapshot is served again
 PATIENCE = 2.0  # seconds that a request waits for a newer snapshot; then it gets the last one
 IDLE = 10.0  # seconds after which a silent connection is closed
 JOBS = 50  # the newest jobs; older ones are counted
-POINTS = 200  # rounds of a run on the page; longer histories are thinned out
+POINTS = 200  # rounds per run on the page; longer histories are subsampled
 TEXT = 1000  # characters of a name, a reason or an error
 NO_PROMETHEUS = "metrics need prometheus-client: pip install 'waffle-fl[flower]', or pip install prometheus-client"
 NOTHING: Mapping[str, Any] = {
@@ -135,7 +135,7 @@ class Reader:
 
 
 def _run(alice: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The history of one Alice, by column; the last round is always among those that are kept."""
+    """The history of one Alice, by column, subsampled; the last round is always included."""
     kept = lines[::-1][:: max(1, -(-len(lines) // POINTS))][::-1]
     score = "rmse" if any("rmse" in line for line in lines) else "accuracy"
     sites = list(dict.fromkeys(name for line in lines for name in line["weights"]))
@@ -248,7 +248,7 @@ def exposition(state: Mapping[str, Any], accept: str = "") -> tuple[bytes, str]:
 
 @cache
 def page() -> Page:
-    """The page with its style and script inside."""
+    """The page with embedded style and script."""
     files = resources.files("waffle_fl.deploy")
     text, style, script = (
         files.joinpath(f"live_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
@@ -271,9 +271,8 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE
 
     def do_GET(self) -> None:
-        if (
-            self.headers.get_all("Host") not in self.server.names
-        ):  # DNS rebinding: another name that resolves to this machine
+        # DNS rebinding: another name that resolves to this machine
+        if self.headers.get_all("Host") not in self.server.names:
             address = f"{HOST}:{self.server.server_port}"
             self.send_error(403, f"open http://{address}; a tunnel must use the same port at both ends")
             return
@@ -366,9 +365,9 @@ def listening(folder: Path, port: int) -> Server:
         raise WaffleError(f"port {port} on {HOST} {what}: choose another one with --port") from None
 
 
-def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
+def serve(folder: Path, port: int, report: Callable[[str], None]) -> None:
     """Serve the page and the metrics of a deployment's folder until Ctrl-C."""
     with listening(folder, port) as server, contextlib.suppress(KeyboardInterrupt):
         address = f"http://{HOST}:{server.server_port}"
-        say(f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it")
+        report(f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it")
         server.serve_forever()

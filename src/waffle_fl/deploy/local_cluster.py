@@ -1,4 +1,4 @@
-"""A whole federation on this machine, each end a process of its own: for the demonstration, and for tests that kill."""
+"""A federation on this machine: server and sites as separate processes, for the demonstration and for tests."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from waffle_fl.deploy.control_client import REGISTERED
 from waffle_fl.errors import WaffleError
 
 L = TypeVar("L", bound="LocalCluster")
-PATIENCE = 240.0  # seconds for anything on a busy machine
+PATIENCE = 240.0  # seconds; generous, for busy machines
 
 
 class LocalCluster:
-    """The server and the sites of a deployment folder; all that was started here is ended by `close`."""
+    """The server and the sites of a deployment folder; `close` stops every process started here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.groups: list[int] = []  # each start is a session of its own, so that nothing of it outlives us
+        self.groups: list[int] = []  # process groups: each command has its own session, to be killed together
         self.environment = {"OMP_NUM_THREADS": "1"}
-        self.prefix: Sequence[str] = ()  # what each command is started by, a tracer for instance
+        self.prefix: Sequence[str] = ()  # prepended to each command, for example a tracer
 
     def start_server(self) -> None:
-        (self.folder / REGISTERED).unlink(missing_ok=True)  # what an earlier server knew
+        (self.folder / REGISTERED).unlink(missing_ok=True)  # left by an earlier server
         self.start("server", "deploy", "server", str(self.folder))
         self.wait_until((self.folder / REGISTERED).exists)
 
@@ -40,7 +40,7 @@ class LocalCluster:
         self.start(name, "deploy", "site", str(self.folder / "sites" / name))
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """A `waffle` command in the background, its output in processes.log."""
+        """Start a `waffle` command in the background, with its output in processes.log."""
         command = [*self.prefix, sys.executable, "-m", "waffle_fl", *arguments]
         environment = {**os.environ, **self.environment}
         with self.log.open("ab") as log:
@@ -54,7 +54,7 @@ class LocalCluster:
         return self.folder / "processes.log"
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """A signal to one process, by its own number; what Flower started for it ends by itself."""
+        """Send a signal to one process; the processes that Flower started for it end by themselves."""
         self.processes[name].send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             self.processes.pop(name).wait(timeout=PATIENCE)
@@ -64,12 +64,12 @@ class LocalCluster:
         while not holds():
             gone = [name for name, process in self.processes.items() if process.poll()]
             if gone or time.monotonic() > end:
-                what = f"{gone[0]} has ended" if gone else "this takes too long"
+                what = f"{gone[0]} has ended" if gone else f"timeout after {seconds:g} seconds"
                 raise WaffleError(f"{what}: {' '.join(self.log.read_text(errors='replace').split())[-1000:]}")
             time.sleep(0.5)
 
     def close(self) -> None:
-        """End everything, sites before the server."""
+        """Stop all processes, sites before the server."""
         for process in reversed(list(self.processes.values())):
             process.terminate()
         for process in self.processes.values():
@@ -83,21 +83,21 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def deployed(loopback: L) -> Iterator[L]:
-    """A server and all its sites, up; gone afterwards, whatever happens."""
+def deployed(cluster: L) -> Iterator[L]:
+    """Start a server and all its sites; stop them on exit."""
     try:
-        loopback.start_server()
-        for name in settings_files.read_server(loopback.folder).sites:
-            loopback.start_site(name)
-        yield loopback
+        cluster.start_server()
+        for name in settings_files.read_server(cluster.folder).sites:
+            cluster.start_site(name)
+        yield cluster
     finally:
-        loopback.close()
+        cluster.close()
 
 
 def prepare(folder: Path, names: Sequence[str], data: str, **settings: object) -> None:
-    """A deployment folder on loopback, whose sites hold shares of a data set by name, or the files of a folder."""
-    own = Path(data).is_dir()
-    membership.init(folder, names, "127.0.0.1", free_port(), "127.0.0.1", "" if own else data)
+    """Make a deployment folder on loopback; `data` names a data set to split, or a folder with one file per site."""
+    is_folder = Path(data).is_dir()
+    membership.init(folder, names, "127.0.0.1", free_port(), "127.0.0.1", "" if is_folder else data)
     settings_files.change(folder / "server.toml", local_port=free_port(), **settings)
     for name in names:
         home = folder / "sites" / name
@@ -105,7 +105,7 @@ def prepare(folder: Path, names: Sequence[str], data: str, **settings: object) -
         membership.join(home)
         membership.accept_key(folder, name, home / membership.NODE_PUBLIC)
         settings_files.change(site, port=free_port(), model_may_leave=True)
-        if own:
+        if is_folder:
             file = next(path for path in sorted(Path(data).resolve().iterdir()) if name in path.name.split("."))
             settings_files.change(site, data=str(file))
 

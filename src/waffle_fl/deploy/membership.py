@@ -1,4 +1,4 @@
-"""Who belongs to a federation: founding it, joining it, new keys, and leaving it. Files only; no process is needed."""
+"""Membership of a federation: create it, join, replace keys, revoke. Works on files only; no process must run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ RESERVED = ("operator", "server", "ca", "retired")
 def init(
     folder: Path, sites: Sequence[str], address: str, port: int, listen: str, data: str = "", insecure: bool = False
 ) -> None:
-    """Make the folder of a new federation; its agents are in the order of their names, as in a folder of files."""
+    """Make the folder of a new federation. Agents are ordered by name, as in a folder of data files."""
     names = sorted(sites)
     for name in names:
         _check_site(name)
     if not names or len(set(names)) < len(names):
-        raise WaffleError(f"expected the names of the sites, none of them twice, got {', '.join(sites) or 'none'}")
+        raise WaffleError(f"expected the names of the sites, each once, got {', '.join(sites) or 'none'}")
     if (folder / SERVER_FILE).exists():
-        raise WaffleError(f"{folder} holds a federation already: choose another folder")
+        raise WaffleError(f"{folder} already holds a federation: choose another folder")
     text = server_text(names, address, port, listen, insecure)
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,32 +47,32 @@ def init(
         (folder / SERVER_FILE).write_text(text, encoding="utf-8")
         make_private(folder, "keys")
         for name in names:
-            hand_over(folder, name, data)
+            make_site_folder(folder, name, data)
 
 
-def hand_over(folder: Path, name: str, data: str = "") -> Path:
-    """Make the folder that a site gets from the operator; nothing in it is secret."""
+def make_site_folder(folder: Path, name: str, data: str = "") -> Path:
+    """Make the folder that the operator sends to a site, without secrets; return it."""
     s = read_server(folder)
-    runtime = folder / "sites" / name
+    site_folder = folder / "sites" / name
     local = FIRST_LOCAL_PORT + s.sites.index(name)
-    with writable(runtime):
-        runtime.mkdir(parents=True, exist_ok=True)
+    with writable(site_folder):
+        site_folder.mkdir(parents=True, exist_ok=True)
         for file in ("ca.crt", OPERATOR_PUBLIC):
-            (runtime / file).write_bytes((folder / "keys" / file).read_bytes())
-        if not (runtime / SITE_FILE).exists():
+            (site_folder / file).write_bytes((folder / "keys" / file).read_bytes())
+        if not (site_folder / SITE_FILE).exists():
             text = site_text(name, s.address, s.port, local, data, s.insecure)
-            (runtime / SITE_FILE).write_text(text, encoding="utf-8")
-    return runtime
+            (site_folder / SITE_FILE).write_text(text, encoding="utf-8")
+    return site_folder
 
 
 def join(home: Path, rotate: bool = False) -> bytes:
-    """Make the key of a site, at the site; return its public part. The old key of a rotation is kept aside."""
+    """Make a site's key pair, at the site; return the public key. With `rotate`, the old key is kept under its date."""
     read_site(home)
     private, public = home / NODE_KEY, home / NODE_PUBLIC
     if private.exists() and not rotate:
         raise WaffleError(
-            f"{home} has a key already, {fingerprint(public.read_bytes()) if public.exists() else private}: "
-            "send its public part to the operator, or make a new one with --rotate"
+            f"{home} already has a key, {fingerprint(public.read_bytes()) if public.exists() else private}: "
+            "send node.pub to the operator, or make a new key with --rotate"
         )
     with writable(home):
         if private.exists():
@@ -84,27 +84,27 @@ def join(home: Path, rotate: bool = False) -> bytes:
 
 
 def add_site(folder: Path, name: str) -> Path:
-    """Make room for one more site, or for one that was revoked; return the folder to hand over."""
+    """Add a site, or re-admit a revoked one; return the folder to send to it."""
     s = read_server(folder)
     _check_site(name)
     if name not in s.sites:
         change(folder / SERVER_FILE, sites=[*s.sites, name])
     if name in s.revoked:
         change(folder / SERVER_FILE, revoked=[site for site in s.revoked if site != name])
-    return hand_over(folder, name)
+    return make_site_folder(folder, name)
 
 
 def accept_key(folder: Path, name: str, public: Path) -> str:
-    """Know a site by this public key from now on; return its fingerprint. An earlier key is put aside."""
+    """Set a site's public key; return its fingerprint. An earlier key is moved to `retired`."""
     s = read_server(folder)
     if name not in s.sites:
-        raise WaffleError(f"server.toml has no site {name!r}: make room for it with waffle deploy add-site {name}")
+        raise WaffleError(f"server.toml has no site {name!r}: add it with waffle deploy add-site {name}")
     form = wire_form(public)
     content = b" ".join(public.read_bytes().split()[:2]) + b"\n"
     for other in s.sites:
         path = folder / "keys" / f"{other}.pub"
         if other != name and path.is_file() and wire_form(path) == form:
-            raise WaffleError(f"{public} is the key of {other}: each site makes a key of its own")
+            raise WaffleError(f"{public} is the key of {other}: each site needs its own key")
     kept = folder / "keys" / f"{name}.pub"
     if kept.is_file() and kept.read_bytes() != content:
         retire_key(folder, name)
@@ -114,13 +114,13 @@ def accept_key(folder: Path, name: str, public: Path) -> str:
 
 
 def admitted_keys(folder: Path) -> dict[bytes, str]:
-    """The sites that take part, by their public keys as Flower shows them; a site without a key is left out."""
+    """The members by their public keys in Flower's format; sites without a key are left out."""
     files = {site: folder / "keys" / f"{site}.pub" for site in read_server(folder).members}
     return {wire_form(path): site for site, path in files.items() if path.is_file()}
 
 
 def retire_key(folder: Path, name: str) -> Path | None:
-    """Put a site's key aside, under its date; return where it lies, or None if there was none."""
+    """Move a site's key to `retired`, with the date in its name; return the new path, or None if there was no key."""
     kept = folder / "keys" / f"{name}.pub"
     if not kept.is_file():
         return None
@@ -133,12 +133,12 @@ def retire_key(folder: Path, name: str) -> Path | None:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Take a site out of all new runs; in earlier ones it stays, and is never heard again."""
+    """Exclude a site from new runs. It keeps its index in earlier runs, but its key is rejected."""
     s = read_server(folder)
     if name not in s.sites:
         raise WaffleError(f"server.toml has no site {name!r}: its sites are {', '.join(s.sites)}")
     if name in s.revoked:
-        raise WaffleError(f"{name} is revoked already; waffle deploy add-site {name} --key FILE admits it again")
+        raise WaffleError(f"{name} is already revoked; waffle deploy add-site {name} --key FILE admits it again")
     if len(s.members) == 1:
         raise WaffleError(f"{name} is the only site left: stop the server to end the federation")
     change(folder / SERVER_FILE, revoked=[*s.revoked, name], quorum=min(s.quorum, len(s.members) - 1))
@@ -148,6 +148,6 @@ def revoke(folder: Path, name: str) -> None:
 def _check_site(name: str) -> None:
     check_name(name)
     if name in RESERVED:
-        raise WaffleError(f"a site cannot be called {name!r}: the server's own keys have that name")
+        raise WaffleError(f"a site cannot be named {name!r}: the server's own keys use that name")
     if name == ALL_ALICES:
-        raise WaffleError(f"a site cannot be called {ALL_ALICES!r}, which means every site")
+        raise WaffleError(f"a site cannot be named {ALL_ALICES!r}, which means every site")

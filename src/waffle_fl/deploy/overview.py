@@ -1,4 +1,4 @@
-"""How a federation stands: its sites and its jobs, from the server's files and, where it runs, from the server."""
+"""State of a federation's sites and jobs, from the server's files and, if it runs, from the server itself."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _site(folder: Path, name: str, revoked: bool, nodes: Mapping[bytes, str], ru
 
 
 def _job(job: Job) -> dict[str, Any]:
-    state, active = job.state, job.conducted
+    state, active = job.state, job.is_running
     status = state.get("status", "submitted")
     return {
         "name": job.name,
         "method": job.config.method,
         "alice": job.config.settings.alice,
         "out": str(job.out),
-        "status": status if active or status != "running" else "broken off",
+        "status": status if active or status != "running" else "interrupted",
         "round": state.get("round", 0),
         "rounds": job.config.settings.rounds,
         "waiting": state.get("waiting", []) if active else [],
@@ -66,7 +66,7 @@ def _job(job: Job) -> dict[str, Any]:
 
 
 def histories(jobs: list[dict[str, Any]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """By job and Alice, what was measured in each round: the scores, and each site's weight."""
+    """Measurements per job, Alice and round: the scores, and each site's weight."""
     return {job["name"]: _history(Path(job["out"])) for job in jobs}
 
 
@@ -75,7 +75,7 @@ def _history(out: Path) -> dict[str, list[dict[str, Any]]]:
     for folder in [out] if (out / "config.json").exists() else sorted(p.parent for p in out.glob("*/config.json")):
         about = read_json(folder / "provenance.json") or {}
         agents, alice = about.get("agents", []), about.get("alice", 0)
-        sites = about.get("engine", {}).get("sites", agents)  # by name, also where agents are numbered
+        sites = about.get("engine", {}).get("sites", agents)  # names, even if the agents are numbered
         rounds = read_rounds(folder / "rounds.jsonl") if (folder / "rounds.jsonl").exists() else []
         site_of = dict(zip(agents, sites, strict=False))
         found[sites[alice] if sites else folder.name] = [_measured(line, sites, alice, site_of) for line in rounds]

@@ -1,4 +1,4 @@
-"""Is one end in order: its settings, keys and data, Flower, the way to the server? And can this run be deployed?"""
+"""Checks before a run: settings, keys, data, Flower, the connection to the server, and whether a run is deployable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOON = datetime.timedelta(days=30)
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    """(is it good, what it is) of everything that can be looked at before a run."""
+    """Yield (passed, description) for every check of a server's or a site's folder."""
     yield True, software()
     yield _flower()
     if (folder / "server.toml").exists():
@@ -65,14 +65,14 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 
 def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
-    """What a deployment does not do, told before any site is asked."""
+    """Raise if a setting is not supported in a deployment, before any site is contacted."""
     s = config.settings
     if s.leave_out:
-        raise WaffleError("leave_out is for simulations: give server.toml fewer sites")
+        raise WaffleError("leave_out works in simulations only: remove sites from server.toml instead")
     if s.attack != NONE:
-        raise WaffleError(f"attack is for simulations, and no site of a deployment does {s.attack!r}: leave it out")
+        raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")
     if any(isinstance(shift, Drift) for shift in read_shifts(s.shift)):
-        raise WaffleError(f"drift is for simulations, and labels do not change in a deployment: leave {s.shift!r} out")
+        raise WaffleError(f"drift works in simulations only, got {s.shift!r}: remove it")
     if s.is_own:
         check_undivided(s)
         members = settings.members
@@ -81,12 +81,12 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
             raise WaffleError(f"there is no site {s.alice!r} to be Alice{gone}")
     if not s.is_own and s.agents != len(settings.members):
         raise WaffleError(
-            f"{s.data} is to be split among {s.agents} agents, server.toml has {len(settings.members)} sites"
+            f"the run splits {s.data} among {s.agents} agents, but server.toml has {len(settings.members)} sites"
         )
 
 
 def _private(path: Path) -> Finding:
-    return path.exists() and not path.stat().st_mode & 0o077, f"{path} is there, and for its owner alone"
+    return path.exists() and not path.stat().st_mode & 0o077, f"{path} exists and only its owner can read it"
 
 
 def _trusted(path: Path) -> Finding:
@@ -94,7 +94,7 @@ def _trusted(path: Path) -> Finding:
         keys = load_trusted_keys(path)
     except WaffleError as error:
         return False, str(error)
-    return True, f"requests of {len(keys)} operator key(s) are obeyed"
+    return True, f"{len(keys)} trusted operator key(s)"
 
 
 def _ledger(path: Path) -> Finding:
@@ -103,7 +103,7 @@ def _ledger(path: Path) -> Finding:
         ledger.check()
     except WaffleError as error:
         return False, str(error)
-    return True, f"ledger of {len(list(ledger.lines()))} lines, none missing"
+    return True, f"ledger with {len(list(ledger.lines()))} lines, none missing"
 
 
 def _flower() -> Finding:
@@ -120,33 +120,36 @@ def _certificate(path: Path) -> Finding:
     except OSError as error:
         return False, f"cannot read {path}: {error.strerror}"
     except ValueError:
-        return False, f"{path} is no certificate"
+        return False, f"{path} is not a certificate"
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     return left > SOON, f"certificate valid for {left.days} more days"
 
 
 def _reached(host: str, port: int, ca: Path | None) -> Finding:
-    """Connect as Flower would: name resolution, port, certificate."""
+    """Connect as Flower does: name resolution, port, certificate."""
     where = f"{host}:{port}"
     if ca is not None and not ca.is_file():
-        return False, f"{ca} is missing, by which the server is known"
+        return False, f"{ca} is missing; it is needed to verify the server"
     try:
         with socket.create_connection((host, port), timeout=10) as plain:
             if ca is None:
                 tls = _speaks_tls(plain)
-                return not tls, f"{where} answers; {'with TLS, which this end must use too' if tls else 'WITHOUT TLS'}"
+                return (
+                    not tls,
+                    f"{where} answers; {'with TLS, but this folder is set to insecure' if tls else 'WITHOUT TLS'}",
+                )
             with ssl.create_default_context(cafile=str(ca)).wrap_socket(plain, server_hostname=host):
                 return True, f"{where} answers with the certificate of this federation"
     except ssl.SSLCertVerificationError as error:
-        return False, f"{where} has no certificate that {ca} vouches for: {error.verify_message}"
+        return False, f"{where} has no certificate issued by {ca}: {error.verify_message}"
     except ssl.SSLError as error:
-        return False, f"{where} does not speak TLS as this end does: {error.reason or error}"
+        return False, f"TLS handshake with {where} failed: {error.reason or error}"
     except OSError as error:
         return False, f"{where} does not answer: {error.strerror or error}"
 
 
 def _admitted(host: str, port: int, folder: Path) -> Finding:
-    """Does the server know this site's key?"""
+    """Check whether the server admits this site's key."""
     try:
         key = base64.b64encode(wire_form(folder / "node.pub")).decode()
         context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
@@ -156,15 +159,15 @@ def _admitted(host: str, port: int, folder: Path) -> Finding:
         connection.close()
     except (WaffleError, OSError, http.client.HTTPException) as error:
         return False, f"could not ask the server whether it admits this site's key: {error}"
-    words = "admits" if known else "does not admit (not added yet, replaced or revoked)"
-    return known, f"the server {words} the key {fingerprint((folder / 'node.pub').read_bytes())}"
+    verb = "admits" if known else "does not admit (not added yet, replaced or revoked)"
+    return known, f"the server {verb} the key {fingerprint((folder / 'node.pub').read_bytes())}"
 
 
 def _speaks_tls(plain: socket.socket) -> bool:
-    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        anyone.wrap_socket(plain).close()
+        context.wrap_socket(plain).close()
     except OSError:
         return False
     return True

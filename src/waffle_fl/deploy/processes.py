@@ -1,4 +1,4 @@
-"""The processes of one end: Flower's own, and our executor beside it; started together, watched, and ended together."""
+"""The processes of a server or a site: Flower's and the executor, started, watched and stopped together."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # the memory of a message goes back to the system when it has been read
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # returns the memory of a message to the system once it is freed
     "NO_COLOR": "1",
 }
-RETURNS, RETURN = 5, 20.0  # how often, and after how many seconds, a site that was refused tries again
-REJECTED_WITHIN = 60.0  # seconds after its start; a process that ends later was not rejected
-STOPPING = 10.0  # seconds for a process to end by itself
+RETRIES, RETRY_SECONDS = 5, 20.0  # number of reconnection attempts of a rejected site, and seconds between them
+REJECTED_WITHIN = 60.0  # seconds after the start; an exit later than this is not a rejection
+STOPPING = 10.0  # seconds between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The variables of an end's processes: Flower's folder inside ours, every switch off."""
+    """Environment of the processes: Flower's home inside this folder; telemetry and update checks off."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FLWR_")}
     path = os.pathsep.join([str(python_bin()), os.environ.get("PATH", os.defpath)])
     return {**inherited, **SWITCHES, "FLWR_HOME": str(home / "flower"), "PATH": path}
 
 
 def server_command(folder: Path, s: ServerSettings) -> list[str]:
-    """Flower's SuperLink, on the local port; its public one is opened by the launcher."""
+    """Command that starts Flower's SuperLink on the local port; `flower_launcher` opens the public port."""
     keys = folder / "keys"
     missing = [name for name in ("ca.crt", "server.pem", "server.key") if not (keys / name).is_file()]
     if missing and not s.insecure:
-        raise WaffleError(f"{keys} lacks {', '.join(missing)}, by which sites know this server: put it back")
+        raise WaffleError(f"{keys} lacks {', '.join(missing)}, which sites need to verify this server: restore it")
     secret_of(keys / SECRET)
     certified = [
         *("--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.pem")),
@@ -59,7 +59,7 @@ def server_command(folder: Path, s: ServerSettings) -> list[str]:
 
 
 def address_of(s: SiteSettings) -> tuple[str, int]:
-    """The server's name and port."""
+    """Host name and port of the server."""
     host, _, port = s.server.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise WaffleError(f"server = {s.server!r} in site.toml: expected a name and a port, as in fl.example.org:9443")
@@ -67,7 +67,7 @@ def address_of(s: SiteSettings) -> tuple[str, int]:
 
 
 def site_command(folder: Path, s: SiteSettings) -> list[str]:
-    """Flower's SuperNode."""
+    """Command that starts Flower's SuperNode."""
     address_of(s)
     secret_of(folder / SECRET)
     secured = [
@@ -87,7 +87,7 @@ def executor_command(home: Path) -> list[str]:
 
 
 def check_ports(ports: Mapping[str, tuple[str, int]], file: Path) -> None:
-    """Raise one line that names a port which another program holds; keys are the names of the settings."""
+    """Raise if another program uses one of these ports; the keys are the names of the settings."""
     for name, (host, port) in ports.items():
         try:
             listening(host, port).close()
@@ -100,18 +100,18 @@ def check_ports(ports: Mapping[str, tuple[str, int]], file: Path) -> None:
 
 @dataclass
 class Group:
-    """Processes that live and die together; the first one decides how they end."""
+    """Processes that are started and stopped together; the exit code is that of the first."""
 
     home: Path
     commands: Mapping[str, Sequence[str]]
-    returns: int = 0  # how often the first is started again after it was rejected
-    say: Callable[[str], None] = print
-    once: Mapping[str, Sequence[str]] = field(default_factory=dict)  # commands that end by themselves
+    retries: int = 0  # how often the first is restarted after a rejection
+    report: Callable[[str], None] = print
+    once: Mapping[str, Sequence[str]] = field(default_factory=dict)  # commands that run once and exit
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    stopping: bool = False  # has somebody asked for the end?
+    stopping: bool = False  # whether a stop signal was received
 
     def run(self) -> int:
-        """Start all, wait for the first to end, end the others; return its exit code."""
+        """Start all processes, wait until the first exits, stop the others; return its exit code."""
         with writable(self.home):
             for name in ("flower", "work"):
                 (self.home / name).mkdir(exist_ok=True, mode=0o700)
@@ -126,7 +126,7 @@ class Group:
             self._end()
 
     def _watch(self, first: str) -> int:
-        began, left = time.monotonic(), self.returns
+        began, left = time.monotonic(), self.retries
         while True:
             for name, process in list(self.running.items()):
                 code = process.poll()
@@ -141,13 +141,13 @@ class Group:
                 rejected = name == first and code >= 0 and (early or not code)
                 if not rejected or not left:
                     return code or 1
-                left = left - 1 if early else self.returns - 1
-                self.say(
-                    f"{'not let in' if code else 'the server has ended the connection'} (its cause above; a key that "
-                    f"was replaced or revoked is one): again in {RETURN:g} seconds; waffle deploy check {self.home} "
-                    "tries the connection"
+                left = left - 1 if early else self.retries - 1
+                self.report(
+                    f"{'rejected by the server' if code else 'the server closed the connection'} (see the cause above, "
+                    f"for example a replaced or revoked key): retrying in {RETRY_SECONDS:g} seconds; test the "
+                    f"connection with waffle deploy check {self.home}"
                 )
-                time.sleep(RETURN)
+                time.sleep(RETRY_SECONDS)
                 began = time.monotonic()
                 self._start(first, self.commands[first])
             time.sleep(0.2)
@@ -158,7 +158,7 @@ class Group:
         )
 
     def _pass_on(self, number: int, frame: Any) -> None:
-        """Stop the first process, which ends the others; between two starts of it there is only us to stop."""
+        """Forward the signal to the first process, whose exit stops the others; exit at once if it is not running."""
         self.stopping = True
         first = self.running.get(next(iter(self.commands)))
         if first is None or first.poll() is not None:
@@ -178,12 +178,12 @@ class Group:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent dies; on other systems it stays until it is stopped."""
+    """On Linux, have the kernel kill this process when its parent dies; other systems do not support this."""
     _process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_name(name: str) -> None:
-    """Name this process in process listings, on Linux; at most 15 characters."""
+    """On Linux, set the name of this process in process listings; at most 15 characters."""
     _process_option(PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 

@@ -1,4 +1,4 @@
-"""The server's end of Flower: survey, rounds, records. The run folders are those of the simulator."""
+"""The server's Flower app: survey, rounds, records. Run folders have the simulator's format."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from waffle_fl.engines.flower.server_run import (
     EvaluatedRound,
     RunPlan,
     ServerRun,
+    finite_or_none,
     initial_run_state,
     largest_message,
     largest_reply,
-    number,
     one_line,
     run_state_of,
     tensors_of,
@@ -44,54 +44,54 @@ from waffle_fl.tensorfile import unpack
 
 
 class Stopped(WaffleError):
-    """The operator has stopped the job; it can be resumed."""
+    """The operator stopped the job; it can be resumed."""
 
 
 HANDSHAKE_BYTES = 8 << 20
-OTHER = {"classification": "rmse", "regression": "accuracy"}  # what is no score of this task
-HEARD = (REASONS[OK], REASONS[CLIPPED])
+OTHER = {"classification": "rmse", "regression": "accuracy"}  # score that does not apply to the task
+USED = (REASONS[OK], REASONS[CLIPPED])
 
 
 def main(folder: Path, grid: Any, job_name: str) -> None:
-    """What Flower runs: one job, to its end or to an error that its journal keeps.
+    """Run one job until it ends or fails; errors are written to the job's log.
 
-    Flower starts another in place of one that was killed; where the job was submitted anew by then, that stands back.
+    Flower restarts a killed ServerApp. If the job was submitted again meanwhile, the restarted one returns at once.
     """
     job = Job.open(folder, job_name)
-    with job.conducting() as alone:
-        if not alone:
+    with job.exclusive() as acquired:
+        if not acquired:
             return
-        job.journal.say(conducted=True)  # whatever was said before was another's
+        job.journal.write(conducted=True)  # earlier lines belong to an earlier process
         try:
-            JobRunner(folder, job, grid).conduct()
+            JobRunner(folder, job, grid).run_all()
         except WaffleError as error:
-            job.show(status="stopped" if isinstance(error, Stopped) else "failed", error=str(error), waiting=[])
-            job.journal.say(error=str(error))
+            job.update_state(status="stopped" if isinstance(error, Stopped) else "failed", error=str(error), waiting=[])
+            job.journal.write(error=str(error))
             raise
         except BaseException as error:
             text = f"the ServerApp stopped: {type(error).__name__}: {one_line(error)}"
-            job.journal.say(error=text)
-            job.show(status="stopped", error=text, waiting=[])
+            job.journal.write(error=text)
+            job.update_state(status="stopped", error=text, waiting=[])
             raise
-        job.show(status="finished", waiting=[])
-        job.journal.say(done=True)
+        job.update_state(status="finished", waiting=[])
+        job.journal.write(done=True)
 
 
 @dataclass
 class Entry:
-    """A course, the folder that records it, and which site is which of its agents."""
+    """A run of the job, its run folder, and the mapping from agents to sites."""
 
-    course: ServerRun
+    server_run: ServerRun
     run: Run
     config: RunConfig
-    members: tuple[int, ...]  # sites, by agent of the course
+    members: tuple[int, ...]  # index of each agent's site
     quorum: int
     misses: int = 0
     clock: float = field(default_factory=time.monotonic)
 
 
 class JobRunner:
-    """All courses of a job, a message to each site and round."""
+    """Executes all runs of a job with one message per site and round."""
 
     def __init__(self, folder: Path, job: Job, grid: Any) -> None:
         self.job, self.settings, self.sites = job, read_server(folder), job.sites
@@ -100,53 +100,58 @@ class JobRunner:
         members = [site for site in self.sites if site in self.settings.members]
         keys = {wire_form(path): site for site, path in public_keys(folder, members).items()}
         self.operator = load_operator_key(folder / "keys" / OPERATOR_KEY)
-        self.post = Transport(grid, keys, HANDSHAKE_BYTES, self._watch)
+        self.transport = Transport(grid, keys, HANDSHAKE_BYTES, self._watch)
         self._shown: tuple[Any, ...] = ()
         check_deployable(job.config, self.settings)
 
     def _watch(self, online: Collection[str] | None, waiting: Collection[str]) -> None:
-        """Put on record who is connected and who is waited for, whenever that changes."""
+        """Update the job's state when the connected or awaited sites change."""
         connected = None if online is None else sorted(online)
         away = [site for site in waiting if online is not None and site not in online]
         shown = connected, sorted(waiting), away
         if shown == self._shown:
             return
         before, self._shown = self._shown, shown
-        self.job.show(connected=connected or [], waiting=sorted(waiting))
+        self.job.update_state(connected=connected or [], waiting=sorted(waiting))
         if away and (not before or away != before[2]):
-            self.job.journal.say(note="waiting for " + ", ".join(f"{site} (not connected)" for site in away))
+            self.job.journal.write(note="waiting for " + ", ".join(f"{site} (not connected)" for site in away))
 
-    def conduct(self) -> None:
-        self.job.go_on()
+    def run_all(self) -> None:
+        """Run the survey and all rounds of all runs."""
+        self.job.clear_stop_request()
         rounds = self.job.config.settings.rounds
-        self.job.show(status="running", rounds=rounds, error="", round=self.job.state.get("round", 0))
+        self.job.update_state(status="running", rounds=rounds, error="", round=self.job.state.get("round", 0))
         if self.job.config.method == "waffle" and len(self.sites) == 2:
-            self.job.journal.say(
-                note="two sites: WAFFLE's weights are then fixed, equal until 95 % of the rounds; then Alice's grows"
+            self.job.journal.write(
+                note="with two sites WAFFLE's weights are fixed: equal for 95 % of the rounds, then Alice's grows"
             )
         facts = self._survey()
         with contextlib.ExitStack() as stack:
             entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts)]
             if self.job.force:
-                self.job.write(force=False)  # it was meant for this time
+                self.job.write(force=False)  # --force applies once
             live = [entry for entry in entries if entry is not None]
             if not live:
-                self.job.journal.say(note="this run has ended already: nothing was trained; another --out starts anew")
+                self.job.journal.write(
+                    note="this run has already ended, nothing was trained: choose another --out for a new run"
+                )
                 return
-            courses = [entry.course for entry in live]
-            needed = largest_message(courses)
+            server_runs = [entry.server_run for entry in live]
+            needed = largest_message(server_runs)
             if needed > self.settings.message_mb << 20:
                 raise WaffleError(
-                    f"a message of this model takes up to {-(-needed >> 20)} MB, server.toml allows "
+                    f"a message of this model needs up to {-(-needed >> 20)} MB, server.toml allows "
                     f"{self.settings.message_mb}: raise message_mb, or train a smaller model"
                 )
-            self.post.max_bytes = largest_reply(courses)
+            self.transport.max_bytes = largest_reply(server_runs)
             unreachable = self._rounds(live, facts)
         if unreachable:
-            raise WaffleError("; ".join(unreachable) + "; all rounds so far are saved: waffle deploy resume goes on")
+            raise WaffleError(
+                "; ".join(unreachable) + "; all rounds so far are saved: continue with waffle deploy resume"
+            )
 
     def _survey(self) -> Survey:
-        """What is known of everyone's data: asked of all sites once, and kept with the job."""
+        """Return the survey of all sites' data: requested once, then stored with the job."""
         known, alice = self.job.survey, self.job.config.settings.alice
         needed = set(self.sites) if known is None else set()
         if known is not None and alice != ALL_ALICES:
@@ -155,54 +160,54 @@ class JobRunner:
         def suffice(online: Collection[str]) -> bool:
             return needed <= set(online) and len(online) >= self.settings.quorum
 
-        missing = self.post.wait(self.sites, self.settings.start_timeout, suffice)
+        missing = self.transport.wait(self.sites, self.settings.start_timeout, suffice)
         if not suffice(set(self.sites).difference(missing)):
             raise WaffleError(
-                f"{len(missing)} of {len(self.sites)} sites did not come within {self.settings.start_timeout:g} "
-                f"seconds: {', '.join(missing)}; start them (waffle deploy site), then waffle deploy resume"
+                f"{len(missing)} of {len(self.sites)} sites did not connect within {self.settings.start_timeout:g} "
+                f"seconds: {', '.join(missing)}; start them (waffle deploy site), then run waffle deploy resume"
             )
         if known is not None:
             return known
-        self.job.journal.say(note="all sites are online")
+        self.job.journal.write(note="all sites are online")
         found = survey(self._ask, self.job.config.settings)
-        self.job.keep(found)
+        self.job.save_survey(found)
         return found
 
     def _ask(self, stage: Stage, known: dict[str, Any]) -> Answers:
-        words = {**self._words(), "stage": stage, "known": known}
-        letters = {site: partial(Message, {**words, "agent": i}) for i, site in enumerate(self.sites)}
-        answers = {site: dict(reply.words) for site, reply in self._exchange(letters, "query")}
+        fields = {**self._common_fields(), "stage": stage, "known": known}
+        requests = {site: partial(Message, {**fields, "agent": i}) for i, site in enumerate(self.sites)}
+        answers = {site: dict(reply.fields) for site, reply in self._exchange(requests, "query")}
         for site in self.sites:
             if site not in answers:
                 raise WaffleError(
                     f"{site} did not answer within {self.settings.deadline:g} seconds, or was offline for "
-                    f"{self.settings.grace:g}: start it (waffle deploy site), then waffle deploy resume"
+                    f"{self.settings.grace:g}: start it (waffle deploy site), then run waffle deploy resume"
                 )
-            told = answers[site]
-            if told.get("error"):
-                raise WaffleError(f"{site}: {one_line(told['error'])}")
-            if told.get("software") != software():
-                other = one_line(told.get("software"))
-                raise WaffleError(f"{site} runs {other}, the server {software()}: install the same")
+            answer = answers[site]
+            if answer.get("error"):
+                raise WaffleError(f"{site}: {one_line(answer['error'])}")
+            if answer.get("software") != software():
+                other = one_line(answer.get("software"))
+                raise WaffleError(f"{site} runs {other}, the server {software()}: install the same versions")
         return {site: answers[site] for site in self.sites}
 
-    def _words(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         return {"software": software(), "run": self.job.run, "config": self.job.config.to_json()}
 
-    def _exchange(self, letters: Mapping[str, MessageFactory], kind: str) -> Iterator[tuple[str, Message]]:
-        """Send signed requests and give the replies that come in time."""
-        signed = {site: partial(self._signed, site, letter) for site, letter in letters.items()}
-        yield from self.post.exchange(signed, kind, self.settings.deadline, self.settings.grace)
-        for site, what in self.post.log:
-            self.job.journal.say(note=f"{site}: {what}")
-        self.post.log.clear()
+    def _exchange(self, requests: Mapping[str, MessageFactory], kind: str) -> Iterator[tuple[str, Message]]:
+        """Send signed requests and yield the replies that arrive in time."""
+        signed = {site: partial(self._signed, site, factory) for site, factory in requests.items()}
+        yield from self.transport.exchange(signed, kind, self.settings.deadline, self.settings.grace)
+        for site, what in self.transport.log:
+            self.job.journal.write(note=f"{site}: {what}")
+        self.transport.log.clear()
 
-    def _signed(self, site: str, letter: MessageFactory) -> Message:
-        """A request as it goes out: addressed to one site, with its time, and signed when it is sent."""
-        return sign(letter(), self.operator, site)
+    def _signed(self, site: str, factory: MessageFactory) -> Message:
+        """Return the request, addressed to one site and signed with the current time."""
+        return sign(factory(), self.operator, site)
 
     def _open(self, stack: contextlib.ExitStack, config: RunConfig, folder: Path, facts: Survey) -> Entry | None:
-        """Lock a run's folder and find out where it stands; None if it has ended."""
+        """Lock a run's folder and restore its latest state; return None if the run has ended."""
         s = config.settings
         alice = index_of(s.alice, self.names)
         if not facts.samples[self.sites[alice]] or not facts.test[self.sites[alice]]:
@@ -217,7 +222,7 @@ class JobRunner:
         algorithm = for_model(config.algorithm(), model.layers)
         plan = RunPlan(
             run=self.job.run,
-            course=config.label,
+            label=config.label,
             algorithm=algorithm,
             names=tuple(self.names[i] for i in members),
             alice=members.index(alice),
@@ -229,7 +234,9 @@ class JobRunner:
             handle=s.alice,
             scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
         )
-        run = stack.enter_context(Run.opened(folder, config, self._origin(config, facts, model, alice), self.job.force))
+        run = stack.enter_context(
+            Run.opened(folder, config, self._provenance(config, facts, model, alice), self.job.force)
+        )
         if run.result is not None:
             return None
         if facts.prepared and s.preprocessing == "federated":
@@ -237,16 +244,16 @@ class JobRunner:
         start = initial_run_state(algorithm, model, s.seed, len(members))
         r, tensors, warnings = run.resume(tensors_of(start))
         for warning in warnings:
-            self.job.journal.say(note=warning)
-        course = ServerRun(plan, model, run_state_of(r, tensors, start) if tensors else start)
+            self.job.journal.write(note=warning)
+        server_run = ServerRun(plan, model, run_state_of(r, tensors, start) if tensors else start)
         able = sum(n > 0 for n in samples)
-        return Entry(course, run, config, members, min(self.settings.quorum, able))
+        return Entry(server_run, run, config, members, min(self.settings.quorum, able))
 
-    def _origin(self, config: RunConfig, facts: Survey, model: FlatModel, alice: int) -> dict[str, Any]:
-        told = "".join(facts.digests[site] for site in self.sites)
+    def _provenance(self, config: RunConfig, facts: Survey, model: FlatModel, alice: int) -> dict[str, Any]:
+        digests = "".join(facts.digests[site] for site in self.sites)
         return provenance(
             "cpu",
-            hashlib.sha256(told.encode()).hexdigest(),
+            hashlib.sha256(digests.encode()).hexdigest(),
             agents=list(self.names),
             alice=alice,
             label_counts=[],
@@ -267,118 +274,118 @@ class JobRunner:
         )
 
     def _rounds(self, live: list[Entry], facts: Survey) -> list[str]:
-        """Until every course has ended, or waits in vain; those are named."""
+        """Run rounds until every run has ended or its agents are unreachable; return the reasons of the latter."""
         unreachable: list[str] = []
         while live:
-            if self.job.is_to_stop:
+            if self.job.stop_requested:
                 raise Stopped(f"stopped by the operator after round {self.job.state.get('round', 0)}")
-            self._message(live, facts)
+            self._exchange_round(live, facts)
             for entry in list(live):
-                told = self._turn(entry)
-                if told is not None or entry.course.finished:
+                ended = self._advance(entry)
+                if ended is not None or entry.server_run.finished:
                     live.remove(entry)
-                if told:
-                    unreachable.append(told)
+                if ended:
+                    unreachable.append(ended)
             if live and all(entry.misses for entry in live):
                 time.sleep(self.settings.backoff * 2 ** (min(entry.misses for entry in live) - 1))
         return unreachable
 
-    def _message(self, live: list[Entry], facts: Survey) -> None:
-        """One message to every site that is still awaited, and its answer to each course."""
-        asked = {
-            site: [e for e in live if i in e.members and e.members.index(i) in e.course.awaited]
+    def _exchange_round(self, live: list[Entry], facts: Survey) -> None:
+        """Send one message to every awaited site and pass its replies to the runs."""
+        awaited = {
+            site: [e for e in live if i in e.members and e.members.index(i) in e.server_run.awaited]
             for i, site in enumerate(self.sites)
         }
-        letters = {site: partial(self._letter, site, entries, facts) for site, entries in asked.items() if entries}
-        for site, reply in self._exchange(letters, "train"):
-            i, error = self.sites.index(site), reply.words.get("error")
+        requests = {site: partial(self._request, site, entries, facts) for site, entries in awaited.items() if entries}
+        for site, reply in self._exchange(requests, "train"):
+            i, error = self.sites.index(site), reply.fields.get("error")
             if error:
-                self.job.journal.say(note=f"{site}: {one_line(error)}")
-            said = reply.words.get("courses")
-            for entry in asked[site]:
-                label = entry.course.plan.course
-                own = said.get(label) if isinstance(said, dict) else None
-                if error or not isinstance(own, dict):
-                    own = {"error": error or "no answer to what was asked"}
-                entry.course.receive(entry.members.index(i), own, reply.payloads.get(label))
+                self.job.journal.write(note=f"{site}: {one_line(error)}")
+            replies = reply.fields.get("courses")
+            for entry in awaited[site]:
+                label = entry.server_run.plan.label
+                fields = replies.get(label) if isinstance(replies, dict) else None
+                if error or not isinstance(fields, dict):
+                    fields = {"error": error or "the reply lacks this run"}
+                entry.server_run.receive(entry.members.index(i), fields, reply.payloads.get(label))
 
-    def _letter(self, site: str, entries: list[Entry], facts: Survey) -> Message:
-        """What is asked of a site, by all courses that wait for it."""
+    def _request(self, site: str, entries: list[Entry], facts: Survey) -> Message:
+        """Return the message to a site: the requests of all runs that wait for it."""
         i = self.sites.index(site)
-        tasks = [entry.course.task(entry.members.index(i)) for entry in entries]
-        words = {
-            **self._words(),
+        requests = [entry.server_run.request_for(entry.members.index(i)) for entry in entries]
+        fields = {
+            **self._common_fields(),
             "agent": i,
             "known": facts.known,
             "digest": facts.digests[site],
-            "model": entries[0].course.model.fingerprint(),
-            "tasks": [task.to_json() for task, _ in tasks],
+            "model": entries[0].server_run.model.fingerprint(),
+            "tasks": [request.to_json() for request, _ in requests],
         }
-        return Message(words, {task.course: payload for task, payload in tasks})
+        return Message(fields, {request.course: payload for request, payload in requests})
 
-    def _turn(self, entry: Entry) -> str | None:
-        """Close, record and save what can be; a text if the course ends here without having finished."""
-        course = entry.course
-        if course.stuck:
-            return course.stuck
-        held, r = course.held_by(entry.quorum), course.now.round + course.training
-        settled, diverged = course.turn(entry.quorum)
-        if settled:
-            self._record(entry, settled)
+    def _advance(self, entry: Entry) -> str | None:
+        """Advance a run and record it. Return None while it continues, else why it ended early ("" if diverged)."""
+        server_run = entry.server_run
+        if server_run.stuck:
+            return server_run.stuck
+        missing, r = server_run.waiting_for(entry.quorum), server_run.latest.round + server_run.training
+        evaluated, diverged = server_run.advance(entry.quorum)
+        if evaluated:
+            self._record(entry, evaluated)
         if diverged:
             self._diverged(entry, diverged)
             return ""
-        if course.finished:
+        if server_run.finished:
             self._close(entry)
             return None
-        entry.misses = entry.misses + 1 if held else 0
-        if not held:
+        entry.misses = entry.misses + 1 if missing else 0
+        if not missing:
             return None
-        alice = course.plan.names[course.plan.alice]
-        who = f"Alice ({alice})" if alice in held else ", ".join(held)
-        why = next((reason for i, reason in reversed(course.notes) if course.plan.names[i] in held), "")
+        alice = server_run.plan.names[server_run.plan.alice]
+        who = f"Alice ({alice})" if alice in missing else ", ".join(missing)
+        why = next((reason for i, reason in reversed(server_run.notes) if server_run.plan.names[i] in missing), "")
         text = f"{who} unreachable in round {r}{f' ({why})' if why else ''}"
         if entry.misses > self.settings.retries:
             return text
-        self.job.journal.say(note=f"{text}: asked again, {entry.misses} of {self.settings.retries}")
+        self.job.journal.write(note=f"{text}: retry {entry.misses} of {self.settings.retries}")
         return None
 
-    def _record(self, entry: Entry, settled: EvaluatedRound) -> None:
+    def _record(self, entry: Entry, evaluated: EvaluatedRound) -> None:
         began, entry.clock = entry.clock, time.monotonic()
-        entry.run.append({**settled.measured, "seconds": round(entry.clock - began, 6)})
-        entry.run.checkpoint(settled.stand.round, tensors_of(settled.stand))
-        plan, screened = entry.course.plan, settled.measured.get("screened", {})
-        r = settled.stand.round
+        entry.run.append({**evaluated.measured, "seconds": round(entry.clock - began, 6)})
+        entry.run.checkpoint(evaluated.state.round, tensors_of(evaluated.state))
+        plan, screened = entry.server_run.plan, evaluated.measured.get("screened", {})
+        r = evaluated.state.round
         sites = [self.sites[i] for i in entry.members]
-        alice, weights = sites[plan.alice], dict(zip(sites, settled.measured.get("weights") or [], strict=False))
+        alice, weights = sites[plan.alice], dict(zip(sites, evaluated.measured.get("weights") or [], strict=False))
         site_of = dict(zip(plan.names, sites, strict=True))
         before, seen = self.job.state.get("weights", {}), {site_of[name]: why for name, why in screened.items()}
-        self.job.show(round=r, weights={**before, alice: weights}, screened=seen)
+        self.job.update_state(round=r, weights={**before, alice: weights}, screened=seen)
         for name, reason in seen.items():
-            plainly = {REASONS[CLIPPED]: "update shortened", REASONS[ABSENT]: "did not answer"}
-            self.job.journal.say(note=f"round {r}: {name} {plainly.get(reason, f'screened: {reason}')}")
+            descriptions = {REASONS[CLIPPED]: "update clipped", REASONS[ABSENT]: "did not answer"}
+            self.job.journal.write(note=f"round {r}: {name} {descriptions.get(reason, f'screened: {reason}')}")
         others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice]
-        if others and all(screened.get(name, REASONS[OK]) not in HEARD for name in others):
-            self.job.journal.say(note=f"round {r}: no update but Alice's was used, so this was a local step")
+        if others and all(screened.get(name, REASONS[OK]) not in USED for name in others):
+            self.job.journal.write(note=f"round {r}: only Alice's own update was used, so this was a local step")
 
     def _diverged(self, entry: Entry, error: Diverged) -> None:
         entry.run.close(summary(read_rounds(entry.run.folder / "rounds.jsonl"), "diverged", str(error)))
-        self.job.journal.say(note=str(error))
+        self.job.journal.write(note=str(error))
 
     def _close(self, entry: Entry) -> None:
-        """How the run ended, with Alice's model where the server holds it or she sent it."""
-        course = entry.course
-        assert course.parting is not None
-        told, payload = course.parting
+        """Write the result of a finished run, and Alice's model if the server has it or her site sent it."""
+        server_run = entry.server_run
+        assert server_run.final_reply is not None
+        metrics, payload = server_run.final_reply
         result = summary(read_rounds(entry.run.folder / "rounds.jsonl"), "finished")
-        if isinstance(told, dict):
-            names = [name for name in (*course.plan.scores, *METRICS) if name in told]
-            result["metrics"] = {name: number(told[name]) for name in names}
-        net = course.own_model()
+        if isinstance(metrics, dict):
+            names = [name for name in (*server_run.plan.scores, *METRICS) if name in metrics]
+            result["metrics"] = {name: finite_or_none(metrics[name]) for name in names}
+        net = server_run.own_model()
         if net is None and payload is not None:
-            blank = course.model.init(0)
+            blank = server_run.model.init(0)
             try:
                 net = Net(**unpack(payload, blank._asdict())[1])
             except WaffleError as error:
-                self.job.journal.say(note=f"Alice's model could not be read: {one_line(error)}")
-        entry.run.close(result, course.model.state_dict(net) if net else None)
+                self.job.journal.write(note=f"Alice's model could not be read: {one_line(error)}")
+        entry.run.close(result, server_run.model.state_dict(net) if net else None)

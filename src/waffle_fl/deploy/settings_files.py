@@ -1,4 +1,4 @@
-"""The files at each end of a deployment: server.toml with the keys, and for each site its own folder with site.toml."""
+"""Settings files and secrets: server.toml in the server's folder, site.toml in each site's folder."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ from waffle_fl.errors import WaffleError, suggest
 T = TypeVar("T")
 
 SERVER_FILE, SITE_FILE = "server.toml", "site.toml"
-SECRET = "runtime.secret"  # between Flower's processes of one end
-CONTROL_SECRET = "control.secret"  # between the server and the operator's commands
+SECRET = "runtime.secret"  # shared by Flower's process and the executor
+CONTROL_SECRET = "control.secret"  # shared by the server and the operator's commands
 RENAMED = {"models": "imports"}  # keys of earlier versions
 SERVER = """\
-# The server of a federation. Change what you like, then start it anew: waffle deploy server
+# Settings of the server. Restart it after a change: waffle deploy server
 schema = 1
-address = "{address}"   # the name or IP address under which sites reach this machine; it stands in the certificate
-port = {port}   # the one port that sites connect to
-local_port = {local_port}   # on 127.0.0.1 alone: the operator's commands, and Flower's own processes
-listen = "{listen}"   # which of this machine's addresses to listen on; 0.0.0.0 is all of them
-sites = [{sites}]   # the agents, in this order; each is known by keys/NAME.pub
-revoked = []   # sites that no longer take part; their place in earlier runs stays
-insecure = {insecure}   # true: neither TLS nor authentication
+address = "{address}"   # host name or IP address at which sites reach this machine; part of the certificate
+port = {port}   # the only port that sites connect to
+local_port = {local_port}   # on 127.0.0.1 only: the operator's commands and Flower's own processes
+listen = "{listen}"   # address of this machine to listen on; 0.0.0.0 means all addresses
+sites = [{sites}]   # the agents, in this order; the key of each is keys/NAME.pub
+revoked = []   # sites that no longer take part; they keep their index in earlier runs
+insecure = {insecure}   # true: no TLS and no authentication
 
-quorum = {quorum}   # a round needs this many answers, Alice's among them
-deadline = 600.0   # seconds that a round waits for a site that is online before it is closed without it
-grace = 45.0   # seconds that a round waits for a site that is offline; Flower notices a minute after it was killed
+quorum = {quorum}   # replies that a round needs, including Alice's
+deadline = 600.0   # seconds that a round waits for a site that is online
+grace = 45.0   # seconds that a round waits for a site that is offline; Flower detects a killed site after a minute
 start_timeout = 600.0   # seconds to wait for the sites before the first round
-retries = 3   # how often a round is asked for again when Alice, or the quorum, does not answer in time
-backoff = 30.0   # seconds before the first of these, twice as many before each further one
-message_mb = 1024   # a model whose messages would be larger is refused before the first round
+retries = 3   # how often a round is repeated if Alice or the quorum does not reply in time
+backoff = 30.0   # seconds before the first retry, doubled before each further one
+message_mb = 1024   # largest message; a model that needs more is refused before the first round
 """
 
 SITE = """\
-# This site's own rules. The server cannot change them; waffle deploy site --dry-run shows what they let out.
+# This site's own rules. The server cannot change them; waffle deploy site --dry-run prints what may leave.
 schema = 1
 name = "{name}"
 server = "{address}:{port}"
-insecure = {insecure}   # true: neither TLS nor authentication
-port = {local}   # used on this machine alone, between Flower's own processes
-max_age = 900.0   # seconds; a request that was signed longer ago, or that much in the future, is refused
+insecure = {insecure}   # true: no TLS and no authentication
+port = {local}   # on 127.0.0.1 only, between Flower's own processes
+max_age = 900.0   # seconds; a request whose signature is older, or that far in the future, is refused
 
 data = "{data}"   # a .csv, .tsv, .parquet or .npz file, or a folder with train.csv and test.csv; relative to this file
 targets = []   # columns that runs may predict, with all their classes; empty: any whose classes are safe to share
-categorical = []   # columns of numbers whose values may be shared as categories
-min_count = 5   # a category, or a class of a target that is not listed above, stays here if fewer rows have it
-max_rows = 100000   # training rows of all sites together, at most: means of more are not believed
+categorical = []   # numeric columns whose values may be shared as categories
+min_count = 5   # categories, and classes of unlisted targets, with fewer rows do not leave
+max_rows = 100000   # maximum training rows of all sites together; means over more are rejected
 methods = [{methods}]   # runs of other methods are refused
-imports = []   # code of your own (module:name) that a run may import: a network, method or schedule; others are refused
-surveys = 1   # ways to read and split the data that are summarised; the difference of two can tell a single row
-rounds = 1000   # updates that leave this site, in all runs together, and models that are scored; the same again is free
-min_batch = 4   # rows of a mini-batch, at least
-min_steps = 2   # steps of a round, at least: an update of a single step tells most about its rows
-max_exposed = 0.2   # share of the training rows that a model may single out, besides twice a random model's; 1: any
-max_norm = 1000.0   # a longer update does not leave this site
-max_steps = 1000000   # steps of a round: epochs x batches, times the method's own inner steps
-max_mb = 1024   # a message, or a model as the method multiplies it, that is larger is refused
-metrics = [{metrics}]   # what may be told of a model on this site's held-out data
-model_may_leave = false   # may a model that is this site's alone (local, apfl, ditto) be sent to the server?
+imports = []   # your own code (module:name) that a run may import: a network, method or schedule
+surveys = 1   # ways of reading and splitting the data that are summarised; comparing two can reveal a single row
+rounds = 1000   # maximum number of updates, and of scored models, over all runs; repeated requests are not counted
+min_batch = 4   # minimum rows per mini-batch
+min_steps = 2   # minimum steps per round; an update from a single step reveals most about its rows
+max_exposed = 0.2   # share of training rows that a model may single out, plus twice a random model's share; 1: any
+max_norm = 1000.0   # maximum norm of an update
+max_steps = 1000000   # maximum steps per round: epochs x batches x the method's own inner steps
+max_mb = 1024   # maximum size of a message, and of the models that the method trains
+metrics = [{metrics}]   # metrics on held-out data that may leave
+model_may_leave = false   # whether a personal model of this site (local, apfl, ditto) may be sent to the server
 """
 
 
@@ -138,17 +138,17 @@ class SiteSettings:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where Flower's process of one end listens for our executor, and the secret that it asks for."""
+    """Local address and secret with which the executor reaches Flower's process."""
 
     role: Literal["server", "site"]
     name: str
     address: str
-    certificates: bytes | None  # of the CA; None: without TLS, on loopback
+    certificates: bytes | None  # CA certificate; None: no TLS
     secret: bytes
 
 
 def endpoint_of(home: Path) -> Endpoint:
-    """The local end of a folder with server.toml or site.toml."""
+    """Return the local endpoint of a folder with server.toml or site.toml."""
     if (home / SERVER_FILE).exists():
         server = read_server(home)
         ca = None if server.insecure else (home / "keys" / "ca.crt").read_bytes()
@@ -158,24 +158,24 @@ def endpoint_of(home: Path) -> Endpoint:
 
 
 def name_of(home: Path) -> str:
-    """What the log lines of an end are labelled with."""
+    """Name in the log lines: "server" or the site's name."""
     return "server" if (home / SERVER_FILE).exists() else read_site(home).name
 
 
 def secret_of(path: Path) -> bytes:
-    """A secret of this end, made when it is first needed."""
+    """Return the secret in this file; it is created on first use."""
     if not path.exists():
         write_secret(path, secrets.token_bytes(32))
     return path.read_bytes()
 
 
 def control_secret(folder: Path) -> str:
-    """What the operator's commands show to the server."""
+    """The secret with which the operator's commands authenticate."""
     return secret_of(folder / "keys" / CONTROL_SECRET).hex()
 
 
 def server_text(sites: Sequence[str], address: str, port: int, listen: str, insecure: bool) -> str:
-    """server.toml of a new federation."""
+    """Content of server.toml for a new federation."""
     if not re.fullmatch(r"[A-Za-z0-9.:-]+", address):
         raise WaffleError(f"expected the server's name or IP address, got {address!r}")
     return SERVER.format(
@@ -190,7 +190,7 @@ def server_text(sites: Sequence[str], address: str, port: int, listen: str, inse
 
 
 def site_text(name: str, address: str, port: int, local: int, data: str, insecure: bool) -> str:
-    """site.toml of a new site."""
+    """Content of site.toml for a new site."""
     return SITE.format(
         name=name,
         address=address,
@@ -208,14 +208,14 @@ def _listed(names: typing.Iterable[str]) -> str:
 
 
 def read_server(folder: Path) -> ServerSettings:
-    """server.toml, or one line with every mistake in it."""
+    """Read server.toml; raise one error that lists all mistakes."""
     found = _read(folder / SERVER_FILE, ServerSettings)
     for name in found.sites:
         check_name(name)
     problems = [] if found.sites and len(set(found.sites)) == len(found.sites) else ["sites: expected each name once"]
     ports = (found.port, found.local_port)
     problems += [f"{k}: expected 1 to 65535" for k in ("port", "local_port") if not 0 < getattr(found, k) < 1 << 16]
-    problems += ["local_port: expected another than port"] if ports[0] == ports[1] else []
+    problems += ["local_port: expected a port other than `port`"] if ports[0] == ports[1] else []
     problems += [f"revoked: {name!r} is not among the sites" for name in found.revoked if name not in found.sites]
     problems += [] if 1 <= found.quorum <= len(found.sites) else [f"quorum: expected 1 to {len(found.sites)}"]
     positive = ("deadline", "grace", "start_timeout", "message_mb")
@@ -226,24 +226,24 @@ def read_server(folder: Path) -> ServerSettings:
 
 
 def public_keys(folder: Path, sites: Sequence[str]) -> dict[str, Path]:
-    """By site, the file of the key that it is known by."""
+    """Path of each site's public key; raise if one is missing."""
     found = {site: folder / "keys" / f"{site}.pub" for site in sites}
     missing = [site for site, path in found.items() if not path.is_file()]
     if missing:
         raise WaffleError(
-            f"{folder / 'keys'} lacks {', '.join(f'{site}.pub' for site in missing)}: have the site make a key (waffle "
-            f"deploy join), then waffle deploy add-site {missing[0]} --key FILE --folder {folder}"
+            f"{folder / 'keys'} lacks {', '.join(f'{site}.pub' for site in missing)}: make a key at the site (waffle "
+            f"deploy join), then run waffle deploy add-site {missing[0]} --key FILE --folder {folder}"
         )
     return found
 
 
 def read_site(folder: Path) -> SiteSettings:
-    """site.toml, or one line with every mistake in it."""
+    """Read site.toml; raise one error that lists all mistakes."""
     found = _read(folder / SITE_FILE, SiteSettings)
     others = [m for m in found.methods if m not in ALGORITHMS]
-    strange = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in others if ":" not in m]
-    strange += [f"methods: {m!r} must be listed in imports too" for m in others if ":" in m and m not in found.imports]
-    strange += [
+    problems = [f"methods: unknown {m!r}{suggest(m, ALGORITHMS)}" for m in others if ":" not in m]
+    problems += [f"methods: {m!r} must be listed in imports too" for m in others if ":" in m and m not in found.imports]
+    problems += [
         f"metrics: unknown {m!r}{suggest(m, (*SCORES, *METRICS))}"
         for m in found.metrics
         if m not in (*SCORES, *METRICS)
@@ -252,14 +252,14 @@ def read_site(folder: Path) -> SiteSettings:
         *("surveys", "rounds", "max_norm", "max_steps", "max_mb", "max_age", "max_rows"),
         *("min_count", "min_batch", "min_steps"),
     )
-    strange += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
-    strange += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
-    _refuse(folder / SITE_FILE, strange)
+    problems += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
+    problems += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
+    _refuse(folder / SITE_FILE, problems)
     return found
 
 
 def change(file: Path, **values: Any) -> None:
-    """Change settings in one of these files; what stands around them stays. A key that is not there is added."""
+    """Change settings in one of these files and keep all other lines. Missing keys are appended."""
     lines = file.read_text(encoding="utf-8").splitlines()
     for key, value in values.items():
         new = f"{key} = {json.dumps(value)}"
@@ -269,15 +269,15 @@ def change(file: Path, **values: Any) -> None:
 
 
 def data_of(folder: Path, settings: SiteSettings) -> str:
-    """Where a site's data lies: a data set's name, or a path, relative to the site's folder."""
+    """A site's data source: the name of a data set, or an absolute path (relative ones start at the site's folder)."""
     return settings.data if settings.data in NAMES else str((folder / settings.data).resolve())
 
 
 def make_private(home: Path, *names: str) -> None:
-    """Take what lies under these names away from other users of this machine: folders 0700, files 0600."""
+    """Restrict these files and folders to their owner: folders 0700, files 0600."""
     home.chmod(0o700)
-    for runtime in (home / name for name in names):
-        for path in (runtime, *runtime.rglob("*")) if runtime.is_dir() else [runtime] * runtime.exists():
+    for root in (home / name for name in names):
+        for path in (root, *root.rglob("*")) if root.is_dir() else [root] * root.exists():
             if not path.is_symlink():
                 path.chmod(0o700 if path.is_dir() else 0o600)
 
@@ -306,7 +306,7 @@ def _unknown(key: str, known: Sequence[str]) -> str:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """The value as its field wants it, or None."""
+    """Return the value converted to the field's type, or None."""
     if hint is float and type(value) in (int, float):
         return float(value)
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(v, str) for v in value):
@@ -320,5 +320,5 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
 
 
 def python_bin() -> Path:
-    """Where this installation keeps its commands, Flower's among them."""
+    """Folder with the commands of this installation, including Flower's."""
     return Path(sys.executable).parent

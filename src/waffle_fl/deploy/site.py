@@ -1,7 +1,7 @@
-"""A site's answers. Each is a function of the request, the site's files and its rules; Flower is not known here.
+"""A site's replies. Each depends only on the request, the site's files and its rules. Independent of Flower.
 
-Nothing in a request is used before its signature has been checked, and nothing that it names is imported before the
-site's rules have been asked.
+No part of a request is used before its signature is verified, and nothing that it names is imported before the site's
+rules are checked.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread
 from waffle_fl.engines.evaluation import predictor_of
-from waffle_fl.engines.flower.messages import Message, Request, Version, number_of
-from waffle_fl.engines.flower.site_trainer import Row
+from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
+from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, model_name, model_of
 from waffle_fl.experiment.active_run import predictions
@@ -47,55 +47,55 @@ from waffle_fl.update_encoding import LONGEST_REASON, Header, seal
 from waffle_fl.versions import RESULTS_VERSION, WIRE_VERSION
 
 log = logging.getLogger("waffle_fl")
-NO_MODELS = ("c",)  # what is sent down in a model's shape without being one: SCAFFOLD's control variate
+NO_MODELS = ("c",)  # broadcast fields with the shape of a model that are not models: SCAFFOLD's control variate
 
 
 @cache
 def software() -> str:
-    """What must be the same at both ends: the results, the messages, and torch's release."""
+    """Versions that server and sites must share: results, wire format, and torch's release."""
     release = torch.__version__.partition("+")[0]
     return f"results version {RESULTS_VERSION}, wire version {WIRE_VERSION}, torch {release}"
 
 
 def reason(error: Exception) -> str:
-    """What may be told of an error, in one line: a site's own words, or else its kind alone; the log has the rest."""
+    """Return the part of an error that may leave, as one line: a refusal's message, else its type. Log the rest."""
     if isinstance(error, Refused):
-        told = " ".join(str(error).split())[:LONGEST_REASON]
-        log.warning("refused: %s", told)
-        return told
-    log.error("this request could not be answered", exc_info=error)
-    return f"it failed there ({type(error).__name__}); the site's own log says why"
+        text = " ".join(str(error).split())[:LONGEST_REASON]
+        log.warning("refused: %s", text)
+        return text
+    log.error("this request failed", exc_info=error)
+    return f"failed at the site ({type(error).__name__}); see the site's own log"
 
 
-def _described(update: bytes) -> dict[str, Any]:
-    """An update in the ledger: its tensors and their shapes, its size, and a hash to know it again by."""
+def _describe_update(update: bytes) -> dict[str, Any]:
+    """Description of an update for the ledger: tensors with their shapes, size, and a hash."""
     header = parse_header(update[: 8 + MAX_HEADER], len(update))
     tensors = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     return {"bytes": len(update), "sha256": hashlib.sha256(update).hexdigest(), "tensors": tensors}
 
 
 class Site:
-    """One end of the federation, from its folder."""
+    """A site of the federation, read from its folder."""
 
     def __init__(self, folder: Path, data_dir: str = "") -> None:
         self.folder, self.settings = folder, read_site(folder)
         self.policy = self.settings.policy
-        self.holdings = SiteData(self.settings.name, data_of(folder, self.settings), self.policy, data_dir)
+        self.data = SiteData(self.settings.name, data_of(folder, self.settings), self.policy, data_dir)
         self.store, self.ledger = Store(folder / "state"), Ledger(folder / "ledger.jsonl")
 
     @cached_property
     def trusted(self) -> list[Ed25519PublicKey]:
-        """The operator keys whose requests this site obeys."""
+        """The operator keys whose requests this site accepts."""
         return load_trusted_keys(self.folder / OPERATOR_PUBLIC)
 
     def answer(self, request: Message) -> Message:
-        """A reply to any request; what went wrong here is told in one line that names neither paths nor data."""
+        """Return the reply to any request. Errors become one line without paths or data."""
         with self.ledger.alone():
-            reply = self._checked(request)
-        return replace(reply, words={**reply.words, "software": software()})
+            reply = self._verify_and_respond(request)
+        return replace(reply, fields={**reply.fields, "software": software()})
 
-    def _checked(self, request: Message) -> Message:
-        """Check who asks; then answer. A request that fails the check costs nothing but a line in the ledger."""
+    def _verify_and_respond(self, request: Message) -> Message:
+        """Verify the signature, then respond. A request that fails verification only adds a line to the ledger."""
         try:
             self.ledger.check()
             used = self.ledger.nonces()
@@ -108,75 +108,79 @@ class Site:
         try:
             return self.respond(request, nonce)
         except Exception as error:
-            return self._refusal(error, "said", run=str(request.words.get("run"))[:LONGEST_REASON], nonce=nonce)
+            return self._refusal(error, "said", run=str(request.fields.get("run"))[:LONGEST_REASON], nonce=nonce)
 
     def _refusal(self, error: Exception, kind: str, **about: str) -> Message:
-        """Say why there is no answer, and put it into the ledger."""
-        words = {"error": reason(error)}
-        with contextlib.suppress(OSError):  # a full disk keeps all else here, but not the line that says so
-            self.ledger.note(**about, **{kind: words})
-        return Message(words)
+        """Return the reason as the reply, and record it in the ledger."""
+        fields = {"error": reason(error)}
+        with contextlib.suppress(OSError):  # on a full disk the refusal is still sent
+            self.ledger.note(**about, **{kind: fields})
+        return Message(fields)
 
     def respond(self, request: Message, nonce: str) -> Message:
-        """The answer to a request whose sender is known; raises where there is none."""
-        words = request.words
-        if words.get("software") != software():
-            raise Refused(f"the server runs {words.get('software')}, this site {software()}: install the same")
-        run, agent = check_name(str(words["run"])), number_of(words, "agent")
-        self.policy.admit(words["config"], sum(map(len, request.payloads.values())))
-        config = RunConfig.from_json(words["config"])
-        if "stage" in words:
-            return self._tell(run, agent, config.settings, words["stage"], words["known"], nonce)
-        asked = self._surveyed(self.holdings.questions(config.settings))
-        if self.holdings.digest(config.settings, agent, run) != words["digest"]:
-            raise Refused("this site's data is no longer what it was when the run began")
-        tasks = [Request.from_json(content) for content in words["tasks"]]
+        """Return the reply to a verified request; raise if it is refused."""
+        fields = request.fields
+        if fields.get("software") != software():
+            raise Refused(
+                f"the server runs {fields.get('software')}, this site {software()}: install the same versions"
+            )
+        run, agent = check_name(str(fields["run"])), read_count(fields, "agent")
+        self.policy.admit(fields["config"], sum(map(len, request.payloads.values())))
+        config = RunConfig.from_json(fields["config"])
+        if "stage" in fields:
+            return self._answer_survey(run, agent, config.settings, fields["stage"], fields["known"], nonce)
+        questions = self._check_surveys(self.data.questions(config.settings))
+        if self.data.digest(config.settings, agent, run) != fields["digest"]:
+            raise Refused("this site's data has changed since the run began")
+        tasks = [Request.from_json(content) for content in fields["tasks"]]
         if len({task.course for task in tasks}) < len(tasks):
-            raise Refused("one course is asked for twice in a message")
+            raise Refused("a message contains two requests for the same run")
         answers: dict[str, dict[str, Any]] = {}
         payloads: dict[str, bytes] = {}
         for task in tasks:
-            own = replace(config, settings=replace(config.settings, alice=task.alice))
-            visit = RequestHandler(self, run, agent, own, words, task, dict(asked))
+            run_config = replace(config, settings=replace(config.settings, alice=task.alice))
+            handler = RequestHandler(self, run, agent, run_config, fields, task, dict(questions))
             update = None
             try:
-                said, update = visit.perform(request.payloads[task.course])
+                reply, update = handler.perform(request.payloads[task.course])
             except Exception as error:
-                said = {"error": reason(error)}
+                reply = {"error": reason(error)}
             self.ledger.note(
                 run=run,
                 nonce=nonce,
                 course=task.course,
                 round=task.round,
                 attempt=task.attempt,
-                asked=visit.asked,
-                said=said,
-                **({"update": _described(update)} if update is not None else {}),
+                asked=handler.questions,
+                said=reply,
+                **({"update": _describe_update(update)} if update is not None else {}),
             )
-            answers[task.course] = said
+            answers[task.course] = reply
             payloads |= {task.course: update} if update is not None else {}
         return Message({"courses": answers}, payloads)
 
-    def _tell(self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str) -> Message:
-        """The answer to one question of the survey."""
+    def _answer_survey(
+        self, run: str, agent: int, s: Settings, stage: str, known: Mapping[str, Any], nonce: str
+    ) -> Message:
+        """Return the reply to one stage of the survey."""
         if stage not in get_args(Stage):
-            raise Refused("a survey has no such stage")
-        self.holdings.check_names(s)
-        asked = self._surveyed(self.holdings.questions(s, stage, known))
-        told = self.holdings.tell(s, agent, stage, known)
-        reply = Message({**told, "digest": self.holdings.digest(s, agent, run)})
-        self.ledger.note(run=run, nonce=nonce, stage=stage, asked=asked, said=reply.words)
+            raise Refused("unknown stage of the survey")
+        self.data.check_names(s)
+        questions = self._check_surveys(self.data.questions(s, stage, known))
+        answer = self.data.answer_survey(s, agent, stage, known)
+        reply = Message({**answer, "digest": self.data.digest(s, agent, run)})
+        self.ledger.note(run=run, nonce=nonce, stage=stage, asked=questions, said=reply.fields)
         return reply
 
-    def _surveyed(self, asked: dict[str, str]) -> dict[str, str]:
-        """The questions, if they are among the few about the data that this site answers."""
-        for kind, question in asked.items():
+    def _check_surveys(self, questions: dict[str, str]) -> dict[str, str]:
+        """Return the questions about the data; refuse if they exceed the `surveys` budget."""
+        for kind, question in questions.items():
             self.policy.check_surveys(self.ledger.different(kind, question))
-        return asked
+        return questions
 
 
 class RequestHandler:
-    """One task of one course at this site; `asked` is what it has told, or tried to."""
+    """Handles the request of one run; `questions` collects the hashes of its questions for the ledger."""
 
     def __init__(
         self,
@@ -184,78 +188,79 @@ class RequestHandler:
         run: str,
         agent: int,
         config: RunConfig,
-        words: Mapping[str, Any],
+        fields: Mapping[str, Any],
         task: Request,
-        asked: dict[str, str],
+        questions: dict[str, str],
     ) -> None:
-        self.site, self.run, self.agent, self.config, self.words = site, run, agent, config, words
-        self.task, self.asked = task, asked
+        self.site, self.run, self.agent, self.config, self.fields = site, run, agent, config, fields
+        self.task, self.questions = task, questions
 
     @cached_property
-    def row(self) -> Row:
+    def trainer(self) -> SiteTrainer:
+        """The agent's trainer, made after the rules are checked."""
         s = self.config.settings
-        federation = self.site.holdings.federation(s, self.agent, self.words["known"])
+        federation = self.site.data.federation(s, self.agent, self.fields["known"])
         model = model_of(s, federation, Runtime(), torch.device("cpu"))
-        if model.fingerprint() != self.words["model"]:
+        if model.fingerprint() != self.fields["model"]:
             raise Refused(
-                f"the server's model {s.model} has the fingerprint {self.words['model']}, "
-                f"this site's {model.fingerprint()}"
+                f"the server's model {s.model} has the fingerprint {self.fields['model']}, "
+                f"this site's has {model.fingerprint()}: install the same versions"
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
-        return Row(self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment)
+        return SiteTrainer(self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment)
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
-        """(words, an update): train and examine, as far as the site's rules go."""
+        """Train and evaluate as requested, within the site's rules; return (reply, update or model)."""
         task = self.task
-        down, given = self._read(payload)
-        agents = given if task.restored else self._held()
+        down, restored = self._read(payload)
+        agents = restored if task.restored else self._stored_state()
         if agents is None:
             return {"lost": True}, None
         if task.round:
-            self._ask("update", (down, agents), task.round, task.attempt)
-        net = self._scored(down, agents) if task.examine or task.final else None
-        said: dict[str, Any] = {}
+            self._count_question("update", (down, agents), task.round, task.attempt)
+        net = self._model_to_score(down, agents) if task.examine or task.final else None
+        reply: dict[str, Any] = {}
         update = self._train(down, agents) if task.round else None
         if net and task.examine:
-            said["score"] = self._examine(net)
+            reply["score"] = self._evaluate(net)
         if net and task.final:
-            said["metrics"] = self._close(net)
-            update = self._model(down, agents, net)
-        return said, update
+            reply["metrics"] = self._finish(net)
+            update = self._model_payload(down, agents, net)
+        return reply, update
 
-    def _scored(self, down: Any, agents: Any) -> Net:
-        """The model that the held-out rows are to judge; whose model is right on a few of them knows their labels."""
-        if len(self.row.federation.test[0]) < FEWEST:
-            raise Refused(f"fewer than {FEWEST} held-out rows score no model")
-        net = self.row.own_model(down, agents)
-        self._ask("score", (net,))
+    def _model_to_score(self, down: Any, agents: Any) -> Net:
+        """Return the model to score. Refused for few held-out rows: scores would then reveal their labels."""
+        if len(self.trainer.federation.test[0]) < FEWEST:
+            raise Refused(f"this site has fewer than {FEWEST} held-out rows, too few to score a model")
+        net = self.trainer.own_model(down, agents)
+        self._count_question("score", (net,))
         return net
 
-    def _ask(self, kind: str, states: tuple[Any, ...], *when: int) -> None:
-        """Count what is asked; it is the same again where all that decides the answer's bits is."""
-        what = json.dumps([self.config.to_json(), self.words["known"], self.agent, *when], sort_keys=True)
+    def _count_question(self, kind: str, states: tuple[Any, ...], *when: int) -> None:
+        """Count a question against `rounds`. Two questions are equal if everything that determines the reply is."""
+        what = json.dumps([self.config.to_json(), self.fields["known"], self.agent, *when], sort_keys=True)
         tensors = {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state._asdict().items()}
         question = digest(tensors, {"what": what})
         self.site.policy.check_rounds(self.site.ledger.different(kind, question))
-        self.asked[kind] = question
+        self.questions[kind] = question
 
     def _read(self, payload: bytes) -> tuple[Any, Any]:
-        """What was sent down, and the agent's own state where it was restored; exact names, shapes and types."""
-        down, agents = self.row.blank_down(), self.row.start()
+        """Return (the broadcast, the restored state or None); names, shapes and types must match exactly."""
+        down, agents = self.trainer.blank_down(), self.trainer.start()
         template: dict[str, Tensor] = dict(down._asdict())
         if self.task.restored:
             template |= {f"agents.{name}": value for name, value in agents._asdict().items()}
         try:
             _, tensors = unpack(payload, template)
         except WaffleError as error:
-            raise Refused(f"what the server sent cannot be read: {error}") from None
-        given = type(agents)(*(tensors[f"agents.{name}"] for name in agents._fields)) if self.task.restored else None
-        return type(down)(*(tensors[name] for name in down._fields)), given
+            raise Refused(f"the server's payload cannot be read: {error}") from None
+        restored = type(agents)(*(tensors[f"agents.{name}"] for name in agents._fields)) if self.task.restored else None
+        return type(down)(*(tensors[name] for name in down._fields)), restored
 
-    def _held(self) -> Any | None:
-        """The state to go on from, or None if it is lost."""
-        task, start = self.task, self.row.start()
+    def _stored_state(self) -> Any | None:
+        """Return the state that training starts from, or None if it is lost."""
+        task, start = self.task, self.trainer.start()
         if task.base == Version() or not start._fields:
             return start
         return self.site.store.load(self.run, task.course, task.base, start)
@@ -263,38 +268,38 @@ class RequestHandler:
     def _train(self, down: Any, agents: Any) -> bytes:
         task = self.task
         self._check_exposed(down, agents)
-        after, up = self.row.train(down, agents, task.round, task.attempt)
+        after, up = self.trainer.train(down, agents, task.round, task.attempt)
         up = self.site.policy.let_update_out(up)
         if after._fields:
             if task.restored:
                 self.site.store.save(self.run, task.course, task.base, task.base, agents)
             self.site.store.save(self.run, task.course, Version(task.round, task.attempt), task.base, after)
-        envelope = Header(f"{self.run}/{task.course}/{task.attempt}", task.round, self.row.model.fingerprint())
-        return seal(up, 0, envelope, self.row.steps)
+        header = Header(f"{self.run}/{task.course}/{task.attempt}", task.round, self.trainer.model.fingerprint())
+        return seal(up, 0, header, self.trainer.steps)
 
     def _check_exposed(self, down: Any, agents: Any) -> None:
-        """Refuse to train from a model, among those that were sent, that singles out rows."""
-        row = self.row
-        own = row.own_model(down, agents)
+        """Refuse to train if the agent's model, or any model in the broadcast, singles out rows."""
+        trainer = self.trainer
+        own = trainer.own_model(down, agents)
         models = [value for name, value in down._asdict().items() if name not in NO_MODELS]
-        sent = [value.reshape(-1, row.model.size) for value in models if value.shape[-1:] == (row.model.size,)]
+        sent = [value.reshape(-1, trainer.model.size) for value in models if value.shape[-1:] == (trainer.model.size,)]
         with one_thread():
             for params in torch.cat([own.params[None], *sent]):
-                shares = exposed_shares(row.model, Net(params, own.stats), row.federation)
-                self.site.policy.check_exposed(shares, lambda: usual_shares(row.model, row.federation))
+                shares = exposed_shares(trainer.model, Net(params, own.stats), trainer.federation)
+                self.site.policy.check_exposed(shares, lambda: usual_shares(trainer.model, trainer.federation))
 
-    def _examine(self, net: Net) -> dict[str, Any]:
-        scores = self.row.examine(net)
+    def _evaluate(self, net: Net) -> dict[str, Any]:
+        scores = self.trainer.evaluate(net)
         return {"finite": math.isfinite(scores["loss"]), **self.site.policy.let_out(scores)}
 
-    def _close(self, net: Net) -> dict[str, Any]:
-        """The end of a run for Alice: her model is kept here, ready for `waffle predict`, and its metrics are told."""
-        row, s = self.row, self.config.settings
-        f = row.federation
-        said = predictions(row.model, predictor_of(row.algorithm, row.model, net, f), f)
-        metrics = measure(said["output"], said["target"])
-        model = pack(row.model.state_dict(net), {"round": str(s.rounds)})
-        folder = self._place(model)
+    def _finish(self, net: Net) -> dict[str, Any]:
+        """Store Alice's final model as a run folder for `waffle predict`; return the metrics that may leave."""
+        trainer, s = self.trainer, self.config.settings
+        f = trainer.federation
+        predicted = predictions(trainer.model, predictor_of(trainer.algorithm, trainer.model, net, f), f)
+        metrics = measure(predicted["output"], predicted["target"])
+        model = pack(trainer.model.state_dict(net), {"round": str(s.rounds)})
+        folder = self._model_folder(model)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         about = provenance(
             "cpu",
@@ -305,7 +310,7 @@ class RequestHandler:
             classes=list(f.class_names),
             sample=list(f.shape),
             model=model_name(s, f.shape),
-            parameters=row.model.size,
+            parameters=trainer.model.size,
             test_samples=len(f.test[0]),
             statistics="",
             notes=[],
@@ -320,11 +325,11 @@ class RequestHandler:
         make_private(self.site.folder, str(folder.relative_to(self.site.folder)))
         return self.site.policy.let_out(metrics)
 
-    def _place(self, model: bytes) -> Path:
-        """Where a final model goes: another that is kept there, of this run or not, is never written over."""
+    def _model_folder(self, model: bytes) -> Path:
+        """Return the folder for a final model; a different model is never overwritten."""
         name, config = f"{self.run}-{self.task.course}", self.config.to_json()
 
-        def is_ours(folder: Path) -> bool:
+        def is_usable(folder: Path) -> bool:
             kept = folder / "model.safetensors"
             same = kept.exists() and kept.read_bytes() == model
             return not kept.exists() or (
@@ -332,12 +337,12 @@ class RequestHandler:
             )
 
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
-        return next(filter(is_ours, (self.site.folder / "models" / runtime for runtime in names)))
+        return next(filter(is_usable, (self.site.folder / "models" / candidate for candidate in names)))
 
-    def _model(self, down: Any, agents: Any, net: Net) -> bytes | None:
-        """Alice's model, where it is hers alone and she lets it out."""
+    def _model_payload(self, down: Any, agents: Any, net: Net) -> bytes | None:
+        """Return Alice's model if it is a personal model and `model_may_leave` is set, else None."""
         blank = type(agents)(*(torch.full_like(value, torch.nan) for value in agents))
-        hers = bool(self.row.own_model(down, blank).params.isnan().any())
-        if not hers or not self.site.policy.model_may_leave:
+        is_personal = bool(self.trainer.own_model(down, blank).params.isnan().any())
+        if not is_personal or not self.site.policy.model_may_leave:
             return None
         return pack({"params": net.params, "stats": net.stats}, {"run": self.run})

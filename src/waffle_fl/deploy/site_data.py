@@ -1,4 +1,4 @@
-"""A site's data: what it tells of it before the first round, and the federation of one that it makes of it."""
+"""A site's data: summaries for the survey before the first round, and the federation with this site as only agent."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from waffle_fl.user_data.preprocessing import (
 )
 from waffle_fl.user_data.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, names, numbers
 
-FEWEST = 5  # rows of which a summary or a score may leave
-MOST_NUMBERS = 10  # different whole numbers that are taken for classes without being listed in `targets`
-ROUNDING = 1e-6  # by which the means of others may make the common ones differ from their bounds
+FEWEST = 5  # minimum rows for a summary or a score
+MOST_NUMBERS = 10  # maximum different numbers of a target that counts as classes without being listed in `targets`
+ROUNDING = 1e-6  # relative tolerance when checking the common mean and deviation
 
 
 @dataclass(frozen=True)
 class SiteData:
-    """Where a site's data lies: a file or folder of its own, or for trials its share of a data set by name."""
+    """A site's data source: its own file or folder, or, for trials, its share of a named data set."""
 
     name: str
     source: str
@@ -52,8 +52,8 @@ class SiteData:
     def by_name(self) -> bool:
         return self.source in NAMES
 
-    def tell(self, s: Settings, agent: int, stage: str, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one question of the survey: summaries, never a row."""
+    def answer_survey(self, s: Settings, agent: int, stage: str, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to one stage of the survey: summaries, never a row."""
         self._check(s)
         if self.by_name:
             return {"kind": "data set", **_facts(self.federation(s, agent, known))}
@@ -62,16 +62,16 @@ class SiteData:
             return {"kind": "arrays", **_facts(self._from_arrays(s, agent, ()))}
         if layout != "tables":
             raise Refused("this site's data is neither a table nor a .npz file")
-        own, how = tables_at(Path(self.source)), _reading(s)
+        tables, options = tables_at(Path(self.source)), _reading(s)
         stages: dict[str, Callable[[Rules, Sequence[Table], ReadOptions, Mapping[str, Any]], dict[str, Any]]] = {
-            "hello": _tell_target,
-            "counts": _tell_counts,
-            "columns": _tell_columns,
+            "hello": _target_summary,
+            "counts": _counts_summary,
+            "columns": _columns_summary,
         }
-        return stages[stage](Rules.of(self.policy, own), own, how, known)
+        return stages[stage](Rules.of(self.policy, tables), tables, options, known)
 
     def check_names(self, s: Settings) -> None:
-        """Refuse columns that this site does not have, before anything is counted."""
+        """Refuse columns that this site does not have, before any budget is charged."""
         if self.by_name or layout_of(Path(self.source)) != "tables":
             return
         columns = tables_at(Path(self.source))[0].columns
@@ -80,9 +80,9 @@ class SiteData:
                 raise Refused(f"this site has no column {name!r}")
 
     def questions(self, s: Settings, stage: str = "", known: Any = None) -> dict[str, str]:
-        """What a request wants to know of the data, each question by a hash: how it is read, and what else decides.
+        """Return a hash of each question that a request asks about the data, by kind.
 
-        Of a data set by name nothing is to be kept.
+        Empty for a named data set, which is public.
         """
         if self.by_name:
             return {}
@@ -90,7 +90,7 @@ class SiteData:
         return {"reading": _hash(reading)} | ({stage: _hash([reading, known])} if stage else {})
 
     def digest(self, s: Settings, agent: int, salt: str) -> str:
-        """A hash of the data that means nothing to whoever does not hold it, and nothing in another run."""
+        """Return a keyed hash of the data. The key is the run's id, so hashes of different runs cannot be compared."""
         if self.by_name:
             content = self.federation(s, agent, {}).digest().encode()
         elif layout_of(Path(self.source)) == "arrays":
@@ -100,7 +100,7 @@ class SiteData:
         return hashlib.blake2b(content, key=salt.encode()[:64], digest_size=16).hexdigest()
 
     def federation(self, s: Settings, agent: int, known: Mapping[str, Any]) -> Federation:
-        """What this site sees of the federation: itself."""
+        """Return the federation as seen by this site: itself as the only agent."""
         self._check(s)
         if self.by_name:
             alice = "0" if s.alice == ALL_ALICES else s.alice
@@ -111,25 +111,27 @@ class SiteData:
 
     def _check(self, s: Settings) -> None:
         if self.by_name != (not s.is_own) or (self.by_name and self.source != s.data):
-            raise Refused(f"this site holds {self.source if self.by_name else 'data of its own'}, not {s.data}")
+            raise Refused(f"this site has {self.source if self.by_name else 'its own data'}, not {s.data}")
 
     def _from_arrays(self, s: Settings, agent: int, classes: tuple[str, ...]) -> Federation:
         arrays = [(self.name, read_npz(Path(self.source)))]
         found, own = gather(arrays, _reading(s), classes), gather(arrays, _reading(s))
         if found.task != own.task or len(found.class_names) > max(2 * len(own.class_names), MOST_CATEGORIES):
-            raise Refused("the server's classes are not those of this site's arrays")
+            raise Refused("the server's classes do not match those of this site's arrays")
         return replace(Federation.from_gathered(found, 0), ids=(agent,))
 
     def _from_tables(self, s: Settings, agent: int, common: Preprocessing) -> Federation:
-        own, how = tables_at(Path(self.source)), _reading(s)
-        rules = Rules.of(self.policy, own)
-        _check_aim(common, _goal(rules, own, how))
-        rows = divided(own, common, how)
-        _check_prepared(common, rules, own, own[0].taken(rows.train), how)
-        keys = [key for table in own for key in table.row_keys()]
-        check_duplicates({self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(own) == 2)
-        fitted = fit_locally(common, own[0].taken(rows.train))
-        made = CollectedData({self.name: parts_of(own, fitted, rows)}, common.task, common.classes, (fitted,))
+        tables, options = tables_at(Path(self.source)), _reading(s)
+        rules = Rules.of(self.policy, tables)
+        _check_aim(common, _goal(rules, tables, options))
+        rows = divided(tables, common, options)
+        _check_prepared(common, rules, tables, tables[0].select(rows.train), options)
+        keys = [key for table in tables for key in table.row_keys()]
+        check_duplicates(
+            {self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(tables) == 2
+        )
+        fitted = fit_locally(common, tables[0].select(rows.train))
+        made = CollectedData({self.name: parts_of(tables, fitted, rows)}, common.task, common.classes, (fitted,))
         return replace(Federation.from_gathered(made, 0), ids=(agent,))
 
 
@@ -143,7 +145,7 @@ def _hash(content: Any) -> str:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a site's own rules and files say of its columns, whatever a run calls them."""
+    """The site's rules for its columns; the settings of a run do not change them."""
 
     targets: tuple[str, ...]
     categorical: tuple[str, ...]
@@ -151,67 +153,71 @@ class Rules:
     max_rows: int
 
     @classmethod
-    def of(cls, policy: Policy, own: Sequence[Table]) -> Rules:
-        """The site's rules; the files of UCI Heart Disease are known by their names."""
-        heart = all(UCI_HEART.fullmatch(table.path.name) for table in own)
+    def of(cls, policy: Policy, tables: Sequence[Table]) -> Rules:
+        """Return the rules; those of UCI Heart Disease are built in, and its files are recognised by name."""
+        heart = all(UCI_HEART.fullmatch(table.path.name) for table in tables)
         targets, categorical = ((HEART_TARGET,), HEART_CATEGORICAL) if heart else ((), ())
         counts = policy.min_count, policy.max_rows
         return cls((*policy.targets, *targets), (*policy.categorical, *categorical), *counts)
 
     def check_categorical(self, name: str, table: Table) -> None:
-        """Refuse to share the values of a column of numbers, unless this site lists it."""
+        """Refuse to share the values of a numeric column, unless this site lists it under categorical."""
         if name not in self.categorical and kind_of([count_cells(table.columns[name])], named=False) == "numeric":
             raise Refused(
-                f"column {name!r} holds numbers here, whose values stay here: this site would have to list it under "
-                "categorical in its site.toml"
+                f"column {name!r} holds numbers, and their values do not leave this site: to allow it, list the column "
+                "under categorical in its site.toml"
             )
 
-    def check_classes(self, target: str, own: Sequence[Table]) -> None:
-        """Refuse to share the classes of a target that this site does not list, if they tell of few rows."""
+    def check_classes(self, target: str, tables: Sequence[Table]) -> None:
+        """Refuse to share classes with few rows, unless this site lists the target."""
         if target in self.targets:
             return
         counts: dict[str, int] = {}
-        for table in own:
+        for table in tables:
             for name in names(table.columns[target]).tolist():
                 counts[name] = counts.get(name, 0) + 1
         if len(counts) > MOST_NUMBERS and np.isfinite(numbers(np.array(sorted(counts)))).all():
-            raise Refused(f"column {target!r} has more than {MOST_NUMBERS} different numbers, which stay here")
+            raise Refused(
+                f"column {target!r} has more than {MOST_NUMBERS} different numbers, which do not leave this site"
+            )
         if min(counts.values(), default=self.min_count) < self.min_count:
             raise Refused(
-                f"a class of column {target!r} has fewer than {self.min_count} rows here: this site would have to list "
-                "the column under targets in its site.toml"
+                f"a class of column {target!r} has fewer than {self.min_count} rows here: to allow it, list the column "
+                "under targets in this site's site.toml"
             )
 
 
-def _check_prepared(common: Preprocessing, rules: Rules, own: Sequence[Table], train: Table, how: ReadOptions) -> None:
-    """Refuse a preparation that cannot have come from summaries this site's were among."""
+def _check_prepared(
+    common: Preprocessing, rules: Rules, tables: Sequence[Table], train: Table, options: ReadOptions
+) -> None:
+    """Refuse a common preprocessing that cannot follow from summaries that include this site's."""
     columns = [*(column.name for column in common.columns), common.target]
-    if common.scope != how.preprocessing or sorted(columns) != sorted(own[0].columns):
-        raise Refused("the server's preparation of the columns is not of this site's columns and this run's target")
+    if common.scope != options.preprocessing or sorted(columns) != sorted(tables[0].columns):
+        raise Refused("the server's preprocessing does not match this site's columns and this run's target")
     for column in common.columns:
         if column.kind == "categorical":
             _check_texts(column.name, column.categories)
             rules.check_categorical(column.name, train)
-            lacking = set(column_categories(train, column.name, how.min_category)).difference(column.categories)
+            lacking = set(column_categories(train, column.name, options.min_category)).difference(column.categories)
             if lacking:
-                raise Refused(f"the server's preparation of {column.name!r} lacks categories that this site reported")
+                raise Refused(f"the server's preprocessing of {column.name!r} lacks categories that this site reported")
         elif common.scope == "federated":
             _check_moments(column, train, rules.max_rows)
 
 
 def _check_moments(column: Column, train: Table, most: int) -> None:
-    """Of all rows together, the variance is at least the share that this site's rows have in it.
+    """Refuse a common mean and deviation that are impossible: the total variance includes this site's contribution.
 
-    With n of N rows here, of mean m and variance s^2: deviation^2 >= n/N (s^2 + (m - mean)^2). The server says N, and
-    the site bounds it.
+    With n of N rows here, of mean m and variance s^2: deviation^2 >= n/N (s^2 + (m - mean)^2). The server reports N;
+    the site's `max_rows` bounds it.
     """
     here = column_moments(train, column.name)
     if not here.n:
         return
     if not here.n <= column.rows <= most or not np.isfinite([column.mean, column.deviation]).all():
         raise Refused(
-            f"the server's preparation of {column.name!r} is of {column.rows} rows, this site has {here.n} and allows "
-            f"{most} in all (max_rows)"
+            f"the server's preprocessing of {column.name!r} covers {column.rows} rows; this site has {here.n} and "
+            f"allows {most} in total (max_rows)"
         )
     share = (here.squares / here.n + (here.mean - column.mean) ** 2) * here.n / column.rows
     scale = max(abs(here.mean), here.deviation, column.deviation)
@@ -221,16 +227,16 @@ def _check_moments(column: Column, train: Table, most: int) -> None:
         )
 
 
-def _check_texts(name: str, texts: Sequence[str], specs: int = 0) -> None:
-    """Refuse before they leave: so many different texts, or one for each of the cells, are those of an identifier."""
+def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:
+    """Refuse to share identifiers: columns with very many different texts, or a different text in every cell."""
     if len(texts) > MOST_CATEGORIES:
-        raise Refused(f"column {name!r} has more than {MOST_CATEGORIES} different texts, which stay here")
-    if FEWEST < len(texts) == specs:
-        raise Refused(f"column {name!r} has another text in every row: they stay here")
+        raise Refused(f"column {name!r} has more than {MOST_CATEGORIES} different texts, which do not leave this site")
+    if FEWEST < len(texts) == cells:
+        raise Refused(f"column {name!r} has a different text in every row, which do not leave this site")
 
 
 def _facts(f: Federation) -> dict[str, Any]:
-    """What everyone must know of one agent's samples: how many, and of which shape."""
+    """Summary of one agent's samples: counts, shape, classes, task."""
     return {
         "samples": len(f.train[0]),
         "test": len(f.test[0]),
@@ -242,47 +248,49 @@ def _facts(f: Federation) -> dict[str, Any]:
 
 
 class Goal(NamedTuple):
-    """What a run predicts, as this site reads it from its own rows and rules."""
+    """The target of a run, as derived from this site's own rows and rules."""
 
     target: str
     categorical: tuple[str, ...]
     values: list[str]
-    as_classes: bool  # may this site's values be classes? then they may leave
+    as_classes: bool  # whether this site's values may be shared as classes
 
 
-def _goal(rules: Rules, own: Sequence[Table], how: ReadOptions) -> Goal:
-    """The goal of a run, or a refusal; every request is held to it, whatever the server says of the target."""
-    target, categorical = goal_of(own, how)
-    check_columns(own, target, categorical)
+def _goal(rules: Rules, tables: Sequence[Table], options: ReadOptions) -> Goal:
+    """Return the goal of a run, or refuse it. Every request is checked against it."""
+    target, categorical = goal_of(tables, options)
+    check_columns(tables, target, categorical)
     if rules.targets and target not in rules.targets:
         raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
-    values = sorted({name for table in own for name in target_names(table, target)})
-    check_target(target, own, how.task)
-    as_classes = may_be_classes(values, how.task)
+    values = sorted({name for table in tables for name in target_names(table, target)})
+    check_target(target, tables, options.task)
+    as_classes = may_be_classes(values, options.task)
     if as_classes:
-        _check_texts(target, values, sum(map(len, own)))
-        rules.check_classes(target, own)
+        _check_texts(target, values, sum(map(len, tables)))
+        rules.check_classes(target, tables)
     return Goal(target, categorical, values, as_classes)
 
 
 def _check_aim(aim: Preprocessing, goal: Goal) -> None:
     """Reject a target, task or set of classes that cannot follow from what this site reported."""
     if aim.target != goal.target:
-        raise Refused("the server asks for another target than this run's")
+        raise Refused("the server requests a target other than this run's")
     if aim.task == "regression":
         if aim.classes:
-            raise Refused("the server gives classes to a number that is to be predicted")
+            raise Refused("the server sent classes for a numeric target")
     elif not goal.as_classes:
-        raise Refused(f"column {goal.target!r} holds numbers here, which are no classes")
+        raise Refused(f"column {goal.target!r} holds numbers here, which cannot be classes")
     elif len(aim.classes) > MOST_CATEGORIES or not set(goal.values) <= set(aim.classes):
-        raise Refused("the server's classes are not those that the sites reported")
+        raise Refused("the server's classes are not those reported by the sites")
 
 
-def _tell_target(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
-    goal = _goal(rules, own, how)
+def _target_summary(
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    goal = _goal(rules, tables, options)
     return {
         "kind": "tables",
-        "columns": list(own[0].columns),
+        "columns": list(tables[0].columns),
         "target": goal.target,
         "categorical": list(goal.categorical),
         "values": goal.values if goal.as_classes else None,
@@ -291,37 +299,41 @@ def _tell_target(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Ma
 
 
 def _training(
-    rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
 ) -> tuple[Table, dict[str, int]]:
     aim = Preprocessing.from_json(known["aim"])
-    _check_aim(aim, _goal(rules, own, how))
-    rows = divided(own, aim, how)
+    _check_aim(aim, _goal(rules, tables, options))
+    rows = divided(tables, aim, options)
     if 0 < len(rows.train) < FEWEST:
-        raise Refused(f"fewer than {FEWEST} training rows are not summarised")
+        raise Refused(f"this site has fewer than {FEWEST} training rows, too few to summarise")
     counts = {"samples": len(rows.train), "test": len(rows.test), "validation": len(rows.validation)}
-    return own[0].taken(rows.train), counts
+    return tables[0].select(rows.train), counts
 
 
-def _tell_counts(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
-    table, samples = _training(rules, own, how, known)
-    return {**samples, "counts": {name: list(count_cells(specs)) for name, specs in table.columns.items()}}
+def _counts_summary(
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    table, samples = _training(rules, tables, options, known)
+    return {**samples, "counts": {name: list(count_cells(cells)) for name, cells in table.columns.items()}}
 
 
-def _tell_columns(rules: Rules, own: Sequence[Table], how: ReadOptions, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Moments and categories of the training rows; with local preprocessing the moments stay."""
-    if how.min_category < rules.min_count:
+def _columns_summary(
+    rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Moments and categories of the training rows; with local preprocessing only the target's moments leave."""
+    if options.min_category < rules.min_count:
         raise Refused(
-            f"a category that fewer than {rules.min_count} rows have stays here: "
+            f"a category with fewer than {rules.min_count} rows does not leave this site: "
             f"run with --min-category {rules.min_count}"
         )
-    table, _ = _training(rules, own, how, known)
+    table, _ = _training(rules, tables, options, known)
     kinds: Mapping[str, str] = known["kinds"]
     numeric = [name for name, kind in kinds.items() if kind == "numeric"]
-    stays = how.preprocessing == "local"
-    told = [name for name in numeric if not stays or name == known["aim"]["target"]]
-    named = [name for name, kind in kinds.items() if kind == "categorical"]
-    for name in named:
+    local = options.preprocessing == "local"
+    shared = [name for name in numeric if not local or name == known["aim"]["target"]]
+    categorical = [name for name, kind in kinds.items() if kind == "categorical"]
+    for name in categorical:
         rules.check_categorical(name, table)
         _check_texts(name, column_categories(table, name), int((table.columns[name] != "").sum()))
-    categories = {name: column_categories(table, name, how.min_category) for name in named}
-    return {"moments": {name: list(column_moments(table, name)) for name in told}, "categories": categories}
+    categories = {name: column_categories(table, name, options.min_category) for name in categorical}
+    return {"moments": {name: list(column_moments(table, name)) for name in shared}, "categories": categories}

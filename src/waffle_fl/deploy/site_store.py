@@ -1,4 +1,4 @@
-"""What a site must not lose: its own states, a few rounds back, and a ledger of all that has left it."""
+"""A site's persistent data: its states of the last rounds, and a ledger of everything that has left the site."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from waffle_fl.engines.flower.messages import Version
 from waffle_fl.errors import WaffleError
 from waffle_fl.tensorfile import read_tensors, write_tensors
 
-OLDER = 3  # states before the one in use that are kept: a server may go back to a checkpoint of that age
+OLDER = 3  # older states that are kept, because the server may resume from an older checkpoint
 PRIVATE = 0o600
 
 
 class Store:
-    """A site's states, by run, course and version. Every file is written whole or not at all."""
+    """A site's states, by job, run label and version. Files are written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, run: str, course: str, version: Version, like: Any) -> Any | None:
-        """A state that the site held, or None if it is lost or damaged."""
+    def load(self, run: str, label: str, version: Version, like: Any) -> Any | None:
+        """Return a stored state, or None if it is missing or damaged."""
         template: dict[str, Tensor] = like._asdict()
-        path = self._path(run, course, version)
+        path = self._path(run, label, version)
         try:
             _, tensors = read_tensors(path, template)
         except WaffleError:
             return None
         return type(like)(*(tensors[name] for name in template))
 
-    def save(self, run: str, course: str, version: Version, base: Version, state: Any) -> None:
-        """Keep a new state beside the one it was made from; what neither we nor an older checkpoint need goes."""
-        path = self._path(run, course, version)
+    def save(self, run: str, label: str, version: Version, base: Version, state: Any) -> None:
+        """Store a new state; delete states that are neither its base nor among the `OLDER` states before the base."""
+        path = self._path(run, label, version)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         tensors: Mapping[str, Tensor] = state._asdict()
         write_tensors(path, {"round": str(version.round), "attempt": str(version.attempt)}, tensors)
@@ -52,8 +52,8 @@ class Store:
         stale = [p for v, p in known if base < v and v != version]
         remove(*older[:-OLDER], *stale)
 
-    def _path(self, run: str, course: str, version: Version) -> Path:
-        return self.folder / check_name(run) / check_name(course) / f"{version.round:08d}-{version.attempt}.safetensors"
+    def _path(self, run: str, label: str, version: Version) -> Path:
+        return self.folder / check_name(run) / check_name(label) / f"{version.round:08d}-{version.attempt}.safetensors"
 
 
 def _version(path: Path) -> Version:
@@ -61,11 +61,11 @@ def _version(path: Path) -> Version:
 
 
 class Ledger:
-    """One line for everything that has left the site, each with the hash of the line before.
+    """One line for everything that has left the site, each with the hash of the previous line.
 
-    `asked` holds what was asked, by kind and as a hash: the same question again is answered in the same bits, which
-    tell nothing new. A second file, the head, holds the last hash: without it, a ledger that was deleted or cut would
-    look like a new one, and all budgets would start again.
+    `asked` holds a hash of each question, by kind: a repeated question gets the same reply, which reveals nothing
+    new. A second file, the head, holds the last hash: without it, a deleted or truncated ledger would look like a new
+    one, and all budgets would be reset.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One answer at a time, also of several processes: two at once would each be counted without the other."""
+        """Lock the ledger across processes: concurrent replies would each be counted without the other."""
         lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, PRIVATE)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -82,65 +82,65 @@ class Ledger:
             os.close(lock)
 
     def check(self) -> None:
-        """Raise if lines were changed, cut off or removed since they were written."""
-        lines, anchor = [(line, json.loads(line)) for line in self._raw()], self._anchor()
-        previous, hashes, whole = "", {""}, True
+        """Raise if lines were changed, truncated or removed since they were written."""
+        lines, head = [(line, json.loads(line)) for line in self._raw()], self._stored_head()
+        previous, hashes, intact = "", {""}, True
         for line, content in lines:
             follows = content.get("previous", previous) == previous  # earlier versions wrote no hashes
-            whole = "accepted" in content or (whole and follows)
+            intact = "accepted" in content or (intact and follows)
             previous = _hash(line)
             hashes.add(previous)
-        if not whole:
+        if not intact:
             raise WaffleError(f"{self.path}: {self._damage('a line does not follow the one before it')}")
         chained = any("previous" in content for _, content in lines[-1:])
-        if chained if anchor is None else anchor not in hashes:
+        if chained if head is None else head not in hashes:
             raise WaffleError(f"{self.path}: {self._damage('lines are missing' if lines else 'it is missing')}")
 
     def accept(self) -> None:
-        """Go on with the ledger as it is, and put that on record."""
+        """Accept the ledger as it is, and record that."""
         self.note(
             accepted="the administrator of this site accepts the ledger as it was found; lines before may be missing"
         )
 
     def different(self, kind: str, question: str) -> int:
-        """How many different questions of a kind the site would have been asked with this one."""
+        """Number of different questions of a kind, including this one."""
         return len({line["asked"][kind] for line in self.lines() if kind in line.get("asked", {})} | {question})
 
     def nonces(self) -> set[str]:
-        """The nonces of all requests that were answered."""
+        """The nonces of all answered requests."""
         return {line["nonce"] for line in self.lines() if isinstance(line.get("nonce"), str)}
 
     def note(self, **what: Any) -> None:
-        """Append a line; it is on the disk when this returns."""
+        """Append a line and sync it to disk."""
         lines = self._raw()
         stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         line = json.dumps({**stamp, **what, "previous": _hash(lines[-1]) if lines else ""}).encode()
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE), "a+b") as stream:
             stream.seek(0, os.SEEK_END)
             stream.seek(-min(1, stream.tell()), os.SEEK_END)
-            torn = stream.read() not in (b"", b"\n")
-            stream.write(b"\n" * torn + line + b"\n")
+            truncated = stream.read() not in (b"", b"\n")
+            stream.write(b"\n" * truncated + line + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
         write_atomically(self.head, _hash(line).encode() + b"\n")
         self.head.chmod(PRIVATE)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """All lines that were written whole."""
+        """Yield all complete lines."""
         for line in self._raw():
             yield json.loads(line)
 
     def _raw(self) -> list[bytes]:
-        """The lines that can be read; of one that a power cut has torn the answer has never left."""
+        """Return the readable lines. A line truncated by a power failure is skipped: its reply was never sent."""
         found = self.path.read_bytes().splitlines() if self.path.exists() else []
         return [line for line in found if _is_record(line)]
 
-    def _anchor(self) -> str | None:
+    def _stored_head(self) -> str | None:
         return self.head.read_text(encoding="ascii").strip() if self.head.exists() else None
 
     def _damage(self, what: str) -> str:
         return (
-            f"{what}, so what has left this site is not known: restore it from a backup, or go on with "
+            f"{what}, so it is unknown what has left this site: restore the ledger from a backup, or accept it with "
             "waffle deploy site FOLDER --accept-ledger"
         )
 

@@ -1,4 +1,4 @@
-"""What the server asks before the first round: who holds how much, and from summaries how tables become numbers."""
+"""The survey before the first round: the sites' sample counts and, for tables, summaries for the preprocessing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from waffle_fl.config import Settings
-from waffle_fl.engines.flower.messages import number_of
-from waffle_fl.engines.flower.server_run import number, one_line
+from waffle_fl.engines.flower.messages import read_count
+from waffle_fl.engines.flower.server_run import finite_or_none, one_line
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data import Column, Preprocessing
 from waffle_fl.user_data.agent_data import check_classes
@@ -25,8 +25,8 @@ from waffle_fl.user_data.preprocessing import (
     numeric_column,
 )
 
-LARGEST = 1e100  # of a mean: beyond any quantity, and its square is still a number
-MOST_CLASSES = 10_000  # of arrays: each is an output of everybody's model
+LARGEST = 1e100  # largest accepted mean; its square is still finite
+MOST_CLASSES = 10_000  # limit for arrays, since each class is an output of the model
 Stage: TypeAlias = Literal["hello", "counts", "columns"]
 Answers: TypeAlias = dict[str, dict[str, Any]]  # by site, in the order of the agents
 Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
@@ -34,7 +34,7 @@ Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
 
 @dataclass(frozen=True)
 class Survey:
-    """What the server knows of everyone's data."""
+    """What the server knows about the data of all sites."""
 
     samples: dict[str, int]
     test: dict[str, int]
@@ -51,7 +51,7 @@ class Survey:
 
     @property
     def known(self) -> dict[str, Any]:
-        """What a site must be told to read its own data as all others read theirs."""
+        """What a site needs to preprocess its data in the same way as the others."""
         return {"prepared": self.prepared, "classes": list(self.classes)}
 
     def to_json(self) -> dict[str, Any]:
@@ -63,46 +63,46 @@ class Survey:
 
 
 def survey(ask: Ask, settings: Settings) -> Survey:
-    """Ask until everything is known: once for arrays, three times for tables."""
+    """Query the sites: once for arrays, three times for tables."""
     hello = ask("hello", {})
-    kind = _agreed({name: one_line(words.get("kind")) for name, words in hello.items()}, "the kind of their data")
-    digests = {name: _text(name, words, "digest")[:64] for name, words in hello.items()}
+    kind = _agreed({name: one_line(reply.get("kind")) for name, reply in hello.items()}, "the kind of their data")
+    digests = {name: _text(name, reply, "digest")[:64] for name, reply in hello.items()}
     if kind == "tables":
         return _tables(ask, settings, hello, digests)
-    facts = {name: _facts(name, words) for name, words in hello.items()}
+    facts = {name: _facts(name, reply) for name, reply in hello.items()}
     shape, task = (_agreed({n: f[key] for n, f in facts.items()}, key) for key in ("shape", "task"))
     classes = max((f["classes"] for f in facts.values()), key=len)
     return Survey(**_counts(hello), digests=digests, shape=shape, classes=classes, task=task)
 
 
 def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:
-    orders = {name: _texts(name, words, "columns") for name, words in hello.items()}
+    orders = {name: _texts(name, reply, "columns") for name, reply in hello.items()}
     columns = _agreed({name: tuple(sorted(order)) for name, order in orders.items()}, "columns")
-    target = _agreed({name: _text(name, words, "target") for name, words in hello.items()}, "target")
-    categorical = _agreed({name: _texts(name, words, "categorical") for name, words in hello.items()}, "categorical")
+    target = _agreed({name: _text(name, reply, "target") for name, reply in hello.items()}, "target")
+    categorical = _agreed({name: _texts(name, reply, "categorical") for name, reply in hello.items()}, "categorical")
     order = next(iter(orders.values()))
     if target not in columns:
         raise WaffleError(f"no site has the target column {one_line(target)!r}")
     aim = _aim(s, target, hello)
     counted = ask("counts", {"aim": aim.to_json()})
-    counts = {name: [_cells(who, words, name) for who, words in counted.items()] for name in order}
+    counts = {name: [_cells(site, reply, name) for site, reply in counted.items()] for name in order}
     features = [name for name in order if name != target]
     kinds = {name: kind_of(counts[name], name in categorical) for name in features}
     if aim.task == "regression":
         kinds[target] = "numeric"
-    told = ask("columns", {"aim": aim.to_json(), "kinds": kinds})
-    stays = s.preprocessing == "local"
+    answers = ask("columns", {"aim": aim.to_json(), "kinds": kinds})
+    local = s.preprocessing == "local"
 
     def column(name: str) -> Column:
         if kinds[name] == "categorical":
             return categorical_column(
-                name, counts[name], [_texts(who, w, "categories", name) for who, w in told.items()]
+                name, counts[name], [_texts(site, w, "categories", name) for site, w in answers.items()]
             )
-        own = [] if stays else [_moments(who, w, name) for who, w in told.items()]
+        own = [] if local else [_moments(site, w, name) for site, w in answers.items()]
         return numeric_column(name, counts[name], own)
 
     regression = aim.task == "regression"
-    goal = joined_moments(_moments(who, w, target) for who, w in told.items()) if regression else Moments()
+    goal = joined_moments(_moments(site, w, target) for site, w in answers.items()) if regression else Moments()
     prepared = fit_jointly(aim, tuple(column(name) for name in features), goal, s.preprocessing)
     return Survey(
         **_counts(counted),
@@ -115,80 +115,80 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
 
 def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
-    """Classes where everyone's values can be; else a number, where all are numbers."""
-    if all(words.get("values") is not None for words in hello.values()):
-        values = {value for name, words in hello.items() for value in _texts(name, words, "values")}
+    """Classification if all sites' values can be classes; else regression, if all values are numbers."""
+    if all(reply.get("values") is not None for reply in hello.values()):
+        values = {value for name, reply in hello.items() for value in _texts(name, reply, "values")}
         aim = aim_from(target, values, s.task)
         check_classes(aim.task, aim.classes)
         return aim
-    texts = [name for name, words in hello.items() if words.get("numeric") is not True]
+    texts = [name for name, reply in hello.items() if reply.get("numeric") is not True]
     if texts:
-        raise WaffleError(f"the target {target!r} holds numbers at some sites, and text at {', '.join(texts)}")
+        raise WaffleError(f"the target {target!r} holds numbers at some sites, but text at {', '.join(texts)}")
     return Preprocessing((), target, "regression")
 
 
 def _counts(answers: Answers) -> dict[str, dict[str, int]]:
     def counted(key: str) -> dict[str, int]:
-        return {name: _count(name, words, key) for name, words in answers.items()}
+        return {name: _count(name, reply, key) for name, reply in answers.items()}
 
     return {key: counted(key) for key in ("samples", "test", "validation")}
 
 
-def _count(name: str, words: Mapping[str, Any], key: str) -> int:
+def _count(name: str, reply: Mapping[str, Any], key: str) -> int:
     with _readable(name):
-        return number_of(words, key)
+        return read_count(reply, key)
 
 
-def _facts(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
     with _readable(name):
-        task = words["task"]
+        task = reply["task"]
         if task not in ("classification", "regression"):
             raise ValueError(task)
-        shape = tuple(number_of({"shape": side}, "shape") for side in words["shape"])
-        if len(words["classes"]) > MOST_CLASSES:
-            raise ValueError(f"{len(words['classes'])} classes, more than {MOST_CLASSES}")
-    return {"shape": shape, "classes": _texts(name, words, "classes"), "task": task}
+        shape = tuple(read_count({"shape": side}, "shape") for side in reply["shape"])
+        if len(reply["classes"]) > MOST_CLASSES:
+            raise ValueError(f"{len(reply['classes'])} classes, more than {MOST_CLASSES}")
+    return {"shape": shape, "classes": _texts(name, reply, "classes"), "task": task}
 
 
-def _cells(name: str, words: Mapping[str, Any], column: str) -> Cellcount:
+def _cells(name: str, reply: Mapping[str, Any], column: str) -> Cellcount:
     with _readable(name):
-        return Cellcount(*(number_of({column: n}, column) for n in words["counts"][column]))
+        return Cellcount(*(read_count({column: n}, column) for n in reply["counts"][column]))
 
 
-def _moments(name: str, words: Mapping[str, Any], column: str) -> Moments:
+def _moments(name: str, reply: Mapping[str, Any], column: str) -> Moments:
     with _readable(name):
-        n, *rest = words["moments"][column]
-        mean, squares = map(number, rest)
+        n, *rest = reply["moments"][column]
+        mean, squares = map(finite_or_none, rest)
         if mean is None or squares is None or abs(mean) > LARGEST or not 0 <= squares <= LARGEST**2:
             raise ValueError(f"{column!r} has mean and squared deviations {rest}")
-        return Moments(number_of({column: n}, column), mean, squares)
+        return Moments(read_count({column: n}, column), mean, squares)
 
 
-def _text(name: str, words: Mapping[str, Any], key: str) -> str:
+def _text(name: str, reply: Mapping[str, Any], key: str) -> str:
     with _readable(name):
-        if not isinstance(words[key], str):
-            raise ValueError(f"{key!r} is no text")
-        return str(words[key])
+        if not isinstance(reply[key], str):
+            raise ValueError(f"{key!r} is not a text")
+        return str(reply[key])
 
 
-def _texts(name: str, words: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+def _texts(name: str, reply: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     with _readable(name):
-        found: Any = words
+        found: Any = reply
         for key in keys:
             found = found[key]
         if not isinstance(found, list):
-            raise ValueError(f"{keys[-1]!r} is no list")
+            raise ValueError(f"{keys[-1]!r} is not a list")
         return tuple(map(str, found))
 
 
-def _agreed(told: Mapping[str, Any], what: str) -> Any:
-    if len(set(told.values())) > 1:
-        raise WaffleError(f"the sites differ in {what}: {_list(told)}")
-    return next(iter(told.values()))
+def _agreed(answers: Mapping[str, Any], what: str) -> Any:
+    if len(set(answers.values())) > 1:
+        raise WaffleError(f"the sites differ in {what}: {_list(answers)}")
+    return next(iter(answers.values()))
 
 
-def _list(told: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} has {one_line(value)}" for name, value in told.items())[:500]
+def _list(answers: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} has {one_line(value)}" for name, value in answers.items())[:500]
 
 
 @contextmanager
@@ -196,4 +196,4 @@ def _readable(name: str) -> Any:
     try:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise WaffleError(f"{name} told of its data in a way that cannot be read: {one_line(error)}") from None
+        raise WaffleError(f"{name} sent a survey reply that cannot be read: {one_line(error)}") from None

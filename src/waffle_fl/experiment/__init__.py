@@ -1,8 +1,10 @@
 """From settings to finished run folders.
 
-place      where and how to run             materials  the federation and the model that settings stand for
-planning   the runs of a grid               execution  train them, stack by stack, and resume
-jobs       one run on its way: log, checkpoint, close
+runtime      device, data folder, workers; listeners
+factories    build the federation and the model from the settings
+planning     the runs of a grid
+execution    train runs, stack by stack, and resume them
+active_run   one run in progress: log, checkpoint, close
 """
 
 from waffle_fl.config import ALL_ALICES

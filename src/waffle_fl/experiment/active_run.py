@@ -1,4 +1,4 @@
-"""A run on its way: logged every round, saved every few seconds, closed with its model and what that says."""
+"""A run in progress: logged every round, saved every few seconds, closed with its model and its predictions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from waffle_fl.metrics import measure
 from waffle_fl.models import FlatModel
 from waffle_fl.records import Run, read_rounds, summary
 
-CHECKPOINT_SHARE = 2000  # a run trains this many times as long as it saves,
-LONGEST_UNSAVED = 120.0  # but loses no more than these seconds
-SAVING_SHARE = 0.25  # of a round's time, at most, goes into saving when many runs want to at once
+CHECKPOINT_SHARE = 2000  # a run trains at least this many times as long as it saves,
+LONGEST_UNSAVED = 120.0  # but at most this many seconds between checkpoints
+SAVING_SHARE = 0.25  # maximum share of a round's time spent on saving if many runs are due at once
 
 
 @dataclass
 class ActiveRun:
-    """A run on its way: its folder, its cell, and how far it has come."""
+    """A run in progress: its config, its folder, its spec, and its latest state."""
 
     config: RunConfig
     run: Run
@@ -37,54 +37,57 @@ class ActiveRun:
     latest: tuple[int, State] | None = None
 
 
-def log(job: ActiveRun, outcome: Outcome, listener: Listener) -> None:
-    job.run.append(outcome.measured)
-    job.latest = outcome.round, outcome.state
-    listener.advanced(job.config, outcome.measured)
+def log(active: ActiveRun, outcome: Outcome, listener: Listener) -> None:
+    active.run.append(outcome.measured)
+    active.latest = outcome.round, outcome.state
+    listener.advanced(active.config, outcome.measured)
 
 
-def save(job: ActiveRun) -> None:
-    if job.latest:
-        job.run.checkpoint(job.latest[0], tensors_of(job.latest[1]))
+def save(active: ActiveRun) -> None:
+    if active.latest:
+        active.run.checkpoint(active.latest[0], tensors_of(active.latest[1]))
 
 
-def save_some(jobs: Sequence[ActiveRun], every: float, round_seconds: float) -> None:
-    """Save the runs whose turn has come; of many, a few each round, so that a GPU goes on working meanwhile."""
+def save_some(active_runs: Sequence[ActiveRun], every: float, round_seconds: float) -> None:
+    """Save the runs whose checkpoint is due. If many are due, save a few per round, so that a GPU does not wait."""
     began = time.monotonic()
-    for job in sorted((j for j in jobs if j.run.result is None and j.next_save <= began), key=lambda j: j.next_save):
+    for active in sorted(
+        (active for active in active_runs if active.run.result is None and active.next_save <= began),
+        key=lambda active: active.next_save,
+    ):
         before = time.monotonic()
-        save(job)
+        save(active)
         now = time.monotonic()
-        job.next_save = now + min(max(every, CHECKPOINT_SHARE * (now - before)), LONGEST_UNSAVED) if every else now
+        active.next_save = now + min(max(every, CHECKPOINT_SHARE * (now - before)), LONGEST_UNSAVED) if every else now
         if every and now - began > SAVING_SHARE * round_seconds:
             return
 
 
-def close(job: ActiveRun, spec: RunSpec, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
-    """The end of a run, its cell's data where the model is."""
-    result = summary(read_rounds(job.run.folder / "rounds.jsonl"), status, message)
-    state = job.latest[1] if job.latest else spec.state
+def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
+    """Write the result of a run. The data of `spec` is on the model's device."""
+    result = summary(read_rounds(active.run.folder / "rounds.jsonl"), status, message)
+    state = active.latest[1] if active.latest else spec.state
     if status != "finished" or state is None:
-        job.run.close(result)
+        active.run.close(result)
         return result
     own, federation = own_net(spec, state, model), spec.federation
-    said = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
-    result |= {"metrics": measure(said["output"], said["target"])}
-    job.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in said.items()})
+    tensors = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
+    result |= {"metrics": measure(tensors["output"], tensors["target"])}
+    active.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in tensors.items()})
     return result
 
 
 def predictions(model: FlatModel, answer: Predictor, federation: Federation) -> dict[str, Tensor]:
-    """What Alice's model says of her test data, beside the truth; numbers in the target's own unit, in double."""
+    """Return outputs and targets of Alice's test data. For regression they are float64 in the target's unit."""
     rows = federation.test[federation.alice]
     parts = torch.split(rows, SCORE_ROWS)
     output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)) for part in parts])
-    said = {"output": output, "target": federation.labels(federation.alice, rows, progress=1.0)}
+    tensors = {"output": output, "target": federation.labels(federation.alice, rows, progress=1.0)}
     prepared = federation.preprocessing
     if prepared is None or federation.task == "classification":
-        return said
+        return tensors
     mean, deviation = prepared.target_mean, prepared.target_deviation
-    return {name: mean + deviation * numbers.double() for name, numbers in said.items()}
+    return {name: mean + deviation * numbers.double() for name, numbers in tensors.items()}
 
 
 def tensors_of(state: State) -> dict[str, Tensor]:

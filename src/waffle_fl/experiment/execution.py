@@ -1,4 +1,4 @@
-"""Bring runs to their end: open their folders, group those that can share a stack, train, resume."""
+"""Execute runs: open or resume their folders, group runs that can share a stack, and train them."""
 
 from __future__ import annotations
 
@@ -40,52 +40,52 @@ from waffle_fl.models import STATS_POLICY
 from waffle_fl.out_of_memory import enough_memory
 from waffle_fl.records import Run, provenance
 
-FILES_A_RUN, SPARE_FILES = 2, 200
+FILES_PER_RUN, SPARE_FILES = 2, 200
 
 
 def execute(
     runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, listener: Listener | None = None, until: int | None = None
 ) -> list[dict[str, Any]]:
-    """Bring every run to its end and return the results, in order. Finished runs are not run again.
+    """Train every run to its end and return the results in order. Finished runs are not run again.
 
-    With `until` they pause after that round, saved: the result of a run that has not ended says `paused`.
+    With `until`, runs are saved and paused after that round. The status of a paused run is `paused`.
     """
     listener = listener or Listener()
     if runtime.workers < 0 or runtime.stack < 1 or not runtime.minutes >= 0:
         given = f"{runtime.workers}, {runtime.stack} and {runtime.minutes}"
         raise WaffleError(f"expected workers >= 0, stack >= 1 and minutes >= 0, got {given}")
     device = device_of(runtime.device)
-    _allow_files(FILES_A_RUN * len(runs))
+    _allow_files(FILES_PER_RUN * len(runs))
     results: dict[Path, dict[str, Any]] = {}
     findings: list[Finding] = []
     with enough_memory(), contextlib.ExitStack() as stack, _stop_requests(runtime.minutes) as stopped:
-        jobs = []
+        active_runs = []
         for config, folder in runs:
-            job = _open(stack, config, folder, runtime, device, listener, findings)
-            if isinstance(job, ActiveRun):
-                jobs.append(job)
+            active = _open(stack, config, folder, runtime, device, listener, findings)
+            if isinstance(active, ActiveRun):
+                active_runs.append(active)
             else:
-                results[folder] = job
+                results[folder] = active
         for line in summary(findings):
             listener.warned(line)
         listener.planned(runs, len(results))
-        for job in jobs:
-            if job.start:
-                listener.resumed(job.config, job.start)
-        waiting = [job for job in jobs if until is None or job.start < until]
+        for active in active_runs:
+            if active.start:
+                listener.resumed(active.config, active.start)
+        waiting = [active for active in active_runs if until is None or active.start < until]
         for group in _groups(waiting, runtime.stack):
-            for job, result in _train(group, runtime, device, listener, stopped, until):
-                results[job.run.folder] = result
-                listener.ended(job.config, result)
+            for active, result in _train(group, runtime, device, listener, stopped, until):
+                results[active.run.folder] = result
+                listener.ended(active.config, result)
     return [results.get(folder, {"status": "paused", "rounds": until}) for _, folder in runs]
 
 
 def _allow_files(count: int) -> None:
-    """Every run keeps its lock and its log open: ask the system for as many files as that takes."""
+    """Raise the limit of open files. Every run keeps its lock and its log open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
@@ -98,38 +98,42 @@ def _open(
     listener: Listener,
     findings: list[Finding],
 ) -> ActiveRun | dict[str, Any]:
-    """Lock a run's folder and find out where it stands; a run that has ended gives its result, and what it is worth."""
+    """Lock and open a run's folder. Return the run in progress, or the result if it has ended."""
     s = config.settings
-    whole = federation_of(s, runtime.data_dir, runtime.allow_unverified)
-    alone = config.method == "local"  # nobody else's training could matter
-    federation = whole.only(whole.alice) if alone else whole
+    all_agents = federation_of(s, runtime.data_dir, runtime.allow_unverified)
+    is_local = config.method == "local"  # no other agent's training is used
+    federation = all_agents.only(all_agents.alice) if is_local else all_agents
     if s.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {s.data} has samples of shape {federation.shape}")
     model = model_of(s, federation, runtime, device)
     check_once(s, model, federation)
-    spec = fitted(_cell(config, federation), model)
+    spec = fitted(_run_spec(config, federation), model)
     check_model([spec], model, s.batch_size)
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
-        whole.digest(),
-        agents=list(whole.names),
-        alice=whole.alice,
-        label_counts=whole.label_counts().tolist(),
+        all_agents.digest(),
+        agents=list(all_agents.names),
+        alice=all_agents.alice,
+        label_counts=all_agents.label_counts().tolist(),
         test_samples=len(federation.test[federation.alice]),
-        task=whole.task,
-        classes=list(whole.class_names),
-        sample=list(whole.shape),
-        **({"shifted": dict(whole.shifted)} if whole.shifted else {}),
+        task=all_agents.task,
+        classes=list(all_agents.class_names),
+        sample=list(all_agents.shape),
+        **({"shifted": dict(all_agents.shifted)} if all_agents.shifted else {}),
         **origin(s, runtime),
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
-        model=model_name(s, whole.shape),
+        model=model_name(s, all_agents.shape),
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
         notes=notes,
-        **({"attackers": [whole.names[i] for i in attackers_of(whole, s.attackers)]} if s.attack != NONE else {}),
+        **(
+            {"attackers": [all_agents.names[i] for i in attackers_of(all_agents, s.attackers)]}
+            if s.attack != NONE
+            else {}
+        ),
     )
     run = stack.enter_context(Run.opened(folder, config, description, runtime.force))
     result = run.result
@@ -145,7 +149,7 @@ def _open(
     template = tensors_of(initial_state(spec, model))
     start, tensors, warnings = run.resume(template)
     if start > s.rounds:
-        raise WaffleError(f"{folder} has come to round {start} already, {s.rounds} are asked for")
+        raise WaffleError(f"expected at least {start} rounds, got {s.rounds}: {folder} is already at round {start}")
     for warning in warnings:
         listener.warned(warning)
     state = state_of(tensors, initial_state(spec, model)) if tensors else None
@@ -153,8 +157,8 @@ def _open(
     return ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
 
 
-def _cell(config: RunConfig, federation: Federation) -> RunSpec:
-    """The run as the engine sees it; who trains alone is nobody's victim."""
+def _run_spec(config: RunConfig, federation: Federation) -> RunSpec:
+    """Return the run as the engine's spec. A single agent has no attackers."""
     s = config.settings
     spec = RunSpec(config.algorithm(), federation, s.seed, requested=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
@@ -163,60 +167,62 @@ def _cell(config: RunConfig, federation: Federation) -> RunSpec:
     return replace(spec, tamper=tamper, attackers=attackers_of(federation, s.attackers))
 
 
-def _groups(jobs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
-    """Runs that train their rows alike, and stand at the same round, go into one stack, with those that they carry."""
-    carried = _carried(jobs)
+def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun]]:
+    """Group runs with the same local training that are at the same round into stacks, with the runs they carry."""
+    carried = _carried(active_runs)
     groups: dict[Any, list[list[ActiveRun]]] = {}
-    for i, job in enumerate(jobs):
+    for i, active in enumerate(active_runs):
         if i in carried:
             continue
-        s = job.config.settings
+        s = active.config.settings
         key = (
-            training_key(job.spec.algorithm),
+            training_key(active.spec.algorithm),
             s.data,
             s.model,
             s.rounds,
             s.epochs,
             s.batch_size,
-            s.augment and ("augment", s.shift),  # the border of a crop is the darkest pixel of all that are stacked
+            s.augment and ("augment", s.shift),  # crops are padded with the darkest pixel of the whole stack
             s.guard,
             s.precision,
         )
-        f = job.spec.federation
-        several = [job, *(jobs[k] for k, carrier in carried.items() if carrier == i)]
-        groups.setdefault((*key, f.shape, f.outputs, f.task, job.start, f.agents, job.compiled), []).append(several)
-    pieces = [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
-    return [list(chain.from_iterable(piece)) for piece in pieces]
+        f = active.spec.federation
+        group_of_run = [active, *(active_runs[k] for k, carrier in carried.items() if carrier == i)]
+        groups.setdefault((*key, f.shape, f.outputs, f.task, active.start, f.agents, active.compiled), []).append(
+            group_of_run
+        )
+    stacks = [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
+    return [list(chain.from_iterable(piece)) for piece in stacks]
 
 
-def _carried(jobs: Sequence[ActiveRun]) -> dict[int, int]:
-    """Runs that need no training beside another one of the same settings that stands at the same round, and which."""
+def _carried(active_runs: Sequence[ActiveRun]) -> dict[int, int]:
+    """Map each run that needs no training of its own to the run with the same settings and round that carries it."""
     alike: dict[Any, list[int]] = {}
-    for i, job in enumerate(jobs):
-        if job.config.settings.guard == "off":  # a guard goes by Alice: under one nothing is shared
-            alike.setdefault((job.config.settings, job.start), []).append(i)
-    found = ((some, carriers([jobs[i].spec for i in some])) for some in alike.values())
-    return {some[k]: some[carrier] for some, pairs in found for k, carrier in pairs.items()}
+    for i, active in enumerate(active_runs):
+        if active.config.settings.guard == "off":  # a guard depends on Alice, so training cannot be shared
+            alike.setdefault((active.config.settings, active.start), []).append(i)
+    found = ((indices, carriers([active_runs[i].spec for i in indices])) for indices in alike.values())
+    return {indices[k]: indices[carrier] for indices, pairs in found for k, carrier in pairs.items()}
 
 
 def _train(
-    jobs: Sequence[ActiveRun],
+    active_runs: Sequence[ActiveRun],
     runtime: Runtime,
     device: torch.device,
     listener: Listener,
     stopped: Callable[[], int],
     until: int | None,
 ) -> Iterator[tuple[ActiveRun, dict[str, Any]]]:
-    """Train one stack to its end, or to its pause, logging every round and saving every few seconds."""
-    s = jobs[0].config.settings
+    """Train one stack to its end or pause. Log every round and save every few seconds."""
+    s = active_runs[0].config.settings
     last = s.rounds if until is None else min(until, s.rounds)
-    model = model_of(s, jobs[0].spec.federation, runtime, device)
-    specs = on_device([job.spec for job in jobs], model)
+    model = model_of(s, active_runs[0].spec.federation, runtime, device)
+    specs = on_device([active.spec for active in active_runs], model)
     stream = simulate(
         specs,
         model,
         rounds=s.rounds,
-        start=jobs[0].start,
+        start=active_runs[0].start,
         batch_size=s.batch_size,
         epochs=s.epochs,
         augment=s.augment,
@@ -226,27 +232,27 @@ def _train(
     )
     began, ended = time.monotonic(), False
     try:
-        for outcomes in islice(stream, last - jobs[0].start):
+        for outcomes in islice(stream, last - active_runs[0].start):
             for outcome in outcomes:
-                job = jobs[outcome.index]
+                active = active_runs[outcome.index]
                 if outcome.error:
-                    save(job)
-                    yield job, close(job, specs[outcome.index], model, "diverged", str(outcome.error))
+                    save(active)
+                    yield active, close(active, specs[outcome.index], model, "diverged", str(outcome.error))
                 else:
-                    log(job, outcome, listener)
+                    log(active, outcome, listener)
             if outcomes[0].round < last:
-                save_some(jobs, runtime.checkpoint_seconds, time.monotonic() - began)
+                save_some(active_runs, runtime.checkpoint_seconds, time.monotonic() - began)
             if stopped():
                 raise Interrupted(stopped())
             began = time.monotonic()
         ended = last == s.rounds
     finally:
-        for job in jobs:
-            if not ended and job.run.result is None:
-                save(job)
-    for job, spec in zip(jobs, specs, strict=True):
-        if ended and job.run.result is None:
-            yield job, close(job, spec, model, "finished")
+        for active in active_runs:
+            if not ended and active.run.result is None:
+                save(active)
+    for active, spec in zip(active_runs, specs, strict=True):
+        if ended and active.run.result is None:
+            yield active, close(active, spec, model, "finished")
 
 
 def _device_name(device: torch.device) -> str:
@@ -255,7 +261,7 @@ def _device_name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _stop_requests(minutes: float = 0.0) -> Iterator[Callable[[], int]]:
-    """Turn Ctrl-C, SIGTERM and the end of the time into a wish to stop after this round; a second Ctrl-C is obeyed."""
+    """Turn Ctrl-C, SIGTERM and the time limit into a stop after the current round. A second Ctrl-C stops at once."""
     received: list[int] = []
     end = time.monotonic() + 60 * minutes if minutes else math.inf
 
@@ -266,7 +272,7 @@ def _stop_requests(minutes: float = 0.0) -> Iterator[Callable[[], int]]:
 
     try:
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever runs us handles the signals
+    except ValueError:  # not in the main thread: the caller handles the signals
         before = {}
     try:
         yield lambda: received[0] if received else signal.SIGALRM * (time.monotonic() >= end)

@@ -1,4 +1,4 @@
-"""What settings stand for: the federation, the model, and what a careful colleague would say of them."""
+"""Build the federation and the model from the settings, check them, and collect notes for the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from waffle_fl.folder_federation import folder_federation
 from waffle_fl.models import BY_AXES, DEFAULTS, FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.partition import split
 
-COMPILE_PAYS = 30_000  # steps of a row: a compiled one saves about a millisecond, a compilation takes half a minute
+MIN_STEPS_TO_COMPILE = 30_000  # training steps: compiling saves about 1 ms per step and takes half a minute
 
 
 @lru_cache(maxsize=2)
@@ -39,7 +39,10 @@ def _pool(name: str, folder: str, allow_unverified: bool) -> tuple[Tensor, Tenso
 
 
 def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = False) -> Federation:
-    """The federation that the settings describe; runs share it that differ in their seed, or in what happens later."""
+    """Return the federation that the settings describe.
+
+    Runs that differ only in seed, guard, or an attack that does not poison data share it.
+    """
     s = replace(s, seed=0, guard="off")
     if parse(s.attack).poison is None:
         s = replace(s, attack=NONE, attackers=1)
@@ -47,28 +50,28 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
         return _attacked(s, data_dir, allow_unverified)
     folder = _own_folder(s.data, data_dir) if s.is_own else None
     if folder:
-        whole = folder_federation(s, folder, None if s.alice == ALL_ALICES else s.alice)
+        federation = folder_federation(s, folder, None if s.alice == ALL_ALICES else s.alice)
     else:
-        whole = _federation(replace(s, leave_out=()), data_dir, allow_unverified)
-    whole = whole.without(*s.leave_out) if s.leave_out else whole
-    return poisoned(whole, s.attack, s.attackers) if s.attack != NONE else whole
+        federation = _federation(replace(s, leave_out=()), data_dir, allow_unverified)
+    federation = federation.without(*s.leave_out) if s.leave_out else federation
+    return poisoned(federation, s.attack, s.attackers) if s.attack != NONE else federation
 
 
 @lru_cache(maxsize=32)
 def _attacked(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
-    """A backdoor needs a pool of its own, which all runs on it share."""
+    """Return a federation with a backdoor. It has its own copy of the samples, which all such runs share."""
     return poisoned(federation_of(replace(s, attack=NONE), data_dir, allow_unverified), s.attack, s.attackers)
 
 
 def _own_folder(name: str, runtime: str) -> Path | None:
-    """A folder of the user's own: a path, or a name beside the data sets."""
+    """Return the user's own data folder: a path, or a folder of this name next to the data sets."""
     if os.sep in name or Path(name).is_dir():
         return Path(name)
-    beside = data_folder(runtime) / name
-    return beside if beside.is_dir() else None
+    named_folder = data_folder(runtime) / name
+    return named_folder if named_folder.is_dir() else None
 
 
-@lru_cache(maxsize=64)  # as many columns as a table may have: each shift of features is a pool of its own
+@lru_cache(maxsize=64)  # the columns of a large table: each feature shift has its own copy of the samples
 def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     dataset = _dataset(s.data, data_dir, allow_unverified)
     names = [f"agent {i}" for i in range(s.agents)]
@@ -95,7 +98,7 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
 
 
 def origin(s: Settings, runtime: Runtime) -> dict[str, Any]:
-    """What the record says of where the data came from."""
+    """Return the entries of the record on the origin of the data."""
     if s.is_own:
         return {}
     dataset = _dataset(s.data, runtime.data_dir, runtime.allow_unverified)
@@ -103,71 +106,71 @@ def origin(s: Settings, runtime: Runtime) -> dict[str, Any]:
 
 
 def advice(config: RunConfig, federation: Federation, parts: Parts | None = None) -> list[str]:
-    """What a careful colleague would mention before the run; `parts` is where the method cuts its model, if it does."""
+    """Return notes for the user before the run; `parts` says which layers the method keeps local, if it does."""
     notes = list(federation.notes)
     if parts and not any((*parts.params[1::2], *parts.stats[1::2])):
-        notes.append("no layer of this model stays with its agent: one model for all")
+        notes.append("no layer of this model is personal: one model for all agents")
     if parts and not any(parts.params[::2]):
-        notes.append("every layer of this model stays with its agent: this is Local")
+        notes.append("every layer of this model is personal: this is Local")
     if config.method == "per-fedavg":
         s, needed = config.settings, config.algorithm().batches_per_update  # type: ignore[attr-defined]
         steps = (s.epochs * -(-n // s.batch_size) for n in federation.samples.tolist())
         short = [name for name, k in zip(federation.names, steps, strict=True) if 0 < k < needed]
         if short:
-            notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches a round, which an update takes")
+            notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches per round, which an update needs")
     if config.method == "fedfomo" and not len(federation.validation[federation.alice]):
-        notes.append("no validation data: models are judged by samples that Alice trains on (set validation)")
+        notes.append("no validation data: models are compared on Alice's training samples (set validation)")
     empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
     if empty:
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
     if federation.drifts(federation.alice):
-        notes.append("Alice's own labels drift: rounds are tested on other labels each, so read the last, not the best")
+        notes.append("Alice's own labels drift: test labels change from round to round, so use the last, not the best")
     if config.method == "waffle":
         if federation.agents == 1:
             notes.append("a single agent: this is Local")
         adaptive = config.options.get("psi") == ADAPTIVE
         if federation.agents == 2 and adaptive and config.options.get("denominator", "max") == "max":
-            notes.append("two agents: with the denominator max both weigh the same; choose range")
+            notes.append("two agents: with the denominator max both have the same weight; choose range")
         if federation.agents == 2 and not adaptive:
-            notes.append("two agents: the paper's weights are 0/0, both weigh the same until 95 % of the rounds")
+            notes.append("two agents: the paper's weights are 0/0, both have the same weight until 95 % of the rounds")
         if config.settings.rounds < 20 and not adaptive:
             notes.append("fewer than 20 rounds: the last 5 %, in which Alice trains alone, are at most one round")
     return notes
 
 
 def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torch.device) -> FlatModel:
-    """The model that the settings describe, on its device."""
+    """Return the model that the settings describe, on its device."""
     build_module = builder(s.model, s.data, federation.shape, federation.outputs)
     steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
-    pays = device.type == "cuda" and steps >= COMPILE_PAYS
+    worth_compiling = device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
     return FlatModel(
         build_module,
         loss=squared_error if federation.task == "regression" else cross_entropy,
         precision=s.precision,
         device=device,
         stacked=None if runtime.rows == "auto" else runtime.rows == "stacked",
-        compiled=pays if runtime.compile == "auto" else runtime.compile == "on",
+        compiled=worth_compiling if runtime.compile == "auto" else runtime.compile == "on",
     )
 
 
 def model_name(s: Settings, shape: Sequence[int]) -> str:
-    """The network that is built for samples of this shape: what `auto` stands for, or the name that was given."""
+    """Return the name of the network for samples of this shape, with `auto` resolved."""
     return (DEFAULTS.get(s.data) or BY_AXES.get(len(shape), "mlp")) if s.model == "auto" else s.model
 
 
 def check_once(s: Settings, model: FlatModel, federation: Federation) -> None:
-    """Check a built-in model once for data of a kind; a model of the user's own also finds out how it trains."""
+    """Check the model's output: once per kind of data for built-in models, every time for the user's own models."""
     kind = (s.model, s.data, federation.shape, federation.outputs, federation.task)
-    if ":" in s.model or kind not in _fitting:
+    if ":" in s.model or kind not in _checked_models:
         check_output(s.model, model, federation)
-        _fitting.add(kind)
+        _checked_models.add(kind)
 
 
-_fitting: set[tuple[Any, ...]] = set()
+_checked_models: set[tuple[Any, ...]] = set()
 
 
 def check_output(name: str, model: FlatModel, federation: Federation) -> None:
-    """Refuse a model that does not fit the data, before the first round."""
+    """Raise an error if the model does not fit the data."""
     rows = federation.train[federation.alice][:2]
     try:
         model.prepared(federation.x[rows], federation.labels(federation.alice, rows), federation.outputs)
@@ -176,7 +179,7 @@ def check_output(name: str, model: FlatModel, federation: Federation) -> None:
 
 
 def check_schedules(config: RunConfig) -> None:
-    """A schedule that leaves [0, 1] in any round is told before the first."""
+    """Raise an error if a schedule leaves [0, 1] in any round."""
     for name in ("omega", "psi"):
         schedule = getattr(config.algorithm(), name, None)
         if schedule not in (None, ADAPTIVE):

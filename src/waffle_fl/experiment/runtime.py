@@ -1,4 +1,4 @@
-"""Where and how runs are made, who listens to them, and how they are asked to stop."""
+"""Device, data folder and limits of runs, and the listener interface."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from waffle_fl.config import RunConfig
 from waffle_fl.errors import Interrupted as Interrupted
 from waffle_fl.errors import WaffleError
 
-STACK = 64  # runs that train together at most
+STACK = 64  # maximum number of runs trained together
 CHECKPOINT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how to run."""
+    """Device, data folder, and how to train."""
 
     device: str = "auto"
     """auto, cpu or cuda."""
     data_dir: str = ""
-    """Folder of the data sets (else $WAFFLE_DATA, else the user's cache folder)."""
+    """Folder of the data sets. Default: $WAFFLE_DATA, or else the user's cache folder."""
     allow_unverified: bool = False
-    """Use data files whose checksum is not the official one; the record says so."""
+    """Accept data files whose checksum is not the official one. Noted in the record."""
     workers: int = 0
-    """Processes that train rows side by side; 0 takes one a core. It changes no result."""
+    """Number of worker processes. 0 means one per core. Does not change results."""
     stack: int = STACK
-    """Runs that train together at most."""
+    """Maximum number of runs trained together."""
     engine: Literal["fast", "loop"] = "fast"
-    """fast, or loop: every round as the paper prints it, one agent after another, to read and to debug."""
+    """fast, or loop: one agent after another, written like the paper's algorithm, for reading and debugging."""
     rows: Literal["auto", "stacked", "single"] = "auto"
-    """Train agents as one stack or row by row; auto stacks small models, on a CPU only those that do not convolve."""
+    """Train all agents as one stack, or one by one. auto stacks small models; on a CPU only without convolutions."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile models that train row by row; auto does so on a GPU in runs long enough to win the time back."""
+    """Compile models whose agents train one by one. auto compiles on a GPU if the run is long enough to save time."""
     force: bool = False
-    """Go on with a run whose config, data or code has changed; the record says so."""
+    """Continue a run even if its config, data or code has changed. Noted in the record."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """Seconds between checkpoints at least; 0 saves after every round."""
+    """Minimum number of seconds between checkpoints. 0 saves after every round."""
     minutes: float = 0.0
-    """Stop after so many minutes, every run saved, as if by Ctrl-C; 0 never does."""
+    """Save all runs and stop after this many minutes. 0 means no limit."""
 
 
 class Listener:
-    """What a front end may want to hear of; the default hears nothing."""
+    """Receives the events of a training. The base class ignores them."""
 
     def planned(self, runs: Sequence[tuple[RunConfig, Path]], finished: int) -> None: ...
     def resumed(self, config: RunConfig, start: int) -> None: ...
@@ -56,7 +56,7 @@ class Listener:
 
 
 def device_of(name: str) -> torch.device:
-    """`auto` takes the GPU where there is one."""
+    """Return the torch device of this name; `auto` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -64,7 +64,7 @@ def device_of(name: str) -> torch.device:
     except RuntimeError:
         raise WaffleError(f"expected a device such as auto, cpu or cuda, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise WaffleError("device cuda was asked for, but this machine shows none: use --device auto or cpu")
+        raise WaffleError("device cuda was requested, but none is available: use --device auto or cpu")
     if device.type not in ("cpu", "cuda"):
         raise WaffleError(f"expected the device auto, cpu or cuda, got {name!r}")
     return device

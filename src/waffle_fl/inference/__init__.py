@@ -1,1 +1,1 @@
-"""Use the result: a finished run's model for new data, for other programs, and as a scikit-learn estimator."""
+"""Inference with trained models: prediction on new data, export, and scikit-learn estimators."""

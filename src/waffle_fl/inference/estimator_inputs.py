@@ -1,4 +1,4 @@
-"""Arrays, tables and labels as an estimator takes them: each mistake is one line that names the agent."""
+"""Checks of the inputs of estimators; each error is one line that names the agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 def check_pairs(agents: Any) -> dict[str, tuple[Any, Any]]:
-    """(X, y) of each agent by its name."""
+    """Return the (X, y) of each agent by name."""
     expected = "expected a Federation, or a mapping from the name of each agent to its (X, y)"
     if not isinstance(agents, Mapping):
         raise WaffleError(f"{expected}; got {type(agents).__name__}")
@@ -22,14 +22,14 @@ def check_pairs(agents: Any) -> dict[str, tuple[Any, Any]]:
         raise WaffleError(f"{expected}; got no agent")
     for name, pair in agents.items():
         if not isinstance(name, str):
-            raise WaffleError(f"{expected}; got {name!r} as a name")
+            raise WaffleError(f"{expected}; got the name {name!r}")
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise WaffleError(f"{expected}; {name!r} has none")
+            raise WaffleError(f"{expected}; {name!r} has no such pair")
     return {name: (pair[0], pair[1]) for name, pair in agents.items()}
 
 
 def check_samples(X: Any, whose: str = "") -> Array:
-    """At least one row of at least one finite number each, as float32."""
+    """Return X as float32: at least one row and one feature, all values finite."""
     if hasattr(X, "toarray"):
         raise WaffleError(f"{whose}sparse X is not supported: pass X.toarray()")
     try:
@@ -56,20 +56,20 @@ def check_samples(X: Any, whose: str = "") -> Array:
 
 
 def column_names(X: Any) -> tuple[str, ...] | None:
-    """The names of a table's columns where all are text, else None."""
+    """Return the column names of a table if all are strings, else None."""
     names = tuple(X.columns) if hasattr(X, "columns") else ()
     return names if names and all(isinstance(name, str) for name in names) else None
 
 
 def check_column(y: Any, rows: int, whose: str = "") -> Array:
-    """One value for each row, none missing; a table of one column counts as that column."""
+    """Return y with one value per row, none missing; a table of one column becomes that column."""
     if y is None:
         raise WaffleError(f"{whose}requires y to be passed, but the target y is None")
     if hasattr(y, "toarray"):
         raise WaffleError(f"{whose}sparse y is not supported: pass y.toarray()")
     try:
         column = np.asarray(y)
-        given = np.asarray(y, dtype=object).reshape(-1)  # among texts numpy would make a text of NaN
+        given = np.asarray(y, dtype=object).reshape(-1)  # numpy would turn NaN among texts into a text
     except (TypeError, ValueError):
         raise WaffleError(f"{whose}expected y of shape ({rows},), got rows of unequal length") from None
     if column.shape == (rows, 1):
@@ -83,12 +83,12 @@ def check_column(y: Any, rows: int, whose: str = "") -> Array:
 
 
 def _is_missing(value: Any) -> bool:
-    """Is it None, a NaN or not-a-time, which differ from themselves, or pandas' NA, which cannot be compared?"""
+    """Return whether the value is None, NaN or NaT (which differ from themselves) or pandas' NA (not comparable)."""
     return value is None or type(value).__name__ == "NAType" or value != value
 
 
 def check_labels(y: Any, rows: int, whose: str = "") -> Array:
-    """A column of classes: texts, booleans or whole numbers."""
+    """Return y as a column of classes: texts, booleans or integers."""
     column = check_column(y, rows, whose)
     if column.dtype.kind == "c":
         raise WaffleError(f"{whose}Complex data not supported: expected classes in y, got {column.dtype}")
@@ -98,7 +98,7 @@ def check_labels(y: Any, rows: int, whose: str = "") -> Array:
 
 
 def check_reals(y: Any, rows: int, whose: str = "") -> Array:
-    """A column of finite numbers."""
+    """Return y as a column of finite numbers."""
     column = check_column(y, rows, whose)
     if column.dtype.kind == "c":
         raise WaffleError(f"{whose}Complex data not supported: expected real numbers in y, got {column.dtype}")

@@ -1,4 +1,4 @@
-"""The library as scikit-learn estimators: PersonalizedClassifier(alice="clinic").fit(federation).predict(X)."""
+"""Scikit-learn estimators: PersonalizedClassifier(alice="clinic").fit(federation).predict(X)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from waffle_fl.inference.estimator_inputs import (
     check_samples,
     column_names,
 )
-from waffle_fl.inference.trained_run import check_portable, filled, outputs
+from waffle_fl.inference.trained_run import check_portable, outputs, with_tensors
 from waffle_fl.models import FlatModel, builder, cross_entropy, ready, squared_error
 from waffle_fl.models.flat import Precision
 from waffle_fl.user_data import Preprocessing
@@ -36,7 +36,7 @@ from waffle_fl.user_data import Preprocessing
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.exceptions import NotFittedError
-except ImportError:  # a bare machine: what `clone` and a grid search need is little
+except ImportError:  # scikit-learn is optional; the fallback supports `clone` and grid search
     from waffle_fl.inference.sklearn_base import BaseEstimator, ClassifierMixin, NotFittedError, RegressorMixin
 
 Agents: TypeAlias = Federation | Mapping[str, tuple[Any, Any]]
@@ -45,23 +45,24 @@ FITTED = ("classes_", "n_features_in_", "feature_names_in_")  # absent after som
 
 
 class _Data(NamedTuple):
-    """What fit was given, checked."""
+    """The checked input of `fit`."""
 
     agents: Federation
-    classes: Array | None = None  # of a classifier
-    columns: tuple[str, ...] = ()  # where X are tables with named columns
+    classes: Array | None = None  # for a classifier
+    columns: tuple[str, ...] = ()  # if X are tables with named columns
 
 
 class _Personalized(BaseEstimator):  # type: ignore[misc]
-    """One agent's model, trained with the others' help.
+    """It trains a personalised model for one agent together with the other agents.
 
-    `fit` takes a Federation, or (X, y) of each agent by name. `alice` is the agent's name or number, by default the
-    federation's own Alice or the first. `model` is a network's name, `module:factory`, a factory (shape, outputs) ->
-    module, or a module, from whose weights training then starts. `options` are the method's own.
+    `fit` takes a Federation, or a mapping from each agent's name to its (X, y). `alice` is the agent's name or number;
+    the default is the federation's Alice or the first agent. `model` is the name of a network, `module:factory`, a
+    factory (shape, outputs) -> module, or a module, whose weights are then the starting point. `options` are the
+    options of the method.
 
-    After fit: `model_` the torch module, `weights_` each agent's mean weight over the rounds, `history_` a dictionary
-    a round. Its accuracy and loss are those on Alice's test data; where she has none, training_accuracy and
-    training_loss are those on her training data.
+    Attributes after fit: `model_`, the torch module; `weights_`, each agent's mean weight over the rounds; `history_`,
+    one dictionary per round. Its accuracy and loss are measured on Alice's test data. After a fit on (X, y) there are
+    no test data, and training_accuracy and training_loss are measured on her training data.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         self.lr, self.momentum, self.weight_decay, self.precision = lr, momentum, weight_decay, precision
 
     def fit(self, federation: Agents) -> Self:
-        """Train the model of one agent. A fit that fails leaves the estimator as it was."""
+        """Train the model of one agent. A fit that fails leaves the estimator unchanged."""
         config = self._config()
         check_portable(config)
         data = self._prepared(federation)
@@ -100,7 +101,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         )
         check_output(_described(self.model), model, agents)
         net, history = _train(config, agents, model)
-        module = filled(build, model.dtype, model.state_dict(net))
+        module = with_tensors(build, model.dtype, model.state_dict(net))
         prefix = "" if isinstance(federation, Federation) else "training_"
         for name in FITTED:
             self.__dict__.pop(name, None)
@@ -126,7 +127,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         raise NotImplementedError
 
     def _of(self, federation: Federation, task: str) -> Federation:
-        """The federation with the Alice that was asked for."""
+        """Return the federation with the requested Alice."""
         if federation.task != task:
             raise WaffleError(f"{type(self).__name__} is for {task}, this federation is for {federation.task}")
         return check_alice(replace(federation, alice=self._index(federation.alice, federation.names)))
@@ -139,7 +140,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         return index_of(self.alice, names)
 
     def _from_arrays(self, x: Mapping[str, Array], y: Mapping[str, Array], task: Any) -> Federation:
-        """All rows of all agents are trained on; Alice is scored on her own too, for no others are at hand."""
+        """Return a federation that trains on all rows; Alice is scored on her training rows, as there are no others."""
         alice = self._index(0, list(x))
         arrays = {
             name: (rows, y[name], rows, y[name]) if i == alice else (rows, y[name], rows[:0], y[name][:0])
@@ -163,15 +164,15 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
         x = check_samples(X)
         self._check_columns(X)
         if x.ndim == 2 and len(self.shape_) == 1 and x.shape[1:] != self.shape_:
-            who, expected = type(self).__name__, self.shape_[0]
-            raise WaffleError(f"X has {x.shape[1]} features, but {who} is expecting {expected} features as input")
+            name, expected = type(self).__name__, self.shape_[0]
+            raise WaffleError(f"X has {x.shape[1]} features, but {name} is expecting {expected} features as input")
         if x.shape[1:] != self.shape_:
             raise WaffleError(f"expected X of shape (rows, {', '.join(map(str, self.shape_))}), got {x.shape}")
         dtype = next(self.model_.parameters()).dtype
         return outputs(self.model_, torch.from_numpy(x).to(dtype)).double()
 
     def _check_columns(self, X: Any) -> None:
-        """Tables to predict must have the columns of those that were fitted; arrays have no names to compare."""
+        """Check that a table has the columns passed to fit; arrays have no names to compare."""
         found, fitted = column_names(X), tuple(getattr(self, "feature_names_in_", ()))
         if found and fitted and found != fitted:
             raise WaffleError(
@@ -180,7 +181,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
 
 
 class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[misc]
-    __doc__ = f"A classifier for one agent of a federation. {_Personalized.__doc__}"
+    __doc__ = f"Classifier for one agent of a federation. {_Personalized.__doc__}"
 
     def _prepared(self, given: Agents) -> _Data:
         if isinstance(given, Federation):
@@ -199,16 +200,16 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
         return _Data(self._from_arrays(x, numbers, "classification"), classes, _columns_of(pairs))
 
     def predict_proba(self, X: Any) -> Array:
-        """(rows, classes): the probability of each of `classes_`."""
+        """Return the probability of each of `classes_`, of shape (rows, classes)."""
         return self._outputs(X).softmax(dim=1).numpy()
 
     def predict(self, X: Any) -> Array:
-        """The most probable class of each row."""
+        """Return the most probable class of each row."""
         chosen = self._outputs(X).argmax(dim=1).numpy()
         return np.asarray(self.classes_[chosen])
 
     def score(self, X: Any, y: Any) -> float:
-        """The share of rows whose class is predicted."""
+        """Return the accuracy."""
         found = self.predict(X)
         truth = check_column(y, len(found))
         if not np.isin(truth, self.classes_).any():
@@ -217,32 +218,32 @@ class PersonalizedClassifier(ClassifierMixin, _Personalized):  # type: ignore[mi
 
 
 class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc]
-    __doc__ = f"A regression for one agent of a federation. {_Personalized.__doc__}"
+    __doc__ = f"Regressor for one agent of a federation. {_Personalized.__doc__}"
 
     def _prepared(self, given: Agents) -> _Data:
-        """Targets in arrays are standardised over all agents, so that one step size suits every unit."""
+        """Return the checked data. Targets in arrays are standardised over all agents, so `lr` suits any unit."""
         if isinstance(given, Federation):
             return _Data(self._of(given, "regression"))
         pairs = check_pairs(given)
         x = _samples_of(pairs)
         targets = {name: check_reals(y, len(x[name]), f"{name}: ") for name, (_, y) in pairs.items()}
-        everyone = np.concatenate(list(targets.values()))
-        middle, deviation = float(everyone.mean()), float(everyone.std()) or 1.0
-        scaled = {name: (y - middle) / deviation for name, y in targets.items()}
-        goal = Preprocessing((), "y", "regression", target_mean=middle, target_deviation=deviation)
-        agents = replace(self._from_arrays(x, scaled, "regression"), preparations=(goal,) * len(pairs))
+        pooled = np.concatenate(list(targets.values()))
+        average, deviation = float(pooled.mean()), float(pooled.std()) or 1.0
+        scaled = {name: (y - average) / deviation for name, y in targets.items()}
+        scaling = Preprocessing((), "y", "regression", target_mean=average, target_deviation=deviation)
+        agents = replace(self._from_arrays(x, scaled, "regression"), preparations=(scaling,) * len(pairs))
         return _Data(agents, columns=_columns_of(pairs))
 
     def predict(self, X: Any) -> Array:
-        """A number for each row, in the target's own unit."""
+        """Return one number per row, in the unit of the target."""
         return (self._outputs(X).view(-1) * self.unit_ + self.offset_).numpy()
 
     def score(self, X: Any, y: Any) -> float:
-        """R²: 1 is perfect, 0 no better than the mean."""
+        """Return R²: 1 is perfect, 0 no better than the mean."""
         found = self.predict(X)
         truth = check_reals(y, len(found))
-        rest, spread = ((truth - found) ** 2).sum(), ((truth - truth.mean()) ** 2).sum()
-        return float(1 - rest / spread) if spread else float(rest == 0)
+        residual, total = ((truth - found) ** 2).sum(), ((truth - truth.mean()) ** 2).sum()
+        return float(1 - residual / total) if total else float(residual == 0)
 
 
 def _samples_of(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, Array]:
@@ -250,7 +251,7 @@ def _samples_of(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, Array]:
 
 
 def _columns_of(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
-    """The columns that all agents' tables share; none where one of them has no names."""
+    """Return the column names common to all agents; empty if any agent has no names. Raise if they differ."""
     found = {name: column_names(X) for name, (X, _) in pairs.items()}
     first, columns = next(iter(found.items()))
     if None in found.values() or columns is None:
@@ -262,16 +263,16 @@ def _columns_of(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
 
 
 def _differ(found: Sequence[str], expected: Sequence[str]) -> str:
-    """In what lists of columns differ: names, or their order alone."""
+    """Return how two lists of columns differ: in names, or only in order."""
     more = [name for name in found if name not in expected]
     less = [name for name in expected if name not in found]
     if not more and not less:
-        return "the order is another"
+        return "the order differs"
     return ", ".join([f"unexpected {name!r}" for name in more] + [f"missing {name!r}" for name in less])
 
 
 def _described(value: Any) -> str:
-    """What a value is, in one line."""
+    """Return a one-line description of a value."""
     kind = f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
     return value if isinstance(value, str) else kind
 

@@ -1,4 +1,4 @@
-"""A finished run's model for other programs: its tensors, a card that says what it is, a program that runs alone."""
+"""Export a finished run's model: its tensors, a model card, and a program that runs without waffle-fl."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from waffle_fl.inference.trained_run import Trained
 from waffle_fl.records import read_json, write_json
 
 Format: TypeAlias = Literal["exported", "torchscript", "onnx", "none"]
-EXAMPLES = 4  # samples that a program is made with; it takes any number
+EXAMPLES = 4  # number of samples used for tracing; the program accepts any number
 
 
 def export(trained: Trained, out: Path, form: Format = "exported") -> list[Path]:
-    """Write the model, its program and, last of all, its card; return the files. Each is there whole or not at all."""
+    """Write the model, its program and finally its card, each atomically; return the files."""
     contents = {"model.safetensors": (trained.run.folder / "model.safetensors").read_bytes()}
     if form != "none":
         name, make = PROGRAMS[form]
-        contents[name] = _made(trained, name, make)
+        contents[name] = _program_bytes(trained, name, make)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    digests = {**_beside(out, digests["model.safetensors"]), **digests}
+    digests = {**_earlier_files(out, digests["model.safetensors"]), **digests}
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
@@ -41,20 +41,20 @@ def export(trained: Trained, out: Path, form: Format = "exported") -> list[Path]
     return [*(out / name for name in contents), out / "card.json"]
 
 
-def _beside(out: Path, model: str) -> dict[str, str]:
-    """What earlier exports of the same model left in the folder, by their card."""
+def _earlier_files(out: Path, model: str) -> dict[str, str]:
+    """Return the files of earlier exports of the same model in the folder, as listed in its card."""
     files = (read_json(out / "card.json") or {}).get("files", {})
     return {name: digest for name, digest in files.items() if files.get("model.safetensors") == model}
 
 
-def _made(trained: Trained, name: str, make: Callable[[Trained, Tensor, Path], None]) -> bytes:
+def _program_bytes(trained: Trained, name: str, make: Callable[[Trained, Tensor, Path], None]) -> bytes:
     x = torch.randn(EXAMPLES, *trained.shape, dtype=trained.dtype, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder, _quiet():
         try:
             make(trained, x, Path(folder) / name)
         except WaffleError:
             raise
-        except Exception as error:  # torch's exporters raise errors of many kinds at a model they cannot follow
+        except Exception as error:  # torch's exporters raise many types for unsupported models
             reason = " ".join(str(error).split())[:200]
             raise WaffleError(
                 f"this model cannot be written as {name} ({type(error).__name__}: {reason}): choose another --format"
@@ -76,10 +76,10 @@ def _onnx(trained: Trained, x: Tensor, path: Path) -> None:
     missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
     if missing:
         raise WaffleError(f'--format onnx needs {" and ".join(missing)}: pip install "waffle-fl[onnx]"')
-    made: Any = torch.onnx.export(
+    program: Any = torch.onnx.export(
         _program(trained, x), input_names=["x"], output_names=["output"], dynamo=True, verbose=False
     )
-    made.save(path, external_data=False)
+    program.save(path, external_data=False)
 
 
 def _program(trained: Trained, x: Tensor) -> torch.export.ExportedProgram:
@@ -87,15 +87,15 @@ def _program(trained: Trained, x: Tensor) -> torch.export.ExportedProgram:
 
 
 def _compare(trained: Trained, program: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """A program must answer as the model does, also another number of rows than it was made with."""
+    """Raise WaffleError if the program's outputs differ from the model's, also for another number of rows."""
     for rows in (x, x[:1]):
         if not torch.allclose(program(rows), trained.module(rows), rtol=1e-5, atol=1e-6):
-            raise WaffleError("the exported program answers otherwise than the model: choose another --format")
+            raise WaffleError("the outputs of the exported program differ from the model's: choose another --format")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch's exporters speak of their own future and of packages that are not needed here."""
+    """Suppress the exporters' deprecation warnings and hints about packages that are not needed."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

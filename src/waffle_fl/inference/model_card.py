@@ -1,4 +1,4 @@
-"""The card of an exported model: what it is, how it was made, how good it is, on whom, and what it is not."""
+"""The model card of an exported model: its training, metrics, intended use and limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEW = 100  # test samples below which a metric is a rough estimate
 
 
 def card(trained: Trained, digests: Mapping[str, str]) -> dict[str, Any]:
-    """All that a reader of the model needs to know, as JSON; `digests` are those of the files beside it."""
+    """Return the model card as JSON; `digests` are those of the exported files."""
     run, made = trained.run, trained.run.provenance
     config, binding = run.config.to_json(), made.get("binding", {})
     return {
@@ -26,7 +26,7 @@ def card(trained: Trained, digests: Mapping[str, str]) -> dict[str, Any]:
         "classes": list(trained.classes),
         "method": config["method"],
         "options": config["options"],
-        "settings": {**config["settings"], "data": run.config.settings.data_name},  # its name, and no path
+        "settings": {**config["settings"], "data": run.config.settings.data_name},  # the name, not the path
         "alice": alice_of(run),
         "metrics": {**run.result.get("metrics", {}), "test_samples": made.get("test_samples")},
         "rounds": run.result["rounds"],
@@ -56,7 +56,7 @@ def alice_of(run: FinishedRun) -> str:
 
 
 def contributors(run: FinishedRun) -> dict[str, dict[str, float]]:
-    """Each agent's weight: its mean over the rounds, and in the last."""
+    """Return each agent's mean weight over the rounds and its weight in the last round."""
     rounds = [named_weights(run.provenance, line["weights"]) for line in run.rounds if line.get("weights")]
     return {
         name: {"mean_weight": mean(line[name] for line in rounds), "last_weight": rounds[-1][name]}
@@ -65,7 +65,7 @@ def contributors(run: FinishedRun) -> dict[str, dict[str, float]]:
 
 
 def _preprocessing(trained: Trained) -> dict[str, Any] | None:
-    """How an input is made of a table's row or of a published sample; None where it is used as it is."""
+    """Return the preprocessing of a table's row or of a published sample; None if there is none."""
     if trained.preprocessing:
         return trained.preprocessing.to_json()
     found = normalisation_of(trained.run.config.settings.data)
@@ -82,35 +82,35 @@ def _preprocessing(trained: Trained) -> dict[str, Any] | None:
 
 def _output(trained: Trained) -> str:
     if trained.task == "classification":
-        return "one score for each class, in the order of `classes`; softmax makes probabilities of them"
+        return "one score per class, in the order of `classes`; softmax turns them into probabilities"
     if trained.preprocessing is None:
         return "the predicted number"
-    return "the predicted number; model.safetensors alone gives it standardised (target_mean, target_deviation)"
+    return "the predicted number; model.safetensors alone returns it standardised (target_mean, target_deviation)"
 
 
 def _intended_use(trained: Trained) -> str:
     run = trained.run
-    what = f"tell {len(trained.classes)} classes apart" if trained.task == "classification" else "predict a number"
+    purpose = f"distinguish {len(trained.classes)} classes" if trained.task == "classification" else "predict a number"
     return (
-        f"To {what} for {alice_of(run)}, on data that comes about as hers did. {title_of(run.config.method)} trained "
-        "it with the other agents' help, but for her alone."
+        f"To {purpose} for {alice_of(run)}, on data collected as its training data were. "
+        f"{title_of(run.config.method)} trained it with the other agents, for this agent only."
     )
 
 
 def _limits(trained: Trained) -> list[str]:
     run, alice = trained.run, alice_of(trained.run)
     tested = int(run.provenance.get("test_samples") or 0)
-    few = " so few that they are rough estimates," if tested < FEW else ""
+    few = " too few for more than rough estimates," if tested < FEW else ""
     limits = [
-        f"The metrics are those of {tested} test samples of {alice},{few} and say nothing of anyone else's data.",
-        "The model is that of the last round; no test sample took part in choosing it.",
-        "A contributor's weight tells how far its updates were used for this model, not how good its data is.",
-        "It was trained without a formal privacy guarantee: do not publish it where its training data is secret.",
+        f"The metrics are measured on {tested} test samples of {alice},{few} and do not apply to other agents' data.",
+        "The model is that of the last round; it was not selected on test samples.",
+        "A contributor's weight shows how much its updates were used for this model, not the quality of its data.",
+        "It was trained without a formal privacy guarantee: do not publish it if its training data is confidential.",
     ]
     if trained.classes:
-        limits.append("It always names one of its classes, also for a sample that belongs to none of them.")
+        limits.append("It always predicts one of its classes, also for a sample that belongs to none of them.")
     if trained.preprocessing:
-        limits.append("A category that nobody trained on is refused; so is a table that lacks a column.")
+        limits.append("Prediction rejects categories that are not in the training data and tables that lack a column.")
     if run.provenance.get("data_verified") is False:
-        limits.append("The data was not the official one, or could not be verified.")
-    return limits + [f"Noted before training: {note}." for note in run.provenance.get("notes", [])]
+        limits.append("The data is not the official one, or could not be verified.")
+    return limits + [f"Note from before training: {note}." for note in run.provenance.get("notes", [])]

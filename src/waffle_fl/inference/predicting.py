@@ -1,4 +1,4 @@
-"""New data through a finished run's model: a table as the run was trained on, or arrays."""
+"""Predict with a finished run's model: on a table like the training tables, or on arrays."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.inference.trained_run import Trained
 from waffle_fl.metrics import measure
 from waffle_fl.spreadsheet import to_csv
-from waffle_fl.user_data.array_checks import is_real, native, whole
+from waffle_fl.user_data.array_checks import as_integers, is_real, native
 
 ARRAYS = (".npz", ".npy")
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """One prediction a row: the name of a class and the probability of each, or a number."""
+    """One prediction per row: a class name and the probability of each class, or a number."""
 
     values: Sequence[str] | Sequence[float]
-    classes: tuple[str, ...]  # none where numbers are predicted
-    probabilities: list[list[float]]  # a row each, as many as there are classes
-    metrics: dict[str, float | None] | None  # where the truth came with the data
+    classes: tuple[str, ...]  # empty for regression
+    probabilities: list[list[float]]  # one list per row, one value per class
+    metrics: dict[str, float | None] | None  # None if the data have no targets
 
     def to_csv(self) -> str:
-        """A header, then one line per row; a quote stands before a label that a spreadsheet would run as a formula."""
+        """Return a header and one line per row; a label that a spreadsheet would run as a formula is quoted."""
         head = ["prediction", *(f"p({name})" for name in self.classes)]
         rows = zip(self.values, self.probabilities, strict=True)
         return to_csv([head, *([value, *(f"{p:.6f}" for p in row)] for value, row in rows)])
@@ -47,20 +47,20 @@ class Predictions:
 
 
 def predict(trained: Trained, path: Path) -> Predictions:
-    """What a run's model says of the rows of a file."""
+    """Return the model's predictions for the rows of a file."""
     x, y = _table(trained, path) if trained.preprocessing else _arrays(trained, path)
     output = trained.outputs(torch.from_numpy(x))
     bad = (~output.isfinite()).reshape(len(output), -1).any(dim=1).nonzero()
     if len(bad):
         raise WaffleError(
-            f"{path}: the model has no finite answer for row {int(bad[0]) + 1}: "
-            "is a value of it far from all that the model was trained on?"
+            f"{path}: the model's output for row {int(bad[0]) + 1} is not finite: "
+            "check that its values are in the range of the training data"
         )
-    return answers(trained, output, None if y is None else torch.from_numpy(y))
+    return to_predictions(trained, output, None if y is None else torch.from_numpy(y))
 
 
-def answers(trained: Trained, output: Tensor, target: Tensor | None = None) -> Predictions:
-    """Outputs of the model in words and numbers of the user's world."""
+def to_predictions(trained: Trained, output: Tensor, target: Tensor | None = None) -> Predictions:
+    """Return the model's outputs as class names and probabilities, or as numbers in the target's unit."""
     metrics = None if target is None else measure(output, target)
     if trained.task == "regression":
         values = output.view(-1).tolist()
@@ -85,7 +85,7 @@ def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | 
     if not is_real(x):
         raise WaffleError(f"{path}: expected numbers in x, got {x.dtype}")
     if x.shape[1:] != trained.shape or not x.ndim:
-        hint = "; one sample needs an axis of rows too" if x.shape == trained.shape else ""
+        hint = "; a single sample also needs an axis of rows" if x.shape == trained.shape else ""
         raise WaffleError(f"{path}: expected x of shape (rows, {_sides(trained.shape)}), got ({_sides(x.shape)}){hint}")
     if not len(x):
         raise WaffleError(f"{path} is empty: expected at least one row")
@@ -103,13 +103,13 @@ def _targets(trained: Trained, path: Path, y: NDArray[Any], rows: int) -> NDArra
         if not is_real(y) or not np.isfinite(y).all():
             raise WaffleError(f"{path}: expected finite numbers in y")
         return y.astype(np.float64)
-    if not is_real(y) or (whole(y) != y).any() or y.min() < 0 or y.max() >= len(trained.classes):
+    if not is_real(y) or (as_integers(y) != y).any() or y.min() < 0 or y.max() >= len(trained.classes):
         raise WaffleError(f"{path}: expected integers from 0 to {len(trained.classes) - 1} in y")
     return y.astype(np.int64)
 
 
 def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """x, and y where a .npz has it. Nothing is unpickled."""
+    """Return x, and y if a .npz contains it, else None. Nothing is unpickled."""
     if path.suffix.lower() not in ARRAYS:
         raise WaffleError(f"{path}: this run was trained on arrays: expected a .npz with x (and y), or a .npy")
     check_regular(path)
@@ -121,10 +121,10 @@ def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
             if "x" in found.files:
                 return native(found["x"]), native(found["y"]) if "y" in found.files else None
             names = " ".join(", ".join(found.files).split()) or "nothing"
-    except Exception as error:  # whatever zipfile and NumPy raise at a damaged file
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is cut off"
+    except Exception as error:  # zipfile and NumPy raise many types for a damaged file
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is truncated"
         raise WaffleError(f"cannot read {path} as plain arrays: {reason}") from None
-    raise WaffleError(f"{path}: expected the array x (and, to be measured, y), got {names}")
+    raise WaffleError(f"{path}: expected the array x (and y, for metrics), got {names}")
 
 
 def _sides(shape: Sequence[int]) -> str:

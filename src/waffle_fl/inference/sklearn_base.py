@@ -1,4 +1,4 @@
-"""As much of scikit-learn's base classes as an estimator needs where scikit-learn is absent."""
+"""Minimal base classes of estimators for use without scikit-learn."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from waffle_fl.errors import WaffleError
 
 
 class NotFittedError(WaffleError, AttributeError):
-    """An estimator was used before fit; a ValueError and an AttributeError, as scikit-learn's is."""
+    """An estimator was used before fit; like scikit-learn's, a ValueError and an AttributeError."""
 
 
 class BaseEstimator:
-    """Parameters are the arguments of __init__, under the same names."""
+    """Estimator whose parameters are the arguments of __init__, stored under the same names."""
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
@@ -27,8 +27,8 @@ class BaseEstimator:
 
 
 class ClassifierMixin:
-    """Predicts classes."""
+    """Mixin of classifiers."""
 
 
 class RegressorMixin:
-    """Predicts numbers."""
+    """Mixin of regressors."""

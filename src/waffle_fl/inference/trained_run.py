@@ -1,4 +1,4 @@
-"""A finished run, opened for use: its model as a torch module, and all one must know to ask it."""
+"""Load a finished run for inference: its model as a torch module, with input shape, task and preprocessing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = "model.safetensors"
 
 @dataclass(frozen=True)
 class Trained:
-    """Alice's model and how it is to be asked."""
+    """Alice's model and what is needed to use it."""
 
     run: FinishedRun
     module: nn.Module  # on the CPU, in evaluation mode
@@ -33,18 +33,18 @@ class Trained:
     shape: tuple[int, ...]  # of a sample
     task: Task
     classes: tuple[str, ...]
-    preprocessing: Preprocessing | None  # of tables
+    preprocessing: Preprocessing | None  # for tables
 
     def outputs(self, x: Tensor) -> Tensor:
-        """What the model says: a score for each class, or a number in the target's own unit."""
+        """Return one score per class, or a number in the unit of the target."""
         return outputs(self.module, x.to(self.dtype))
 
 
 def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Warn | None = None) -> Trained:
-    """Read a run folder back, every part of it checked.
+    """Load a run folder and check every part of it.
 
-    A model of the user's own (`module:name`) is imported only with `trust`; files that are not what the run wrote are
-    an error, with `force` a warning. `warn` receives the warnings, which by default are Python's."""
+    A user's own model (`module:name`) is imported only with `trust`. Files that differ from what the run wrote raise
+    WaffleError, or only a warning with `force`. `warn` receives the warnings; the default is Python's `warnings`."""
     run = read_run(folder, trust=trust, force=force, model=True)
     if run.result.get("status") != "finished":
         raise WaffleError(f"the run in {folder} has no model: {run.result.get('message', 'it did not finish')}")
@@ -64,23 +64,23 @@ def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Wa
     model = FlatModel(build, precision=s.precision)
     _, tensors = read_tensors(folder / MODEL, model.state_dict(model.init(0)))
     preprocessing = Preprocessing.from_json(fitted) if fitted else None
-    module = filled(build, model.dtype, tensors)
+    module = with_tensors(build, model.dtype, tensors)
     if task == "regression" and preprocessing:
-        module = nn.Sequential(module, InUnit(preprocessing)).eval()
+        module = nn.Sequential(module, TargetUnit(preprocessing)).eval()
     return Trained(run, module, model.dtype, shape, task, classes, preprocessing)
 
 
 def check_portable(config: RunConfig) -> None:
-    """A model can be used elsewhere only if it answers without its agent's training data."""
+    """Raise WaffleError if the method's predictions need the agent's training data."""
     if hasattr(config.algorithm(), "answer"):
         raise WaffleError(
-            f"{title_of(config.method)} answers with Alice's training data at hand, which no model holds: its answers "
-            "to her test data are in predictions.safetensors; for a model to use elsewhere train another method"
+            f"{title_of(config.method)} predicts with Alice's training data, which a model file does not contain: its "
+            "predictions on her test data are in predictions.safetensors; train another method for a portable model"
         )
 
 
-class InUnit(nn.Module):
-    """From a standardised number to the target's own unit, in double: a time in seconds has many digits."""
+class TargetUnit(nn.Module):
+    """Convert a standardised number to the unit of the target, in float64: a time in seconds has many digits."""
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         super().__init__()
@@ -91,9 +91,9 @@ class InUnit(nn.Module):
 
 
 @torch.no_grad()
-def filled(build: Callable[[], nn.Module], dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module of its own that holds these tensors, ready to be asked."""
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+def with_tensors(build: Callable[[], nn.Module], dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a new module with these tensors, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):  # leave the caller's random state unchanged
         module = build().to("cpu", dtype)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in tensors:
@@ -103,5 +103,5 @@ def filled(build: Callable[[], nn.Module], dtype: torch.dtype, tensors: Mapping[
 
 @torch.no_grad()
 def outputs(module: nn.Module, x: Tensor) -> Tensor:
-    """A module's answers, some rows at a time."""
+    """Return the outputs of a module, computed in blocks of rows."""
     return torch.cat([module(part) for part in torch.split(x, SCORE_ROWS)])

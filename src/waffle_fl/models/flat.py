@@ -286,6 +286,7 @@ class FlatModel:
         return self.passes.module(training=False)
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sample."""
         return self._loss(output, target)
 
     def state_dict(self, net: Net) -> dict[str, Tensor]:

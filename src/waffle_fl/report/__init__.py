@@ -1,4 +1,4 @@
-"""runs -> tables, charts and one self-contained page."""
+"""Write finished runs as tables, charts and one self-contained HTML page."""
 
 from waffle_fl.report.page import write_report
 

@@ -1,4 +1,4 @@
-"""One specification a chart, for the page, PNG and PDF alike. Every chart is made from records alone."""
+"""Vega-Lite charts, made from records only; the page, PNG and PDF use the same specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import altair as alt
 
 from waffle_fl.algorithms import TITLES, title_of
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
-from waffle_fl.results import WEIGHING, FinishedRun, judged_by, methods_of, row_of, rows_of
+from waffle_fl.results import WEIGHING, FinishedRun, measure_of_runs, methods_of, row_of, rows_of
 
 CHOSEN = {
     "Local": "#8c8c8c",
@@ -32,11 +32,11 @@ COLORS = {
     **CHOSEN,
 }
 WIDTH, HEIGHT = 285, 200
-MOST_ROWS = 40  # of a table that charts show
+MOST_ROWS = 40  # maximum number of table rows in a chart
 
 
 def to_svg(chart: Any) -> str:
-    """Return the chart as SVG. Clip paths are numbered from 0, so that the text depends on this chart alone."""
+    """Return the chart as SVG. Clip paths are renumbered from 0, so the text depends on this chart only."""
     import vl_convert
 
     svg = str(vl_convert.vegalite_to_svg(chart.to_json()))
@@ -45,24 +45,24 @@ def to_svg(chart: Any) -> str:
 
 
 def colors_of(titles: Sequence[str]) -> list[str]:
-    """A colour for each title; methods from outside the package take further ones in turn."""
+    """Return a colour per title; methods from outside the package get the remaining colours in turn."""
     others = [title for title in titles if title not in COLORS]
     known = {**COLORS, **dict(zip(others, cycle(reversed(FURTHER)), strict=False))}
     return [known[title] for title in titles]
 
 
 def charts_of(runs: Sequence[FinishedRun]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
-    """name -> (caption, chart), for everything these runs can show, of the first rows of their table."""
+    """Return name -> (caption, chart) for every chart these runs have data for, with at most MOST_ROWS rows."""
     rows = rows_of(runs)
     if len(rows) > MOST_ROWS:
         first = charts_of([run for run in runs if run.row in rows[:MOST_ROWS]])
         note = f"; the first {MOST_ROWS} of {len(rows)} rows"
         return {name: (caption + note, chart) for name, (caption, chart) in first.items()}
-    measure = judged_by(runs)
+    measure = measure_of_runs(runs)
     makers: dict[str, tuple[str, Callable[[Sequence[FinishedRun]], Any]]] = {
         measure.key: (f"{measure.title} of Alice's model on her own test data, mean over seeds", accuracy),
-        "weights": ("Whose updates enter Alice's model, round by round (first seed)", weights),
-        "labels": ("Who holds which labels: training samples of each agent", labels),
+        "weights": ("Weight of each agent's update in Alice's model per round (first seed)", weights),
+        "labels": ("Training samples per agent and label", labels),
         "omega": ("Degree of personalisation Ω over the rounds: 1 is global, 0 is local training", omega),
     }
     made = {name: (caption, maker(runs)) for name, (caption, maker) in makers.items()}
@@ -78,7 +78,7 @@ def _color(runs: Sequence[FinishedRun]) -> Any:
 
 
 def styled(chart: Any) -> Any:
-    """One look for every chart."""
+    """Return the chart with the common style."""
     return (
         chart.configure(font="Inter, Helvetica, Arial, sans-serif")
         .configure_view(strokeWidth=0)
@@ -88,8 +88,8 @@ def styled(chart: Any) -> Any:
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Any:
-    """One panel a split, one line a method."""
-    measure = judged_by(runs)
+    """Return a chart of the score per round: one panel per split, one line per method."""
+    measure = measure_of_runs(runs)
     groups: dict[tuple[str, str], list[FinishedRun]] = {}
     for run in runs:
         if run.rounds:
@@ -97,9 +97,9 @@ def accuracy(runs: Sequence[FinishedRun]) -> Any:
     values = []
     for (row, title), group in groups.items():
         for lines in zip(*(run.rounds for run in group), strict=False):
-            told = [line[measure.key] for line in lines if line.get(measure.key) is not None]
-            if told:
-                value = float(f"{measure.scale * mean(told):.5g}")
+            known = [line[measure.key] for line in lines if line.get(measure.key) is not None]
+            if known:
+                value = float(f"{measure.scale * mean(known):.5g}")
                 values.append({"split": row, "method": title, "round": lines[0]["round"], measure.key: value})
     if not values:
         return None
@@ -122,7 +122,7 @@ def accuracy(runs: Sequence[FinishedRun]) -> Any:
 
 
 def weights(runs: Sequence[FinishedRun]) -> Any:
-    """One panel a split and weighing method; Alice stands out."""
+    """Return a chart of the weights: one panel per split and weighing method, with Alice highlighted."""
     weighing = [run for run in runs if run.config.method in WEIGHING and run.rounds and "weights" in run.rounds[0]]
     first: dict[tuple[str, str], FinishedRun] = {}
     for run in sorted(weighing, key=lambda run: run.config.settings.seed):
@@ -133,9 +133,9 @@ def weights(runs: Sequence[FinishedRun]) -> Any:
         names = run.provenance.get("agents") or [f"agent {i}" for i in range(len(run.rounds[0]["weights"]))]
         for line in run.rounds:
             for i, weight in enumerate(line["weights"]):
-                who = f"{names[i]} (Alice)" if i == alice else names[i]
+                agent = f"{names[i]} (Alice)" if i == alice else names[i]
                 values.append(
-                    {"split": row, "method": title, "round": line["round"], "agent": who, "weight": round(weight, 5),
+                    {"split": row, "method": title, "round": line["round"], "agent": agent, "weight": round(weight, 5),
                      "alice": i == alice}
                 )  # fmt: skip
     if not values:
@@ -182,7 +182,7 @@ def weights(runs: Sequence[FinishedRun]) -> Any:
 
 
 def labels(runs: Sequence[FinishedRun]) -> Any:
-    """One panel a split: agents against labels, the size of a dot the number of samples."""
+    """Return a chart of agents against labels, one panel per split; the size of a dot is the number of samples."""
     found: dict[str, dict[str, list[list[int]]]] = {}  # by split, then by row
     for run in runs:
         counts: list[list[int]] = run.provenance.get("label_counts") or []
@@ -193,12 +193,12 @@ def labels(runs: Sequence[FinishedRun]) -> Any:
 
 
 def label_chart(counts: dict[str, list[list[int]]]) -> Any:
-    """The paper's repartition figure, for any number of splits."""
+    """Return the paper's repartition figure for any number of splits."""
     return styled(label_panels({row: counts[row] for row in sorted(counts, key=lambda row: (row.endswith("*"), row))}))
 
 
 def label_panels(counts: dict[str, list[list[int]]]) -> Any:
-    """Its panels, to be put beside others."""
+    """Return the panels of `label_chart` without the style, for combination with other charts."""
     values = [
         {"split": row, "agent": i, "label": k, "samples": n}
         for row, matrix in counts.items()
@@ -223,10 +223,12 @@ def label_panels(counts: dict[str, list[list[int]]]) -> Any:
 
 
 def omega(runs: Sequence[FinishedRun]) -> Any:
-    """Omega as it was in the first WAFFLE run, or the paper's where none ran."""
-    ran = next((run for run in runs if run.config.method == "waffle" and run.rounds and "omega" in run.rounds[0]), None)
-    if ran:
-        values = [{"round": line["round"], "omega": line["omega"]} for line in ran.rounds]
+    """Return a chart of Omega in the first WAFFLE run, or the paper's Omega if there is no such run."""
+    first = next(
+        (run for run in runs if run.config.method == "waffle" and run.rounds and "omega" in run.rounds[0]), None
+    )
+    if first:
+        values = [{"round": line["round"], "omega": line["omega"]} for line in first.rounds]
     else:
         values = [{"round": r, "omega": evaluate(sigmoid(), "omega", r, 100)} for r in range(1, 101)]
     chart = (

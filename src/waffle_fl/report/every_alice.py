@@ -1,4 +1,4 @@
-"""A federation in which every agent is Alice once, in one table: the mean over agents, the worst agent, who gains."""
+"""Table of runs in which every agent is Alice once: mean over agents, worst agent, share of agents that gain."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MEASURES = {
 }
 ALONE = "local"
 
-Agents = Mapping[str, float]  # one seed's score of each agent that has one
+Agents = Mapping[str, float]  # agent -> score of one seed; agents without a score are absent
 
 
 def agents_of(runs: Sequence[FinishedRun], measure: str) -> dict[str, list[Agents]]:
-    """method -> for each seed the agents' scores at the last round; an agent without two classes has no AUC."""
+    """Return method -> the agents' scores in the last round, per seed; an agent with one class has no AUC."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     for run in runs:
         value = run.result.get("metrics", {}).get(measure)
@@ -33,7 +33,7 @@ def agents_of(runs: Sequence[FinishedRun], measure: str) -> dict[str, list[Agent
 
 
 def to_markdown(runs: Sequence[FinishedRun], measure: str) -> str:
-    """One row a method; the best mean and the best worst agent in bold."""
+    """Return a table with one row per method; the best mean and the best worst agent are in bold."""
     scores = agents_of(runs, measure)
     means = {method: [mean(agents.values()) for agents in seeds] for method, seeds in scores.items()}
     worst = {method: [min(agents.values()) for agents in seeds] for method, seeds in scores.items()}

@@ -1,4 +1,4 @@
-"""One self-contained page: tables, charts and where they came from, readable without a network."""
+"""One self-contained HTML page: tables, charts and provenance, readable offline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from waffle_fl.errors import writable
 from waffle_fl.experiment.factories import model_name
 from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
-from waffle_fl.results import PROTOCOLS, FinishedRun, apart, judged_by, remarks
+from waffle_fl.results import PROTOCOLS, FinishedRun, measure_of_runs, remarks, with_variants
 
 
 def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: bool = True) -> Path:
-    """Write page, tables, and the charts as PNG and PDF into the folder; return the page."""
-    runs = apart(runs)
+    """Write the page, the tables, and the charts as PNG and PDF into the folder; return the page."""
+    runs = with_variants(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
@@ -37,7 +37,7 @@ def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: boo
 
 
 def put(path: Path, content: bytes) -> Path:
-    """Write a file, whole, or say in one line why that cannot be."""
+    """Write a file atomically; raise WaffleError if that fails."""
     with writable(path):
         write_atomically(path, content)
     return path
@@ -46,7 +46,7 @@ def put(path: Path, content: bytes) -> Path:
 def _page(runs: Sequence[FinishedRun], charts: dict[str, tuple[str, dict[str, Any]]], title: str) -> str:
     style = resources.files("waffle_fl.report").joinpath("page.css").read_text(encoding="utf-8")
     tables = "".join(
-        f"<section><h2>{html.escape(judged_by(runs).title)}, {html.escape(PROTOCOLS[p])}</h2>"
+        f"<section><h2>{html.escape(measure_of_runs(runs).title)}, {html.escape(PROTOCOLS[p])}</h2>"
         '<p class="caption">Mean ± standard deviation over seeds; the best of each row in colour.</p>'
         f'<div class="scroll">{to_html(runs, p)}</div></section>'
         for p in protocols_of(runs)
@@ -72,12 +72,12 @@ document.body.dataset.charts = Object.keys(charts).length;
 
 
 def script_json(content: Any) -> str:
-    """JSON to stand inside a script element: no text in it can end the element or open another."""
+    """Return JSON that is safe inside a script element: no text in it can close the element or open another."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def bundle() -> str:
-    """All the code that draws charts in a browser, to stand inside a page."""
+    """Return the JavaScript that draws charts in a browser, for inclusion in a page."""
     return str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")  # type: ignore[call-arg]
 
 
@@ -86,8 +86,8 @@ def _lead(runs: Sequence[FinishedRun]) -> str:
     seeds = {run.config.settings.seed for run in runs}
     methods = {run.config.method for run in runs}
     return (
-        f"{len(runs)} runs on {', '.join(data)}: {len(methods)} methods, {len(seeds)} seeds. Alice is the agent each "
-        "model is for; every figure is measured on her own test data."
+        f"{len(runs)} runs on {', '.join(data)}: {len(methods)} methods, {len(seeds)} seeds. Alice is the agent that "
+        "the model is trained for; every number is measured on her own test data."
     )
 
 
@@ -96,11 +96,11 @@ def _remarks(runs: Sequence[FinishedRun]) -> str:
 
 
 def _verified(found: bool | None) -> str:
-    return "brought by the user" if found is None else "checksums verified" if found else "not verified"
+    return "user data" if found is None else "checksums verified" if found else "not verified"
 
 
 def facts_of(*runs: FinishedRun) -> dict[str, str]:
-    """What the runs ran on, for the foot of a page; where they differ, each text."""
+    """Return software, data and training settings of the runs for the foot of a page; differing values are joined."""
     found = [_facts(run) for run in runs]
     return {name: "; ".join(dict.fromkeys(facts[name] for facts in found)) for name in found[0]}
 
@@ -110,7 +110,7 @@ def _facts(run: FinishedRun) -> dict[str, str]:
     return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
         "data": f"{s.data_name}, {_verified(run.provenance.get('data_verified'))}",
-        "training": f"{s.rounds} rounds, {s.epochs} epoch(s) a round, batch {s.batch_size}, lr {s.lr}, "
+        "training": f"{s.rounds} rounds, {s.epochs} epoch(s) per round, batch {s.batch_size}, lr {s.lr}, "
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
         "model": f"{_model(run)}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
@@ -118,7 +118,7 @@ def _facts(run: FinishedRun) -> dict[str, str]:
 
 
 def _model(run: FinishedRun) -> str:
-    """The network that was trained; records of earlier versions name `auto`, which the shape of a sample resolves."""
+    """Return the name of the network; records of earlier versions say `auto`, which the sample shape resolves."""
     named, shape = run.provenance.get("model"), run.provenance.get("sample")
     return (
         named if isinstance(named, str) else model_name(run.config.settings, shape if isinstance(shape, list) else ())
@@ -126,7 +126,7 @@ def _model(run: FinishedRun) -> str:
 
 
 def _test_samples(runs: Sequence[FinishedRun]) -> str:
-    """How many test samples Alice has; where rows differ, in which."""
+    """Return the number of Alice's test samples, per row if the rows differ."""
     rows: dict[str, dict[str, None]] = {}
     for run in runs:
         count = run.provenance.get("test_samples")
@@ -135,7 +135,7 @@ def _test_samples(runs: Sequence[FinishedRun]) -> str:
 
 
 def _ended(run: FinishedRun) -> str:
-    """Cells: status, rounds and the hash of the split."""
+    """Return the table cells of status, rounds and split hash."""
     found = (run.result.get("status"), run.result.get("rounds"), str(_binding(run).get("data", ""))[:12])
     return "".join(f"<td>{html.escape(str(value))}</td>" for value in found)
 

@@ -1,4 +1,4 @@
-"""A picture of a shifted federation: who holds what, how its samples look, what its labels mean, and from when on."""
+"""Chart of a shifted federation: labels per agent, sample images per group, relabelling, and drift over the rounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from waffle_fl.report.charts import WIDTH, label_panels, styled
 from waffle_fl.shifts import Covariate, Prior, read_shifts
 from waffle_fl.shifts.covariates import materialise
 
-SAMPLES, GROUPS = 8, 5  # shown at most
-SIDE = 32  # pixels of a picture, at least
+SAMPLES, GROUPS = 8, 5  # maximum numbers shown
+SIDE = 32  # minimum side of a picture in pixels
 INK, CHANGED = "#444444", "#d1495b"
 
 
 def shift_chart(federation: Federation, shift: str, seed: int) -> Any:
-    """One panel for each kind of shift that there is, under who holds which labels."""
+    """Return a chart of the labels per agent, followed by one panel per kind of shift."""
     counts = {"training": federation.label_counts().tolist()}
     if any(isinstance(s, Prior) for s in read_shifts(shift)):
         counts["test"] = federation.label_counts("test").tolist()
@@ -41,16 +41,16 @@ def shift_chart(federation: Federation, shift: str, seed: int) -> Any:
 
 
 def _samples(federation: Federation, covariates: Sequence[Covariate], seed: int) -> Any:
-    """Alice's first samples, as each group would see them."""
+    """Return a panel of Alice's first samples as transformed for each group."""
     groups = min(max(shift.groups for shift in covariates), federation.agents, GROUPS)
     rows = federation.train[federation.alice][:SAMPLES]
     seen, _, parts = materialise(federation.x, {"train": (rows,) * groups}, covariates, 0, seed)
     low, high = federation.x[rows].min(), federation.x[rows].max()
     grey = (255 * (seen - low) / (high - low)).clamp(0, 255).byte().numpy()
     values = [
-        {"group": "Alice's" if not group else str(group), "sample": k, "picture": _png(grey[runtime])}
-        for group, places in enumerate(parts["train"])
-        for k, runtime in enumerate(places.tolist())
+        {"group": "Alice's" if not group else str(group), "sample": k, "picture": _png(grey[row])}
+        for group, shown in enumerate(parts["train"])
+        for k, row in enumerate(shown.tolist())
     ]
     return (
         alt.Chart(alt.InlineData(values=values))
@@ -65,7 +65,7 @@ def _samples(federation: Federation, covariates: Sequence[Covariate], seed: int)
 
 
 def _png(sample: NDArray[np.uint8]) -> str:
-    """An image (C, H, W), or a vector as a strip, as a PNG in a URL; small ones are enlarged pixel by pixel."""
+    """Return an image (C, H, W), or a vector as a strip, as a PNG data URL; small images are enlarged."""
     image = sample if sample.ndim == 3 else sample.reshape(1, 1, -1)
     _, height, width = image.shape
     image = image.repeat(max(1, SIDE // height), axis=1).repeat(max(1, SIDE // width), axis=2)
@@ -78,7 +78,7 @@ def _png(sample: NDArray[np.uint8]) -> str:
 
 
 def _concepts(relabel: list[list[int]], title: str) -> Any:
-    """Agents against labels: the label's name there, in colour where it is another's."""
+    """Return a panel of agents against labels with the label each agent uses, coloured where it is changed."""
     values = [
         {"agent": i, "label": k, "called": called, "color": CHANGED if called != k else INK}
         for i, row in enumerate(relabel)
@@ -98,7 +98,7 @@ def _concepts(relabel: list[list[int]], title: str) -> Any:
 
 
 def _drift(federation: Federation) -> Any:
-    """The share of the drifting agents' training samples that bear their new label."""
+    """Return a panel of the share of the drifting agents' training samples that have the new label."""
     assert federation.turn is not None
     held = [rows for agent, rows in enumerate(federation.train) if federation.drifts(agent)]
     turns = federation.turn[torch.cat(held)].numpy()

@@ -1,4 +1,4 @@
-"""The table of a grid, rows the splits and columns the methods as in the paper: CSV, Markdown, LaTeX, HTML."""
+"""Result tables as in the paper, with splits as rows and methods as columns: CSV, Markdown, LaTeX, HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from math import isnan
 
 from waffle_fl import spreadsheet
 from waffle_fl.algorithms import title_of
-from waffle_fl.results import PROTOCOLS, FinishedRun, Protocol, Score, best_of, judged_by, methods_of, rows_of, scores
+from waffle_fl.results import (
+    PROTOCOLS,
+    FinishedRun,
+    Protocol,
+    Score,
+    best_of,
+    measure_of_runs,
+    methods_of,
+    rows_of,
+    scores,
+)
 
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -25,7 +35,9 @@ def grid(
     cell: Callable[[Score | None, bool], str],
     name: Callable[[str], str] = str,
 ) -> list[list[str]]:
-    """Header and rows of text; `cell` writes one score and knows whether it is the row's best, `name` a row's name."""
+    """Return the header and rows as text.
+
+    `cell` formats a score, given whether it is the best of its row; `name` formats the name of a row."""
     methods, cells = methods_of(runs), scores(runs, protocol)
     lines = [["", *(title_of(m) for m in methods)]]
     for row in rows_of(runs):
@@ -35,12 +47,12 @@ def grid(
 
 
 def protocols_of(runs: Sequence[FinishedRun]) -> list[Protocol]:
-    """The protocols that at least one run reports."""
+    """Return the protocols that at least one run reports."""
     return [p for p in PROTOCOLS if any(p in run.result for run in runs)]
 
 
 def to_csv(runs: Sequence[FinishedRun]) -> str:
-    """One line per cell, the numbers unrounded."""
+    """Return CSV with one line per cell and unrounded numbers."""
     rows: list[Sequence[object]] = [["protocol", "split", "method", "mean", "std", "seeds", "diverged"]]
     for protocol in protocols_of(runs):
         for (row, method), s in sorted(scores(runs, protocol).items()):
@@ -50,23 +62,23 @@ def to_csv(runs: Sequence[FinishedRun]) -> str:
 
 
 def to_markdown(runs: Sequence[FinishedRun]) -> str:
-    """One table a protocol, the best of each row in bold."""
+    """Return one Markdown table per protocol, with the best of each row in bold."""
     parts = []
     for protocol in protocols_of(runs):
         lines = grid(runs, protocol, _markdown_cell, _markdown)
         head, *body = [f"| {' | '.join(line)} |" for line in lines]
         rule = "|" + " --- |" * len(lines[0])
-        parts.append("\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
+        parts.append("\n".join([f"{measure_of_runs(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]))
     return "\n\n".join(parts) + "\n"
 
 
 def by_method(runs: Sequence[FinishedRun], protocol: Protocol) -> str:
-    """One table, its rows the methods and its columns the splits: for many methods; the best of each split in bold."""
+    """Return a Markdown table with methods as rows and splits as columns, with the best of each split in bold."""
     lines = grid(runs, protocol, _markdown_cell, _markdown)
     turned = [list(line) for line in zip(*lines, strict=True)]
     head, *body = [f"| {' | '.join(line)} |" for line in turned]
     rule = "|" + " --- |" * len(turned[0])
-    return "\n".join([f"{judged_by(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]) + "\n"
+    return "\n".join([f"{measure_of_runs(runs).title}, {PROTOCOLS[protocol]}:", "", head, rule, *body]) + "\n"
 
 
 def _markdown_cell(s: Score | None, best: bool) -> str:
@@ -74,18 +86,18 @@ def _markdown_cell(s: Score | None, best: bool) -> str:
 
 
 def _markdown(text: str) -> str:
-    """A name of the user's in a table: no markup, no HTML, no other column."""
+    """Return a user's text escaped for a Markdown table: no markup, no HTML, no new column."""
     return re.sub(r"([\\`_\[\]|])", r"\\\1", html.escape(text, quote=False))
 
 
 def to_latex(runs: Sequence[FinishedRun]) -> str:
-    """Tables for a paper, with booktabs."""
+    """Return LaTeX tables for a paper, with booktabs."""
     parts = []
     for protocol in protocols_of(runs):
         lines = grid(runs, protocol, _latex_cell, _latex)
         head, *body = [" & ".join(line).replace("*", r"$^*$") + r" \\" for line in lines]
         columns = "l" + "r" * (len(lines[0]) - 1)
-        caption = f"% {judged_by(runs).title.lower()}, {PROTOCOLS[protocol]}"
+        caption = f"% {measure_of_runs(runs).title.lower()}, {PROTOCOLS[protocol]}"
         parts.append(
             "\n".join(
                 [caption, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
@@ -96,7 +108,7 @@ def to_latex(runs: Sequence[FinishedRun]) -> str:
 
 
 def _latex(text: str) -> str:
-    """A name of the user's, none of its characters a command."""
+    """Return a user's text escaped for LaTeX."""
     return "".join(LATEX.get(character, character) for character in text)
 
 

@@ -1,7 +1,7 @@
-"""Optuna's part: what to try next, and what to give up. Its SQLite file holds the whole state of a search.
+"""Sampling and pruning of trials with Optuna. Its SQLite file holds the complete state of a search.
 
-Every draw has a sampler of its own, seeded by (seed, trial, name) and taught by the trials that have ended. So a search
-that was killed at any moment asks for the same trials again, and two searches of one seed are the same.
+Every draw uses its own sampler, seeded by (seed, trial, name) and fitted to the trials that have ended. So a search
+that was killed at any moment draws the same trials again, and two searches with the same seed are identical.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from waffle_fl.randomness import derive
 
 Pruning: TypeAlias = Literal["median", "halving", "off"]
 State: TypeAlias = Literal["COMPLETE", "PRUNED", "FAIL"]
-RANDOM_TRIALS = 8  # before the sampler has something to learn from
+RANDOM_TRIALS = 8  # before the sampler uses earlier trials
 UNPRUNED_TRIALS = 4
 FILE = "study.db"
 
 
-def needed() -> Any:
-    """Optuna, or the line that says how to get it."""
+def require_optuna() -> Any:
+    """Import Optuna, or raise an error that says how to install it."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
@@ -34,7 +34,7 @@ def needed() -> Any:
 
 
 class Study:
-    """A search as Optuna keeps it. Scores are such that the larger one is better."""
+    """An Optuna study. Larger scores are better."""
 
     def __init__(self, optuna: Any, study: Any, seed: int) -> None:
         self._optuna, self._study, self.seed = optuna, study, seed
@@ -42,7 +42,7 @@ class Study:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, folder: Path, seed: int, pruning: Pruning) -> Iterator[Study]:
-        optuna = needed()
+        optuna = require_optuna()
         pruners = optuna.pruners
         pruner = {
             "median": lambda: pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS),
@@ -61,23 +61,23 @@ class Study:
 
     @property
     def trials(self) -> list[Any]:
-        """All trials that were asked for, frozen, in order."""
+        """All trials so far, frozen, in order."""
         return list(self._study.get_trials(deepcopy=False))
 
     @property
     def ended(self) -> list[Any]:
         return [trial for trial in self.trials if trial.state.is_finished()]
 
-    def ask(self, number: int, fixed: Mapping[str, Any]) -> Asked:
-        """The trial of this number, one that was asked for before or a new one; what is fixed is not drawn."""
+    def ask(self, number: int, fixed: Mapping[str, Any]) -> ActiveTrial:
+        """Return the trial with this number, an earlier one or a new one. Values in `fixed` are not drawn."""
         known = self.trials
         trial = (
             self._optuna.trial.Trial(self._study, known[number]._trial_id) if number < len(known) else self._study.ask()
         )
-        return Asked(self, trial, fixed)
+        return ActiveTrial(self, trial, fixed)
 
-    def draw_by(self, number: int, name: str, fixed: Mapping[str, Any]) -> None:
-        """Let the next draw be made by a sampler of its own."""
+    def use_sampler(self, number: int, name: str, fixed: Mapping[str, Any]) -> None:
+        """Give the next draw its own sampler."""
         samplers = self._optuna.samplers
         seed = derive(self.seed, "tuning", number, name) % 2**32
         sampler = samplers.TPESampler(seed=seed, n_startup_trials=RANDOM_TRIALS, constant_liar=True)
@@ -91,8 +91,8 @@ class Study:
         self._study.tell(number, score, state=self._optuna.trial.TrialState[state])
 
 
-class Asked:
-    """A trial on its way: it draws, reports, and may be given up."""
+class ActiveTrial:
+    """A trial that is being trained: it draws values, reports scores, and may be pruned."""
 
     def __init__(self, study: Study, trial: Any, fixed: Mapping[str, Any]) -> None:
         self._study, self._trial, self._fixed = study, trial, fixed
@@ -103,15 +103,15 @@ class Asked:
         return dict(self._trial.params)
 
     def choose(self, name: str, choices: Sequence[Any]) -> Any:
-        self._study.draw_by(self.index, name, self._fixed)
+        self._study.use_sampler(self.index, name, self._fixed)
         return self._trial.suggest_categorical(name, choices)
 
     def number(self, name: str, low: float, high: float, log: bool) -> float:
-        self._study.draw_by(self.index, name, self._fixed)
+        self._study.use_sampler(self.index, name, self._fixed)
         return float(self._trial.suggest_float(name, low, high, log=log))
 
     def report(self, score: float, rung: int) -> bool:
-        """Whether to give up, now that the score at a rung is known."""
+        """Report the score at a rung and return whether to prune the trial."""
         if rung not in self._study.trials[self.index].intermediate_values:
             self._trial.report(score, rung)
         return bool(self._trial.should_prune())

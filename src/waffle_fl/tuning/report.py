@@ -1,4 +1,4 @@
-"""What a search leaves behind: best.toml for `waffle bench`, trials.jsonl with every trial, and a chart of them."""
+"""Output of a search: best.toml for `waffle bench`, trials.jsonl with every trial, and a chart of the trials."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ from waffle_fl.config import SCHEMA, RunConfig, Settings, option_types
 from waffle_fl.errors import writable
 from waffle_fl.records import read_json
 from waffle_fl.report.charts import HEIGHT, WIDTH, styled
-from waffle_fl.tuning.search import DEFAULT, Found, Trial
+from waffle_fl.tuning.search import DEFAULT, SearchResult, Trial
 from waffle_fl.tuning.space import SETTINGS
 
 BEST, RECORD, CHART = "best.toml", "trials.jsonl", "trials.png"
 COLORS = {"finished": "#4c78a8", "pruned": "#bab0ac", "diverged": "#e4a11b", "best": "#d1495b"}
 
 
-def write(found: Found, space: Mapping[str, Any], out: Path) -> None:
-    """Write all three into the search's folder."""
+def write(result: SearchResult, space: Mapping[str, Any], out: Path) -> None:
+    """Write best.toml, trials.jsonl and the chart into the folder of the search."""
     with writable(out):
-        write_atomically(out / BEST, experiment_file(found.best.config).encode())
-        lines = (json.dumps(entry, separators=(",", ":")) for entry in record(found, space))
+        write_atomically(out / BEST, experiment_file(result.best.config).encode())
+        lines = (json.dumps(entry, separators=(",", ":")) for entry in record(result, space))
         write_atomically(out / RECORD, "".join(f"{line}\n" for line in lines).encode())
-        if found.trials:
-            write_atomically(out / CHART, vl_convert.vegalite_to_png(chart(found).to_json(), scale=2))
+        if result.trials:
+            write_atomically(out / CHART, vl_convert.vegalite_to_png(chart(result).to_json(), scale=2))
 
 
-def record(found: Found, space: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """One entry a trial, the default first; only it and the winner are judged on test data."""
-    for trial in (found.default, *found.trials):
+def record(result: SearchResult, space: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yield one entry per trial, the default first. Only the default and the best trial have test scores."""
+    for trial in (result.default, *result.trials):
         entry: dict[str, Any] = {
             "trial": "default" if trial.number == DEFAULT else trial.number,
             "state": trial.state,
             "values": values_of(trial.config, space),
             "score": trial.score,
-            f"validation_{found.measure.key}": trial.validation,
+            f"validation_{result.measure.key}": trial.validation,
             "rounds": trial.rounds,
         }
-        if trial in (found.default, found.best):
-            entry[f"test_{found.measure.key}"] = test_of(trial, found.measure.key)
+        if trial in (result.default, result.best):
+            entry[f"test_{result.measure.key}"] = test_of(trial, result.measure.key)
         yield entry
 
 
 def values_of(config: RunConfig, space: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that were searched, as a run has them."""
+    """Return a config's values of the hyperparameters in the search space."""
     content = config.to_json()
     names = [name for name in space if name in option_types(config.method) or name in SETTINGS]
     return {name: content["options"].get(name, content["settings"].get(name)) for name in names}
 
 
 def test_of(trial: Trial, key: str) -> float | None:
-    """On test data, in the round that validation data selects; mean over the Alices."""
+    """Return the test score in the round selected on validation data, averaged over the Alices."""
     results = [read_json(path) or {} for path in sorted(trial.folder.glob("*/result.json"))]
-    found = [result["selected"][key] for result in results if "selected" in result]
-    return mean(found) if found else None
+    scores = [result["selected"][key] for result in results if "selected" in result]
+    return mean(scores) if scores else None
 
 
 def experiment_file(config: RunConfig) -> str:
-    """A run as an experiment file: the settings that are not the default, and all options that were given."""
+    """Return a run as an experiment file: the settings that differ from the defaults, and all given options."""
     s, defaults = config.settings, Settings()
     lines = [f"schema = {SCHEMA}", f"methods = [{_toml(config.method)}]", f"splits = [{_toml(s.split)}]"]
     lines += [f"seeds = [{s.seed}]", ""]
@@ -81,7 +81,7 @@ def experiment_file(config: RunConfig) -> str:
 
 
 def command(config: RunConfig) -> str:
-    """What of a run differs from the default, as flags of `waffle run`."""
+    """Return the `waffle run` command of a run, with flags for all values that differ from the defaults."""
     s, defaults = config.settings, Settings()
     settings = {
         f.name: getattr(s, f.name)
@@ -94,23 +94,23 @@ def command(config: RunConfig) -> str:
     return " ".join(["waffle run", config.method, *flags])
 
 
-def chart(found: Found) -> Any:
-    """Every trial's score on validation data, the best so far, and the default as a line across."""
-    measure, best, values, line = found.measure, found.default, [], []
-    for trial in found.trials:
+def chart(result: SearchResult) -> Any:
+    """Return a chart of every trial's validation score, the best so far, and the default as a dashed line."""
+    measure, best, values, line = result.measure, result.default, [], []
+    for trial in result.trials:
         if trial.state == "finished" and (trial.score or -1e300) > (best.score or -1e300):
             best = trial
-        line.append({"trial": trial.number, "score": _scaled(best, found), "kind": "best so far"})
+        line.append({"trial": trial.number, "score": _scaled(best, result), "kind": "best so far"})
         if trial.validation is not None:
-            state = "best" if trial.number == found.best.number else trial.state
-            values.append({"trial": trial.number, "score": _scaled(trial, found), "state": state})
+            state = "best" if trial.number == result.best.number else trial.state
+            values.append({"trial": trial.number, "score": _scaled(trial, result), "state": state})
     x = alt.X("trial:Q", title="trial", axis=alt.Axis(grid=False, tickMinStep=1))
     y = alt.Y("score:Q", title=f"{measure.title.lower()}, validation data", scale=alt.Scale(zero=False))
     states = alt.Scale(domain=list(COLORS), range=list(COLORS.values()))
     legend = alt.Legend(orient="top", title=None)
     dots = alt.Chart(alt.InlineData(values=values)).mark_circle(size=70, opacity=0.9)
     steps = alt.Chart(alt.InlineData(values=line)).mark_line(interpolate="step-after", color="#d1495b", strokeWidth=1.3)
-    default = alt.Chart(alt.InlineData(values=[{"score": _scaled(found.default, found)}]))
+    default = alt.Chart(alt.InlineData(values=[{"score": _scaled(result.default, result)}]))
     rule = default.mark_rule(strokeDash=[5, 4], color="#444")
     layers = [
         rule.encode(y=y),
@@ -120,15 +120,15 @@ def chart(found: Found) -> Any:
     return styled(alt.layer(*layers).properties(width=WIDTH * 1.8, height=HEIGHT * 1.2))
 
 
-def _scaled(trial: Trial, found: Found) -> float:
-    return round(found.measure.scale * (trial.validation or 0.0), 5)
+def _scaled(trial: Trial, result: SearchResult) -> float:
+    return round(result.measure.scale * (trial.validation or 0.0), 5)
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # of texts, numbers, booleans and lists JSON is TOML
+    return json.dumps(value, ensure_ascii=False)  # JSON is valid TOML for strings, numbers, booleans and lists
 
 
 def _flag(value: Any) -> str:
-    if isinstance(value, bool):  # all of them are off unless they are asked for
+    if isinstance(value, bool):  # all of them default to False
         return ""
     return "".join(map(_flag, value)) if isinstance(value, tuple) else f" {shlex.quote(str(value))}"

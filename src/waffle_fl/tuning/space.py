@@ -1,12 +1,12 @@
-"""What a search goes through: a table for each method, in the form in which a user writes one in TOML.
+"""Search spaces: one table per method, in the same form as in a user's TOML file.
 
-    name = [...]                              one of these
-    name = { low = 1, high = 10 }             a number between; log = true draws its logarithm; of = "rounds" counts
-                                              in rounds of the run, so 0.5 is its half
-    name = "other"                            what `other` is
+    name = [...]                              one of these values
+    name = { low = 1, high = 10 }             a number in this range; log = true draws its logarithm;
+                                              of = "rounds" multiplies it by the number of rounds
+    name = "other"                            the same value as `other`
     name = 2.0                                this value
 
-A text among choices may name numbers of the same table: "sigmoid(slope, shift)" draws both where it is chosen.
+A string among choices may refer to numbers of the same table: "sigmoid(slope, shift)" draws both if it is chosen.
 """
 
 from __future__ import annotations
@@ -21,46 +21,48 @@ from waffle_fl.algorithms import algorithm_of, search_space
 from waffle_fl.config import RunConfig, check_run, option_types, read_toml
 from waffle_fl.errors import WaffleError, suggest
 
-SETTINGS = ("lr", "momentum", "weight_decay", "batch_size", "epochs")  # of a run, that a search may change
+SETTINGS = ("lr", "momentum", "weight_decay", "batch_size", "epochs")  # settings that a search may change
 
 
 class Draw(Protocol):
-    """Who chooses: Optuna in a search, anybody in a test."""
+    """Draws values: Optuna in a search, fixed values in tests."""
 
     def choose(self, name: str, choices: list[Any]) -> Any: ...
     def number(self, name: str, low: float, high: float, log: bool) -> float: ...
 
 
-def space_of(method: str, file: str = "", over: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The method's space: the file's, or the method's own; of it only what is named in `over`, where something is."""
+def space_of(method: str, file: str = "", only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the search space of a method, from the file if given, restricted to the names in `only` if not empty."""
     space = _read(Path(file), method) if file else search_space(method)
     _check(space, method)
-    strange = next((name for name in over if name not in space), None)
+    strange = next((name for name in only if name not in space), None)
     if strange:
-        raise WaffleError(f"over: {strange!r} is not in the search space of {method}{suggest(strange, space)}")
+        raise WaffleError(f"only: {strange!r} is not in the search space of {method}{suggest(strange, space)}")
     known = {**option_types(method), **dict.fromkeys(SETTINGS)}
-    kept = {name: rule for name, rule in space.items() if not over or name in over or name not in known}
+    kept = {name: rule for name, rule in space.items() if not only or name in only or name not in known}
     if not any(isinstance(rule, list | dict) for name, rule in kept.items() if name in known):
-        raise WaffleError(f"nothing is left to search in {', '.join(kept) or 'an empty space'}: name more, or a range")
+        raise WaffleError(f"nothing is left to search in {', '.join(kept) or 'an empty space'}: add names, or a range")
     return kept
 
 
-def drawn(space: Mapping[str, Any], config: RunConfig, draw: Draw) -> RunConfig:
-    """The run with what is drawn in place of its own."""
+def draw_config(space: Mapping[str, Any], config: RunConfig, draw: Draw) -> RunConfig:
+    """Return the config with values drawn from the space."""
     rounds, hyper = config.settings.rounds, option_types(config.method)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, rule in space.items():
         if name in hyper or name in SETTINGS:
-            found[name] = found[rule] if isinstance(rule, str) and rule in found else _value(name, space, rounds, draw)
-    settings = {k: v for k, v in found.items() if k not in hyper}
-    options = {**config.options, **{k: v for k, v in found.items() if k in hyper}}
+            result[name] = (
+                result[rule] if isinstance(rule, str) and rule in result else _value(name, space, rounds, draw)
+            )
+    settings = {k: v for k, v in result.items() if k not in hyper}
+    options = {**config.options, **{k: v for k, v in result.items() if k in hyper}}
     given = {f.name: getattr(config.settings, f.name) for f in dataclasses.fields(config.settings)}
     return check_run(config.method, {**given, **settings}, options)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Corner:
-    """The k-th choice, the lowest number."""
+    """Draws the k-th choice and the lowest number."""
 
     k: int
 
@@ -71,14 +73,14 @@ class _Corner:
         return low
 
 
-def check_drawn(space: Mapping[str, Any], config: RunConfig) -> None:
-    """A choice or bound that no run could take is told before the first trial."""
+def check_space(space: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise an error before the first trial if a choice or bound is not a valid value."""
     for k in range(max((len(rule) for rule in space.values() if isinstance(rule, list)), default=1)):
-        drawn(space, config, _Corner(k))
+        draw_config(space, config, _Corner(k))
 
 
-def trained(space: Mapping[str, Any], method: str) -> set[str]:
-    """What of a space changes the training itself: runs that differ in it cannot share a stack."""
+def training_names(space: Mapping[str, Any], method: str) -> set[str]:
+    """Return the names that change the local training. Runs that differ in one of them cannot share a stack."""
     fields = dataclasses.fields(algorithm_of(method))  # type: ignore[arg-type]
     free = {f.name for f in fields if f.metadata.get("server_side")}
     inner = {word for name in free & set(space) for word in _named(space[name])}
@@ -100,7 +102,7 @@ def _value(name: str, space: Mapping[str, Any], rounds: int, draw: Draw) -> Any:
 
 
 def _named(rule: Any) -> list[str]:
-    """The words in the parentheses of a rule's texts."""
+    """Return the words in parentheses in a rule's strings."""
     texts = [text for text in rule if isinstance(text, str)] if isinstance(rule, list) else []
     return [
         word for text in texts for inside in re.findall(r"\((.*?)\)", text) for word in re.findall("[a-z_]+", inside)
@@ -111,12 +113,12 @@ def _read(file: Path, method: str) -> dict[str, Any]:
     _, content = read_toml(file)
     table = content.get(method)
     if not isinstance(table, dict) or not table:
-        raise WaffleError(f"{file}: expected a table [{method}] that says what to search, it has {', '.join(content)}")
+        raise WaffleError(f"{file}: expected a table [{method}] with the search space, got {', '.join(content)}")
     return table
 
 
 def _check(space: Mapping[str, Any], method: str) -> None:
-    """Every name means something, every range is one."""
+    """Check that every name is known and every range is valid."""
     inner = {word for rule in space.values() for word in _named(rule)}
     known = [*option_types(method), *SETTINGS]
     for name, rule in space.items():
@@ -128,7 +130,7 @@ def _check(space: Mapping[str, Any], method: str) -> None:
             _check_range(method, name, rule)
     missing = next((word for word in sorted(inner) if word not in space), None)
     if missing:
-        raise WaffleError(f"search space of {method}: {missing} is named in a text but has no range")
+        raise WaffleError(f"search space of {method}: {missing} is used in a string but has no range")
 
 
 def _check_range(method: str, name: str, rule: Mapping[str, Any]) -> None:

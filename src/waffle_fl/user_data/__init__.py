@@ -1,11 +1,11 @@
-"""Your own data: a folder with one file or folder an agent, or arrays, becomes the samples of a federation."""
+"""User data: read a folder with one file or folder per agent, or arrays, into the samples of a federation."""
 
 from __future__ import annotations
 
 from waffle_fl.user_data.agent_data import AgentData, CollectedData, ReadOptions
 from waffle_fl.user_data.arrays import gather, stacked
 from waffle_fl.user_data.folder_reader import read_folder
-from waffle_fl.user_data.preprocessing import Column, Preprocessing, Task, Wish
+from waffle_fl.user_data.preprocessing import Column, Preprocessing, Task, TaskOption
 
 __all__ = [
     "AgentData",
@@ -14,7 +14,7 @@ __all__ = [
     "Preprocessing",
     "ReadOptions",
     "Task",
-    "Wish",
+    "TaskOption",
     "gather",
     "read_folder",
     "stacked",

@@ -1,4 +1,4 @@
-"""What every way of bringing data ends in: samples, targets, and which of them are for what."""
+"""The common result of all readers: samples, targets, and the rows for training, validation and test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.user_data.preprocessing import Preprocessing, Scope, Task, Wish
+from waffle_fl.user_data.preprocessing import Preprocessing, Scope, Task, TaskOption
 from waffle_fl.user_data.splitting import Rows, hold_out
 
 Array: TypeAlias = NDArray[Any]
@@ -18,12 +18,12 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How data is to be read; the names are those of the settings."""
+    """How to read the data; the fields have the names of the settings."""
 
     target: str = ""
     categorical: tuple[str, ...] = ()
     preprocessing: Scope = "federated"
-    task: Wish = "auto"
+    task: TaskOption = "auto"
     test_share: float = 0.25
     validation: float = 0.0
     split_seed: int = 0
@@ -33,14 +33,14 @@ class ReadOptions:
         if not (0 < self.test_share < 1 and 0 <= self.validation < 1):
             given = f"{self.test_share} and {self.validation}"
             raise WaffleError(f"expected test_share above 0 and validation from 0, both below 1, got {given}")
-        for name, choices in (("task", Wish), ("preprocessing", Scope)):
+        for name, choices in (("task", TaskOption), ("preprocessing", Scope)):
             value, known = getattr(self, name), choices.__args__  # type: ignore[attr-defined]
             if value not in known:
                 raise WaffleError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
 
 
 class AgentData(NamedTuple):
-    """One agent's samples, and which of them it trains on, selects a round with, and is tested on."""
+    """One agent's samples, and its rows for training, for selecting a round, and for testing."""
 
     x: Array
     y: Array
@@ -50,7 +50,7 @@ class AgentData(NamedTuple):
 
 
 class CollectedData(NamedTuple):
-    """A whole federation, before it is one."""
+    """The data of all agents, from which a Federation is built."""
 
     agents: dict[str, AgentData]
     task: Task
@@ -59,24 +59,31 @@ class CollectedData(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Divided(NamedTuple):
+class RowSplit(NamedTuple):
+    """The training, validation and test rows of one agent."""
+
     train: Rows
     validation: Rows
     test: Rows
 
 
-def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, how: ReadOptions) -> Divided:
-    """The rows before `given` train and the others test; without it, we hold a share of each class out."""
+def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, options: ReadOptions) -> RowSplit:
+    """Return the training, validation and test rows.
+
+    The rows before `given` are for training, the others for testing. If it is None, a share of each class is held out.
+    """
     if given is None:
-        test, rest = hold_out(keys, classes, how.test_share, how.split_seed, "test")
+        test, rest = hold_out(keys, classes, options.test_share, options.split_seed, "test")
     else:
         rest, test = np.arange(given), np.arange(given, len(keys))
     inner = None if classes is None else classes[rest]
-    validation, train = hold_out([keys[i] for i in rest], inner, how.validation, how.split_seed, "validation")
-    return Divided(rest[train], rest[validation], test)
+    validation, train = hold_out([keys[i] for i in rest], inner, options.validation, options.split_seed, "validation")
+    return RowSplit(rest[train], rest[validation], test)
 
 
 def check_classes(task: Task, classes: Sequence[str]) -> None:
     if task == "classification" and len(classes) < 2:
         found = f"only {classes[0]!r}" if classes else "none"
-        raise WaffleError(f"expected at least two classes among all agents, got {found}: nothing is to be told apart")
+        raise WaffleError(
+            f"expected at least two classes among all agents, got {found}: check the target column or the labels"
+        )

@@ -1,4 +1,4 @@
-"""Everything that may be wrong with an agent's arrays, told before any work."""
+"""Checks of the agents' arrays, made before any other work."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.user_data.preprocessing import Wish
+from waffle_fl.user_data.preprocessing import TaskOption
 from waffle_fl.user_data.splitting import Rows
 
 Array: TypeAlias = NDArray[Any]
 
 
 def as_arrays(name: str, given: Any) -> list[Array]:
-    """(x, y) or (x_train, y_train, x_test, y_test), as arrays."""
+    """Return (x, y) or (x_train, y_train, x_test, y_test) as arrays."""
     try:
         arrays = [native(array) for array in given]
     except (ValueError, TypeError):
-        raise WaffleError(f"{name}: expected arrays with sides of equal length") from None
+        raise WaffleError(f"{name}: expected arrays, got nested lists of unequal lengths or another type") from None
     if len(arrays) not in (2, 4) or any(array.ndim == 0 for array in arrays):
         raise WaffleError(
             f"{name}: expected the four arrays x_train, y_train, x_test, y_test, or x and y, got {len(arrays)}"
         )
     if any(labels.ndim != 1 for labels in arrays[1::2]):
-        raise WaffleError(f"{name}: expected labels with one axis, one integer a sample (or one number, to regress)")
+        raise WaffleError(
+            f"{name}: expected labels with one axis: one integer per sample (or one number, for regression)"
+        )
     return arrays
 
 
 def native(given: Any) -> Array:
-    """An array in a form that torch can hold."""
+    """Return the array in native byte order and a dtype that torch supports."""
     array = np.asarray(given)
     kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
     return array.astype(kind, copy=False)
@@ -43,11 +45,11 @@ def check_names(names: Sequence[str]) -> None:
         raise WaffleError("expected at least one agent, got none")
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
-        raise WaffleError(f"two agents are called {doubled!r}: give each a name of its own")
+        raise WaffleError(f"two agents are called {doubled!r}: give each agent its own name")
 
 
-def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
-    """As many targets as samples, all of them finite, and labels that count from 0."""
+def check_samples(name: str, arrays: Sequence[Array], task: TaskOption) -> None:
+    """Check that there are as many targets as samples, that all are finite, and that labels are at least 0."""
     words = ("training", "test") if len(arrays) == 4 else ("given",)
     for part, x, y in zip(words, arrays[::2], arrays[1::2], strict=True):
         if len(x) != len(y):
@@ -55,9 +57,9 @@ def check_samples(name: str, arrays: Sequence[Array], task: Wish) -> None:
         if task == "classification":
             _check_labels(name, part, y)
         elif not is_real(y):
-            raise WaffleError(f"{name}: expected numbers to predict, the {part} ones are {y.dtype}")
+            raise WaffleError(f"{name}: expected numeric targets, the {part} targets are {y.dtype}")
         if not is_real(x):
-            raise WaffleError(f"{name}: expected numbers as features, the {part} features are {x.dtype}")
+            raise WaffleError(f"{name}: expected numeric features, the {part} features are {x.dtype}")
         wrong = np.flatnonzero(~(_finite(x) & _finite(y)))
         if len(wrong):
             they = "samples hold" if len(wrong) > 1 else "sample holds"
@@ -79,14 +81,14 @@ def is_real(array: Array) -> bool:
     return array.dtype.kind in "iuf"
 
 
-def whole(labels: Array) -> Array:
-    """Floats as integers; what is none becomes another number."""
+def as_integers(labels: Array) -> Array:
+    """Return float labels cast to integers; a value that is no integer changes."""
     with np.errstate(invalid="ignore"):
         return labels.astype(np.int64) if labels.dtype.kind == "f" else labels
 
 
 def _finite(array: Array) -> NDArray[np.bool_]:
-    """Which samples are finite, as the float32 they will be."""
+    """Return which samples are finite after the conversion to float32."""
     flat = array.reshape(len(array), -1) if len(array) else np.empty((0, 1))
     with np.errstate(over="ignore"):
         return np.all(np.isfinite(flat.astype(np.float32)), axis=1)  # type: ignore[no-any-return]
@@ -98,7 +100,7 @@ def check_kinds(agents: Mapping[str, Sequence[Array]]) -> None:
         for x in arrays[::2]:
             if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
                 raise WaffleError(
-                    f"all agents need samples of one kind: {first_name} has {first.dtype} {first.shape[1:]}, "
+                    f"all agents need the same dtype and shape: {first_name} has {first.dtype} {first.shape[1:]}, "
                     f"{name} has {x.dtype} {x.shape[1:]}"
                 )
 
@@ -112,7 +114,7 @@ def check_range(agents: Mapping[str, Sequence[Array]], classes: int, advice: str
 
 
 def keys_of(x: Array, y: Array) -> list[bytes]:
-    """A hash of each sample and its target."""
+    """Return a hash of each sample and its target."""
     return [
         hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
         for row, label in zip(x, y, strict=True)
@@ -120,24 +122,25 @@ def keys_of(x: Array, y: Array) -> list[bytes]:
 
 
 def check_duplicates(agents: Mapping[str, tuple[Sequence[bytes], Rows, Rows]], given: bool) -> None:
-    """(keys, training rows, test rows): no agent's data under two names, and nobody tested on what anybody trains on.
+    """Raise WaffleError if two agents have the same training data, or if a given test row is any agent's training row.
 
-    Where we split, no agent is tested on its own training rows; equal rows of two agents may be chance.
+    `agents` maps each name to (keys, training rows, test rows). Test rows are checked only if test data are given: the
+    automatic split never tests an agent on its own training rows, and equal rows of two agents may be chance.
     """
     trained: dict[bytes, str] = {}
     owner: dict[frozenset[bytes], str] = {}
     for name, (keys, train, _) in agents.items():
-        whole = frozenset(keys[i] for i in train)
-        trained |= dict.fromkeys(whole, name)
-        if whole and whole in owner:
-            raise WaffleError(f"{name} and {owner[whole]} hold the same training data: it would be counted twice")
-        owner[whole] = name
+        training = frozenset(keys[i] for i in train)
+        trained |= dict.fromkeys(training, name)
+        if training and training in owner:
+            raise WaffleError(f"{name} and {owner[training]} hold the same training data: remove one of them")
+        owner[training] = name
     for name, (keys, _, test) in agents.items() if given else ():
         shared = [(i, trained[keys[row]]) for i, row in enumerate(test.tolist()) if keys[row] in trained]
         if shared:
             first, trainer = shared[0]
             they = "samples are" if len(shared) > 1 else "sample is"
             raise WaffleError(
-                f"{name}: {len(shared)} test {they} training data of {trainer} too, the first at index {first}: "
-                "remove them, or the result is too good"
+                f"{name}: {len(shared)} test {they} also training data of {trainer}, the first at index {first}: "
+                "remove them, or the test score is too good"
             )

@@ -1,4 +1,4 @@
-"""Agents whose samples are numbers already: arrays in memory, `.npz` files, or any torch Dataset."""
+"""Agents whose samples are arrays: in memory, in `.npz` files, or in a torch Dataset."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from waffle_fl.user_data.agent_data import AgentData, CollectedData, ReadOptions
 from waffle_fl.user_data.array_checks import (
     Array,
     as_arrays,
+    as_integers,
     check_duplicates,
     check_kinds,
     check_names,
@@ -22,38 +23,42 @@ from waffle_fl.user_data.array_checks import (
     is_real,
     keys_of,
     native,
-    whole,
 )
-from waffle_fl.user_data.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, Wish
+from waffle_fl.user_data.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, TaskOption
 
-GIVEN, WHOLE = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
-NUMBERED: dict[Wish, tuple[int, str]] = {  # each class is an output of everybody's model
+SPLIT_NAMES, UNSPLIT_NAMES = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
+NUMBERED: dict[TaskOption, tuple[int, str]] = {  # limit, as each class is an output of every agent's model
     "auto": (MOST_CATEGORIES, "; set task to classification if there are more, or to regression"),
     "classification": (10_000, "; number the classes from 0, or set task to regression"),
 }
 
 
 def gather(
-    items: Sequence[tuple[str, Any]], how: ReadOptions, class_names: Sequence[str] = (), allow_duplicates: bool = False
+    items: Sequence[tuple[str, Any]],
+    options: ReadOptions,
+    class_names: Sequence[str] = (),
+    allow_duplicates: bool = False,
 ) -> CollectedData:
-    """Named agents, each (x_train, y_train, x_test, y_test), or (x, y) to be split by us."""
+    """Return the checked data of named agents: each (x_train, y_train, x_test, y_test), or (x, y), which is split."""
     check_names([name for name, _ in items])
     agents = {name: as_arrays(name, given) for name, given in items}
-    task = _task_of([y for arrays in agents.values() for y in arrays[1::2]], how.task)
-    if how.task == "auto" and task == "classification":
-        agents = {name: [whole(a) if i % 2 else a for i, a in enumerate(arrays)] for name, arrays in agents.items()}
+    task = _task_of([y for arrays in agents.values() for y in arrays[1::2]], options.task)
+    if options.task == "auto" and task == "classification":
+        agents = {
+            name: [as_integers(a) if i % 2 else a for i, a in enumerate(arrays)] for name, arrays in agents.items()
+        }
     for name, arrays in agents.items():
         check_samples(name, arrays, task)
     check_kinds(agents)
     if task == "classification":
-        check_range(agents, *((len(class_names), "") if class_names else NUMBERED[how.task]))
+        check_range(agents, *((len(class_names), "") if class_names else NUMBERED[options.task]))
     made, keys = {}, {}
     for name, arrays in agents.items():
         x = np.concatenate(arrays[::2])
         y = np.concatenate(arrays[1::2]).astype(np.int64 if task == "classification" else np.float32)
         keys[name] = keys_of(x, y)
         given = len(arrays[0]) if len(arrays) == 4 else None
-        made[name] = AgentData(x, y, *divide(keys[name], y if task == "classification" else None, given, how))
+        made[name] = AgentData(x, y, *divide(keys[name], y if task == "classification" else None, given, options))
     if not allow_duplicates:
         rows = {name: (keys[name], np.concatenate([p.train, p.validation]), p.test) for name, p in made.items()}
         check_duplicates(rows, any(len(arrays) == 4 for arrays in agents.values()))
@@ -64,8 +69,8 @@ def gather(
     return CollectedData(made, task, labels)
 
 
-def _task_of(targets: Sequence[Array], wish: Wish) -> Task:
-    """Integers number classes, and so do floats that are few and whole; other numbers are quantities."""
+def _task_of(targets: Sequence[Array], wish: TaskOption) -> Task:
+    """Return classification for integers and for few distinct integer-valued floats, else regression."""
     if wish != "auto":
         return wish
     if not any(y.dtype.kind == "f" for y in targets):
@@ -73,30 +78,30 @@ def _task_of(targets: Sequence[Array], wish: Wish) -> Task:
     if not all(is_real(y) for y in targets):
         return "regression"
     different = np.unique(np.concatenate(targets))
-    few_whole = len(different) <= MOST_CLASSES and bool((whole(different) == different).all())
-    return "classification" if few_whole else "regression"
+    few_integers = len(different) <= MOST_CLASSES and bool((as_integers(different) == different).all())
+    return "classification" if few_integers else "regression"
 
 
 def read_npz(path: Path) -> list[Array]:
-    """The arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
+    """Return the arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
     check_regular(path)
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
-            wanted = next((wanted for wanted in (GIVEN, WHOLE) if set(wanted) <= set(content.files)), ())
-            arrays = [native(content[name]) for name in wanted]
+            names = next((names for names in (SPLIT_NAMES, UNSPLIT_NAMES) if set(names) <= set(content.files)), ())
+            arrays = [native(content[name]) for name in names]
             found = " ".join(", ".join(content.files).split()) or "nothing"
-    except Exception as error:  # whatever zipfile and NumPy raise at a damaged file
-        reason = " ".join(str(error).split()) or "it is cut off"
+    except Exception as error:  # zipfile and NumPy raise many types for a damaged file
+        reason = " ".join(str(error).split()) or "it is truncated"
         raise WaffleError(f"cannot read {path} as a .npz of plain arrays: {reason}; save it with numpy.savez") from None
     if not arrays:
         raise WaffleError(f"{path}: expected the arrays x_train y_train x_test y_test, or x y; got {found}")
     if any(x.ndim < 2 for x in arrays[::2]):
-        raise WaffleError(f"{path}: expected samples with an axis of features, got {arrays[0].shape}")
+        raise WaffleError(f"{path}: expected samples with two or more axes, got shape {arrays[0].shape}")
     return arrays
 
 
 def stacked(name: str, dataset: Any) -> tuple[Array, Array]:
-    """All samples of a torch Dataset that has a length and gives (x, y) pairs."""
+    """Return all samples of a torch Dataset that has a length and yields (x, y) pairs."""
     try:
         pairs = [dataset[i] for i in range(len(dataset))]
         xs, ys = zip(*((np.asarray(x), np.asarray(y)) for x, y in pairs), strict=True)
@@ -104,5 +109,5 @@ def stacked(name: str, dataset: Any) -> tuple[Array, Array]:
     except (TypeError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise WaffleError(
-            f"{name}: expected a Dataset with a length, of (x, y) pairs of one shape and at least one: {reason}"
+            f"{name}: expected a Dataset with a length and at least one (x, y) pair, all of one shape: {reason}"
         ) from None

@@ -1,4 +1,4 @@
-"""One column of a table as numbers, or the one line that says where it holds none."""
+"""Read one column of a table as numbers; errors name the file, column and line."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def cells_of(table: Table, name: str) -> Cells:
 
 
 def numeric(table: Table, name: str, remedy: str = AS_CATEGORIES) -> NDArray[np.float64]:
-    """The numbers of a column, NaN where one is missing; the remedy is told where there is text."""
+    """Return a column as numbers, NaN for missing cells. The error for a text cell ends with `remedy`."""
     cells = cells_of(table, name)
     values = numbers(cells)
     bad = np.flatnonzero(np.isnan(values) & (cells != ""))
     if len(bad):
-        said = str(cells[bad[0]])
-        if COMMA.fullmatch(said):
+        text = str(cells[bad[0]])
+        if COMMA.fullmatch(text):
             raise _comma(table, name, int(bad[0]))
         raise WaffleError(
-            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} says {said!r}: {remedy}"
+            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} has {text!r}: {remedy}"
         )
     _refuse_huge(values, table, name)
     return values
@@ -41,7 +41,7 @@ def numeric(table: Table, name: str, remedy: str = AS_CATEGORIES) -> NDArray[np.
 def standardised(
     table: Table, name: str, mean: float, deviation: float, remedy: str = AS_CATEGORIES
 ) -> NDArray[np.float64]:
-    """The numbers of a column in units of its deviation, NaN where one is missing; all 0 where it has none."""
+    """Return a column standardised with `mean` and `deviation`, NaN for missing cells; all 0 if the deviation is 0."""
     values = numeric(table, name, remedy)
     scaled = (values - mean) / deviation if deviation else np.zeros(len(values))
     _refuse_huge(scaled, table, name)
@@ -57,7 +57,7 @@ def refuse_missing(table: Table, name: str) -> None:
 
 
 def refuse_commas(table: Table, name: str) -> None:
-    """Texts that are mostly numbers with a decimal comma would become a category each."""
+    """Raise WaffleError if most texts are numbers with a decimal comma; each would become a category."""
     cells = cells_of(table, name)
     texts = np.flatnonzero(np.isnan(numbers(cells)) & (cells != "")).tolist()
     commas = [i for i in texts if COMMA.fullmatch(cells[i])]
@@ -67,8 +67,8 @@ def refuse_commas(table: Table, name: str) -> None:
 
 def _comma(table: Table, name: str, row: int) -> WaffleError:
     return WaffleError(
-        f"{table.path}: column {name!r} says {str(table.columns[name][row])!r} in line {table.lines[row]}: "
-        "write numbers with a decimal point and without separators of thousands, as 1234.5"
+        f"{table.path}: column {name!r} has {str(table.columns[name][row])!r} in line {table.lines[row]}: "
+        "write numbers with a decimal point and without thousands separators, as 1234.5"
     )
 
 
@@ -76,6 +76,6 @@ def _refuse_huge(values: NDArray[np.float64], table: Table, name: str) -> None:
     bad = np.flatnonzero(np.abs(values) > LARGEST)
     if len(bad):
         raise WaffleError(
-            f"{table.path}: column {name!r} says {str(table.columns[name][bad[0]])!r} in line {table.lines[bad[0]]}, "
-            "too large for numbers of 32 bits: repair it or drop the row"
+            f"{table.path}: column {name!r} has {str(table.columns[name][bad[0]])!r} in line {table.lines[bad[0]]}, "
+            "too large for float32: repair it or drop the row"
         )

@@ -1,4 +1,4 @@
-"""Images in folders by class: agent/class/*.png or .jpg, all of one size. Pillow reads them, where it is installed."""
+"""Images in one folder per class: agent/class/*.png or .jpg, all of one size. Reading them needs Pillow."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def is_image(path: Path) -> bool:
 
 
 def classes_of(folder: Path) -> list[str]:
-    """The names of the subfolders that hold images."""
+    """Return the names of the subfolders that contain images."""
     found = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
     return sorted(p.name for p in found if any(is_image(f) for f in p.iterdir()))
 
 
 def read_images(folder: Path, classes: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Every image of the folder's classes, in the order of their names, and the number of its class."""
+    """Return every image of the folder's classes, sorted by name, and its class index."""
     files = [(f, k) for k, name in enumerate(classes) for f in sorted((folder / name).glob("*")) if is_image(f)]
     if not files:
-        raise WaffleError(f"{folder}: expected images ({', '.join(SUFFIXES)}) in a folder for each class, got none")
+        raise WaffleError(f"{folder}: expected images ({', '.join(SUFFIXES)}) in one folder per class, got none")
     images = [read_image(path) for path, _ in files]
     for image, (path, _) in zip(images, files, strict=True):
         if image.shape != images[0].shape:
             raise WaffleError(
-                f"all images must have one size and as many channels: {files[0][0]} has {_shown(images[0])}, "
+                f"all images must have the same size and channels: {files[0][0]} has {_shown(images[0])}, "
                 f"{path} has {_shown(image)}; convert them"
             )
     return np.stack(images), np.array([k for _, k in files], np.int64)
 
 
 def read_image(path: Path) -> NDArray[np.float32]:
-    """(channels, height, width), one channel if it is grey and else three, from -1 for black to 1 for white."""
+    """Return (channels, height, width): one channel if grey, else three, from -1 (black) to 1 (white)."""
     try:
         image_module: Any = importlib.import_module("PIL.Image")
     except ImportError:
@@ -51,13 +51,13 @@ def read_image(path: Path) -> NDArray[np.float32]:
     check_regular(path)
     try:
         with image_module.open(path) as image:
-            if image.mode.startswith("I"):  # sixteen bits a pixel, as scanners write them
+            if image.mode.startswith("I"):  # 16 bits per pixel, as from scanners
                 pixels = np.asarray(image, np.float32)[None] / 65535
             elif image.mode in GREY:
                 pixels = np.asarray(image.convert("L"), np.float32)[None] / 255
             else:
                 pixels = np.asarray(image.convert("RGB"), np.float32).transpose(2, 0, 1) / 255
-    except Exception as error:  # whatever Pillow raises at a damaged image
+    except Exception as error:  # Pillow raises many types for a damaged image
         raise WaffleError(f"cannot read the image {path}: {' '.join(str(error).split())}") from None
     return (2 * pixels - 1).astype(np.float32)
 

@@ -1,10 +1,10 @@
-"""From tables to numbers. What is fitted is fitted on training rows, from summaries; no row leaves its agent.
+"""Convert tables to numbers. Preprocessing is fitted on training rows from summaries; no row leaves its agent.
 
-Agents tell each other, a column at a time:
-    1  how many cells are numbers, texts, and missing;
-    2  of a numeric column the count, mean and sum of squared deviations, of a categorical one the names it contains;
-    3  the names of the classes, or of a numeric target what a numeric column tells.
-With local preprocessing the means and deviations of the columns stay where they are.
+Agents share, per column:
+    1  the number of numeric, text and missing cells;
+    2  for a numeric column its count, mean and sum of squared deviations; for a categorical one its category names;
+    3  for the target its class names or, if it is numeric, the same as for a numeric column.
+With local preprocessing the means and deviations of the columns are not shared.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from waffle_fl.user_data.tables import Cells, Table, names, numbers, read_table
 Kind: TypeAlias = Literal["numeric", "categorical"]
 Scope: TypeAlias = Literal["federated", "local"]
 Task: TypeAlias = Literal["classification", "regression"]
-Wish: TypeAlias = Literal["auto", "classification", "regression"]
+TaskOption: TypeAlias = Literal["auto", "classification", "regression"]
 Floats = NDArray[np.float32]
 
 MOST_CATEGORIES = 100
-MOST_CLASSES = 20  # whole numbers with more values than these are quantities, not classes
+MOST_CLASSES = 20  # an integer target with more distinct values is a regression target
 
-ROUNDING = 1e-12  # a deviation this small beside the mean is that of a constant
+ROUNDING = 1e-12  # relative to the mean: a smaller deviation is that of a constant
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table and what becomes of it."""
+    """One column of the table and its preprocessing."""
 
     name: str
     kind: Kind
     mean: float = 0.0
-    deviation: float = 0.0  # 0: the training data says nothing about this column
+    deviation: float = 0.0  # 0: constant or absent in the training data
     categories: tuple[str, ...] = ()
-    missing: bool = False  # was a training value missing anywhere? then a 0/1 column says so
-    rows: int = 0  # training values of all agents that the mean and deviation are of
+    missing: bool = False  # whether any training value is missing: adds a 0/1 feature
+    rows: int = 0  # number of training values, over all agents, behind mean and deviation
 
     @property
     def features(self) -> list[str]:
-        """The names of the numbers it becomes."""
+        """The names of its features."""
         values = (
             [f"{self.name}={category}" for category in self.categories] if self.kind == "categorical" else [self.name]
         )
@@ -57,7 +57,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How one agent's rows become numbers, and its target labels or numbers; saved with a run, used by predict."""
+    """Conversion of one agent's rows to features and targets; saved with a run and used by predict."""
 
     columns: tuple[Column, ...]
     target: str
@@ -72,20 +72,23 @@ class Preprocessing:
         return tuple(name for column in self.columns for name in column.features)
 
     def transform(self, table: Table, unknown: Literal["refuse", "ignore"] = "refuse") -> Floats:
-        """(rows, features): standardised numbers, one-hot categories; a category nobody trained on is refused."""
+        """Return (rows, features): standardised numbers and one-hot categories.
+
+        A category that is not in the training data raises WaffleError, or sets all one-hot features to 0 if `unknown`
+        is "ignore"."""
         blocks = [_block(column, table, unknown) for column in self.columns]
         return np.concatenate([np.empty((len(table), 0), np.float32), *blocks], axis=1)
 
-    def strange(self, table: Table) -> int:
-        """How many rows have a category that nobody trained on."""
+    def count_unknown(self, table: Table) -> int:
+        """Return the number of rows with a category that is not in the training data."""
         found = np.zeros(len(table), bool)
         for column in self.columns:
             if column.kind == "categorical":
-                found |= _strange(column, names(table.columns[column.name]))
+                found |= _unknown_mask(column, names(table.columns[column.name]))
         return int(found.sum())
 
     def targets(self, table: Table) -> NDArray[Any] | None:
-        """Class numbers, or standardised numbers; None where the table has no target."""
+        """Return class indices or standardised numbers; None if the table has no target."""
         cells = table.columns.get(self.target)
         if cells is None or not (cells != "").any():
             return None
@@ -98,13 +101,13 @@ class Preprocessing:
         bad = next((i for i, name in enumerate(found.tolist()) if name not in known), None)
         if bad is not None:
             raise WaffleError(
-                f"{table.path}: column {self.target!r} says {str(found[bad])!r} in line {table.lines[bad]}, "
+                f"{table.path}: column {self.target!r} has {str(found[bad])!r} in line {table.lines[bad]}, "
                 f"the classes are {', '.join(self.classes)}"
             )
         return np.array([known[name] for name in found.tolist()], np.int64)
 
     def transform_table(self, path: Path) -> tuple[Floats, NDArray[Any] | None]:
-        """The features of a file and, where it has the target column, its targets."""
+        """Return the features of a file and, if it has the target column, its targets."""
         table = read_table(path)
         return self.transform(table), self.targets(table)
 
@@ -117,13 +120,13 @@ class Preprocessing:
             columns = tuple(Column(**{**c, "categories": tuple(c["categories"])}) for c in content["columns"])
             found = cls(**{**content, "columns": columns, "classes": tuple(content["classes"])})
         except (KeyError, TypeError) as error:
-            raise WaffleError(f"expected a preprocessing as a run folder holds it, it lacks or adds {error}") from None
+            raise WaffleError(f"expected a preprocessing as saved in a run folder, fields differ: {error}") from None
         if not found._is_typed():
-            raise WaffleError("expected a preprocessing as a run folder holds it, a field of it is not of its type")
+            raise WaffleError("expected a preprocessing as saved in a run folder, got a field of the wrong type")
         return found
 
     def _is_typed(self) -> bool:
-        """Is every field what it should be? It may have come from anywhere."""
+        """Return whether every field has its type; the JSON may come from an untrusted file."""
         texts = [self.target, *self.classes, *(c.name for c in self.columns)]
         texts += [category for c in self.columns for category in c.categories]
         values = [self.target_mean, self.target_deviation, *(v for c in self.columns for v in (c.mean, c.deviation))]
@@ -138,7 +141,7 @@ class Preprocessing:
 
 
 class Cellcount(NamedTuple):
-    """What an agent tells of a column first."""
+    """The number of numeric, text and missing cells of a column."""
 
     numbers: int
     texts: int
@@ -146,7 +149,7 @@ class Cellcount(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What an agent tells of a numeric column: as much as a count, a sum and a sum of squares, but exact."""
+    """The count, mean and squared deviations of a numeric column; more exact than count, sum and sum of squares."""
 
     n: int = 0
     mean: float = 0.0
@@ -158,7 +161,7 @@ class Moments(NamedTuple):
         return found if found > ROUNDING * abs(self.mean) else 0.0
 
     def joined(self, other: Moments) -> Moments:
-        """The moments of both together (Chan, Golub and LeVeque 1979)."""
+        """Return the moments of both together (Chan, Golub and LeVeque 1979)."""
         n = self.n + other.n
         if not n:
             return self
@@ -180,42 +183,42 @@ def moments(values: NDArray[np.float64]) -> Moments:
     return Moments(len(present), mean, float(((present - mean) ** 2).sum()))
 
 
-def aim_of(target: str, tables: Sequence[Table], task: Wish) -> Preprocessing:
-    """What is to be predicted, from all rows: classes by name, or a number; the columns are fitted later."""
+def aim_of(target: str, tables: Sequence[Table], task: TaskOption) -> Preprocessing:
+    """Return a preprocessing with the target, task and classes found in all rows; its columns are fitted later."""
     found = {name for table in tables for name in target_names(table, target)}
     check_target(target, tables, task)
     return aim_from(target, found, task)
 
 
-def check_target(target: str, tables: Sequence[Table], task: Wish) -> None:
-    """Refuse a text in a target of which most values are numbers: it would make classes of them all."""
+def check_target(target: str, tables: Sequence[Table], task: TaskOption) -> None:
+    """Raise WaffleError for a text in a mostly numeric target, which would turn every number into a class."""
     if task == "auto" and kind_of([count_cells(table.columns[target]) for table in tables], named=False) == "numeric":
         for table in tables:
             numeric(table, target, AS_CLASSES)
 
 
 def target_names(table: Table, target: str) -> list[str]:
-    """The different values of a table's target."""
+    """Return the distinct values of a table's target."""
     refuse_missing(table, target)
     refuse_commas(table, target)
     return np.unique(names(table.columns[target])).tolist()  # type: ignore[no-any-return]
 
 
-def may_be_classes(found: Collection[str], task: Wish) -> bool:
-    """Are these values names of classes? Numbers are, if they are few and whole."""
+def may_be_classes(found: Collection[str], task: TaskOption) -> bool:
+    """Return whether these values are class names; numbers are if they are few integers."""
     values = numbers(np.array(sorted(found)))
-    few_whole = len(found) <= MOST_CLASSES and bool((values == np.round(values)).all())
-    return task == "classification" or (task == "auto" and (few_whole or not np.isfinite(values).all()))
+    few_integers = len(found) <= MOST_CLASSES and bool((values == np.round(values)).all())
+    return task == "classification" or (task == "auto" and (few_integers or not np.isfinite(values).all()))
 
 
-def aim_from(target: str, values: Collection[str], task: Wish) -> Preprocessing:
-    """What is to be predicted, from the different values that the target has anywhere."""
+def aim_from(target: str, values: Collection[str], task: TaskOption) -> Preprocessing:
+    """Return a preprocessing with the target, task and classes, from the distinct target values of all agents."""
     if not may_be_classes(values, task):
         return Preprocessing((), target, "regression")
     found = sorted(values)
     if len(found) > MOST_CATEGORIES:
         raise WaffleError(
-            f"the target {target!r} has {len(found)} different values, at most {MOST_CATEGORIES} make classes: "
+            f"the target {target!r} has {len(found)} different values, expected at most {MOST_CATEGORIES} classes: "
             "for numbers set task to regression"
         )
     numeric = numbers(np.array(found))
@@ -230,7 +233,7 @@ def fit(
     scope: Scope = "federated",
     min_category: int = 1,
 ) -> dict[str, Preprocessing]:
-    """One preprocessing per agent, from summaries of everyone's training rows."""
+    """Return one preprocessing per agent, fitted on summaries of all agents' training rows."""
     tables = list(training.values())
     features = [name for name in tables[0].columns if name != aim.target]
     if not features:
@@ -243,7 +246,7 @@ def fit(
 
 
 def fit_jointly(aim: Preprocessing, columns: tuple[Column, ...], goal: Moments, scope: Scope) -> Preprocessing:
-    """What all agents share: the columns and, of a number to predict, its unit."""
+    """Return the preprocessing common to all agents: the columns and, for regression, the scale of the target."""
     common = replace(aim, columns=columns, scope=scope)
     if aim.task == "classification":
         return common
@@ -251,16 +254,16 @@ def fit_jointly(aim: Preprocessing, columns: tuple[Column, ...], goal: Moments, 
 
 
 def fit_locally(common: Preprocessing, table: Table) -> Preprocessing:
-    """One agent's own: with local preprocessing it standardises by its own means and deviations."""
+    """Return one agent's preprocessing; with scope "local" it uses the agent's own means and deviations."""
     if common.scope == "federated":
         return common
     return replace(common, columns=tuple(_local(column, table) for column in common.columns))
 
 
-def joined_moments(told: Iterable[Moments]) -> Moments:
-    """The moments of all agents, in their order."""
+def joined_moments(summaries: Iterable[Moments]) -> Moments:
+    """Return the moments of all agents together, added in their order."""
     joined = Moments()
-    for own in told:
+    for own in summaries:
         joined = joined.joined(own)
     return joined
 
@@ -273,7 +276,7 @@ def _shared_column(name: str, tables: Sequence[Table], named: bool, min_category
 
 
 def kind_of(counts: Sequence[Cellcount], named: bool) -> Kind:
-    """A column in which most cells are numbers is numeric, unless it was `named` as one of categories."""
+    """Return numeric if most cells are numbers and the column is not `named` as categorical, else categorical."""
     found, texts = sum(count.numbers for count in counts), sum(count.texts for count in counts)
     return "numeric" if not named and (found > texts or not texts) else "categorical"
 
@@ -283,23 +286,23 @@ def column_moments(table: Table, name: str) -> Moments:
 
 
 def column_categories(table: Table, name: str, at_least: int = 1) -> list[str]:
-    """The categories of a column that at least so many rows have."""
+    """Return the categories of a column that occur in at least `at_least` rows."""
     refuse_commas(table, name)
     found, counts = np.unique(names(table.columns[name]), return_counts=True)
     return [c for c, count in zip(found.tolist(), counts.tolist(), strict=True) if c and count >= at_least]
 
 
-def numeric_column(name: str, counts: Sequence[Cellcount], told: Iterable[Moments]) -> Column:
-    joined = joined_moments(told)
-    gone = any(count.missing for count in counts)
-    return Column(name, "numeric", joined.mean, joined.deviation, missing=gone, rows=joined.n)
+def numeric_column(name: str, counts: Sequence[Cellcount], summaries: Iterable[Moments]) -> Column:
+    joined = joined_moments(summaries)
+    missing = any(count.missing for count in counts)
+    return Column(name, "numeric", joined.mean, joined.deviation, missing=missing, rows=joined.n)
 
 
-def categorical_column(name: str, counts: Sequence[Cellcount], told: Iterable[Collection[str]]) -> Column:
-    categories = sorted({category for own in told for category in own})
+def categorical_column(name: str, counts: Sequence[Cellcount], found: Iterable[Collection[str]]) -> Column:
+    categories = sorted({category for own in found for category in own})
     if len(categories) > MOST_CATEGORIES:
         raise WaffleError(
-            f"column {name!r} has {len(categories)} different texts, at most {MOST_CATEGORIES} make categories: "
+            f"column {name!r} has {len(categories)} different texts, at most {MOST_CATEGORIES} are allowed: "
             "leave the column out of the files, or group its values"
         )
     return Column(name, "categorical", categories=tuple(categories), missing=any(count.missing for count in counts))
@@ -314,21 +317,21 @@ def _local(column: Column, table: Table) -> Column:
 
 def _block(column: Column, table: Table, unknown: str) -> Floats:
     cells = cells_of(table, column.name)
-    gone = (cells == "")[:, None]
+    missing = (cells == "")[:, None]
     if column.kind == "numeric":
         scaled = standardised(table, column.name, column.mean, column.deviation)
-        block = np.where(gone, 0.0, scaled[:, None])
+        block = np.where(missing, 0.0, scaled[:, None])
     else:
         found = names(cells)
-        bad = np.flatnonzero(_strange(column, found))
+        bad = np.flatnonzero(_unknown_mask(column, found))
         if len(bad) and unknown == "refuse":
             raise WaffleError(
-                f"{table.path}: column {column.name!r} says {str(found[bad[0]])!r} in line {table.lines[bad[0]]}, "
-                f"which no agent trained on; the categories are {', '.join(column.categories)}"
+                f"{table.path}: column {column.name!r} has {str(found[bad[0]])!r} in line {table.lines[bad[0]]}, "
+                f"which is not in the training data; the categories are {', '.join(column.categories)}"
             )
         block = found[:, None] == np.array(column.categories, np.str_)[None, :]
-    return np.concatenate([block, gone], axis=1, dtype=np.float32) if column.missing else block.astype(np.float32)
+    return np.concatenate([block, missing], axis=1, dtype=np.float32) if column.missing else block.astype(np.float32)
 
 
-def _strange(column: Column, found: Cells) -> NDArray[np.bool_]:
+def _unknown_mask(column: Column, found: Cells) -> NDArray[np.bool_]:
     return ~np.isin(found, ["", *column.categories])

@@ -1,4 +1,4 @@
-"""Hold some of an agent's rows out, by nothing but a seed and the rows themselves."""
+"""Hold out some of an agent's rows, determined by a seed and the rows' content only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Rows = NDArray[np.int64]
 def hold_out(
     keys: Sequence[bytes], classes: NDArray[Any] | None, share: float, seed: int, purpose: str
 ) -> tuple[Rows, Rows]:
-    """(held out, kept): a share of each class. Rows with one key stay together, and each class keeps a row at least.
+    """Return (held out, kept) rows: hold out a share of each class, and keep at least one row of each.
 
-    The order of the rows does not matter, nor who holds them: equal files are split alike.
+    Rows with equal keys stay together. The order of the rows and the agent do not matter: equal files split equally.
     """
     salt = derive(seed, "hold out", purpose).to_bytes(8, "big")
     rank = [hashlib.blake2b(key, digest_size=16, salt=salt).digest() for key in keys]
@@ -35,18 +35,18 @@ def hold_out(
 
 
 def _quotas(sizes: Sequence[int], share: float) -> list[int]:
-    """How many of each class: the largest remainders are rounded up, and one of each class always stays."""
-    wanted = max(1, round(share * sum(sizes))) if share else 0
+    """Return the number to hold out per class: the largest remainders round up, and one row of each class stays."""
+    total = max(1, round(share * sum(sizes))) if share else 0
     exact = np.array(sizes) * share
     room = np.maximum(np.array(sizes) - 1, 0)
     quotas = np.minimum(np.floor(exact).astype(int), room)
     for k in np.argsort(quotas - exact, kind="stable"):
-        quotas[k] += int(quotas.sum() < wanted and quotas[k] < room[k])
+        quotas[k] += int(quotas.sum() < total and quotas[k] < room[k])
     return [int(count) for count in quotas]
 
 
 def _between_keys(ranks: Sequence[bytes], cut: int) -> int:
-    """The nearest cut that parts no equal rows: before them, or after them where nothing came before."""
+    """Return the nearest cut that does not separate equal rows: before them, or after them if they come first."""
     if not cut:
         return 0
     edges = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1]]

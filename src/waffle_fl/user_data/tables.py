@@ -1,4 +1,4 @@
-"""A table: named columns of text cells, an empty cell where a value is missing. CSV, TSV, Parquet, and UCI's own."""
+"""Tables of text cells in named columns, read from CSV, TSV, Parquet or UCI files; an empty cell is a missing value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEART_CATEGORICAL = ("cp", "restecg", "slope", "thal")
 
 @dataclass(frozen=True)
 class Table:
-    """Where it was read, its columns of text cells, and the line of the file that each row stands in."""
+    """The path of a table, its columns of text cells, and the line number of each row in the file."""
 
     path: Path
     columns: dict[str, Cells]
@@ -41,20 +41,20 @@ class Table:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def taken(self, rows: Rows) -> Table:
+    def select(self, rows: Rows) -> Table:
         return Table(self.path, {name: cells[rows] for name, cells in self.columns.items()}, self.lines[rows])
 
     def row_texts(self) -> list[bytes]:
-        """Each row as it is written, whatever the order of the columns."""
+        """Return the text of each row, regardless of the order of the columns."""
         return _joined([self.columns[name] for name in sorted(self.columns)])
 
     def row_keys(self) -> list[bytes]:
-        """The content of each row: 1, 1.0 and 1e0 are one number."""
+        """Return the content of each row, where 1, 1.0 and 1e0 are equal."""
         return _joined([_plain(self.columns[name]) for name in sorted(self.columns)])
 
 
 def read_table(path: Path) -> Table:
-    """The table in a file, by its name: `processed.*.data` is UCI Heart Disease, without a header of its own."""
+    """Return the table in a file; `processed.*.data` is UCI Heart Disease, which has no header."""
     if UCI_HEART.fullmatch(path.name):
         return _heart_disease(path)
     if path.suffix.lower() == ".parquet":
@@ -64,7 +64,7 @@ def read_table(path: Path) -> Table:
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of every line that is not blank; but for .tsv the first shows what stands between cells."""
+    """Return (line number, cells) of every non-blank line; the first line shows the delimiter, except in .tsv."""
     check_regular(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
@@ -76,7 +76,7 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV anew") from None
+        raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV again") from None
     lines = [(number, row) for number, row in rows if any(row)]
     if not lines:
         raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
@@ -87,7 +87,7 @@ def _table(path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str
     doubled = next((name for name in header if header.count(name) > 1 or not name), None)
     if doubled is not None:
         what = f"two columns are called {doubled!r}" if doubled else "a column has no name"
-        raise WaffleError(f"{path}: {what}: expected a first line with a name of its own for each column")
+        raise WaffleError(f"{path}: {what}: expected a first line with a different name for each column")
     if not rows:
         raise WaffleError(f"{path} has a header but no rows: fill it or remove it")
     for number, row in rows:
@@ -103,7 +103,7 @@ def _table(path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str
 
 
 def _heart_disease(path: Path) -> Table:
-    """The official file: fourteen columns, `?` where missing; the last, 0 to 4, becomes disease: no or yes."""
+    """Read the official file: 14 columns, `?` for missing values; the last, 0 to 4, becomes disease: no or yes."""
     table = _table(path, HEART_COLUMNS, _lines(path))
     num = table.columns.pop("num")
     grades = numbers(num)
@@ -128,9 +128,9 @@ def _parquet(path: Path) -> Table:
             for name, column in zip(found.column_names, found.columns, strict=True)
             if name not in index
         ]
-    except Exception as error:  # whatever Arrow raises at a damaged file, and at values that Python cannot hold
+    except Exception as error:  # Arrow raises many types for a damaged file or a value that Python cannot represent
         reason = _text(error) or type(error).__name__
-        raise WaffleError(f"cannot read {path} as Parquet: {reason}; save it anew, or as CSV") from None
+        raise WaffleError(f"cannot read {path} as Parquet: {reason}; save it again, or as CSV") from None
     rows = [
         (i, ["" if cell is None else _text(cell) for cell in row])
         for i, row in enumerate(zip(*(cells for _, cells in columns), strict=True), 1)
@@ -143,18 +143,18 @@ def _joined(columns: Sequence[Cells]) -> list[bytes]:
 
 
 def _plain(cells: Cells) -> Cells:
-    """The cells with every number written in one way."""
+    """Return the cells with every number in the same notation."""
     values = numbers(cells) + 0.0  # -0 is 0
     return np.where(np.isnan(values), cells, values.astype(np.str_))
 
 
 def _text(value: Any) -> str:
-    """One line, and one blank between words."""
+    """Return the value as one line, with single blanks between words."""
     return " ".join(str(value).split())
 
 
 def numbers(cells: Cells) -> NDArray[np.float64]:
-    """The cells as numbers, NaN where there is none; neither text nor infinity is one."""
+    """Return the cells as numbers, NaN for text, infinity and missing cells."""
     try:
         values = np.where(cells == "", "nan", cells).astype(np.float64)
     except ValueError:
@@ -170,6 +170,6 @@ def _number(cell: str) -> float:
 
 
 def names(cells: Cells) -> Cells:
-    """The cells as names of categories: 1.0 at one agent and 1 at another are the same."""
+    """Return the cells as category names, where 1.0 and 1 are equal."""
     distinct, back = np.unique(cells, return_inverse=True)
     return np.array([re.sub(r"(?<=\d)\.0+$", "", cell) for cell in distinct.tolist()], np.str_)[back]

@@ -67,7 +67,7 @@ initContainers:
   - name: keys
     image: {{ include "waffle.image" . | quote }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    # A mounted Secret belongs to root; the service wants files that it alone can read.
+    # A mounted Secret belongs to root; the service needs files that only it can read.
     command: ["sh", "-c", "umask 077 && cp -L /secret/* /keys/"]
     securityContext:
       {{- include "waffle.containerSecurity" . | nindent 6 }}
@@ -110,7 +110,7 @@ containers:
       {{- end }}
       {{- if .Values.keys.existingSecret }}
       {{- if eq .Values.role "server" }}
-      - {name: keys, mountPath: /var/lib/waffle/keys}  # the server adds secrets of its own, new at each start
+      - {name: keys, mountPath: /var/lib/waffle/keys}  # the server adds its own secrets, new at each start
       {{- else }}
       {{- range .Values.keys.files }}
       - {name: keys, mountPath: /var/lib/waffle/{{ . }}, subPath: {{ . }}, readOnly: true}

@@ -1,5 +1,7 @@
-"""The engine for real machines: Flower carries the messages, the algorithms are the simulator's.
+"""The engine for real machines: Flower transports the messages; the algorithms are those of the simulator.
 
-messages  what a message holds, as bytes       rows    a site's row: trained and examined as in the simulator
-course    the server's side of one run         post    who is online, and messages that survive a restart
+messages      content of a message, encoding and validation
+server_run    the server's side of one run
+site_trainer  training and evaluation of one agent, as in the simulator
+transport     sites that are online, and message exchange that survives restarts
 """

@@ -1,4 +1,4 @@
-"""A site's row: a federation of one, trained and examined by the code that trains and examines the simulator's rows."""
+"""Training and evaluation of one agent at its site, with the code that the simulator uses for its rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
 
-class Row:
-    """One agent of a run. Each call is pure: the same state, round and attempt give the same bits."""
+class SiteTrainer:
+    """One agent of a run. Calls have no side effects: the same state, round and attempt give the same bits."""
 
     def __init__(
         self,
@@ -46,24 +46,24 @@ class Row:
         return self.algorithm.init(self._net, 1)[1]
 
     def blank_down(self) -> Any:
-        """What is sent down at the start: the names, shapes and types of all that will be."""
+        """The initial broadcast: a template with the names, shapes and types of all later ones."""
         return self.algorithm.broadcast(self.algorithm.init(self._net, 1)[0], 1)
 
     def train(self, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
-        """A2.5-12: (the agent's state afterwards, its update)."""
+        """A2.5-12: return (the agent's new state, its update)."""
         with one_thread(), products(self.model.precision):
             ((after, up),) = self._training.round([(down, agents)], r, attempt, rounds_left=1)
         return after, up
 
     def own_model(self, down: Any, agents: Any) -> Net:
-        """The model that the agent would use, from what it was sent and what it holds."""
+        """The agent's personal model, from the broadcast and its stored state."""
         sent = SimpleNamespace(**tree_map(lambda field: field[0], down)._asdict())
         net = self.algorithm.personal(sent, agents, 1)
         return Net(net.params[0], net.stats[0])
 
-    def examine(self, net: Net) -> dict[str, float]:
-        """Scores on the agent's own held-out data, in the bits of the simulator."""
+    def evaluate(self, net: Net) -> dict[str, float]:
+        """Scores on the agent's own held-out data, bit-equal to the simulator's."""
         with one_thread(), products(self.model.precision):
-            found = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], progress=1.0)
-            (scores,) = to_numbers(found)
+            metrics = Evaluator(self.model).evaluate([self.algorithm], [self.federation], [net], progress=1.0)
+            (scores,) = to_numbers(metrics)
         return scores

@@ -1,4 +1,4 @@
-"""Messages that survive a restart: who is online, by the key it has proven, and an exchange with a deadline."""
+"""Message exchange with a deadline that survives restarts. Sites are identified by their authenticated keys."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from waffle_fl.engines.flower.messages import WORDS, Message, packed, unpacked
+from waffle_fl.engines.flower.messages import OVERHEAD, Message, packed, unpacked
 from waffle_fl.errors import WaffleError
 
-PAUSE = 0.3  # seconds between two looks for replies
-LONGEST_PAUSE = 2.0  # while nothing comes for long
-OFFLINE = 5  # Flower's code for a node that it has not heard of for too long
-TRIES = 3  # how often a message is sent again to a node whose process died over it
+PAUSE = 0.3  # seconds between two polls for replies
+LONGEST_PAUSE = 2.0  # the pause grows to this while no reply arrives
+OFFLINE = 5  # Flower's code for a node whose heartbeats have stopped
+TRIES = 3  # how often a message is sent to a node whose process dies while handling it
 
-MessageFactory: TypeAlias = Callable[[], Message]  # written when it is sent, so that only one is in memory
+MessageFactory: TypeAlias = Callable[[], Message]  # called when the message is sent, so that only one is in memory
 Watch: TypeAlias = Callable[[Collection[str] | None, Collection[str]], None]  # (sites online, sites waited for)
 
 
 @dataclass
 class TransferLimit:
-    """Stops a transfer before it is read, if more bytes are announced than are left: a site cannot fill our memory."""
+    """Abort a transfer before reading it if it announces more bytes than are left, to bound the server's memory."""
 
     left: float = math.inf
-    piece: float = math.inf  # what an honest site sends at once
+    piece: float = math.inf  # largest chunk that Flower sends
 
     def __call__(self, response: Any) -> None:
         announced = int(response.headers.get("content-length", 0))
@@ -37,7 +37,7 @@ class TransferLimit:
 
 @dataclass
 class Transport:
-    """The sites that Flower's grid can reach. A node is who its public key says, whatever it is called or replies."""
+    """The sites that Flower's grid can reach. A node is identified by its public key only, not by its name or reply."""
 
     grid: Any
     keys: Mapping[bytes, str]  # public key -> site
@@ -48,14 +48,14 @@ class Transport:
     def __post_init__(self) -> None:
         from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
 
-        self._scale, self._end = TransferLimit(piece=CHUNK + WORDS), math.inf
-        self._seen: dict[str, float] = {}  # when each site was online last
+        self._limit, self._deadline = TransferLimit(piece=CHUNK + OVERHEAD), math.inf
+        self._last_online: dict[str, float] = {}  # by site, in monotonic seconds
         if client := getattr(self.grid, "_runtime_client", None):
-            client._client.event_hooks = {"response": [self._scale]}  # Flower itself fetches a reply of any size
+            client._client.event_hooks = {"response": [self._limit]}  # Flower has no size limit
             import_module(type(self.grid).__module__).pull_objects = self._fetch  # type: ignore[attr-defined]
 
     def online(self) -> dict[str, Any] | None:
-        """The nodes that Flower has heard of lately, by site; None while the SuperLink is not heard of itself."""
+        """The nodes that are online, by site; None while the SuperLink does not answer."""
         from httpx import HTTPError
 
         try:
@@ -65,7 +65,7 @@ class Transport:
         return {name: node for name, node in nodes if name is not None}
 
     def wait(self, names: Sequence[str], seconds: float, suffice: Callable[[Collection[str]], bool]) -> list[str]:
-        """Wait until the sites that are online suffice; those of `names` that are missing then, or in the end."""
+        """Wait until enough sites are online, or the time is over; return those of `names` that are missing."""
         end = time.monotonic() + seconds
         while True:
             online = self.online() or {}
@@ -76,81 +76,81 @@ class Transport:
             time.sleep(min(1.0, max(0.1, end - time.monotonic())))
 
     def exchange(
-        self, letters: Mapping[str, MessageFactory], kind: str, seconds: float, grace: float
+        self, requests: Mapping[str, MessageFactory], kind: str, seconds: float, grace: float
     ) -> Iterator[tuple[str, Message]]:
-        """Send, and give every answer that comes in time; a site that comes back meanwhile is asked again.
+        """Send requests and yield the replies that arrive in time. A site that restarts gets its request again.
 
-        Each is waited for so many seconds; one that has been offline for `grace` seconds by then, not at all.
+        Waits for `seconds`, but ends once every site that has not replied has been offline for `grace` seconds.
         """
-        waiting, marks, tries = dict(letters), dict[str, tuple[int, str]](), dict.fromkeys(letters, 0)
-        sent: dict[str, str] = {}  # message -> site; what a reply says of itself is not read
-        self._end, pause = time.monotonic() + seconds, PAUSE
-        self._seen = dict.fromkeys(letters, time.monotonic()) | self._seen
-        while waiting and time.monotonic() < self._end:
-            online, looked = self.online(), time.monotonic()
+        waiting, activations, tries = dict(requests), dict[str, tuple[int, str]](), dict.fromkeys(requests, 0)
+        sent: dict[str, str] = {}  # message id -> site; the sender named in a reply is ignored
+        self._deadline, pause = time.monotonic() + seconds, PAUSE
+        self._last_online = dict.fromkeys(requests, time.monotonic()) | self._last_online
+        while waiting and time.monotonic() < self._deadline:
+            online, now = self.online(), time.monotonic()
             self.watch(online, list(waiting))
-            self._seen |= dict.fromkeys(waiting if online is None else online, looked)
+            self._last_online |= dict.fromkeys(waiting if online is None else online, now)
             for name, node in (online or {}).items():
-                mark = node.node_id, node.last_activated_at
-                if name in waiting and marks.get(name) != mark:  # not asked yet, or it was restarted and forgot
-                    number = self._pushed(waiting[name](), node.node_id, kind)
-                    if number is not None:
-                        marks[name], sent[number] = mark, name
-            for number, name in list(sent.items()):
+                activation = node.node_id, node.last_activated_at
+                if name in waiting and activations.get(name) != activation:  # not sent yet, or the site was restarted
+                    message_id = self._push(waiting[name](), node.node_id, kind)
+                    if message_id is not None:
+                        activations[name], sent[message_id] = activation, name
+            for message_id, name in list(sent.items()):
                 try:
-                    reply = self._pulled(number)
+                    reply = self._pull(message_id)
                     if reply is None:
                         continue
-                    parcel = None if reply.has_error() else unpacked(reply.content, self.max_bytes)
+                    message = None if reply.has_error() else unpacked(reply.content, self.max_bytes)
                 except WaffleError as error:
-                    parcel = Message({"error": str(error)})
-                del sent[number]
+                    message = Message({"error": str(error)})
+                del sent[message_id]
                 if name not in waiting:
                     self.log.append((name, "a second reply in one round"))
                     continue
-                if parcel is None:
+                if message is None:
                     self.log.append((name, f"Flower says: {_cause(reply.error)}"))
                     tries[name] += reply.error.code != OFFLINE
-                    marks.pop(name, None)
+                    activations.pop(name, None)
                     if tries[name] >= TRIES:
                         waiting.pop(name)
                     continue
                 waiting.pop(name)
                 pause = PAUSE
-                yield name, parcel
-            if all(looked - self._seen[name] >= grace for name in waiting):  # not by how long we fetched since
+                yield name, message
+            if all(now - self._last_online[name] >= grace for name in waiting):  # excludes the time spent fetching
                 return
             time.sleep(pause)
             pause = min(1.1 * pause, LONGEST_PAUSE)
 
-    def _pushed(self, parcel: Message, node: int, kind: str) -> str | None:
-        """The number of the message, or None if it could not be sent now."""
+    def _push(self, message: Message, node: int, kind: str) -> str | None:
+        """Send a message; return its id, or None if it could not be sent now."""
         from flwr.app import Message
         from httpx import HTTPError
 
-        ttl = max(1.0, self._end - time.monotonic())
+        ttl = max(1.0, self._deadline - time.monotonic())
         try:
-            return next(iter(self.grid.push_messages([Message(packed(parcel), node, kind, ttl=ttl)])), None)
+            return next(iter(self.grid.push_messages([Message(packed(message), node, kind, ttl=ttl)])), None)
         except HTTPError:
             return None
 
     def _fetch(self, object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
-        """Flower's own way, to the deadline; it would wait for hours for a reply whose sender died over it."""
+        """Flower's `pull_objects`, limited to the deadline: Flower waits hours for a reply whose sender died."""
         from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
-        left = max(0.0, self._end - time.monotonic())
+        left = max(0.0, self._deadline - time.monotonic())
         return pull_objects(object_ids, pull_object_fn, max_time=left, backoff_cap=LONGEST_PAUSE)
 
-    def _pulled(self, number: str) -> Any:
-        """The answer to one message, or None if it is not there yet.
+    def _pull(self, message_id: str) -> Any:
+        """Return the reply to one message, or None if there is none yet.
 
-        Each is fetched by itself, so that what a site has sent can spoil no other's answer.
+        Replies are fetched one by one, so that a malformed one cannot affect another site's reply.
         """
         from httpx import HTTPError
 
-        self._scale.left = self.max_bytes
+        self._limit.left = self.max_bytes
         try:
-            return next(iter(self.grid.pull_messages([number])), None)
+            return next(iter(self.grid.pull_messages([message_id])), None)
         except HTTPError:
             return None
         except WaffleError:
@@ -158,11 +158,11 @@ class Transport:
         except Exception as error:
             raise WaffleError(f"not a message that Flower can read ({type(error).__name__})") from None
         finally:
-            self._scale.left = math.inf
+            self._limit.left = math.inf
 
 
 def _cause(error: Any) -> str:
-    """Flower's code, and of its reason nothing that a site's exception could have put there."""
+    """Describe Flower's error code. Its reason text is dropped: it may come from an exception at the site."""
     known = {
         3: "message unavailable",
         4: "reply unavailable",
