@@ -1,4 +1,4 @@
-"""Helpers for the tests of data files."""
+"""What tests of data files share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AGAIN = "delete it and fetch it again"
 
 
 def answer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return the result of the call, or the message of its `WaffleError`."""
+    """What the call returns, or the text with which it is refused, where either may be right."""
     try:
         return call(*args, **options)
     except WaffleError as error:
@@ -23,7 +23,7 @@ def answer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def memory_below(limit: int) -> Iterator[None]:
-    """Check that the block allocates less than `limit` bytes at any time."""
+    """What happens inside allocates less than so many bytes at once."""
     tracemalloc.start()
     try:
         yield

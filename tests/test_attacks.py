@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import BATCH, last_state, make_federation, make_model, refusal
+from conftest import BATCH, make_federation, make_model, refusal, run_outcomes
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.scaffold import Scaffold, Up
 from waffle_fl.algorithms.waffle import Waffle
@@ -126,7 +126,7 @@ def test_label_attacks_follow_a_drift() -> None:
         assert bad.backdoor is not None
         assert (bad.labels(0, bad.backdoor, moment) == 1).all()
         assert (bad.labels(3, bad.train[3][: round(0.5 * len(own))], moment) == 1).all()
-    assert len(last_state(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
+    assert len(run_outcomes(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
 
 
 def test_stamp_is_a_patch() -> None:
@@ -198,7 +198,7 @@ def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[
     federation = make_federation((40,) * 6)
     bad = poisoned(federation, attack, 2)
     spec = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
-    return [outcome.measured for outcome in last_state(spec, make_model(), rounds=8, guard=guard)]
+    return [outcome.measured for outcome in run_outcomes(spec, make_model(), rounds=8, guard=guard)]
 
 
 @pytest.mark.parametrize("attack", ["sign-flip(3)", "ipm", "free-rider", "mimic"])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import CLASSES, FEATURES, fitted, last_state, make_federation, make_model, refusal
+from conftest import CLASSES, FEATURES, fitted, make_federation, make_model, refusal, run_outcomes
 from reference.collaboration import bipartition, nearest
 from test_shared_training import one_run_per_alice, outcomes, same_outcome
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
@@ -48,7 +48,9 @@ LR = SGD(0.2)
 
 
 def run(algorithm: Any, federation: Federation | None = None, rounds: int = 6, state: State | None = None) -> list[Any]:
-    return last_state(RunSpec(fitted(algorithm), federation or make_federation(), 3, state=state), make_model(), rounds)
+    return run_outcomes(
+        RunSpec(fitted(algorithm), federation or make_federation(), 3, state=state), make_model(), rounds
+    )
 
 
 def models(algorithm: Any, outcome: Any, agents: int = 4) -> torch.Tensor:
@@ -227,7 +229,7 @@ def test_missed_apple_agent_keeps_its_proportions() -> None:
 
     apple = APPLE(LR, eta_p=0.02)
     spec = RunSpec(apple, make_federation(), 3, tamper=lost)
-    before, missed, after, _ = (o.state.server for o in last_state(spec, make_model(), rounds=6)[2:])
+    before, missed, after, _ = (o.state.server for o in run_outcomes(spec, make_model(), rounds=6)[2:])
     assert torch.equal(missed.taken[3], before.taken[3])
     down = apple.broadcast(missed, 4)
     assert down.offered.sum(dim=1).tolist() == [2, 2, 2, 3]
@@ -272,7 +274,7 @@ def test_candidate_losses_use_own_samples(stacked: bool, held_out: bool) -> None
     validation = tuple(f.clone() for f in (federation.test if held_out else federation.validation))
     federation = replace(federation, validation=validation)
     fomo = FedFomo(LR)
-    server, agents = last_state(RunSpec(fomo, federation, 3), model, rounds=3)[-1].state
+    server, agents = run_outcomes(RunSpec(fomo, federation, 3), model, rounds=3)[-1].state
     rows = slice(1, 3)
     down, agents = rows_of(fomo.broadcast(server, 4), rows), rows_of(agents, rows)
     down = CandidateLosses(fomo, model, [federation], [3]).into(down, agents, rows, 4)
@@ -290,7 +292,7 @@ def test_candidate_losses_use_the_labels_of_the_round() -> None:
     plain, model = make_federation().to("cpu", torch.float64), make_model()
     later, turn = plain.relabel.roll(1, dims=1), torch.full((len(plain.x),), 0.5, dtype=torch.float64)
     federation, fomo = replace(plain, later=later, turn=turn), FedFomo(LR)
-    server, agents = last_state(RunSpec(fomo, federation, 3), model, rounds=4)[-1].state
+    server, agents = run_outcomes(RunSpec(fomo, federation, 3), model, rounds=4)[-1].state
     down = fomo.broadcast(server, 4)
     judge, nets = CandidateLosses(fomo, model, [federation], [3], rounds=4), fomo.candidates(down, agents)
     for r in (2, 3):
@@ -306,7 +308,7 @@ def test_candidate_losses_of_one_site() -> None:
     federation, model = make_federation(), make_model(torch.float32)
     ifca = IFCA(LR)
     (spec,) = on_device([RunSpec(ifca, federation, 3)], model)
-    server, agents = last_state(spec, model, rounds=2)[-1].state
+    server, agents = run_outcomes(spec, model, rounds=2)[-1].state
     down = ifca.broadcast(server, 4)
     among = CandidateLosses(ifca, model, [spec.federation], [3]).into(down, agents, slice(None), 3).losses
     for i in range(4):
@@ -329,7 +331,7 @@ def test_knn_per_agrees_with_the_reference(mix: float, k: int, scale: float) -> 
     """The probabilities of each test sample agree with the reference's plain loops."""
     federation, model = make_federation().to("cpu", torch.float64), make_model()
     knn = KNNPer(LR, mix=mix, k=k, scale=scale)
-    state = last_state(RunSpec(knn, federation, 3), model)[-1].state
+    state = run_outcomes(RunSpec(knn, federation, 3), model)[-1].state
     net = Net(state.server.x, state.server.stats)
     tensors = model.state_dict(net)
 

@@ -1,4 +1,4 @@
-"""Every parameter is checked where it is given, with one line for all that is wrong."""
+"""Every parameter is checked at construction, with one line for all problems."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def problem_of(kind: Any, given: dict[str, Any]) -> str:
-    """The message of a construction that is refused."""
+    """Return the message of a rejected construction."""
     with pytest.raises(WaffleError) as caught:
         kind(**given)
     return str(caught.value)
@@ -98,7 +98,7 @@ def test_wrong_values_are_refused_at_construction(kind: Any, given: dict[str, An
 
 
 def test_positional_values_are_checked() -> None:
-    """SGD(-0.1) is refused as SGD(lr=-0.1) is."""
+    """Positional values such as SGD(-0.1) are checked like keyword values."""
     with pytest.raises(WaffleError, match=r"^lr: expected a number above 0, got -0\.1$"):
         SGD(-0.1)
 
@@ -127,13 +127,13 @@ def test_every_number_refuses_nan(method: str, name: str) -> None:
 
 @pytest.mark.parametrize(("method", "name"), numeric())
 def test_every_number_has_a_constraint(method: str, name: str) -> None:
-    """Every numeric hyperparameter of every method has a limit."""
+    """Every numeric hyperparameter of every method has a constraint."""
     assert parameters_of(ALGORITHMS[method])[name].constraint
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_defaults_are_accepted_and_copies_checked(method: str) -> None:
-    """The defaults of a method fit their constraints, and dataclasses.replace checks again."""
+    """The defaults of a method satisfy its constraints, and dataclasses.replace checks again."""
     algorithm: Any = ALGORITHMS[method]()
     assert dataclasses.replace(algorithm) == algorithm
     with pytest.raises(WaffleError, match=r"^clip: expected at least 0, got -1$"):
@@ -141,7 +141,7 @@ def test_defaults_are_accepted_and_copies_checked(method: str) -> None:
 
 
 def test_values_of_other_kinds_that_fit() -> None:
-    """Integers are numbers, numpy's floats are floats, and a schedule may be a function."""
+    """Integers are accepted as numbers, NumPy floats as floats, and functions as schedules."""
     numpy = pytest.importorskip("numpy")
     assert SGD(1).lr == 1
     assert SGD(numpy.float64(0.5)).lr == 0.5
@@ -149,8 +149,8 @@ def test_values_of_other_kinds_that_fit() -> None:
     assert Waffle(omega="adaptive", psi="step(0.5)").psi == "step(0.5)"
 
 
-def test_the_same_words_in_a_config() -> None:
-    """A config read from plain values is refused in the words of the constructors."""
+def test_same_messages_in_a_config() -> None:
+    """A config read from plain values is rejected with the messages of the constructors."""
     with pytest.raises(WaffleError) as caught:
         check_run("waffle", {"rounds": 0, "lr": -1.0}, {"eta_g": -1, "omega": "sigmod(3)"})
     expected = [*problem_of(Settings, {"rounds": 0, "lr": -1.0}).split("; ")]
@@ -159,7 +159,7 @@ def test_the_same_words_in_a_config() -> None:
 
 
 def test_settings_of_an_earlier_version_are_read() -> None:
-    """A config that lacks later settings, and has lists for tuples, is read as before."""
+    """A config without later settings and with lists for tuples is still read."""
     content = RunConfig(method="waffle", settings=Settings(sizes=(1.0, 2.0))).to_json()
     settings = {**content["settings"], "sizes": [1, 2], "alice": 0}
     settings.pop("momentum_between_rounds")
@@ -171,13 +171,13 @@ def test_settings_of_an_earlier_version_are_read() -> None:
 
 @pytest.mark.parametrize("rule", ["krum(99)", "multi-krum(2)", "trimmed-mean(f=2)"])
 def test_a_rule_for_more_malicious_agents_than_there_can_be(rule: str) -> None:
-    """A robust rule that expects half of the agents to be malicious is refused with one line."""
+    """A robust rule that expects half of the agents to be malicious is rejected with one line."""
     with pytest.raises(WaffleError, match=r"^aggregation: .* malicious agents of 4, .*use at most .*\(1\), or mean$"):
         check_agents(FedAvg(aggregation=rule), 4)
 
 
 def test_rules_that_fit_their_federation() -> None:
-    """Rules that expect a minority, and methods that do not depend on the number of agents, pass."""
+    """Rules that expect a minority, and methods that do not depend on the number of agents, are accepted."""
     for rule in ("mean", "median", "krum", "krum(4)", "centered-clipping(2)"):
         check_agents(FedAvg(aggregation=rule), 10)
     check_agents(Waffle(), 1)
@@ -196,13 +196,13 @@ def test_rules_that_fit_their_federation() -> None:
     ],
 )
 def test_constraints(constraint: Any, fitting: Any, wrong: Any, words: str) -> None:
-    """A constraint accepts its bounds as its words say."""
+    """A constraint treats its bounds as its description says."""
     assert constraint.problem(fitting) == ""
     assert constraint.problem(wrong) == f"expected {words}, got {wrong!r}"
 
 
-def test_a_readable_text_is_refused_in_the_words_of_its_parser() -> None:
-    """What the parser raises is the message; values that are no text are not parsed."""
+def test_parser_errors_are_reported() -> None:
+    """The parser's error is the message; values that are not texts are not parsed."""
 
     def parse(text: str) -> None:
         if text != "good":
@@ -214,7 +214,7 @@ def test_a_readable_text_is_refused_in_the_words_of_its_parser() -> None:
 
 
 def test_a_dataclass_of_another_package() -> None:
-    """Constraints work in any dataclass; fields that depend on the model are not parameters."""
+    """Constraints work in any dataclass; fields that depend on the model are no parameters."""
 
     @dataclasses.dataclass(frozen=True)
     class Method:
@@ -243,14 +243,14 @@ def test_a_dataclass_of_another_package() -> None:
     ],
 )
 def test_types_of_other_methods(hint: Any, fitting: Any, wrong: Any) -> None:
-    """Types that no method of the package has are checked as far as they can be; Any takes everything."""
+    """Types that no method of the package uses are checked as far as possible; Any accepts every value."""
     assert Parameter(hint).problem(fitting) == ""
     assert Parameter(hint).problem(wrong).startswith("expected ")
     assert Parameter(Any).problem(wrong) == ""
 
 
 def test_long_values_are_shortened() -> None:
-    """A message stays one line of moderate length whatever the value is."""
+    """A message stays one short line for any value."""
     text = Parameter(int).problem("a\n" * 1000)
     assert "\n" not in text
     assert len(text) < 300

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs without data, and says in one line that it needs a GPU."""
+"""The GPU benchmark runs without data, and reports a missing GPU in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_noise_stands_in_for_mnist() -> None:
-    """Without the published files, files of noise with their shapes are read as MNIST is, and called unverified."""
+    """Without the published files, files of noise with their shapes are read as MNIST and marked as unverified."""
     with gpu.runtime_for("cpu") as runtime:
         noise = load("mnist", runtime.data_dir, runtime.allow_unverified)
     assert (noise.x_train.shape, noise.x_test.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
@@ -32,7 +32,7 @@ def test_noise_stands_in_for_mnist() -> None:
 
 
 def test_the_table_runs_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has a cell for every method and split, and says that its data was noise."""
+    """The table has an entry for every method and split, and says that its data are noise."""
     monkeypatch.setattr(gpu, "METHODS", ("local", "fedavg"))
     small = replace(gpu.MNIST, rounds=1, samples_per_agent=8, agents=2, model="linear", precision="float32")
     result = gpu.table(settings=small, seeds=(1,), device="cpu")
@@ -42,7 +42,7 @@ def test_the_table_runs_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_there_is_one_line() -> None:
-    """On a machine without CUDA the command ends with 2 and one line."""
+    """On a machine without CUDA the command exits with code 2 and one line."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     line = [sys.executable, "-m", "benchmarks.gpu", "table"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)

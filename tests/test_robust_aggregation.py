@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import last_state, make_federation, make_model, refusal
+from conftest import make_federation, make_model, refusal, run_outcomes
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.robust_aggregation import RULES, clipped_mean, parse, weiszfeld
@@ -118,7 +118,7 @@ def test_in_fedavg(text: str) -> None:
 
 def test_the_mean_is_the_default() -> None:
     """aggregation = "mean" equals FedAvg bit for bit."""
-    a, b = (last_state(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
+    a, b = (run_outcomes(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
     assert torch.equal(a.state.server.x, b.state.server.x)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from conftest import last_state, make_federation, make_model
+from conftest import make_federation, make_model, run_outcomes
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Up
@@ -42,7 +42,7 @@ def sealed(tensors: dict[str, torch.Tensor], **changes: str) -> bytes:
 
 def run(tamper: Any = None, post: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
     spec = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
-    return last_state(spec, make_model(torch.float32), rounds=5, **options)
+    return run_outcomes(spec, make_model(torch.float32), rounds=5, **options)
 
 
 def replaced(row: int, value: float) -> Any:
