@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model, run_outcomes
+from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.adaptive_degree import GradientStatistics, observe, start
 from waffle_fl.algorithms.waffle import Waffle
@@ -113,7 +113,7 @@ def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) ->
 
 def weights_of(federation: Federation, rounds: int = 40, **options: Any) -> list[list[float]]:
     spec = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
-    return [outcome.measured["weights"] for outcome in run_outcomes(spec, make_model(), rounds=rounds)]
+    return [outcome.measured["weights"] for outcome in outcomes_of(spec, make_model(), rounds=rounds)]
 
 
 def test_one_concept_stays_near_uniform() -> None:
@@ -148,7 +148,7 @@ def test_adaptive_weights_are_normalised() -> None:
 
 def test_default_keeps_no_statistics() -> None:
     """With the default schedule the statistics are not updated, so that the paper's method has no extra cost."""
-    server = run_outcomes(RunSpec(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
+    server = outcomes_of(RunSpec(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
     assert [server.squares.item(), server.cubes.item(), server.strife.item(), server.degree.item()] == [0, 0, 0, 1]
 
 
@@ -168,7 +168,7 @@ def test_batched_aggregation_agrees() -> None:
     settings = RoundSettings(10, BATCH)
     for seed, alice in ((3, 0), (4, 2)):
         federation = make_federation(alice=alice, seed=seed)
-        state = run_outcomes(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
+        state = outcomes_of(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
         down = algorithm.broadcast(state.server, federation.agents)
         agents, up = algorithm.finish(down, state.agents, algorithm.begin(down, state.agents))
         up = up._replace(dy=torch.sin(torch.arange(up.dy.numel(), dtype=torch.float64)).view_as(up.dy))

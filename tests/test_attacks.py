@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import BATCH, make_federation, make_model, refusal, run_outcomes
+from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.scaffold import Scaffold, Up
 from waffle_fl.algorithms.waffle import Waffle
@@ -126,7 +126,7 @@ def test_label_attacks_follow_a_drift() -> None:
         assert bad.backdoor is not None
         assert (bad.labels(0, bad.backdoor, moment) == 1).all()
         assert (bad.labels(3, bad.train[3][: round(0.5 * len(own))], moment) == 1).all()
-    assert len(run_outcomes(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
+    assert len(outcomes_of(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
 
 
 def test_stamp_is_a_patch() -> None:
@@ -198,7 +198,7 @@ def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[
     federation = make_federation((40,) * 6)
     bad = poisoned(federation, attack, 2)
     spec = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
-    return [outcome.measured for outcome in run_outcomes(spec, make_model(), rounds=8, guard=guard)]
+    return [outcome.measured for outcome in outcomes_of(spec, make_model(), rounds=8, guard=guard)]
 
 
 @pytest.mark.parametrize("attack", ["sign-flip(3)", "ipm", "free-rider", "mimic"])
@@ -261,9 +261,9 @@ def test_rejected_agents_leave_no_control_variate() -> None:
 
     *_, last = simulate([RunSpec(Scaffold(SGD(0.1)), federation, 3, tamper=flip)], make_model(), rounds=4,
                         batch_size=BATCH, guard="standard")  # fmt: skip
-    server, refused = last[0].state.server, last[0].measured["screened"]
-    received = [i for i, name in enumerate(federation.names) if refused.get(name, "clipped") == "clipped"]
-    assert "agent 3" in refused
+    server, screened = last[0].state.server, last[0].measured["screened"]
+    received = [i for i, name in enumerate(federation.names) if screened.get(name, "clipped") == "clipped"]
+    assert "agent 3" in screened
     torch.testing.assert_close(server.c, server.c_i[received].mean(dim=0))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import refusal, run_outcomes
+from conftest import outcomes_of, refusal
 from waffle_fl import SGD, FedAvg, FlatModel, RunSpec, build, load, split
 from waffle_fl.augment import PADDING, crop_and_flip, darkest
 from waffle_fl.config import RunConfig, Settings
@@ -57,7 +57,7 @@ def test_augmented_training_repeats() -> None:
     federation = build(digits, split(digits.y_train, digits.y_test, "C", agents=3))
     model = FlatModel(lambda: mlp((1, 8, 8), 10))
     spec = RunSpec(FedAvg(SGD(0.1)), federation, 1)
-    plain, first, again = (run_outcomes(spec, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
+    plain, first, again = (outcomes_of(spec, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
     assert torch.equal(first, again)
     assert not torch.equal(first, plain)
 

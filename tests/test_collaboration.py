@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import CLASSES, FEATURES, fitted, make_federation, make_model, refusal, run_outcomes
+from conftest import CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of, refusal
 from reference.collaboration import bipartition, nearest
 from test_shared_training import one_run_per_alice, outcomes, same_outcome
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
@@ -48,7 +48,7 @@ LR = SGD(0.2)
 
 
 def run(algorithm: Any, federation: Federation | None = None, rounds: int = 6, state: State | None = None) -> list[Any]:
-    return run_outcomes(
+    return outcomes_of(
         RunSpec(fitted(algorithm), federation or make_federation(), 3, state=state), make_model(), rounds
     )
 
@@ -229,7 +229,7 @@ def test_missed_apple_agent_keeps_its_proportions() -> None:
 
     apple = APPLE(LR, eta_p=0.02)
     spec = RunSpec(apple, make_federation(), 3, tamper=lost)
-    before, missed, after, _ = (o.state.server for o in run_outcomes(spec, make_model(), rounds=6)[2:])
+    before, missed, after, _ = (o.state.server for o in outcomes_of(spec, make_model(), rounds=6)[2:])
     assert torch.equal(missed.taken[3], before.taken[3])
     down = apple.broadcast(missed, 4)
     assert down.offered.sum(dim=1).tolist() == [2, 2, 2, 3]
@@ -274,7 +274,7 @@ def test_candidate_losses_use_own_samples(stacked: bool, held_out: bool) -> None
     validation = tuple(f.clone() for f in (federation.test if held_out else federation.validation))
     federation = replace(federation, validation=validation)
     fomo = FedFomo(LR)
-    server, agents = run_outcomes(RunSpec(fomo, federation, 3), model, rounds=3)[-1].state
+    server, agents = outcomes_of(RunSpec(fomo, federation, 3), model, rounds=3)[-1].state
     rows = slice(1, 3)
     down, agents = rows_of(fomo.broadcast(server, 4), rows), rows_of(agents, rows)
     down = CandidateLosses(fomo, model, [federation], [3]).into(down, agents, rows, 4)
@@ -292,7 +292,7 @@ def test_candidate_losses_use_the_labels_of_the_round() -> None:
     plain, model = make_federation().to("cpu", torch.float64), make_model()
     later, turn = plain.relabel.roll(1, dims=1), torch.full((len(plain.x),), 0.5, dtype=torch.float64)
     federation, fomo = replace(plain, later=later, turn=turn), FedFomo(LR)
-    server, agents = run_outcomes(RunSpec(fomo, federation, 3), model, rounds=4)[-1].state
+    server, agents = outcomes_of(RunSpec(fomo, federation, 3), model, rounds=4)[-1].state
     down = fomo.broadcast(server, 4)
     judge, nets = CandidateLosses(fomo, model, [federation], [3], rounds=4), fomo.candidates(down, agents)
     for r in (2, 3):
@@ -308,7 +308,7 @@ def test_candidate_losses_of_one_site() -> None:
     federation, model = make_federation(), make_model(torch.float32)
     ifca = IFCA(LR)
     (spec,) = on_device([RunSpec(ifca, federation, 3)], model)
-    server, agents = run_outcomes(spec, model, rounds=2)[-1].state
+    server, agents = outcomes_of(spec, model, rounds=2)[-1].state
     down = ifca.broadcast(server, 4)
     among = CandidateLosses(ifca, model, [spec.federation], [3]).into(down, agents, slice(None), 3).losses
     for i in range(4):
@@ -331,7 +331,7 @@ def test_knn_per_agrees_with_the_reference(mix: float, k: int, scale: float) -> 
     """The probabilities of each test sample agree with the reference's plain loops."""
     federation, model = make_federation().to("cpu", torch.float64), make_model()
     knn = KNNPer(LR, mix=mix, k=k, scale=scale)
-    state = run_outcomes(RunSpec(knn, federation, 3), model)[-1].state
+    state = outcomes_of(RunSpec(knn, federation, 3), model)[-1].state
     net = Net(state.server.x, state.server.stats)
     tensors = model.state_dict(net)
 
@@ -341,10 +341,10 @@ def test_knn_per_agrees_with_the_reference(mix: float, k: int, scale: float) -> 
     own, tests = federation.train[0], federation.test[0]
     known, labels = list(hidden(federation.x[own])), federation.labels(0, own).tolist()
     answer = predictor_of(knn, model, net, federation)(federation.x[tests])
-    said = model.predict(*net, federation.x[tests]).softmax(dim=1)
+    probabilities = model.predict(*net, federation.x[tests]).softmax(dim=1)
     expected = [
         nearest(sample, known, labels, row, k, mix, scale)
-        for sample, row in zip(hidden(federation.x[tests]), said, strict=True)
+        for sample, row in zip(hidden(federation.x[tests]), probabilities, strict=True)
     ]
     torch.testing.assert_close(answer.exp(), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
@@ -424,7 +424,7 @@ def test_fedfomo_without_validation_data_is_noted() -> None:
     notes = [
         advice(check_run("fedfomo", {"validation": v}, {}), federation_of(Settings(validation=v))) for v in (0.0, 0.2)
     ]
-    assert [any("no validation data" in note for note in said) for said in notes] == [True, False]
+    assert [any("no validation data" in note for note in texts) for texts in notes] == [True, False]
 
 
 def test_knn_per_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,10 +432,10 @@ def test_knn_per_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     settings = ["--rounds", "2", "--samples-per-agent", "20", "--agents", "3", "--quiet"]
     for method in ("local", "knn-per"):
         assert waffle(["run", method, *settings, "--out", str(tmp_path / method)]) == 0
-    said = read_named(tmp_path / "knn-per" / "predictions.safetensors", ("output", "target"))
-    torch.testing.assert_close(said["output"].exp().sum(dim=1), torch.ones(len(said["output"])))
+    predictions = read_named(tmp_path / "knn-per" / "predictions.safetensors", ("output", "target"))
+    torch.testing.assert_close(predictions["output"].exp().sum(dim=1), torch.ones(len(predictions["output"])))
     result = json.loads((tmp_path / "knn-per" / "result.json").read_text())
-    right = (said["output"].argmax(dim=1) == said["target"]).double().mean()
+    right = (predictions["output"].argmax(dim=1) == predictions["target"]).double().mean()
     assert result["metrics"]["accuracy"] == pytest.approx(float(right))
     assert waffle(["report", str(tmp_path), "--out", str(tmp_path / "page"), "--quiet"]) == 0
     capsys.readouterr()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, fitted, grad_of, make_federation, make_model, run_outcomes
+from conftest import BATCH, fitted, grad_of, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
@@ -51,7 +51,7 @@ class Stage:
     def __init__(self, method: str) -> None:
         self.algorithm, self.model = make(method), make_model()
         self.federation = make_federation().to("cpu", torch.float64)
-        outcome = run_outcomes(RunSpec(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
+        outcome = outcomes_of(RunSpec(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
         self.server, self.agents = outcome.state
         batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
         self.batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
@@ -133,7 +133,7 @@ def test_federation_of_one(method: str) -> None:
     local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)
     nets = []
     for a in (algorithm, local):
-        state = run_outcomes(RunSpec(a, federation, 3), model)[-1].state
+        state = outcomes_of(RunSpec(a, federation, 3), model)[-1].state
         nets.append(a.personal(state.server, state.agents, 1).params[0])
     torch.testing.assert_close(nets[0], nets[1], rtol=1e-12, atol=1e-12)
 
@@ -142,7 +142,7 @@ def test_federation_of_one(method: str) -> None:
 def test_same_seed_same_bits(method: str) -> None:
     """Two runs of one seed are equal bit for bit; another seed differs."""
     specs = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
-    a, b, c = (tensors_of(run_outcomes(spec, make_model(torch.float32))[-1].state) for spec in specs)
+    a, b, c = (tensors_of(outcomes_of(spec, make_model(torch.float32))[-1].state) for spec in specs)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
@@ -157,7 +157,7 @@ def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
     specs = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
     together = list(simulate(specs, model, rounds=5, batch_size=BATCH))[-1]
     for i, spec in enumerate(specs):
-        alone = run_outcomes(spec, model, rounds=5, workers=1)[-1]
+        alone = outcomes_of(spec, model, rounds=5, workers=1)[-1]
         a, b = tensors_of(alone.state), tensors_of(together[i].state)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -185,7 +185,7 @@ def test_batched_aggregation_agrees(method: str, guard: Any) -> None:
     settings = RoundSettings(10, BATCH, guard=guard)
     for seed, alice in ((3, 0), (4, 2), (5, 1)):
         federation = make_federation(alice=alice, seed=seed)
-        state = run_outcomes(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
+        state = outcomes_of(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
         down = algorithm.broadcast(state.server, AGENTS)
         batches = Batches([federation.to("cpu", torch.float64)], [seed], BATCH, 1, torch.float64)
         batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
@@ -223,7 +223,7 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
         return type(up)(*fields)
 
     spec = RunSpec(make(method), make_federation(alice=1), 3, tamper=nan_update)
-    outcomes = run_outcomes(spec, make_model(), rounds=6)
+    outcomes = outcomes_of(spec, make_model(), rounds=6)
     assert all(outcome.error is None for outcome in outcomes)
     assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
     if method != "local":
@@ -247,7 +247,7 @@ def test_an_agent_without_samples_is_left_out(method: str, stacked: bool) -> Non
         ids=(0, 2),
     )
     algorithm, model = make(method), make_model(stacked=stacked)
-    ends = [run_outcomes(RunSpec(algorithm, f, 3), model)[-1] for f in (with_empty_agent, without)]
+    ends = [outcomes_of(RunSpec(algorithm, f, 3), model)[-1] for f in (with_empty_agent, without)]
     assert ends[0].measured["weights"][1] == 0
     assert "screened" not in ends[0].measured
     nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (with_empty_agent, without), strict=True)]

@@ -60,8 +60,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "window": window,
         "rectified": draw(st.booleans()),
         "biased": draw(st.booleans()),
-        "whole": draw(st.booleans()),
-        "lies": draw(st.sampled_from(["contiguous", "channels last", "batch last"])),
+        "integers": draw(st.booleans()),
+        "layout": draw(st.sampled_from(["contiguous", "channels last", "batch last"])),
         "seed": draw(st.integers(0, 2**31)),
     }
 
@@ -73,13 +73,13 @@ def test_product_equals_torch(case: dict[str, Any]) -> None:
     seeded = torch.Generator().manual_seed(case["seed"])
 
     def numbers(*shape: int) -> Tensor:
-        if case["whole"]:
+        if case["integers"]:
             return torch.randint(-1, 2, shape, generator=seeded).double()
         return torch.randn(shape, generator=seeded, dtype=torch.float64)
 
     x, weight = numbers(*case["image"]), numbers(*case["kernel"])
-    if case["lies"] != "contiguous":
-        order = (0, 2, 3, 1) if case["lies"] == "channels last" else (1, 2, 3, 0)
+    if case["layout"] != "contiguous":
+        order = (0, 2, 3, 1) if case["layout"] == "channels last" else (1, 2, 3, 0)
         back = [order.index(i) for i in range(4)]
         x = x.permute(order).contiguous().permute(back)
 
@@ -103,7 +103,7 @@ NOT_REWRITTEN: dict[str, Forward] = {
     "windows that overlap": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 3, stride=2),
     "padded pooling": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, padding=1),
     "a window that is not full": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, ceil_mode=True),
-    "places asked for": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, return_indices=True)[0],
+    "indices returned": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, return_indices=True)[0],
     "an even kernel": lambda x, w, b: F.max_pool2d(F.conv2d(x, w[..., :2, :2], b), 2),
     "read in a list": lambda x, w, b: torch.cat([F.conv2d(x, w, b), F.conv2d(x, w, b)]),
     "read by a convolution": lambda x, w, b: F.conv2d(F.conv2d(x, w, b), w.transpose(0, 1)),

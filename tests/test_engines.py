@@ -105,7 +105,7 @@ def test_attacks_and_the_guard() -> None:
 
 
 def test_divergence_ends_a_run_in_both_engines() -> None:
-    """Runs whose Alice has unusable data end with the same error, and the others go on."""
+    """Runs whose Alice has unusable data end with the same error, and the others continue."""
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
     specs = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]

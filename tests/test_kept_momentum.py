@@ -105,7 +105,7 @@ def test_sites_keep_the_same_velocity_as_the_simulator(method: str, tmp_path: Pa
     from flower_harness import bits, conduct, federation, simulated
 
     conduct(federation(tmp_path / "federation", ("a", "b", "c")), config(method), tmp_path / "run")
-    assert bits(tmp_path / "run")[:2] == bits(simulated(config(method), tmp_path / "twin"))[:2]
+    assert bits(tmp_path / "run")[:2] == bits(simulated(config(method), tmp_path / "simulated"))[:2]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "waffle"])

@@ -79,7 +79,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 def test_only_the_command_line_prints() -> None:
-    """Only modules of cli, and the command of paper for bare machines, call print."""
+    """Only the modules of cli and `__main__.py` call print."""
     for path in ROOT.rglob("*.py"):
         if "cli" not in path.parts and path.name != "__main__.py":
             calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]

@@ -232,9 +232,9 @@ def test_validation_is_held_out_of_training(
     """Validation takes its fraction in addition to the requested samples, or out of them if there are no more."""
     labels = labels_of(n, seed)
     complete = split(labels, labels, kind, agents=agents, seed=seed)
-    asked = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested)
+    without_validation = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested)
     made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested, validation=fraction)
-    parts = zip(complete.train, asked.train, made.train, made.validation, strict=True)
+    parts = zip(complete.train, without_validation.train, made.train, made.validation, strict=True)
     for all_of_it, before, kept, held_out in parts:
         assert not set(kept.tolist()) & set(held_out.tolist())
         assert {*kept.tolist(), *held_out.tolist()} <= set(all_of_it.tolist())
@@ -287,7 +287,7 @@ def test_tiny_partitions_are_fast(kind: str, agents: int, n: int, seed: int, req
 @quick
 @given(kind=kinds, agents=crowds, n=sizes, seed=numbers)
 def test_test_all_gives_everything_the_distribution_allows(kind: str, agents: int, n: int, seed: int) -> None:
-    """With test="all" an agent's commonest label is whole, the others are in proportion, and training is as before."""
+    """With test="all" an agent gets all of its commonest label, the others in proportion; training is unchanged."""
     labels, test = labels_of(n, seed), labels_of(n, seed + 1)
     made = split(labels, test, kind, agents=agents, seed=seed, test="all")
     available = np.bincount(test, minlength=10)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, run_outcomes
+from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.ditto import Ditto
@@ -36,7 +36,7 @@ def alice_s_model(
     algorithm: Any, rounds: int = 6, sizes: tuple[int, ...] = (23, 9, 32, 14), **options: Any
 ) -> torch.Tensor:
     federation = make_federation(sizes)
-    state = run_outcomes(RunSpec(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
     return algorithm.personal(state.server, state.agents, federation.agents).params[0]
 
 
@@ -82,14 +82,14 @@ def test_two_agents_under_max_are_scaffold() -> None:
     """With two agents WAFFLE's default weights are equal until 95 % of the rounds: a whole run equals SCAFFOLD's."""
     runs = [alice_s_model(a, rounds=5, sizes=(23, 14)) for a in (Scaffold(LR),)]
     federation = make_federation((23, 14))
-    outcomes = run_outcomes(RunSpec(Waffle(LR), federation, 3), make_model(), rounds=100)
+    outcomes = outcomes_of(RunSpec(Waffle(LR), federation, 3), make_model(), rounds=100)
     assert close(outcomes[4].state.server.x, runs[0])
 
 
 def test_waffle_with_all_weight_on_alice_is_local() -> None:
     """With psi = 0 other agents enter only through the history of 1/N; afterwards Alice's steps are plain SGD."""
     federation, model = make_federation(), make_model()
-    outcomes = run_outcomes(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
+    outcomes = outcomes_of(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
     server = outcomes[3].state.server
     assert outcomes[3].measured["weights"] == [1, 0, 0, 0]
     torch.testing.assert_close(server.c, server.c_i[0])
@@ -106,7 +106,7 @@ def test_printed_control_rule_is_biased() -> None:
     biases = {}
     for control in ("anchored", "paper"):
         algorithm = Waffle(LR, control=control, omega="constant(0)", psi="constant(0)")
-        outcomes = run_outcomes(RunSpec(algorithm, make_federation(), 3), make_model(), rounds=12)
+        outcomes = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model(), rounds=12)
         biases[control] = [float((o.state.server.c - o.state.server.c_i[0]).norm()) for o in outcomes[4:]]
     assert max(biases["anchored"]) < 1e-12
     assert min(biases["paper"]) > 1e-3
@@ -129,7 +129,7 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
         return net
 
     grad, model.grad = model.grad, watched  # type: ignore[method-assign]
-    outcomes = run_outcomes(RunSpec(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
+    outcomes = outcomes_of(RunSpec(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
     gradients = torch.stack(seen[-4:])  # the last round has four steps; the agents make 3, 2, 4 and 2 of them
     means = torch.stack([gradients[:k, i].mean(dim=0) for i, k in enumerate((3, 2, 4, 2))])
     after = outcomes[-1].state.server
@@ -140,14 +140,14 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
 def test_server_and_agent_compute_the_same_control_variate() -> None:
     """The server's copy of c_i equals the agent's bit for bit, so that it is not sent."""
     for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
-        state = run_outcomes(RunSpec(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
+        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
 def test_a_clipped_agent_keeps_its_control_variate() -> None:
     """An agent with many more samples than Alice is clipped in every round; server and agent both keep the old c_i."""
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        outcomes = run_outcomes(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
+        outcomes = outcomes_of(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
         assert all(o.measured["screened"]["agent 2"] == "clipped" for o in outcomes)
         state = outcomes[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
@@ -176,7 +176,7 @@ def test_a_rejected_agent_keeps_its_control_variate() -> None:
 
     for algorithm in (Scaffold(LR), Waffle(LR)):
         spec = RunSpec(algorithm, make_federation(), 3, tamper=tamper)
-        outcomes = run_outcomes(spec, make_model(), rounds=5, guard="standard")
+        outcomes = outcomes_of(spec, make_model(), rounds=5, guard="standard")
         assert all(o.measured["screened"]["agent 3"] != "clipped" for o in outcomes[1:])
         states = [o.state for o in outcomes]
         assert all(torch.equal(state.server.c_i, state.agents.c_i) for state in states)
@@ -203,7 +203,7 @@ def test_the_size_penalty_erodes_small_agents_faster() -> None:
     runs = {}
     for p_s in (0.0, 2.0):
         spec = RunSpec(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
-        runs[p_s] = torch.tensor([o.measured["alpha"] for o in run_outcomes(spec, make_model())])
+        runs[p_s] = torch.tensor([o.measured["alpha"] for o in outcomes_of(spec, make_model())])
     assert runs[2.0][-1, 1] < runs[0.0][-1, 1]
     for alphas in runs.values():
         assert (alphas.diff(dim=0) <= 0).all()
@@ -224,8 +224,8 @@ def test_apfl_without_mixing() -> None:
     """Mix 0 is the agent's FedAvg model before averaging; mix 1 is Local."""
     assert close(alice_s_model(APFL(LR, mix=1.0, adaptive="off")), alice_s_model(Local(LR)))
     federation, model = make_federation(), make_model()
-    apfl = run_outcomes(RunSpec(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
-    fedavg = run_outcomes(RunSpec(FedAvg(LR), federation, 3), model)[-1].state
+    apfl = outcomes_of(RunSpec(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
+    fedavg = outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state
     assert close(apfl.server.x, fedavg.server.x)
     assert close(APFL(LR).personal(apfl.server, apfl.agents, 4).params[0], apfl.agents.w[0])
 
@@ -234,15 +234,15 @@ def test_ditto_without_regularisation_is_local() -> None:
     """With lam = 0 the personal model equals Local's, and the global model FedAvg's."""
     assert close(alice_s_model(Ditto(LR, lam=0.0)), alice_s_model(Local(LR)))
     federation, model = make_federation(), make_model()
-    ditto = run_outcomes(RunSpec(Ditto(LR), federation, 3), model)[-1].state
-    assert close(ditto.server.x, run_outcomes(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+    ditto = outcomes_of(RunSpec(Ditto(LR), federation, 3), model)[-1].state
+    assert close(ditto.server.x, outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
 
 def test_strong_regularisation_keeps_ditto_at_the_global_model() -> None:
     """A larger lam keeps the personal model closer to the global model."""
     distances = []
     for lam in (0.0, 1.0, 4.0):
-        state = run_outcomes(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.v[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
@@ -250,7 +250,7 @@ def test_strong_regularisation_keeps_ditto_at_the_global_model() -> None:
 def test_fedprox_without_proximal_term_is_fedavg() -> None:
     """mu = 0 removes the proximal term; a larger mu keeps agents closer to the global model."""
     assert close(alice_s_model(FedProx(LR, mu=0.0)), alice_s_model(FedAvg(LR)))
-    norms = [run_outcomes(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
+    norms = [outcomes_of(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
     lengths = [sum(outcome.measured["norms"]) for outcome in norms]
     assert lengths[0] > lengths[1] > lengths[2]
 
@@ -258,7 +258,7 @@ def test_fedprox_without_proximal_term_is_fedavg() -> None:
 def test_fine_tuning_continues_from_fedavg() -> None:
     """With F rounds of tuning the last model is FedAvg's after R - F rounds followed by F rounds of Local."""
     federation, model = make_federation(), make_model()
-    fedavg = run_outcomes(RunSpec(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
+    fedavg = outcomes_of(RunSpec(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
     agents = Local(LR).init(Net(fedavg, fedavg[:0]), 4)
     spec = RunSpec(Local(LR), federation, 3, state=State(*agents))
     alone = [o[0] for o in simulate([spec], model, rounds=5, start=3, batch_size=BATCH)]
@@ -275,7 +275,7 @@ def test_per_fedavg_without_adaptation() -> None:
     """inner_lr = 0 is FedAvg on every second mini-batch, and the personal model is the global one."""
     algorithm = PerFedAvg(LR, inner_lr=0.0)
     federation, model = make_federation((16, 16)), make_model()
-    state = run_outcomes(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     second = batches.batch(batches.plan(1, 0, slice(None)), torch.ones(1, dtype=torch.int64), BATCH)
     start = model.init(3)
@@ -307,7 +307,7 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
     errors = []
     for delta in (1e-1, 1e-2, 1e-3):
         algorithm = PerFedAvg(LR, inner_lr=0.5, variant="hessian-free", delta=delta)
-        state = run_outcomes(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
+        state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
         errors.append(float((state.server.x - expected).norm()))
     assert errors[0] > errors[1] >= errors[2]
     assert errors[2] < 1e-7
@@ -316,15 +316,15 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
 def test_pfedme_with_full_steps_is_fedavg() -> None:
     """With one inner step from w and eta lam = 1, w and the server follow plain SGD."""
     federation, model = make_federation(), make_model()
-    pfedme = run_outcomes(RunSpec(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
-    assert close(pfedme.server.x, run_outcomes(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+    pfedme = outcomes_of(RunSpec(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
+    assert close(pfedme.server.x, outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
 
 def test_strong_regularisation_keeps_pfedme_at_the_global_model() -> None:
     """A larger lam keeps the personal model closer to its local model w."""
     distances = []
     for lam in (0.5, 2.0, 4.0):
-        state = run_outcomes(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.theta[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
@@ -341,7 +341,7 @@ def test_fedrep_trains_one_part_at_a_time() -> None:
     assert close(alice_s_model(fitted(FedRep(LR, head_layers=2))), alice_s_model(Local(LR)))
     federation, model = make_federation((16,)), make_model()
     algorithm = fitted(FedRep(LR))
-    state = run_outcomes(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     start, at = model.init(3), len(state.server.x)
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     plan, y = batches.plan(1, 0, slice(None)), start.params.clone()

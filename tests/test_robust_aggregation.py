@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_federation, make_model, refusal, run_outcomes
+from conftest import make_federation, make_model, outcomes_of, refusal
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.robust_aggregation import RULES, clipped_mean, parse, weiszfeld
@@ -118,7 +118,7 @@ def test_in_fedavg(text: str) -> None:
 
 def test_the_mean_is_the_default() -> None:
     """aggregation = "mean" equals FedAvg bit for bit."""
-    a, b = (run_outcomes(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
+    a, b = (outcomes_of(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
     assert torch.equal(a.state.server.x, b.state.server.x)
 
 
@@ -147,7 +147,7 @@ ATTACK_ROWS = {
 
 @pytest.mark.parametrize("attack_row", ATTACK_ROWS)
 def test_geometric_median_minimises_the_distance(attack_row: str) -> None:
-    """With three arbitrary rows of ten, also zeros, the steps suffice to converge from any start."""
+    """The steps suffice to converge whatever three of ten agents send, zeros included."""
     g = torch.Generator().manual_seed(3)
     honest = 0.1 + 0.1 * torch.randn(7, 200, generator=g, dtype=torch.float64)
     rows = torch.cat([honest, ATTACK_ROWS[attack_row](honest)])

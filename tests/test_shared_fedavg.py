@@ -179,12 +179,12 @@ def test_fedavg_continues_when_its_leader_diverges(trained: list[list[RunSpec]])
 @both
 def test_fedavg_leaves_a_repeating_leader(leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the leader repeats a round with other mini-batches, FedAvg keeps its own round and trains alone."""
-    judged = engine.outcome_of
+    outcome_of = engine.outcome_of
 
     def strict(i: int, own: RunSpec, *results: Any) -> Outcome:
-        outcome, (r, attempt) = judged(i, own, *results), results[-2:]
-        refused = r == since and not attempt and hasattr(own.algorithm, "helper")
-        return replace(outcome, error=Diverged("once"), state=results[2]) if refused else outcome
+        outcome, (r, attempt) = outcome_of(i, own, *results), results[-2:]
+        diverges_once = r == since and not attempt and hasattr(own.algorithm, "helper")
+        return replace(outcome, error=Diverged("once"), state=results[2]) if diverges_once else outcome
 
     monkeypatch.setattr(engine, "outcome_of", strict)
     federation = make_federation()

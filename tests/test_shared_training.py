@@ -49,7 +49,7 @@ def test_shared_runs_equal_separate_runs(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedamp"])
 def test_each_alice_has_her_own_validation_data(method: str) -> None:
-    """Each Alice has her own validation scores and weights, and an Alice without validation data has none."""
+    """Each Alice has her own weights, and validation scores only if she has validation data."""
     federation = make_federation()
     held = (federation.train[0][:4], *(rows[:0] for rows in federation.train[1:]))
     specs = [replace(spec, attackers=(3,)) for spec in one_run_per_alice(method, replace(federation, validation=held))]

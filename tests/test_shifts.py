@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import BATCH, make_federation, make_model, refusal, run_outcomes
+from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.fedavg import FedAvg
@@ -183,9 +183,8 @@ def test_dirichlet_keeps_sizes_and_labels(agents: int, classes: int, alpha: floa
     assert (drawn >= 0).all()
     assert (drawn[shares == 0] == 0).all()
     assert np.allclose(drawn.sum(axis=1), shares.sum(axis=1))
-    assert np.array_equal(
-        drawn[:1], Dirichlet(alpha).skewed(shares[:1], seed)
-    )  # an agent's row does not depend on the others
+    # an agent's row does not depend on the others
+    assert np.array_equal(drawn[:1], Dirichlet(alpha).skewed(shares[:1], seed))
 
 
 def test_dirichlet_goes_from_one_label_to_the_split() -> None:
@@ -485,8 +484,8 @@ def drifted(federation: Federation, at: float) -> Federation:
 def test_drift_starts_with_its_round() -> None:
     """Rounds before the drift equal a run without it bit for bit; afterwards Alice is tested on her new labels."""
     plain, model = make_federation(), make_model()
-    still = run_outcomes(RunSpec(FedAvg(), plain, 3), model)
-    moved = run_outcomes(RunSpec(FedAvg(), drifted(plain, 0.5), 3), model)
+    still = outcomes_of(RunSpec(FedAvg(), plain, 3), model)
+    moved = outcomes_of(RunSpec(FedAvg(), drifted(plain, 0.5), 3), model)
     for before, after in zip(still[:3], moved[:3], strict=True):
         assert before.state.server.x.equal(after.state.server.x)
         assert before.measured["accuracy"] == after.measured["accuracy"]
@@ -500,7 +499,7 @@ def test_drift_starts_with_its_round() -> None:
 def test_drifting_run_resumes_identically() -> None:
     """A run resumed in the middle of its drift equals the uninterrupted run."""
     federation, model = drifted(make_federation(), 0.3), make_model()
-    whole = run_outcomes(RunSpec(FedAvg(), federation, 3), model)
+    whole = outcomes_of(RunSpec(FedAvg(), federation, 3), model)
     continued = simulate([RunSpec(FedAvg(), federation, 3, whole[2].state)], model, rounds=6, start=3, batch_size=BATCH)
     for outcomes, later in zip(continued, whole[3:], strict=True):
         assert outcomes[0].state.server.x.equal(later.state.server.x)
@@ -513,7 +512,7 @@ def test_stacked_drift_changes_no_bit() -> None:
     specs = [RunSpec(FedAvg(), make_federation(), 3), RunSpec(FedAvg(), drifted(make_federation(), 0.5), 4)]
     together = list(simulate(specs, model, rounds=6, batch_size=BATCH))
     for k, spec in enumerate(specs):
-        for outcomes, own in zip(together, run_outcomes(spec, model), strict=True):
+        for outcomes, own in zip(together, outcomes_of(spec, model), strict=True):
             assert outcomes[k].state.server.x.equal(own.state.server.x)
             assert outcomes[k].measured["accuracy"] == own.measured["accuracy"]
 

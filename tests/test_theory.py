@@ -305,17 +305,17 @@ def test_stability_under_momentum(seed: int, K: int, beta: float, lr: float) -> 
     |1 − B(h)| < 1 for every curvature h; an agent of weight 0 has the eigenvalues 1 − B(h)."""
     problem = quadratics(seed, low=0.01)
     each = [response(H, lr, K, beta) for H in problem.curvatures]
-    whole = torch.stack(
+    gradient_maps = torch.stack(
         [
             torch.eye(2, dtype=torch.float64) - lr * K * r.to_gradient @ H
             for r, H in zip(each, problem.curvatures, strict=True)
         ]
     )
-    rest = torch.eye(2, dtype=torch.float64) - torch.stack([r.to_correction for r in each])
-    if max(torch.linalg.eigvals(m).abs().max() for m in (whole, rest)) < 1:
+    correction_maps = torch.eye(2, dtype=torch.float64) - torch.stack([r.to_correction for r in each])
+    if max(torch.linalg.eigvals(m).abs().max() for m in (gradient_maps, correction_maps)) < 1:
         assert spectral_radius(round_map(problem.curvatures, ALPHA, lr, [K] * 3, each)) < 1
     found = torch.linalg.eigvals(round_map(problem.curvatures, one_hot(torch.tensor(0), 3), lr, [K] * 3, each))
-    for expected in torch.linalg.eigvals(rest[1:]).flatten():
+    for expected in torch.linalg.eigvals(correction_maps[1:]).flatten():
         assert (found - expected).abs().min() < 1e-6 * max(1.0, float(expected.abs()))
 
 

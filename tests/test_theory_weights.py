@@ -212,9 +212,8 @@ def test_noise_affects_directions_less_than_distances(length: float) -> None:
     like a noise-free agent with a positive cosine."""
     n, cosine = 1_000_000, 1 / math.sqrt(1 + length**2)
     noise = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * length / math.sqrt(n)
-    rows = torch.zeros(
-        4, n, dtype=torch.float64
-    )  # Alice, Alice's gradient with noise, an orthogonal one, one with a positive cosine
+    # gradients: Alice's, the same with noise, an orthogonal one, one with a positive cosine
+    rows = torch.zeros(4, n, dtype=torch.float64)
     rows[0, 0] = rows[2, 1] = 1.0
     rows[1] = rows[0] + noise
     rows[3, 0], rows[3, 1] = cosine, math.sqrt(1 - cosine**2)

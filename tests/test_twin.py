@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model
-from reference import run as twin
+from reference import run as run_reference
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
 from waffle_fl.batches import Batches
@@ -114,7 +114,7 @@ def test_stack_agrees_with_the_reference(method: str, options: dict[str, Any], m
     decay = 0.01 if momentum else 0.0
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2, momentum, decay), **options))
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
-    trace = twin(
+    trace = run_reference(
         method, module_of(model), batches_of(federation), alice=2, lr=0.2, momentum=momentum, weight_decay=decay,
         **options, **extra,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def test_kept_momentum_agrees_with_the_reference(method: str, options: dict[str,
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.1, 0.6, 0.01, "keep"), **options))
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
     settings = {"alice": 2, "lr": 0.1, "momentum": 0.6, "weight_decay": 0.01, "keeps_momentum": True}
-    trace = twin(method, module_of(model), batches_of(federation), **settings, **options, **extra)
+    trace = run_reference(method, module_of(model), batches_of(federation), **settings, **options, **extra)
     outcomes = [o[0] for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
     for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
         net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
@@ -145,7 +145,7 @@ def test_row_by_row_agrees_with_the_reference(method: str) -> None:
     """The path for models that do not stack agrees with the reference, with two epochs per round."""
     federation, model = make_federation(), make_model(stacked=False)
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2)))
-    trace = twin(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
+    trace = run_reference(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
     spec = RunSpec(algorithm, federation, SEED)
     for outcomes, expected in zip(
         simulate([spec], model, rounds=ROUNDS, batch_size=BATCH, epochs=2), trace.models, strict=True

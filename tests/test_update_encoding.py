@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from conftest import make_federation, make_model, run_outcomes
+from conftest import make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Up
@@ -42,7 +42,7 @@ def sealed(tensors: dict[str, torch.Tensor], **changes: str) -> bytes:
 
 def run(tamper: Any = None, post: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
     spec = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
-    return run_outcomes(spec, make_model(torch.float32), rounds=5, **options)
+    return outcomes_of(spec, make_model(torch.float32), rounds=5, **options)
 
 
 def replaced(row: int, value: float) -> Any:
@@ -217,7 +217,7 @@ def test_guard_reports_nan_first() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"round": "3"}, {"run": "another"}, {"model": "other"}, {"steps": "400"}])
-def test_w8_w10_replay_and_lies(changes: dict[str, str]) -> None:
+def test_w8_w10_stale_or_false_replies(changes: dict[str, str]) -> None:
     """W8, W10: a reply of an older round, another run, another model or with other step counts is rejected."""
     box = inbox()
     assert not box.deliver(BAD, sealed(honest(), **changes))
