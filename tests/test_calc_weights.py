@@ -133,7 +133,7 @@ readings = st.sampled_from(["max", "range"])
 
 @given(updates, degrees, degrees, readings, st.integers(1, 94))
 @settings(max_examples=150)
-def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
+def test_weights_are_normalised(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
     """Weights are finite, non-negative and sum to 1; a nearer agent never weighs less; Alice has the largest weight."""
     rows = torch.tensor(dy, dtype=torch.float64)
     alpha_bar, alpha, d = calc_weights(rows, past(len(rows)), round_of(len(rows), r), omega, psi, reading)

@@ -27,7 +27,7 @@ def waffle_kin(
     averaging: float = 0.1,
     own: float = 0.3,
 ) -> Trace:
-    """Each layer is a mean of the agents' trained layers weighted by their shares; Alice's model averages over rounds."""
+    """Each layer is a mean of the agents' layers weighted by their shares; Alice's model averages over rounds."""
     sizes = [size for _, size in layers(problem.nets[0])]
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
