@@ -37,7 +37,7 @@ def scene(seed: int = 0, agents: int = 6, length: int = 40, malicious: int = 2) 
 
 
 def sent(text: str, s: Scene) -> torch.Tensor:
-    attack_update = parse(text).attack_update
+    attack_update = parse(text).lie
     assert attack_update is not None
     return attack_update(s)[~s.honest]
 

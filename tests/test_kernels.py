@@ -29,7 +29,7 @@ for channels, out, size, kernel, padding in [(2, 5, (9, 8), (5, 3), (0, 0)), (2,
     slope = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, (x, weight, bias), slope)
     for found in (kernels.Conv2d.apply(x, weight, bias, padding, "ieee"),
-                  StackedConvolution(ROWS, "ieee", x, weight, bias, 1, padding).made()):
+                  StackedConvolution(ROWS, "ieee", x, weight, bias, 1, padding).compute()):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for a, b in zip(torch.autograd.grad(found, (x, weight, bias), slope), truth, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -55,11 +55,11 @@ for channels, size, kernel, padding, window, rectified in pooled:
     for a, b in zip(*(torch.autograd.grad(y, (x, weight, bias), slope) for y in (found, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
-folded.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter is the GPU
+folded.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter replaces the GPU
 
 
 class Branches(torch.nn.Module):
-    "Reads what was put off in other ways than by pooling."
+    "Reads a deferred convolution in other ways than by pooling."
 
     def __init__(self):
         super().__init__()
