@@ -320,7 +320,7 @@ def test_stability_under_momentum(seed: int, K: int, beta: float, lr: float) -> 
 
 
 def test_momentum_lowers_the_stable_step_size() -> None:
-    """With ten local steps an agent of weight 0 has stable control variates up to lr h = 2 without momentum, and only
+    """With ten local steps, an agent of weight 0 has stable control variates up to lr h = 2 without momentum, and only
     up to 0.14 with momentum 0.9."""
 
     def stable(h: float, beta: float) -> bool:
