@@ -1,4 +1,4 @@
-"""Small federations that every test can afford."""
+"""Fixtures and small federations that the tests share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores: more threads only wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores: more threads would only wait
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ settings.register_profile("same-cases", deadline=None, derandomize=True)
 settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
 
-STATE = tempfile.TemporaryDirectory(prefix="waffle-state-")  # no test signs with the key of who runs it
+STATE = tempfile.TemporaryDirectory(prefix="waffle-state-")  # tests do not sign with the user's key
 os.environ["WAFFLE_STATE_DIR"] = STATE.name
 
 SIZES = (23, 9, 32, 14)
@@ -58,22 +58,22 @@ def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) 
 
 
 def fitted(algorithm: Any) -> Any:
-    """The algorithm as it trains the model of these tests."""
+    """Return the algorithm adapted to the layers of the model that `make_model` builds."""
     return for_model(algorithm, make_model().layers)
 
 
 def grad_of(model: FlatModel, batch: Batch) -> Grad:
-    """The gradient of a mini-batch that is the first of two in every row."""
+    """Return a `Grad` for the first of two mini-batches in every row."""
     return Grad(partial(model.grad, batch=batch), torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
 
 
-def last_state(cell: RunSpec, model: FlatModel, rounds: int = 6, **options: object):
-    """The outcomes of a short run of one cell."""
-    return [outcomes[0] for outcomes in simulate([cell], model, rounds=rounds, batch_size=BATCH, **options)]
+def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, **options: object):
+    """Return the outcome of each round of a short run."""
+    return [outcomes[0] for outcomes in simulate([spec], model, rounds=rounds, batch_size=BATCH, **options)]
 
 
 class FakeClock:
-    """Stands in for the module `time`: sleeping moves its clock and takes no time."""
+    """Replacement of the module `time` whose `sleep` advances the clock without waiting."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -86,7 +86,7 @@ class FakeClock:
 
 
 def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The one line with which the call is refused."""
+    """Return the message of the `WaffleError` that the call raises, and check that it is one line."""
     with pytest.raises(WaffleError) as caught:
         call(*args, **options)
     text = str(caught.value)
@@ -97,7 +97,10 @@ def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 @pytest.fixture(scope="session")
 def byzfl() -> Any:
-    """byzfl's attacks and rules, or a skip. They need numpy, scipy and torch; its __init__ wants torchvision too."""
+    """Return byzfl's attacks and aggregation rules; skip the test where byzfl is not installed.
+
+    They need only numpy, scipy and torch. The stub package avoids byzfl's __init__, which imports torchvision.
+    """
     spec = importlib.util.find_spec("byzfl")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("byzfl is not installed: pip install --no-deps byzfl")
@@ -120,7 +123,7 @@ def model() -> FlatModel:
 
 @pytest.fixture(scope="session")
 def published() -> Path:
-    """The folder of published data sets, or a skip."""
+    """Return the folder of published data sets; skip the test where WAFFLE_DATA is not set."""
     folder = os.environ.get("WAFFLE_DATA")
     if not folder:
         pytest.skip("WAFFLE_DATA names no folder of published data sets")
@@ -129,7 +132,7 @@ def published() -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of the test's own, and no setting from outside."""
+    """Change to an empty working folder, and unset the environment variables that affect the output."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)

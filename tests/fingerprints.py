@@ -1,6 +1,6 @@
-"""The numbers of a few tiny runs, kept in fingerprints.json: they change only together with RESULTS_VERSION.
+"""Losses of a few tiny runs, stored in fingerprints.json. They change only together with RESULTS_VERSION.
 
-python tests/fingerprints.py      writes the file anew, after RESULTS_VERSION was raised
+python tests/fingerprints.py      rewrites the file, after RESULTS_VERSION was raised
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def configs() -> dict[str, RunConfig]:
-    """The runs, by name: every method at its defaults, and WAFFLE in several settings."""
+    """Return the runs by name: every method with its defaults, and WAFFLE in several settings."""
     methods = {method: check_run(method, TINY, {}) for method in ALGORITHMS}
     return methods | {name: check_run("waffle", {**TINY, **more}, {}) for name, more in VARIANTS.items()}
 
 
 def losses(config: RunConfig) -> list[float]:
-    """Loss of Alice's model on her test data after each round."""
+    """Return the loss of Alice's model on her test data after each round."""
     s = config.settings
     federation = federation_of(s, "", False)
     model = model_of(s, federation, Runtime(), device_of("cpu"))
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
-    cell = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
+    spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
     stream = simulate(
-        [cell],
+        [spec],
         model,
         rounds=s.rounds,
         batch_size=s.batch_size,

@@ -1,4 +1,4 @@
-"""Any module trains: its gradients are its own, whatever it does in its forward pass, stacked or row by row."""
+"""FlatModel trains any module with the gradients of plain autograd, stacked or row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = 7
 
 
 class Attention(nn.Module):
-    """Five numbers as five tokens."""
+    """Attention over the five features as five tokens."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Recurrent(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix on the way in and on the way out."""
+    """Encoder and decoder share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Tied(nn.Module):
 
 
 class TiedWords(nn.Module):
-    """Words in, a score for each word out, by the same vectors."""
+    """Embedding and output layer share their word vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class TiedWords(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws from torch, NumPy or Python."""
+    """Draws random numbers from torch, NumPy or Python."""
 
     def __init__(self, source: str = "torch") -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Noisy(nn.Module):
 
 
 class Branching(nn.Module):
-    """Another path for each batch, and a loop as long as the numbers say."""
+    """The path and the number of loop steps depend on the values of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Branching(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes over the samples it is given."""
+    """Changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class InPlace(nn.Module):
 
 
 class Centred(nn.Module):
-    """Mixes the samples of a batch, so that padding would change the others."""
+    """Mixes the samples of a batch, so that padding changes the other samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Centred(nn.Module):
 
 
 class Masked(nn.Module):
-    """Chooses entries by a mask, so that shapes depend on numbers."""
+    """Selects entries by a mask, so that shapes depend on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def embedding() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, 3), nn.Flatten(), nn.Linear(3 * FEATURES, CLASSES))
 
 
-PLAIN: dict[str, Build] = {  # the gradient of a row is autograd's on the module itself
+DETERMINISTIC_MODULES: dict[str, Build] = {  # each row's gradient equals autograd's on the module itself
     "attention": Attention,
     "transformer": lambda: Transformer(0.0),
     "LSTM": lambda: Recurrent(nn.LSTM),
@@ -179,7 +179,7 @@ PLAIN: dict[str, Build] = {  # the gradient of a row is autograd's on the module
     "centred": Centred,
     "masked": Masked,
 }
-DRAWING: dict[str, Build] = {
+RANDOM_MODULES: dict[str, Build] = {
     "attention": lambda: Attention(0.3),
     "transformer": Transformer,
     "LSTM": lambda: Recurrent(nn.LSTM, 0.3),
@@ -192,19 +192,19 @@ DRAWING: dict[str, Build] = {
         nn.Unflatten(1, (FEATURES, 1)), nn.Dropout1d(), nn.Flatten(), nn.Linear(FEATURES, CLASSES)
     ),
 }
-OF_WORDS = ("embedding", "tied words")
+WORD_MODULES = ("embedding", "tied words")
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
+def clear_warnings() -> Iterator[None]:
     warn_once.cache_clear()
     yield
     warn_once.cache_clear()
 
 
 def federation_for(name: str) -> Federation:
-    """Three agents; words in place of numbers where the module reads such."""
-    if name not in OF_WORDS:
+    """Return three agents, with word indices as inputs where the module embeds words."""
+    if name not in WORD_MODULES:
         return make_federation((19, 8, 11))
     numbers, classes = np.random.default_rng(0), WORDS if name == "tied words" else CLASSES
     agents = {}
@@ -222,7 +222,7 @@ def model_for(name: str, build: Build, federation: Federation, prepared: bool = 
 
 
 def rows_of(federation: Federation, model: FlatModel, size: int = 6) -> tuple[Net, Batch]:
-    """Three models, and a mini-batch for each."""
+    """Return three models and one mini-batch for each."""
     nets = [model.init(seed) for seed in range(3)]
     picked = torch.stack([rows[:size] for rows in federation.train])
     weight = torch.ones(3, size, dtype=torch.float64)
@@ -240,22 +240,22 @@ def own_gradient(build: Build, state: dict[str, Tensor], x: Tensor, y: Tensor) -
     return module, torch.cat([g.flatten() for g in gradients if g is not None])
 
 
-@pytest.mark.parametrize("name", list(PLAIN))
-def test_a_row_s_gradient_is_its_module_s_own(name: str) -> None:
-    """In float64 to 1e-10, for each of three rows; so are outputs, losses and features of each."""
+@pytest.mark.parametrize("name", list(DETERMINISTIC_MODULES))
+def test_row_gradients_equal_autograd(name: str) -> None:
+    """Gradients, outputs, losses and features of each of three rows equal the module's own to 1e-10 in float64."""
     federation = federation_for(name)
-    model = model_for(name, PLAIN[name], federation)
+    model = model_for(name, DETERMINISTIC_MODULES[name], federation)
     net, batch = rows_of(federation, model)
     before = batch.x.clone()
     gradients = model.grad(*net, batch).params
     assert torch.equal(before, batch.x)
     losses = model.batch_losses(*net, batch)
     for i in range(3):
-        x = batch.x[i].long() if name in OF_WORDS else batch.x[i]
+        x = batch.x[i].long() if name in WORD_MODULES else batch.x[i]
         own = Net(net.params[i], net.stats[i])
-        module, expected = own_gradient(PLAIN[name], model.state_dict(own), x, batch.y[i])
+        module, expected = own_gradient(DETERMINISTIC_MODULES[name], model.state_dict(own), x, batch.y[i])
         torch.testing.assert_close(gradients[i], expected, rtol=1e-10, atol=1e-12)
-        module.load_state_dict(model.state_dict(own), strict=False)  # the statistics before the pass
+        module.load_state_dict(model.state_dict(own), strict=False)  # the statistics before the forward pass
         output = module.eval()(x.clone())
         torch.testing.assert_close(model.predict(*own, batch.x[i]), output.detach(), rtol=1e-10, atol=1e-12)
         expected_losses = nn.functional.cross_entropy(output, batch.y[i], reduction="none")
@@ -267,31 +267,31 @@ def test_a_row_s_gradient_is_its_module_s_own(name: str) -> None:
         torch.testing.assert_close(rows, alone, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", list(PLAIN))
+@pytest.mark.parametrize("name", list(DETERMINISTIC_MODULES))
 def test_any_module_trains(name: str) -> None:
-    """Two rounds of three agents end in the same model whether the model was prepared for them or not."""
+    """Two rounds of three agents end with the same model whether or not the model was prepared."""
     federation = federation_for(name)
     ends = []
     for prepared in (True, False):
-        model = model_for(name, PLAIN[name], federation, prepared)
-        cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
-        *_, outcomes = simulate(cells, model, rounds=2, batch_size=BATCH, epochs=2, workers=1)
+        model = model_for(name, DETERMINISTIC_MODULES[name], federation, prepared)
+        specs = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
+        *_, outcomes = simulate(specs, model, rounds=2, batch_size=BATCH, epochs=2, workers=1)
         ends.append(outcomes[0].state.server.x)
         assert ends[-1].isfinite().all()
         assert not torch.equal(ends[-1], model.init(1).params)
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", list(PLAIN))
-def test_training_is_that_of_a_plain_loop(name: str) -> None:
-    """Two rounds of one agent on all its samples end where torch.optim.SGD ends after as many steps."""
+@pytest.mark.parametrize("name", list(DETERMINISTIC_MODULES))
+def test_training_equals_a_plain_loop(name: str) -> None:
+    """Two rounds of one agent on all its samples equal as many steps of torch.optim.SGD."""
     federation = federation_for(name).only(0)
-    model = model_for(name, PLAIN[name], federation)
-    cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
-    *_, outcomes = simulate(cells, model, rounds=2, batch_size=32, epochs=2, workers=1)
+    model = model_for(name, DETERMINISTIC_MODULES[name], federation)
+    specs = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
+    *_, outcomes = simulate(specs, model, rounds=2, batch_size=32, epochs=2, workers=1)
     x, y = federation.x[federation.train[0]], federation.y[federation.train[0]]
-    x = x.long() if name in OF_WORDS else x.double()
-    module = PLAIN[name]().double()
+    x = x.long() if name in WORD_MODULES else x.double()
+    module = DETERMINISTIC_MODULES[name]().double()
     module(x.clone())
     module.load_state_dict(model.state_dict(model.init(1)), strict=False)
     steps = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
@@ -305,11 +305,11 @@ def test_training_is_that_of_a_plain_loop(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", list(DRAWING))
-def test_draws_are_the_row_s_own(name: str) -> None:
-    """A row's draws depend on its key alone, not on its neighbours, and no generator of the program moves."""
+@pytest.mark.parametrize("name", list(RANDOM_MODULES))
+def test_draws_depend_on_the_row_key(name: str) -> None:
+    """A row's draws depend only on its key, not on other rows, and leave the global generators unchanged."""
     federation = federation_for(name)
-    model = model_for(name, DRAWING[name], federation)
+    model = model_for(name, RANDOM_MODULES[name], federation)
     assert not model.stacked
     assert not model.capturable
     net, batch = rows_of(federation, model)
@@ -334,15 +334,15 @@ def test_draws_are_the_row_s_own(name: str) -> None:
     assert generator_states(model.device) == before
 
 
-@pytest.mark.parametrize("name", list(DRAWING))
-def test_runs_that_draw_repeat(name: str) -> None:
-    """Two runs of two rounds agree bit for bit, with one worker or two, prepared for or not."""
+@pytest.mark.parametrize("name", list(RANDOM_MODULES))
+def test_random_modules_repeat(name: str) -> None:
+    """Two runs of two rounds agree bit for bit, with one worker or two, prepared or not."""
     federation = federation_for(name)
 
     def end(prepared: bool, workers: int) -> Tensor:
-        model = model_for(name, DRAWING[name], federation, prepared)
-        cells = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
-        *_, outcomes = simulate(cells, model, rounds=2, batch_size=BATCH, workers=workers)
+        model = model_for(name, RANDOM_MODULES[name], federation, prepared)
+        specs = [RunSpec(FedAvg(SGD(0.1)), federation, 1)]
+        *_, outcomes = simulate(specs, model, rounds=2, batch_size=BATCH, workers=workers)
         return outcomes[0].state.server.x  # type: ignore[no-any-return]
 
     first = end(True, 1)
@@ -351,8 +351,8 @@ def test_runs_that_draw_repeat(name: str) -> None:
     assert torch.equal(first, end(False, 1))
 
 
-def test_the_user_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One line says which module trains row by row and why, whether it was prepared for or found out in training."""
+def test_row_by_row_training_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One log line says which module trains row by row and why, whether this is found in preparation or in training."""
     federation = federation_for("")
     with caplog.at_level(logging.WARNING, "waffle_fl"):
         for prepared in (False, True, True):
@@ -380,14 +380,14 @@ def test_the_user_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         (Masked, False, False),
     ],
 )
-def test_rows_are_stacked_where_that_is_right(build: Build, stacked: bool, folds: bool) -> None:
+def test_rows_are_stacked_where_gradients_agree(build: Build, stacked: bool, folds: bool) -> None:
     """Only modules whose padded stack has the gradients of single rows are stacked."""
     model = model_for("", build, federation_for(""))
     assert (model.stacked, model._uses_folded) == (stacked, folds)
 
 
-def test_a_module_s_own_weights_are_where_training_starts() -> None:
-    """Given as a module, its weights are the initial model of every seed; the module itself stays as it is."""
+def test_training_starts_from_a_module_s_weights() -> None:
+    """The weights of a given module are the initial model of every seed, and the module stays unchanged."""
     module = nn.Linear(FEATURES, CLASSES)
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     model = FlatModel(module, precision="float64")
@@ -402,8 +402,8 @@ def test_a_module_s_own_weights_are_where_training_starts() -> None:
     assert module.weight.dtype == torch.float32
 
 
-def test_tied_weights_count_once_and_have_both_names() -> None:
-    """The matrix is one stretch of the flat vector; a saved model names it twice and loads into the module."""
+def test_tied_weights() -> None:
+    """A tied matrix occurs once in the flat vector; a saved model names it twice and loads into the module."""
     model = FlatModel(TiedWords, precision="float64")
     assert model.size == WORDS * 4 + WORDS
     net = model.init(3)
@@ -418,7 +418,7 @@ def test_tied_weights_count_once_and_have_both_names() -> None:
 
 def test_weight_norm_is_part_of_its_layer() -> None:
     """The two parts of a weight-normed matrix belong to the layer that uses them."""
-    model = FlatModel(PLAIN["weight norm"])
+    model = FlatModel(DETERMINISTIC_MODULES["weight norm"])
     assert model.layers.names == ("0", "2")
     assert set(model.state_dict(model.init(0))) == {
         *("0.bias", "0.parametrizations.weight.original0", "0.parametrizations.weight.original1"),
@@ -426,12 +426,12 @@ def test_weight_norm_is_part_of_its_layer() -> None:
     }
 
 
-def test_lazy_layers_wait_for_a_sample() -> None:
-    """Before it, one line says what to do; afterwards the same seed gives the same model."""
+def test_lazy_layers_need_a_sample() -> None:
+    """Without a sample, one line says what to do; after preparation the same seed gives the same model."""
     model = FlatModel(lazy, precision="float64")
-    for ask in (lambda: model.size, lambda: model.stacked, lambda: model.layers, lambda: model.init(1)):
+    for read in (lambda: model.size, lambda: model.stacked, lambda: model.layers, lambda: model.init(1)):
         with pytest.raises(WaffleError, match=r"lazy layers \(0, 2\): call model.prepared\(x, y\)"):
-            ask()
+            read()
     assert not hasattr(FlatModel(nn.Linear(2, 2)), "nothing")
     federation = federation_for("")
     assert model.prepared(federation.x[:2], federation.y[:2]) is model
@@ -440,14 +440,14 @@ def test_lazy_layers_wait_for_a_sample() -> None:
     assert not torch.equal(model.init(1).params, model.init(2).params)
 
 
-def test_modules_made_ready_work_alone() -> None:
-    """Outside FlatModel, too, lazy layers have their size and words may come as floats."""
+def test_ready_modules_work_without_flat_model() -> None:
+    """Outside FlatModel too, lazy layers have their size and word indices may be floats."""
     assert ready(lazy, (FEATURES,))()[0].in_features == FEATURES
     module, words = ready(embedding, (FEATURES,))(), torch.randint(0, WORDS, (2, FEATURES))
     assert torch.equal(module(words.float()), module(words))
 
 
-def test_preparing_leaves_the_generators_alone() -> None:
+def test_preparing_does_not_change_generators() -> None:
     federation = federation_for("")
     before = generator_states(torch.device("cpu"))
     for build in (Noisy, Transformer, lazy):

@@ -1,4 +1,4 @@
-"""Federations from arrays: what is taken, and what is refused with one line."""
+"""Federations from arrays: accepted forms, and errors of one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import refusal
-from data_support import answer
+from data_support import result_or_message
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.config import RunConfig, Settings
@@ -38,16 +38,16 @@ def federation(**agents: Arrays) -> Federation:
 
 
 def trained(made: Federation, rounds: int = 3, batch_size: int = 64) -> list[dict[str, Any]]:
-    """What WAFFLE measures in a few rounds on the federation."""
+    """Return the measurements of a few rounds of WAFFLE on the federation."""
     shape, classes = made.shape, len(made.class_names)
     model = FlatModel(lambda: mlp(shape, classes, hidden=4))
-    cell = RunSpec(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
-    stream = simulate([cell], model, rounds=rounds, batch_size=batch_size, workers=1)
+    spec = RunSpec(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
+    stream = simulate([spec], model, rounds=rounds, batch_size=batch_size, workers=1)
     return [outcomes[0].measured for outcomes in stream]
 
 
-def test_from_arrays_keeps_everyones_samples() -> None:
-    """Each agent's rows point at exactly the samples and labels it gave."""
+def test_from_arrays_keeps_all_samples() -> None:
+    """Each agent's rows index exactly its samples and labels."""
     a, b = agent(1), agent(2, train=5)
     made = federation(alice=a, bob=b)
     assert made.names == ("alice", "bob")
@@ -83,8 +83,8 @@ def test_digest_sees_every_change() -> None:
     assert federation(b=(x, y, x_test, y_test)).digest() != base
 
 
-def test_only_is_what_one_site_sees() -> None:
-    """A federation of one keeps its agent's samples and id, and makes it Alice."""
+def test_only_keeps_one_agent() -> None:
+    """`only` keeps one agent's samples and id, and makes it Alice."""
     made = federation(alice=agent(1), bob=agent(2)).only(1)
     assert made.names == ("bob",)
     assert made.ids == (1,)
@@ -165,17 +165,17 @@ def test_features_that_are_not_finite_are_refused(value: float, part: int, word:
 
 
 def test_features_that_overflow_single_precision_are_refused() -> None:
-    """D6: a finite double that becomes infinite in single precision is refused or kept finite."""
+    """D6: a finite double that becomes infinite in single precision is rejected or kept finite."""
     x, y, x_test, y_test = agent(2)
     x = x.astype(np.float64)
     x[4, 1] = 1e39
-    made = answer(federation, bob=(x, y, x_test.astype(np.float64), y_test))
+    made = result_or_message(federation, bob=(x, y, x_test.astype(np.float64), y_test))
     assert "index 4" in made if isinstance(made, str) else bool(made.x.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", [np.complex64, np.str_, object, np.bool_])
 def test_features_that_are_no_numbers_are_refused(kind: type) -> None:
-    """D12: features that are no real numbers are refused with the agent and the type."""
+    """D12: features that are not real numbers are rejected with the agent and the type."""
     x, y, x_test, y_test = agent(2)
     text = refusal(federation, bob=(x.astype(kind), y, x_test, y_test))
     assert text == f"bob: expected numeric features, the training features are {x.astype(kind).dtype}"
@@ -190,8 +190,8 @@ def test_features_that_are_no_numbers_are_refused(kind: type) -> None:
         pytest.param((None, None, None, None), id="nothing"),
     ],
 )
-def test_arrays_of_no_use_are_refused(arrays: Any) -> None:
-    """What is no set of four equal-sided arrays is refused with the agent."""
+def test_unusable_arrays_are_refused(arrays: Any) -> None:
+    """Arguments that are not four arrays of matching lengths are rejected with the agent."""
     assert "bob" in refusal(federation, bob=arrays)
 
 
@@ -202,7 +202,7 @@ def test_alice_without_training_samples_is_refused() -> None:
 
 
 def test_another_agent_without_samples_is_kept_at_weight_zero() -> None:
-    """D7: another agent without samples is kept, warned about, and weighs nothing in any round."""
+    """D7: another agent without samples is kept with a warning, and has weight 0 in every round."""
     made = federation(alice=agent(1), bob=agent(2, train=0), carol=agent(3))
     assert made.samples.tolist() == [12, 0, 12]
     notes = advice(RunConfig(method="waffle", settings=Settings()), made)
@@ -214,7 +214,7 @@ def test_another_agent_without_samples_is_kept_at_weight_zero() -> None:
 
 
 def test_agent_of_a_single_class_is_kept() -> None:
-    """D9: an agent that holds one class only is kept, and its measurements are finite."""
+    """D9: an agent with a single class is kept, and its measurements are finite."""
     x, _, x_test, _ = agent(2)
     made = federation(alice=(x, np.full(12, 2), x_test, np.full(6, 2)), bob=agent(1))
     assert made.label_counts().tolist() == [[0, 0, 12], [4, 4, 4]]
@@ -243,7 +243,7 @@ def test_overlap_of_training_and_test_is_refused() -> None:
 
 
 def test_overlap_is_found_whatever_the_type_of_the_labels() -> None:
-    """D11: the overlap is found although training and test labels are of different integer types."""
+    """D11: the overlap is found when training and test labels have different integer types."""
     x, y, _, _ = agent(2)
     assert "also training data of bob" in refusal(federation, bob=(x, y.astype(np.int64), x, y.astype(np.int32)))
 
@@ -258,7 +258,7 @@ def test_test_sample_that_another_agent_trains_on_is_refused() -> None:
 
 
 def test_data_counted_twice_is_refused() -> None:
-    """D11: two agents with the same training data, in whatever order, are refused with both names."""
+    """D11: two agents with the same training data, in any order, are rejected with both names."""
     x, y, x_test, y_test = agent(1)
     turned = (x[::-1], y[::-1], x_test, y_test)
     text = refusal(federation, alice=agent(3), bob=(x, y, x_test, y_test), carol=turned)
@@ -289,7 +289,7 @@ def test_other_channels_are_refused() -> None:
 
 
 def test_identical_agents_have_defined_weights() -> None:
-    """D14: agents with identical data, at distance zero, get finite weights that sum to one."""
+    """D14: agents with identical data, at distance 0, get finite weights that sum to 1."""
     same = agent(1)
     made = Federation.from_arrays({"alice": same, "bob": same, "carol": same}, allow_duplicates=True)
     for measured in trained(made, rounds=4):
@@ -299,20 +299,20 @@ def test_identical_agents_have_defined_weights() -> None:
 
 
 def test_no_agents_and_doubled_names_are_refused() -> None:
-    """C12: no agents at all, and two agents of one name, are refused."""
+    """C12: an empty federation and two agents of one name are rejected."""
     assert "at least one agent" in refusal(Federation.from_arrays, {})
     assert "'bob'" in refusal(Federation.from_arrays, [("bob", agent(1)), ("bob", agent(2))])
 
 
 @pytest.mark.parametrize("alice", [2, -1, "2", "-1", "zoe", "", "²", "9" * 5000])
-def test_alice_who_is_not_there_is_refused(alice: int | str) -> None:
+def test_unknown_alice_is_refused(alice: int | str) -> None:
     """C3: an Alice out of range or unknown is refused with the names or the range."""
     text = refusal(index_of, alice, ("ann", "bob"))
     assert "ann, bob" in text or "between 0 and 1" in text
 
 
 def test_alice_is_found_by_name_or_number() -> None:
-    """Alice is given by her name, by her number, or by her number as text; a name goes before a number."""
+    """Alice is given by name, by number, or by number as text; a name takes precedence."""
     assert index_of("bob", ("ann", "bob")) == 1
     assert index_of(1, ("ann", "bob")) == 1
     assert index_of("1", ("ann", "bob")) == 1
@@ -322,15 +322,15 @@ def test_alice_is_found_by_name_or_number() -> None:
 
 
 def test_build_offsets_the_test_rows_and_refuses_shared_samples() -> None:
-    """Test rows point behind the training rows of the pool, and a training sample of two agents is refused."""
+    """Test rows index behind the training rows of the pool, and a training sample of two agents is rejected."""
     digits = data.load("digits")
     partition = split(digits.y_train, digits.y_test, "B*", seed=1)
     made = build(digits, partition)
     assert made.names[3] == "agent 3"
     assert np.array_equal(made.x[made.test[2]].numpy(), digits.x_test[partition.test[2]])
     assert np.array_equal(made.y[made.test[2]].numpy(), digits.y_test[partition.test[2]])
-    wanted = partition.relabel[2][digits.y_train[partition.train[2]]]
-    assert np.array_equal(made.labels(2, made.train[2]).numpy(), wanted)
+    expected = partition.relabel[2][digits.y_train[partition.train[2]]]
+    assert np.array_equal(made.labels(2, made.train[2]).numpy(), expected)
     doubled = replace(partition, train=(partition.train[0],) * 10)
     assert "two agents" in refusal(build, digits, doubled)
     empty = np.empty(0, np.int64)

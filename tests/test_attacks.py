@@ -1,4 +1,4 @@
-"""Attacks: by hand, beside the package byzfl, in runs, and what the guard does about them."""
+"""Attacks: hand-computed examples, comparison with byzfl, runs, and the guard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import BATCH, last_state, make_federation, make_model, refusal
+from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.scaffold import Scaffold, Up
 from waffle_fl.algorithms.waffle import Waffle
@@ -26,7 +26,7 @@ from waffle_fl.experiment import Runtime, execute
 from waffle_fl.guard import COPIED, OK, OPPOSED, PULLING, REASONS, screen
 from waffle_fl.records import read_json, read_rounds
 
-EVERY = list(ATTACKS)
+ATTACK_NAMES = list(ATTACKS)
 SMALL = {"rounds": 4, "samples_per_agent": 20, "agents": 4}
 
 
@@ -37,13 +37,13 @@ def scene(seed: int = 0, agents: int = 6, length: int = 40, malicious: int = 2) 
 
 
 def sent(text: str, s: Scene) -> torch.Tensor:
-    lie = parse(text).lie
-    assert lie is not None
-    return lie(s)[~s.honest]
+    attack_update = parse(text).lie
+    assert attack_update is not None
+    return attack_update(s)[~s.honest]
 
 
 def test_by_hand() -> None:
-    """A sign flip negates, a free rider sends zeros, a boosted update is ten times itself, a mimic sends Alice's."""
+    """A sign flip negates, a free rider sends zeros, replacement multiplies by ten, a mimic sends Alice's update."""
     s = scene()
     bad = s.dy[~s.honest]
     assert torch.equal(sent("sign-flip", s), -bad)
@@ -53,7 +53,7 @@ def test_by_hand() -> None:
 
 
 def test_noise_has_its_length() -> None:
-    """Noise is as long as was asked, in median honest updates, and differs between agents and rounds."""
+    """Noise has the requested length, in median honest updates, and differs between agents and rounds."""
     s = scene()
     noise = sent("far(100)", s)
     median = s.dy[s.honest].norm(dim=1).median()
@@ -62,8 +62,8 @@ def test_noise_has_its_length() -> None:
     assert not torch.equal(noise, sent("far(100)", s._replace(keys=s.keys + 1)))
 
 
-def test_projected_poison_is_the_nearest() -> None:
-    """Projected poison lies as near to Alice's update as her nearest honest peer, and points less her way."""
+def test_projected_poison_is_near_alice() -> None:
+    """Projected poison is as near to Alice's update as her nearest honest peer, and less aligned with it."""
     s = scene()
     poison = sent("projected", s)
     peers = (s.dy[1:4] - s.dy[0]).norm(dim=1)
@@ -72,8 +72,8 @@ def test_projected_poison_is_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_beside_byzfl(byzfl: Any, seed: int) -> None:
-    """ALIE, inner product manipulation, sign flips and mimicry are byzfl's, in float64."""
+def test_agrees_with_byzfl(byzfl: Any, seed: int) -> None:
+    """ALIE, inner product manipulation, sign flips and mimicry equal byzfl's in float64."""
     s = scene(seed)
     honest = s.dy[s.honest].numpy()
     for text, theirs in (
@@ -85,7 +85,7 @@ def test_beside_byzfl(byzfl: Any, seed: int) -> None:
         np.testing.assert_allclose(sent(text, s).numpy(), np.broadcast_to(theirs, (2, 40)), rtol=1e-12, atol=1e-12)
 
 
-def test_attackers_are_the_last_but_alice() -> None:
+def test_attackers_are_the_last_agents() -> None:
     """The last agents are malicious, and Alice never is."""
     assert attackers_of(make_federation(alice=0), 2) == (2, 3)
     assert attackers_of(make_federation(alice=3), 2) == (1, 2)
@@ -93,14 +93,14 @@ def test_attackers_are_the_last_but_alice() -> None:
 
 
 def test_flipped_labels() -> None:
-    """The attackers call class k what others call C - 1 - k; nobody else's labels change."""
+    """The attackers relabel class k as C - 1 - k; all other labels stay unchanged."""
     honest, bad = make_federation(), poisoned(make_federation(), "label-flip", 1)
     assert torch.equal(bad.labels(3, bad.train[3]), 2 - honest.labels(3, honest.train[3]))
     assert all(torch.equal(bad.labels(i, bad.train[i]), honest.labels(i, honest.train[i])) for i in range(3))
 
 
-def test_a_backdoored_federation() -> None:
-    """Half of an attacker's samples are stamped and called the target; Alice's other classes are the probe."""
+def test_backdoor() -> None:
+    """Half of an attacker's samples are stamped and labelled as the target; the probe has Alice's other classes."""
     honest, bad = make_federation(), poisoned(make_federation(), "backdoor(1, 0.5)", 1)
     half = round(0.5 * len(honest.train[3]))
     assert torch.equal(bad.samples, honest.samples)
@@ -114,8 +114,8 @@ def test_a_backdoored_federation() -> None:
     assert torch.equal(bad.test[0], tests)
 
 
-def test_attacks_on_labels_outlast_a_drift() -> None:
-    """Where labels drift, attackers mirror the new ones too, and what is stamped keeps its name."""
+def test_label_attacks_follow_a_drift() -> None:
+    """When labels drift, attackers mirror the new labels too, and stamped samples keep the target label."""
     honest = make_federation()
     turn = torch.full((len(honest.x),), 0.5, dtype=torch.float64)
     honest = replace(honest, later=honest.relabel.roll(1, dims=1), turn=turn)
@@ -126,11 +126,11 @@ def test_attacks_on_labels_outlast_a_drift() -> None:
         assert bad.backdoor is not None
         assert (bad.labels(0, bad.backdoor, moment) == 1).all()
         assert (bad.labels(3, bad.train[3][: round(0.5 * len(own))], moment) == 1).all()
-    assert len(last_state(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
+    assert len(outcomes_of(RunSpec(Scaffold(), bad, 3), make_model(), rounds=2)) == 2
 
 
-def test_a_stamp_is_a_patch() -> None:
-    """Of an image of 28 x 28 the last 3 x 3 pixels of each channel become the brightest of all."""
+def test_stamp_is_a_patch() -> None:
+    """In an image of 28 x 28 the last 3 x 3 pixels of each channel take the largest value of all."""
     x = torch.zeros(2, 1, 28, 28)
     found = stamped(x, torch.tensor([0.0, 5.0]))
     assert (found[..., -3:, -3:] == 5).all()
@@ -138,7 +138,7 @@ def test_a_stamp_is_a_patch() -> None:
     assert not x.any()
 
 
-@pytest.mark.parametrize("attack", EVERY)
+@pytest.mark.parametrize("attack", ATTACK_NAMES)
 def test_every_attack_runs_and_resumes(attack: str, tmp_path: Path) -> None:
     """Each attack runs by its name, the record names the attackers and their weight, and runs repeat bit for bit."""
     config = check_run("waffle", {**SMALL, "attack": attack, "attackers": 2}, {})
@@ -152,8 +152,8 @@ def test_every_attack_runs_and_resumes(attack: str, tmp_path: Path) -> None:
     assert (read_json(folders[0] / "provenance.json") or {})["attackers"] == ["agent 2", "agent 3"]
 
 
-def test_the_noise_of_a_round_is_its_own() -> None:
-    """What a run sends in round 3 does not depend on the rounds before it, so a resumed run meets the same attack."""
+def test_noise_depends_on_the_round_only() -> None:
+    """The attack of round 3 does not depend on earlier rounds, so a resumed run sees the same attack."""
     tamper: Any = tamper_of(make_federation(), "gaussian", 1, seed=5)
     again: Any = tamper_of(make_federation(), "gaussian", 1, seed=5)
     up = Up(torch.ones(4, 30), torch.zeros(4, 0))
@@ -163,8 +163,8 @@ def test_the_noise_of_a_round_is_its_own() -> None:
     assert torch.equal(tamper(up, 3).dy[:3], up.dy[:3])
 
 
-def test_local_is_nobody_s_victim(tmp_path: Path) -> None:
-    """Who trains alone is not attacked: Local reaches the same with and without."""
+def test_local_is_not_attacked(tmp_path: Path) -> None:
+    """Local has the same results with and without an attack."""
     runs = [check_run("local", {**SMALL, **more}, {}) for more in ({}, {"attack": "sign-flip", "attackers": 2})]
     results = execute([(run, tmp_path / str(i)) for i, run in enumerate(runs)], Runtime(workers=1))
     assert results[0]["last"] == results[1]["last"]
@@ -180,13 +180,13 @@ def test_local_is_nobody_s_victim(tmp_path: Path) -> None:
         ("gaussian(nan)", "finite"),
     ],
 )
-def test_mistakes_are_told(attack: str, expected: str) -> None:
-    """An attack that does not exist, or cannot be, is told in one line before any work."""
+def test_invalid_attacks_are_rejected(attack: str, expected: str) -> None:
+    """An unknown or invalid attack is rejected with one line before any work."""
     assert expected in refusal(check_run, "waffle", {"attack": attack}, {})
 
 
-def test_an_attack_on_labels_needs_classes() -> None:
-    """Numbers to predict have no labels to flip."""
+def test_label_attacks_need_classes() -> None:
+    """Attacks on labels reject regression targets."""
     federation = replace(make_federation(), task="regression")
     assert "expected a classification task" in refusal(poisoned, federation, "label-flip", 1)
 
@@ -197,26 +197,26 @@ def test_an_attack_on_labels_needs_classes() -> None:
 def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[str, Any]]:
     federation = make_federation((40,) * 6)
     bad = poisoned(federation, attack, 2)
-    cell = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
-    return [outcome.measured for outcome in last_state(cell, make_model(), rounds=8, guard=guard)]
+    spec = RunSpec(algorithm, bad, 3, tamper=tamper_of(bad, attack, 2, 3), attackers=attackers_of(bad, 2))
+    return [outcome.measured for outcome in outcomes_of(spec, make_model(), rounds=8, guard=guard)]
 
 
 @pytest.mark.parametrize("attack", ["sign-flip(3)", "ipm", "free-rider", "mimic"])
 @pytest.mark.parametrize("method", [Scaffold, Waffle])
 def test_the_guard_finds_crude_attacks(attack: str, method: Any) -> None:
-    """Sign flips, inner products, free riders and mimics weigh next to nothing under the guard."""
+    """Sign flips, inner products, free riders and mimics have almost no weight under the guard."""
     rounds = screened(attack, method(SGD(0.1)))
     assert sum(line["attackers_weight"] for line in rounds) / len(rounds) < 0.1
 
 
 def codes_of(dy: torch.Tensor, new_control_variates: torch.Tensor | None = None) -> list[int]:
     up = Up(dy, torch.zeros(len(dy), 0))
-    everyone = torch.ones(len(dy), dtype=torch.bool)
-    return screen(up, torch.tensor(0), everyone, "standard", new_control_variates)[2].tolist()
+    all_agents = torch.ones(len(dy), dtype=torch.bool)
+    return screen(up, torch.tensor(0), all_agents, "standard", new_control_variates)[2].tolist()
 
 
-def test_copies_and_chance() -> None:
-    """An exact copy of Alice's update is refused, and so is one that agrees with her by chance alone."""
+def test_copies_and_chance_agreement_are_rejected() -> None:
+    """An exact copy of Alice's update is rejected, and so is an update whose agreement with hers is chance."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(10_000, generator=generator)
     dy = common + torch.randn(6, 10_000, generator=generator)
@@ -225,15 +225,15 @@ def test_copies_and_chance() -> None:
     assert codes_of(dy) == [OK, OK, OK, OK, COPIED, OPPOSED]
 
 
-def test_one_lie_counts_once() -> None:
-    """Of three agents that send the same the first is heard; honest ones differ."""
+def test_equal_updates_count_once() -> None:
+    """Of three agents that send the same update only the first is accepted; honest updates differ."""
     dy = torch.ones(6, 400) + torch.randn(6, 400, generator=torch.Generator().manual_seed(0))
     dy[4] = dy[5] = dy[3]
     assert codes_of(dy) == [OK, OK, OK, OK, COPIED, COPIED]
 
 
-def test_a_control_variate_that_pulls() -> None:
-    """An update like all others is refused if the control variate that follows is twice as long as the median."""
+def test_long_control_variates_are_rejected() -> None:
+    """An ordinary update is rejected if its control variate is twice as long as the median."""
     dy = torch.ones(5, 400) + 0.5 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
     new_control_variates = torch.ones(5, 400)
     new_control_variates[3] *= 2
@@ -241,19 +241,19 @@ def test_a_control_variate_that_pulls() -> None:
     assert REASONS[PULLING] == "too strong a pull"
 
 
-def test_corrected_updates_are_not_cut_below_the_median() -> None:
-    """Where Alice's update is short, others are cut to twice its length; under control variates to the median one."""
+def test_corrected_updates_are_not_clipped_below_the_median() -> None:
+    """Updates are clipped to twice the length of Alice's; with control variates the limit is at least the median."""
     dy = torch.ones(5, 400) + 0.5 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
     dy[0] /= 4
-    up, everyone = Up(dy, torch.zeros(5, 0)), torch.ones(5, dtype=torch.bool)
+    up, all_agents = Up(dy, torch.zeros(5, 0)), torch.ones(5, dtype=torch.bool)
     norms = dy.norm(dim=1)
     for new_control_variates, limit in ((None, 2 * norms[0]), (torch.ones(5, 400), norms.median())):
-        cut = screen(up, torch.tensor(0), everyone, "standard", new_control_variates)[0].dy.norm(dim=1)
+        cut = screen(up, torch.tensor(0), all_agents, "standard", new_control_variates)[0].dy.norm(dim=1)
         torch.testing.assert_close(cut[1:], norms[1:].clamp(max=limit))
 
 
-def test_who_was_refused_leaves_no_control_variate() -> None:
-    """Under the guard SCAFFOLD's c is the mean of the control variates of those it heard."""
+def test_rejected_agents_leave_no_control_variate() -> None:
+    """Under the guard SCAFFOLD's c is the mean of the control variates of the accepted agents."""
     federation = make_federation()
 
     def flip(up: Any, r: int) -> Any:
@@ -261,20 +261,20 @@ def test_who_was_refused_leaves_no_control_variate() -> None:
 
     *_, last = simulate([RunSpec(Scaffold(SGD(0.1)), federation, 3, tamper=flip)], make_model(), rounds=4,
                         batch_size=BATCH, guard="standard")  # fmt: skip
-    server, refused = last[0].state.server, last[0].measured["screened"]
-    received = [i for i, name in enumerate(federation.names) if refused.get(name, "clipped") == "clipped"]
-    assert "agent 3" in refused
+    server, screened = last[0].state.server, last[0].measured["screened"]
+    received = [i for i, name in enumerate(federation.names) if screened.get(name, "clipped") == "clipped"]
+    assert "agent 3" in screened
     torch.testing.assert_close(server.c, server.c_i[received].mean(dim=0))
 
 
 def test_the_guard_is_cheap() -> None:
-    """Checking the update of a LeNet-5, control variate and all, takes a round's one core less than a millisecond."""
+    """Checking an update of LeNet-5 with its control variate takes less than a millisecond on one core."""
     dy = torch.randn(10, 61_706)
-    up, everyone = Up(dy, torch.zeros(10, 0)), torch.ones(10, dtype=torch.bool)
+    up, all_agents = Up(dy, torch.zeros(10, 0)), torch.ones(10, dtype=torch.bool)
     seconds = []
     with one_thread():
         for _ in range(50):
             began = time.process_time()
-            screen(up, torch.tensor(0), everyone, "standard", dy)
+            screen(up, torch.tensor(0), all_agents, "standard", dy)
             seconds.append(time.process_time() - began)
     assert min(seconds) / len(dy) < 1e-3

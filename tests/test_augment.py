@@ -1,4 +1,4 @@
-"""Crops and reflections."""
+"""Augmentation: random crops and reflections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import last_state, refusal
+from conftest import outcomes_of, refusal
 from waffle_fl import SGD, FedAvg, FlatModel, RunSpec, build, load, split
 from waffle_fl.augment import PADDING, crop_and_flip, darkest
 from waffle_fl.config import RunConfig, Settings
@@ -19,7 +19,7 @@ from waffle_fl.models import mlp
 
 
 def all_views(image: Tensor, border: Tensor) -> list[Tensor]:
-    """Every crop of the padded image, and every crop reflected."""
+    """Return every crop of the padded image and its reflection."""
     _, height, width = image.shape
     padded = torch.stack([F.pad(c, [PADDING] * 4, value=float(v)) for c, v in zip(image, border, strict=True)])
     shifts = range(2 * PADDING + 1)
@@ -43,7 +43,7 @@ def test_all_shifts_and_both_sides_occur() -> None:
     assert len(torch.unique(seen, dim=0)) == 2 * (2 * PADDING + 1) ** 2
 
 
-def test_what_is_drawn_depends_on_the_key_alone() -> None:
+def test_draws_depend_on_the_key_alone() -> None:
     x, keys = torch.randn(3, 4, 1, 6, 6), torch.tensor([5, 6, 7])
     together = crop_and_flip(x, keys, torch.zeros(1))
     alone = crop_and_flip(x[1:2], keys[1:2], torch.zeros(1))
@@ -51,13 +51,13 @@ def test_what_is_drawn_depends_on_the_key_alone() -> None:
     assert not torch.equal(together, crop_and_flip(x, keys + 100, torch.zeros(1)))
 
 
-def test_training_sees_them_and_repeats() -> None:
-    """Augmented runs repeat bit for bit, and differ from plain ones; data that are no images are refused."""
+def test_augmented_training_repeats() -> None:
+    """Augmented runs repeat bit for bit and differ from plain ones; data other than images are rejected."""
     digits = load("digits")
     federation = build(digits, split(digits.y_train, digits.y_test, "C", agents=3))
     model = FlatModel(lambda: mlp((1, 8, 8), 10))
-    cell = RunSpec(FedAvg(SGD(0.1)), federation, 1)
-    plain, first, again = (last_state(cell, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
+    spec = RunSpec(FedAvg(SGD(0.1)), federation, 1)
+    plain, first, again = (outcomes_of(spec, model, 2, augment=on)[-1].state.server.x for on in (False, True, True))
     assert torch.equal(first, again)
     assert not torch.equal(first, plain)
 

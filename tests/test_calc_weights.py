@@ -1,4 +1,4 @@
-"""Algorithm 1: worked by hand, by property, and at its edges."""
+"""Algorithm 1: hand-computed examples, properties and edge cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from waffle_fl.errors import WaffleError
 TINY_FLOATS = st.floats(-100, 100, allow_subnormal=False)
 
 
-def now(agents: int, r: int = 1, of: int = 100, alice: int = 0, received: list[bool] | None = None) -> Round:
+def round_of(agents: int, r: int = 1, of: int = 100, alice: int = 0, received: list[bool] | None = None) -> Round:
     ones, present = torch.ones(agents, dtype=torch.int64), torch.tensor(received or [True] * agents)
     return Round(r, of, torch.tensor(alice), present, present, ones, ones, 32)
 
@@ -29,10 +29,10 @@ def past(agents: int) -> torch.Tensor:
     return torch.full((2, agents), 1 / agents, dtype=torch.float64)
 
 
-def raw(distances: list[float], omega: float, denominator: str = "max", r: int = 1) -> list[float]:
-    """Alice at 0, the others on a line at these distances from her: alpha before smoothing."""
+def unsmoothed_weights(distances: list[float], omega: float, denominator: str = "max", r: int = 1) -> list[float]:
+    """Return alpha before smoothing, with Alice at 0 and the others on a line at these distances from her."""
     dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
-    return calc_weights(dy, past(len(dy)), now(len(dy), r), omega, omega, denominator)[1].tolist()
+    return calc_weights(dy, past(len(dy)), round_of(len(dy), r), omega, omega, denominator)[1].tolist()
 
 
 def test_max_by_hand() -> None:
@@ -41,7 +41,7 @@ def test_max_by_hand() -> None:
     dM = 2, dm = 1, d_A = 1 * (1 - (2-1)/2 * (1 - 1/2)) = 0.75.
     Alice 0.5 - 0 = 1/2; then 0.5 - 0.25/2 = 3/8; 0.5 - 0.5/2 = 1/4; 0.5 - 1.25/2 < 0, so 0. Their sum is 9/8.
     """
-    assert raw([1.0, 1.25, 2.0], 0.5) == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
+    assert unsmoothed_weights([1.0, 1.25, 2.0], 0.5) == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
 
 
 def test_range_by_hand() -> None:
@@ -49,7 +49,7 @@ def test_range_by_hand() -> None:
 
     Alice 1/2; 0.5 - 0.25/1.25 = 0.3; 0.5 - 0.5/1.25 = 0.1; 0.5 - 1.25/1.25 < 0. Their sum is 0.9.
     """
-    assert raw([1.0, 1.25, 2.0], 0.5, "range") == pytest.approx([5 / 9, 3 / 9, 1 / 9, 0])
+    assert unsmoothed_weights([1.0, 1.25, 2.0], 0.5, "range") == pytest.approx([5 / 9, 3 / 9, 1 / 9, 0])
 
 
 def test_omega_above_one_by_hand() -> None:
@@ -58,21 +58,21 @@ def test_omega_above_one_by_hand() -> None:
     1.2; 1.2 + 0.1 = 1.3; 1.2 - 0.15 = 1.05; 1.2 - 0.9 = 0.3. Their sum is 3.85.
     """
     expected = [1.2 / 3.85, 1.3 / 3.85, 1.05 / 3.85, 0.3 / 3.85]
-    assert raw([1.0, 1.25, 2.0], 1.2, "range") == pytest.approx(expected)
+    assert unsmoothed_weights([1.0, 1.25, 2.0], 1.2, "range") == pytest.approx(expected)
 
 
-def test_only_max_starts_with_everyone() -> None:
-    """In round 1 of 100 the farthest agent has weight under "max" and none under "range", for its ratio there is 1."""
+def test_only_max_starts_with_all_agents() -> None:
+    """In round 1 of 100 the farthest agent has weight under "max" and none under "range", where its ratio is 1."""
     omega = evaluate("sigmoid(3.2)", "omega", 1, 100)
-    assert raw([1.0, 1.25, 2.0], omega, "max")[3] == pytest.approx(0.140987, abs=1e-6)
-    assert raw([1.0, 1.25, 2.0], omega, "range")[3] == 0
+    assert unsmoothed_weights([1.0, 1.25, 2.0], omega, "max")[3] == pytest.approx(0.140987, abs=1e-6)
+    assert unsmoothed_weights([1.0, 1.25, 2.0], omega, "range")[3] == 0
 
 
 def test_directions_by_hand() -> None:
-    """As unit vectors: 0 for the same way at any length, √2 at right angles and for no direction at all, 2 opposed."""
+    """Distances of unit vectors: 0 for equal directions, √2 for right angles and zero vectors, 2 for opposite ones."""
     dy = torch.tensor([[2.0, 0.0], [7.0, 0.0], [0.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     assert angular_distance(dy, dy[0]).tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
-    d = calc_weights(dy, past(5), now(5), 0.5, 0.5, distance=angular_distance)[2]
+    d = calc_weights(dy, past(5), round_of(5), 0.5, 0.5, distance=angular_distance)[2]
     assert d.tolist() == pytest.approx([0, 0, math.sqrt(2), math.sqrt(2), 2])
     way = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     same = torch.tensor([[1.0], [3.0], [0.1], [7e-3]], dtype=torch.float64) * way
@@ -83,20 +83,20 @@ def test_directions_by_hand() -> None:
 def test_smoothing_by_hand() -> None:
     """alpha_bar is the mean of alpha^(r-2), alpha^(r-1) and alpha^r: (1/4 + 1/4 + 4/9) / 3 = 17/54 for Alice."""
     dy = torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64)
-    alpha_bar, _, d = calc_weights(dy, past(4), now(4), 0.5, 0.5)
+    alpha_bar, _, d = calc_weights(dy, past(4), round_of(4), 0.5, 0.5)
     assert alpha_bar.tolist() == pytest.approx([17 / 54, 15 / 54, 13 / 54, 9 / 54])
     assert d.tolist() == pytest.approx([0.75, 1.0, 1.25, 2.0])
 
 
 def test_history_keeps_the_raw_weights() -> None:
-    """What enters the history is alpha^r, not alpha_bar (Algorithm 2, line 14)."""
+    """The history stores alpha^r, not alpha_bar (Algorithm 2, line 14)."""
     from waffle_fl.algorithms.scaffold import Up
     from waffle_fl.models import Net
 
     waffle = Waffle(SGD())
     server, _ = waffle.init(Net(torch.zeros(1, dtype=torch.float64), torch.zeros(0)), 4)
     up = Up(torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64), torch.zeros(4, 0))
-    after, info = waffle.aggregate(server, up, now(4, r=50))
+    after, info = waffle.aggregate(server, up, round_of(4, r=50))
     assert after.past[0].tolist() == [0.25] * 4
     assert after.past[1].tolist() == info.alpha.tolist() != info.weights.tolist()
 
@@ -106,7 +106,8 @@ def test_alice_trains_alone_from_95_percent(rounds: int, first: int) -> None:
     """alpha is Alice's indicator from the first round r with r >= 0.95 R, and not before (integer arithmetic)."""
     dy = torch.tensor([[0.0], [1.0], [1.1]], dtype=torch.float64)
     alone = [
-        calc_weights(dy, past(3), now(3, r, rounds), 1.0, 1.0)[1].tolist() == [1, 0, 0] for r in range(1, rounds + 1)
+        calc_weights(dy, past(3), round_of(3, r, rounds), 1.0, 1.0)[1].tolist() == [1, 0, 0]
+        for r in range(1, rounds + 1)
     ]
     assert alone == [r >= first for r in range(1, rounds + 1)]
 
@@ -116,7 +117,7 @@ def test_fully_local_two_rounds_later() -> None:
     dy, history = torch.tensor([[0.0], [1.0], [1.1]], dtype=torch.float64), past(3)
     local = []
     for r in range(90, 101):
-        alpha_bar, alpha, _ = calc_weights(dy, history, now(3, r), 1.0, 1.0)
+        alpha_bar, alpha, _ = calc_weights(dy, history, round_of(3, r), 1.0, 1.0)
         history = torch.stack([history[1], alpha])
         if alpha_bar.tolist() == [1, 0, 0]:
             local.append(r)
@@ -132,10 +133,10 @@ readings = st.sampled_from(["max", "range"])
 
 @given(updates, degrees, degrees, readings, st.integers(1, 94))
 @settings(max_examples=150)
-def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
-    """Weights are finite, not negative and sum to 1; nearer never weighs less; nobody outweighs Alice."""
+def test_weights_are_normalised(dy: list[list[float]], omega: float, psi: float, reading: str, r: int) -> None:
+    """Weights are finite, non-negative and sum to 1; a nearer agent never weighs less; Alice has the largest weight."""
     rows = torch.tensor(dy, dtype=torch.float64)
-    alpha_bar, alpha, d = calc_weights(rows, past(len(rows)), now(len(rows), r), omega, psi, reading)
+    alpha_bar, alpha, d = calc_weights(rows, past(len(rows)), round_of(len(rows), r), omega, psi, reading)
     for weights in (alpha_bar, alpha):
         assert torch.isfinite(weights).all()
         assert (weights >= 0).all()
@@ -147,11 +148,11 @@ def test_weights_are_weights(dy: list[list[float]], omega: float, psi: float, re
 
 @given(updates, degrees, degrees, readings)
 @settings(max_examples=100)
-def test_the_slow_twin_agrees(dy: list[list[float]], omega: float, psi: float, reading: str) -> None:
-    """The tensor form and the twin's plain floats give the same weights."""
+def test_agrees_with_the_reference(dy: list[list[float]], omega: float, psi: float, reading: str) -> None:
+    """The tensor form and the reference's plain floats give the same weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
     n = len(rows)
-    mine = calc_weights(rows, past(n), now(n, 7), omega, psi, reading)
+    mine = calc_weights(rows, past(n), round_of(n, 7), omega, psi, reading)
     theirs = slow(list(rows), ([1 / n] * n, [1 / n] * n), 0, 7, 100, omega, psi, reading)
     assert mine[0].tolist() == pytest.approx(theirs[0], abs=1e-9)
     assert mine[1].tolist() == pytest.approx(theirs[1], abs=1e-9)
@@ -162,7 +163,7 @@ def test_the_slow_twin_agrees(dy: list[list[float]], omega: float, psi: float, r
 def test_scale_does_not_matter(dy: list[list[float]], omega: float, reading: str, scale: float) -> None:
     """Updates k times as long give the same weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
-    context = now(len(rows))
+    context = round_of(len(rows))
     before = calc_weights(rows, past(len(rows)), context, omega, omega, reading)[0]
     after = calc_weights(scale * rows, past(len(rows)), context, omega, omega, reading)[0]
     assert after.tolist() == pytest.approx(before.tolist(), abs=1e-9)
@@ -170,29 +171,29 @@ def test_scale_does_not_matter(dy: list[list[float]], omega: float, reading: str
 
 @given(updates, degrees, readings, st.randoms(use_true_random=False))
 @settings(max_examples=100)
-def test_names_do_not_matter(dy: list[list[float]], omega: float, reading: str, random: object) -> None:
+def test_order_does_not_matter(dy: list[list[float]], omega: float, reading: str, random: object) -> None:
     """Permuting the agents permutes their weights."""
     rows = torch.tensor(dy, dtype=torch.float64)
     n = len(rows)
     order = list(range(n))
     random.shuffle(order)  # type: ignore[attr-defined]
-    before = calc_weights(rows, past(n), now(n), omega, omega, reading)[0]
-    after = calc_weights(rows[order], past(n), now(n, alice=order.index(0)), omega, omega, reading)[0]
+    before = calc_weights(rows, past(n), round_of(n), omega, omega, reading)[0]
+    after = calc_weights(rows[order], past(n), round_of(n, alice=order.index(0)), omega, omega, reading)[0]
     assert after.tolist() == pytest.approx(before[order].tolist(), abs=1e-12)
 
 
-def test_a_shared_move_does_not_matter() -> None:
-    """Adding one vector to every update leaves the weights as they were."""
+def test_common_shift_does_not_matter() -> None:
+    """Adding one vector to every update leaves the weights unchanged."""
     rows = torch.tensor([[0.0, 1.0], [2.0, 0.5], [-1.0, 3.0]], dtype=torch.float64)
     shifted = rows + torch.tensor([5.0, -7.0], dtype=torch.float64)
-    before, after = (calc_weights(dy, past(3), now(3), 0.7, 0.7)[0].tolist() for dy in (rows, shifted))
+    before, after = (calc_weights(dy, past(3), round_of(3), 0.7, 0.7)[0].tolist() for dy in (rows, shifted))
     assert after == pytest.approx(before)
 
 
 @pytest.mark.parametrize("reading", ["max", "range"])
 def test_one_agent(reading: str) -> None:
     """N = 1: all weight is Alice's."""
-    assert raw([], 0.5, reading) == [1.0]
+    assert unsmoothed_weights([], 0.5, reading) == [1.0]
 
 
 def test_two_agents() -> None:
@@ -200,46 +201,46 @@ def test_two_agents() -> None:
 
     The limit of the ratio is (1 - omega) / (2 - omega) = 1/3 at omega = 1/2: weights 1/2 and 1/2 - 1/3 = 1/6.
     """
-    assert raw([3.0], 0.5, "max") == [0.5, 0.5]
-    assert raw([3.0], 0.5, "range") == pytest.approx([0.75, 0.25])
+    assert unsmoothed_weights([3.0], 0.5, "max") == [0.5, 0.5]
+    assert unsmoothed_weights([3.0], 0.5, "range") == pytest.approx([0.75, 0.25])
 
 
 @pytest.mark.parametrize("reading", ["max", "range"])
 def test_equal_distances(reading: str) -> None:
-    """All others equally far: they weigh the same, and nothing is NaN."""
-    weights = raw([2.0, 2.0, 2.0], 0.8, reading)
+    """Equally distant agents have equal weights, and nothing is NaN."""
+    weights = unsmoothed_weights([2.0, 2.0, 2.0], 0.8, reading)
     assert weights[1] == weights[2] == weights[3]
     assert math.isfinite(sum(weights))
 
 
 @pytest.mark.parametrize("reading", ["max", "range"])
 def test_identical_updates(reading: str) -> None:
-    """All updates alike (zero ones included): the weights are defined, and any of them moves the model alike."""
-    weights = raw([0.0, 0.0], 0.6, reading)
+    """The weights are defined when all updates are equal, also when all are zero."""
+    weights = unsmoothed_weights([0.0, 0.0], 0.6, reading)
     assert all(math.isfinite(w) for w in weights)
     assert sum(weights) == pytest.approx(1)
 
 
 def test_no_threshold_passed() -> None:
-    """Where psi = 0 leaves every weight at zero, Alice trains alone."""
+    """Alice trains alone when psi = 0 makes every weight zero."""
     dy = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
-    assert calc_weights(dy, past(3), now(3, 50), 0.0, 0.0)[1].tolist() == [1, 0, 0]
+    assert calc_weights(dy, past(3), round_of(3, 50), 0.0, 0.0)[1].tolist() == [1, 0, 0]
 
 
-def test_unheard_agents_weigh_nothing() -> None:
-    """An agent that was not heard has weight 0, stays out of dM and dm, and its history goes to the others."""
+def test_missing_agents_have_weight_zero() -> None:
+    """An agent that was not received has weight 0, does not enter dM and dm, and passes its history to the others."""
     dy = torch.tensor([[0.0], [1.0], [500.0], [2.0]], dtype=torch.float64)
-    alpha_bar, alpha, _ = calc_weights(dy, past(4), now(4, received=[True, True, False, True]), 0.5, 0.5)
+    alpha_bar, alpha, _ = calc_weights(dy, past(4), round_of(4, received=[True, True, False, True]), 0.5, 0.5)
     three = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
-    assert alpha[[0, 1, 3]].tolist() == pytest.approx(calc_weights(three, past(3), now(3), 0.5, 0.5)[1].tolist())
+    assert alpha[[0, 1, 3]].tolist() == pytest.approx(calc_weights(three, past(3), round_of(3), 0.5, 0.5)[1].tolist())
     assert alpha_bar[2] == 0
     assert alpha_bar.sum().item() == pytest.approx(1)
 
 
-def test_nobody_else_is_heard() -> None:
-    """With every other agent gone the round is a local step."""
+def test_only_alice_is_received() -> None:
+    """A round in which only Alice's update arrives is a local step."""
     dy = torch.zeros(3, 2, dtype=torch.float64)
-    alpha_bar, _, _ = calc_weights(dy, past(3), now(3, received=[True, False, False]), 0.9, 0.9)
+    alpha_bar, _, _ = calc_weights(dy, past(3), round_of(3, received=[True, False, False]), 0.9, 0.9)
     assert alpha_bar.tolist() == [1, 0, 0]
 
 
@@ -252,7 +253,7 @@ def test_the_paper_s_sigmoid(r: int, value: float) -> None:
 
 
 def test_schedules_by_hand() -> None:
-    """The other schedules at a few rounds, and the shift that hastens local training."""
+    """Hand-computed values of the other schedules, and the shift that starts local training earlier."""
     assert parse("linear")(25, 100) == 0.75
     assert parse("linear(0.8, 0.2)")(50, 100) == pytest.approx(0.5)
     assert [parse("step(0.7)")(r, 100) for r in (69, 70)] == [1.0, 0.0]
@@ -268,13 +269,13 @@ def test_schedules_by_hand() -> None:
     "text", ["sigmoid(-1)", "sigmoyd(3)", "linear(a)", "step(1,2,3,4)", "3.2", "os:nothing", "math:pi"]
 )
 def test_bad_schedules(text: str) -> None:
-    """A schedule that cannot be read is refused in one line."""
+    """A schedule that cannot be parsed is rejected with one line."""
     with pytest.raises(WaffleError, match=r"^[^\n]+$"):
         parse(text)
 
 
 @pytest.mark.parametrize("value", [math.nan, 1.5, -0.1, math.inf, "half"])
 def test_bad_values_of_a_schedule(value: object) -> None:
-    """A schedule of the user's that leaves [0, 1] is refused with the round and the value."""
+    """A user's schedule that leaves [0, 1] is rejected with the round and the value."""
     with pytest.raises(WaffleError, match=r"omega\(7\) of 10 rounds is"):
         evaluate(lambda r, rounds: value, "omega", 7, 10)  # type: ignore[arg-type,return-value]

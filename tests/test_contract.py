@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, fitted, grad_of, last_state, make_federation, make_model
+from conftest import BATCH, fitted, grad_of, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
@@ -35,7 +35,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def poisoned(state: Any, keep: int) -> Any:
-    """NaN in every floating row but one."""
+    """Replace every floating-point row but one by NaN."""
     fields = []
     for tensor in state:
         tensor = tensor.clone()
@@ -46,12 +46,12 @@ def poisoned(state: Any, keep: int) -> Any:
 
 
 class Stage:
-    """An algorithm in the middle of a run, with one mini-batch at hand."""
+    """An algorithm in the middle of a run, with one mini-batch."""
 
     def __init__(self, method: str) -> None:
         self.algorithm, self.model = make(method), make_model()
         self.federation = make_federation().to("cpu", torch.float64)
-        outcome = last_state(RunSpec(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
+        outcome = outcomes_of(RunSpec(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
         self.server, self.agents = outcome.state
         batches = Batches([self.federation], [3], BATCH, 1, torch.float64)
         self.batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
@@ -70,7 +70,7 @@ class Stage:
 
 @every
 def test_pure(method: str) -> None:
-    """No function changes what it was given, bit for bit, and the same inputs give the same bits."""
+    """No function changes its arguments, and the same inputs give the same bits."""
     s = Stage(method)
     calls = [
         (s.algorithm.broadcast, (s.server, AGENTS)),
@@ -107,7 +107,7 @@ def test_row_local(method: str, row: int) -> None:
 
 @every
 def test_rows_only(method: str) -> None:
-    """Down, Agents, Local and Up hold one row an agent, and tensors only."""
+    """Down, Agents, Local and Up hold only tensors, with one row per agent."""
     s = Stage(method)
     for state in (s.down, s.agents, s.local, s.up):
         assert all(isinstance(tensor, torch.Tensor) and len(tensor) == AGENTS for tensor in state)
@@ -115,7 +115,7 @@ def test_rows_only(method: str) -> None:
 
 @every
 def test_federation_of_one(method: str) -> None:
-    """A single agent trains as Local does (clipped alike, and its personal model left to itself)."""
+    """A single agent trains as Local does, with the same clipping and no regularisation of its personal model."""
     if method == "per-fedavg":
         pytest.skip("an update of it takes two mini-batches: test_per_fedavg_without_adaptation")
     federation, model = make_federation().only(2), make_model()
@@ -133,44 +133,44 @@ def test_federation_of_one(method: str) -> None:
     local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)
     nets = []
     for a in (algorithm, local):
-        state = last_state(RunSpec(a, federation, 3), model)[-1].state
+        state = outcomes_of(RunSpec(a, federation, 3), model)[-1].state
         nets.append(a.personal(state.server, state.agents, 1).params[0])
     torch.testing.assert_close(nets[0], nets[1], rtol=1e-12, atol=1e-12)
 
 
 @every
 def test_same_seed_same_bits(method: str) -> None:
-    """Two runs of one seed are equal to the last bit; another seed differs."""
-    cells = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
-    a, b, c = (tensors_of(last_state(cell, make_model(torch.float32))[-1].state) for cell in cells)
+    """Two runs of one seed are equal bit for bit; another seed differs."""
+    specs = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
+    a, b, c = (tensors_of(outcomes_of(spec, make_model(torch.float32))[-1].state) for spec in specs)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
 
 @every
 @pytest.mark.parametrize("stacked", [True, False])
-def test_neighbours_change_no_bit(method: str, stacked: bool) -> None:
-    """A federation's bits are the same alone, and stacked beside others of other sizes, seeds and Alices."""
+def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
+    """A federation's bits are the same alone and stacked with federations of other sizes, seeds and Alices."""
     model = make_model(torch.float32, stacked=stacked)
     federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
     federations.append(make_federation().only(2))
-    cells = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
-    together = list(simulate(cells, model, rounds=5, batch_size=BATCH))[-1]
-    for i, cell in enumerate(cells):
-        alone = last_state(cell, model, rounds=5, workers=1)[-1]
+    specs = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
+    together = list(simulate(specs, model, rounds=5, batch_size=BATCH))[-1]
+    for i, spec in enumerate(specs):
+        alone = outcomes_of(spec, model, rounds=5, workers=1)[-1]
         a, b = tensors_of(alone.state), tensors_of(together[i].state)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @every
 def test_state_survives_save_and_load(method: str) -> None:
-    """Going on from a saved state gives the bits of the unbroken run."""
-    model, cell = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
-    unbroken = [o[0] for o in simulate([cell], model, rounds=6, batch_size=BATCH)]
+    """Resuming from a saved state gives the bits of the uninterrupted run."""
+    model, spec = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
+    unbroken = [o[0] for o in simulate([spec], model, rounds=6, batch_size=BATCH)]
     saved = tensors_of(unbroken[2].state)
     _, loaded = unpack(pack(saved, {}), saved)
-    state = state_of(loaded, initial_state(cell, model))
-    resumed = RunSpec(cell.algorithm, cell.federation, 3, state=state)
+    state = state_of(loaded, initial_state(spec, model))
+    resumed = RunSpec(spec.algorithm, spec.federation, 3, state=state)
     last = [o[0] for o in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
     a, b = tensors_of(unbroken[-1].state), tensors_of(last.state)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -179,13 +179,13 @@ def test_state_survives_save_and_load(method: str) -> None:
 
 @every
 @pytest.mark.parametrize("guard", ["off", "standard"])
-def test_runs_aggregate_alike_together_and_alone(method: str, guard: Any) -> None:
-    """Aggregating several federations as one batched computation gives each what it gets alone, to rounding."""
+def test_batched_aggregation_agrees(method: str, guard: Any) -> None:
+    """Aggregating several federations in one batched computation agrees with separate aggregation up to rounding."""
     algorithm, model, work = make(method), make_model(), []
     settings = RoundSettings(10, BATCH, guard=guard)
     for seed, alice in ((3, 0), (4, 2), (5, 1)):
         federation = make_federation(alice=alice, seed=seed)
-        state = last_state(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
+        state = outcomes_of(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
         down = algorithm.broadcast(state.server, AGENTS)
         batches = Batches([federation.to("cpu", torch.float64)], [seed], BATCH, 1, torch.float64)
         batch = batches.batch(batches.plan(4, 0, slice(None)), torch.zeros(1, dtype=torch.int64), BATCH)
@@ -213,17 +213,17 @@ def flat(state: Any) -> list[torch.Tensor]:
 
 @every
 def test_a_nan_never_reaches_the_model(method: str) -> None:
-    """An agent whose updates turn NaN weighs nothing, is named in the record, and leaves every model finite."""
+    """An agent whose updates become NaN has weight 0, is named in the record, and leaves every model finite."""
 
-    def broken(up: Any, r: int) -> Any:
+    def nan_update(up: Any, r: int) -> Any:
         fields = [field.clone() for field in up]
         for field in fields:
             if r >= 2:
                 field[3] = torch.nan
         return type(up)(*fields)
 
-    cell = RunSpec(make(method), make_federation(alice=1), 3, tamper=broken)
-    outcomes = last_state(cell, make_model(), rounds=6)
+    spec = RunSpec(make(method), make_federation(alice=1), 3, tamper=nan_update)
+    outcomes = outcomes_of(spec, make_model(), rounds=6)
     assert all(outcome.error is None for outcome in outcomes)
     assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
     if method != "local":
@@ -234,21 +234,21 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
 @every
 @pytest.mark.parametrize("stacked", [True, False])
 def test_an_agent_without_samples_is_left_out(method: str, stacked: bool) -> None:
-    """An agent with no training samples has weight 0, and the others train as if it were not there."""
-    ghostly = make_federation((23, 0, 14), alice=2)
+    """An agent without training samples has weight 0, and the others train as if it did not exist."""
+    with_empty_agent = make_federation((23, 0, 14), alice=2)
     without = replace(
-        ghostly,
+        with_empty_agent,
         names=("agent 0", "agent 2"),
-        train=ghostly.train[::2],
-        validation=ghostly.validation[::2],
-        test=ghostly.test[::2],
-        relabel=ghostly.relabel[::2],
+        train=with_empty_agent.train[::2],
+        validation=with_empty_agent.validation[::2],
+        test=with_empty_agent.test[::2],
+        relabel=with_empty_agent.relabel[::2],
         alice=1,
         ids=(0, 2),
     )
     algorithm, model = make(method), make_model(stacked=stacked)
-    ends = [last_state(RunSpec(algorithm, f, 3), model)[-1] for f in (ghostly, without)]
+    ends = [outcomes_of(RunSpec(algorithm, f, 3), model)[-1] for f in (with_empty_agent, without)]
     assert ends[0].measured["weights"][1] == 0
     assert "screened" not in ends[0].measured
-    nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (ghostly, without), strict=True)]
+    nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (with_empty_agent, without), strict=True)]
     torch.testing.assert_close(nets[0].params[2], nets[1].params[1], rtol=1e-12, atol=1e-12)

@@ -38,7 +38,7 @@ def rounds(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> list[l
     return list(simulate(specs, model, **settings))
 
 
-def assert_alike(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> None:
+def assert_engines_agree(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> None:
     """Both engines give the same models, measurements and errors to 1e-12."""
     expected = rounds(specs, model, engine="loop", **options)
     found = rounds(specs, model, **options)
@@ -54,7 +54,7 @@ def assert_alike(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> 
 
 
 def close_to(found: Any, expected: Any) -> None:
-    """Numbers to 1e-9, anything else equal."""
+    """Compare numbers to 1e-9 and everything else exactly."""
     if isinstance(expected, float) or (isinstance(expected, list) and isinstance(expected[0], float)):
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
     else:
@@ -62,28 +62,28 @@ def close_to(found: Any, expected: Any) -> None:
 
 
 def images() -> Federation:
-    """The test federation with images of 8 x 8 pixels."""
+    """Return the test federation with images of 8 x 8 pixels."""
     federation = make_federation()
     return replace(federation, x=federation.x.repeat(1, 13)[:, :64])
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_the_stack_agrees_with_the_loop(method: str) -> None:
-    """All agents of a method as one stack train as one agent after another does."""
-    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), make_federation(), 1)], make_model())  # type: ignore[call-arg]
+    """All agents of a method as one stack train as they do one after another."""
+    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), make_federation(), 1)], make_model())  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_single_rows_agree_with_the_loop(method: str) -> None:
     """Convolutions on a CPU, one row after another, train as plain autograd does."""
-    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
+    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl"])
 def test_statistics_and_dropout_agree_with_the_loop(method: str) -> None:
     """BatchNorm's statistics and seeded dropout are the same in both engines."""
     federation = make_federation((24, 16, 32, 14))
-    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
+    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca"])
@@ -91,25 +91,25 @@ def test_an_agent_without_samples(method: str) -> None:
     """An agent without training samples takes no part in either engine."""
     federation = make_federation()
     train = tuple(rows[:0] if i == 2 else rows for i, rows in enumerate(federation.train))
-    assert_alike([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
+    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
 
 
 def test_attacks_and_the_guard() -> None:
-    """Updates that are changed on their way are screened alike."""
+    """Updates changed in transit are screened in the same way."""
 
     def tamper(up: Any, r: int) -> Any:
         return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
 
     spec = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
-    assert_alike([spec], make_model(), guard="standard")
+    assert_engines_agree([spec], make_model(), guard="standard")
 
 
 def test_divergence_ends_a_run_in_both_engines() -> None:
-    """Runs whose Alice has unusable data end with the same error, and the others go on."""
+    """Runs whose Alice has unusable data end with the same error, and the others continue."""
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
     specs = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
-    assert_alike(specs, make_model())
+    assert_engines_agree(specs, make_model())
 
 
 @pytest.fixture(params=["run workers", "row workers", "aggregate together", "no helper agents"])
@@ -133,14 +133,14 @@ def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
     federations = [make_federation(alice=1), make_federation(alice=1, seed=5)]
     specs = [RunSpec(algorithm, federation, 1, requested=frozenset([1])) for federation in federations]
-    assert_alike(specs, make_model(), **switched)
+    assert_engines_agree(specs, make_model(), **switched)
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_shared_training_agrees_with_the_loop(method: str) -> None:
-    """Runs for each agent in turn, trained once where the method allows it, agree with as many separate runs."""
+    """Runs for each agent as Alice, trained once where the method allows it, agree with separate runs."""
     federation, algorithm = make_federation(), ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    assert_alike([RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)], make_model())
+    assert_engines_agree([RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)], make_model())
 
 
 def test_the_loop_is_one_page() -> None:
@@ -152,7 +152,7 @@ def test_the_loop_is_one_page() -> None:
 
 
 def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
-    """Python frames between `simulate`'s caller and the first backward pass."""
+    """Return the number of Python frames between `simulate`'s caller and the first backward pass."""
     found: list[int] = []
     compute = torch.autograd.grad
 
@@ -171,7 +171,7 @@ def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
     return found[0]
 
 
-def test_few_frames_lie_between_a_round_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_depth_of_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 12 frames in the readable engine, 16 in the fast one."""
     assert depth_at_first_gradient(monkeypatch, engine="loop") <= 12
     assert depth_at_first_gradient(monkeypatch, workers=1) <= 16

@@ -1,4 +1,4 @@
-"""The estimators keep scikit-learn's promises, and train what the engine trains."""
+"""The estimators follow scikit-learn's conventions and train what the engine trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK: dict[str, Any] = {"rounds": 4, "batch_size": 8, "device": "cpu"}
 
 
 def agents(names: tuple[str, ...] = ("north", "south", "west"), n: int = 40) -> dict[str, tuple[Any, Any]]:
-    """Two well separated classes, called no and yes, at each agent."""
+    """Return agents with two well separated classes, no and yes."""
     rng = np.random.default_rng(0)
     made = {}
     for name in names:
@@ -31,7 +31,7 @@ def agents(names: tuple[str, ...] = ("north", "south", "west"), n: int = 40) -> 
 
 @pytest.mark.parametrize("kind", [PersonalizedClassifier, PersonalizedRegressor])
 def test_parameters_can_be_read_set_and_cloned(kind: Any) -> None:
-    """get_params gives what __init__ took, set_params changes it, and a clone has it, unfitted."""
+    """get_params returns the arguments of __init__, set_params changes them, and a clone has them, unfitted."""
     estimator = kind("fedavg", alice="south", rounds=7)
     assert estimator.get_params()["alice"] == "south"
     assert estimator.set_params(rounds=9).rounds == 9
@@ -43,8 +43,8 @@ def test_parameters_can_be_read_set_and_cloned(kind: Any) -> None:
     )
 
 
-def test_plain_arrays_are_enough() -> None:
-    """(X, y) of each agent trains on every row, predicts the labels that were given, and says whose updates it used."""
+def test_plain_arrays() -> None:
+    """(X, y) of each agent trains on every row, predicts the given labels, and has weights per agent."""
     data = agents()
     fitted = PersonalizedClassifier(alice="south", **QUICK).fit(data)
     X, y = data["south"]
@@ -60,7 +60,7 @@ def test_plain_arrays_are_enough() -> None:
 
 
 def test_a_federation_trains_as_the_engine_does() -> None:
-    """The fitted module says bit for bit what the simulator's model says, and history is its record."""
+    """The fitted module equals the simulator's model bit for bit, and history is its record."""
     federation = make_federation(alice=1)
     fitted = PersonalizedClassifier(model=lambda shape, classes: mlp(shape, classes, 6), **QUICK).fit(federation)
     model = FlatModel(lambda: mlp((5,), 3, hidden=6))
@@ -73,15 +73,15 @@ def test_a_federation_trains_as_the_engine_does() -> None:
     assert isinstance(fitted.model_, nn.Module)
 
 
-def test_alice_may_be_another() -> None:
-    """The estimator's Alice goes before the federation's, by name or number."""
+def test_alice_can_be_chosen() -> None:
+    """The estimator's Alice, by name or number, overrides the federation's."""
     by_name = PersonalizedClassifier(alice="agent 2", **QUICK).fit(make_federation(alice=0))
     by_number = PersonalizedClassifier(alice=2, **QUICK).fit(make_federation(alice=1))
     assert by_name.history_[-1]["loss"] == by_number.history_[-1]["loss"]
 
 
-def test_a_module_is_where_training_starts() -> None:
-    """A module given as model keeps its own weights, and training starts from them."""
+def test_training_starts_from_a_given_module() -> None:
+    """A module given as model stays unchanged, and training starts from its weights."""
     module = nn.Linear(3, 2)
     before = module.weight.detach().clone()
     fitted = PersonalizedClassifier(model=module, lr=1e-9, **QUICK).fit(agents())
@@ -90,12 +90,12 @@ def test_a_module_is_where_training_starts() -> None:
 
 
 def test_local_trains_alice_alone() -> None:
-    """Local has one weight, Alice's."""
+    """Local has one weight, that of Alice."""
     assert PersonalizedClassifier("local", alice="west", **QUICK).fit(agents()).weights_ == {"west": 1.0}
 
 
-def test_numbers_are_predicted_in_their_own_unit() -> None:
-    """The regressor's predictions and its training error are in the unit of y, whatever its size."""
+def test_predictions_have_the_unit_of_y() -> None:
+    """The regressor's predictions and training error are in the unit of y, whatever its scale."""
     rng = np.random.default_rng(0)
     data = {}
     for name in ("north", "south"):
@@ -109,7 +109,7 @@ def test_numbers_are_predicted_in_their_own_unit() -> None:
 
 
 def numbers() -> dict[str, tuple[Any, Any]]:
-    """The same agents, with a number to predict."""
+    """Return the same agents with a numeric target."""
     return {name: (X, X.sum(axis=1)) for name, (X, _) in agents().items()}
 
 
@@ -124,7 +124,7 @@ def test_a_table_of_one_column_is_that_column(kind: Any, data: dict[str, tuple[A
 
 
 class NAType:
-    """As pandas' NA: what compares with it is no truth."""
+    """Like pandas' NA: comparisons have no truth value."""
 
     def __ne__(self, _: object) -> Any:
         return self
@@ -136,7 +136,7 @@ class NAType:
 @pytest.mark.parametrize("missing", [None, float("nan"), np.datetime64("NaT"), NAType()])
 @pytest.mark.parametrize(("kind", "data"), [(PersonalizedClassifier, agents()), (PersonalizedRegressor, numbers())])
 def test_a_missing_label_is_refused(kind: Any, data: dict[str, tuple[Any, Any]], missing: Any) -> None:
-    """A label that is missing, whatever stands for it, is named with its agent and row, and is no class."""
+    """A missing label of any kind is rejected with its agent and row, and is no class."""
     X, y = data["south"]
     for labels in (np.array([*y[:-1], missing], dtype=object), [*y[:-1].tolist(), missing]):
         assert "south: y has no value in row 40" in refusal(kind(**QUICK).fit, {**data, "south": (X, labels)})
@@ -164,8 +164,8 @@ def test_a_missing_label_is_refused(kind: Any, data: dict[str, tuple[Any, Any]],
         (lambda: PersonalizedRegressor(**QUICK).fit({"a": (np.eye(2), [0, np.inf])}), "a: expected finite numbers"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_in_one_line(call: Any, word: str) -> None:
-    """What the user can mend is one line that names it."""
+def test_mistakes_are_rejected_in_one_line(call: Any, word: str) -> None:
+    """A mistake is rejected with one line that names it."""
     assert word in refusal(call)
 
 

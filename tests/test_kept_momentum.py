@@ -1,4 +1,4 @@
-"""Momentum that is kept between rounds: part of an agent's state in the simulator, in checkpoints and on Flower."""
+"""Momentum kept between rounds is part of an agent's state in the simulator, in checkpoints and on Flower."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def requested(algorithm: Algorithm) -> RunSpec:
-    """As an experiment has it: only Alice's own model is requested."""
+    """Return a run specification that requests only Alice's model, as an experiment does."""
     federation = make_federation(alice=2)
     return RunSpec(algorithm, federation, 1, requested=frozenset([federation.alice]))
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_a_run_resumes_to_the_same_bits(method: str) -> None:
-    """The state after a round holds the velocity, so a run that stops there and goes on is the unbroken run."""
+    """The state after a round holds the velocity, so a resumed run equals the uninterrupted run."""
     spec = RunSpec(ALGORITHMS[method](sgd=KEEP), make_federation(), 1)
     whole = [o[0] for o in rounds([spec])]
     assert [name for name in whole[0].state.agents._fields if name.endswith("velocity")]
@@ -68,7 +68,7 @@ def test_without_momentum_there_is_nothing_to_keep() -> None:
 
 @pytest.mark.parametrize("kind", [APFL, Ditto])
 def test_helper_agents_keep_their_velocity(kind: Any) -> None:
-    """Agents that only help train FedAvg's model; Alice and the server get the bits of a run without helpers."""
+    """Helper agents train FedAvg's model; Alice and the server get the bits of a run without helpers."""
     few, whole = requested(kind(KEEP)), replace(requested(kind(KEEP)), requested=None)
     for (a,), (b,) in zip(rounds([few]), rounds([whole]), strict=True):
         assert same(a.state.server, b.state.server)
@@ -77,8 +77,8 @@ def test_helper_agents_keep_their_velocity(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [APFL, Ditto])
-def test_fedavg_beside_a_method_that_trains_it_anyway(kind: Any) -> None:
-    """FedAvg shares that training, and its state is the one it has alone: it can go on by itself."""
+def test_fedavg_shares_training(kind: Any) -> None:
+    """FedAvg shares the leader's training, has the same state as alone, and can continue alone."""
     fedavg, leader = (replace(requested(algorithm)) for algorithm in (FedAvg(KEEP), kind(KEEP)))
     leader = replace(leader, federation=fedavg.federation)
     fitted = [replace(c, algorithm=for_model(c.algorithm, make_model().layers)) for c in (fedavg, leader)]
@@ -115,14 +115,14 @@ def test_a_site_that_lost_its_state_starts_its_momentum_at_zero_and_says_so(meth
 
     folder = federation(tmp_path / "federation", ("a", "b", "c"))
 
-    def lose(site: str, request: Any, reply: Any) -> Any:
+    def delete_state(site: str, request: Any, reply: Any) -> Any:
         if site == "b" and any(task["round"] == 2 for task in request.fields.get("tasks", [])):
             shutil.rmtree(folder / "sites" / "b" / "state")
         return reply
 
-    grid = Grid(folder, lose)
+    grid = Grid(folder, delete_state)
     run_job(folder, config(method), tmp_path / "run", grid)
     lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
     assert len(lines) == 4
-    said = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]
-    assert said == ["lost its state of round 2; the server restored it; its momentum starts at zero"]
+    reasons = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]
+    assert reasons == ["lost its state of round 2; the server restored it; its momentum starts at zero"]

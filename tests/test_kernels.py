@@ -1,4 +1,4 @@
-"""The GPU's kernels, run by Triton's interpreter: the same code, without a GPU."""
+"""The GPU kernels, run by Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for channels, out, size, kernel, padding in [(2, 5, (9, 8), (5, 3), (0, 0)), (2,
     slope = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, (x, weight, bias), slope)
     for found in (kernels.Conv2d.apply(x, weight, bias, padding, "ieee"),
-                  StackedConvolution(ROWS, "ieee", x, weight, bias, 1, padding).made()):
+                  StackedConvolution(ROWS, "ieee", x, weight, bias, 1, padding).compute()):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for a, b in zip(torch.autograd.grad(found, (x, weight, bias), slope), truth, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -55,11 +55,11 @@ for channels, size, kernel, padding, window, rectified in pooled:
     for a, b in zip(*(torch.autograd.grad(y, (x, weight, bias), slope) for y in (found, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
-folded.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter is the GPU
+folded.has_kernels = lambda x: x.dtype == torch.float32  # from here on the interpreter replaces the GPU
 
 
 class Branches(torch.nn.Module):
-    "Reads what was put off in other ways than by pooling."
+    "Reads a deferred convolution in other ways than by pooling."
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ print("agreed")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_agree_with_the_library() -> None:
-    """Stacked convolutions, their gradients, and pools with and without ReLU give what torch gives, row by row."""
+    """Stacked convolutions, their gradients, and pools with and without ReLU agree with torch row by row."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHECK], capture_output=True, text=True, env=environment, timeout=300, check=False

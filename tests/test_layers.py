@@ -1,4 +1,4 @@
-"""The arrow points one way: data -> partition -> federation -> algorithms x engines -> records -> report -> cli."""
+"""Imports point one way: data -> partition -> federation -> algorithms x engines -> records -> report -> cli."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    """A module imports from its own layer or from one before it."""
+    """A module imports only from its own layer or an earlier one."""
     name = path.relative_to(ROOT).parts[0].removesuffix(".py")
     if name in LEVEL:
         assert all(LEVEL[other] <= LEVEL[name] for other in imports(path))
@@ -79,7 +79,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 def test_only_the_command_line_prints() -> None:
-    """No module but those of cli, and the reproduction's own command for bare machines, calls print."""
+    """Only the modules of cli and `__main__.py` call print."""
     for path in ROOT.rglob("*.py"):
         if "cli" not in path.parts and path.name != "__main__.py":
             calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
@@ -87,7 +87,7 @@ def test_only_the_command_line_prints() -> None:
 
 
 def test_the_core_needs_torch_and_numpy_alone() -> None:
-    """The modules a bare GPU machine runs import no front end: neither tyro, altair, rich nor scikit-learn."""
+    """The modules that a bare GPU machine runs import neither tyro, altair, rich nor scikit-learn."""
     code = f"""
 import sys
 for name in {BARE!r}:
@@ -101,7 +101,7 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
 
 
 def test_nothing_is_unpickled() -> None:
-    """pickle is imported by the reader of CIFAR's python version alone, and torch.load by nobody."""
+    """Only the reader of CIFAR's python version imports pickle, and no module uses torch.load."""
     for path in ROOT.rglob("*.py"):
         text = path.read_text()
         assert "torch.load" not in text
@@ -115,6 +115,6 @@ def imports_of(text: str) -> set[str]:
     return names | {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
 
 
-def test_no_module_of_ours_is_a_drawer() -> None:
-    """There is no utils, common or helpers."""
+def test_no_module_has_an_empty_name() -> None:
+    """No module is called utils, common or helpers."""
     assert not {p.stem for p in ROOT.rglob("*.py")} & {"utils", "common", "helpers", "misc"}

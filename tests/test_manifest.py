@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli_support import refusal, waffle
-from test_use import rows, write
+from test_inference import rows, write
 from waffle_fl import manifest, records, tensorfile
 from waffle_fl.algorithms import schedules
 from waffle_fl.config import RunConfig, check_run

@@ -1,4 +1,4 @@
-"""What passed silently, or ended in a traceback, is one line: what was expected, what came, what to do."""
+"""Misuse of the Python API: one line with what was expected, what came and what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from waffle_fl.experiment import Runtime, execute
 
 
 class Pair(nn.Module):
-    """Returns two tensors."""
+    """A module that returns two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Pair(nn.Module):
 
 
 def run(algorithm: Any = None, model: Any = None, seed: Any = 1, alice: int = 0, **options: Any) -> Any:
-    """One round of a simulation."""
+    """Simulate one round."""
     federation = replace(make_federation(), alice=alice)
     settings = {"rounds": 2, "batch_size": BATCH, **options}
     return next(simulate([RunSpec(algorithm or Waffle(), federation, seed)], model or make_model(), **settings))
@@ -90,7 +90,7 @@ def agents() -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", MISUSE)
 def test_misuse_is_one_line(what: str) -> None:
-    """A mistake is refused with one line, which is a ValueError too."""
+    """A mistake is rejected with one line, by an error that is also a ValueError."""
     call, words = MISUSE[what]
     assert words in refusal(call)
 
@@ -101,7 +101,7 @@ def test_an_absent_gpu_is_one_line() -> None:
 
 
 def test_a_misspelt_option_is_a_value_error() -> None:
-    """Python users catch ValueError."""
+    """A misspelt option raises a ValueError."""
     with pytest.raises(ValueError, match="lr"):
         SGD(-1.0)
     assert issubclass(WaffleError, ValueError)
@@ -110,8 +110,8 @@ def test_a_misspelt_option_is_a_value_error() -> None:
 @pytest.mark.parametrize(
     "model", [nn.Linear(FEATURES, CLASSES), nn.LazyLinear(CLASSES), lambda: nn.LazyLinear(CLASSES)]
 )
-def test_modules_and_lazy_layers_are_taken(model: Any) -> None:
-    """A module in place of a factory, and a layer that learns its size from the data, train."""
+def test_modules_and_lazy_layers_train(model: Any) -> None:
+    """A module in place of a factory, and a lazy layer, train."""
     (outcome,) = run(model=FlatModel(model))
     assert outcome.error is None
 
@@ -126,7 +126,7 @@ def test_the_public_names_are_listed() -> None:
 
 
 def test_rounds_become_a_table(tmp_path: Any) -> None:
-    """One dictionary per run and round, with what tells the runs apart and what was measured."""
+    """`rounds` returns one dictionary per run and round with the settings that differ and the measurements."""
     settings = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3}
     execute([(check_run(m, settings, {}), tmp_path / m) for m in ("waffle", "local")], Runtime(device="cpu"))
     rows = table_of_rounds(tmp_path)

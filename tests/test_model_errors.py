@@ -1,4 +1,4 @@
-"""Mistakes with models: one line each, that says what was expected, what came and what to do."""
+"""Model errors: one line each with what was expected, what came and what to do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from waffle_fl.models import DLA, FlatModel, cross_entropy
 
 
 class Returning(nn.Module):
-    """Returns what it is told to make of its scores."""
+    """Returns a given function of its scores."""
 
-    def __init__(self, made: Any) -> None:
+    def __init__(self, convert: Any) -> None:
         super().__init__()
-        self.leave, self.made = nn.Linear(FEATURES, CLASSES), made
+        self.leave, self.convert = nn.Linear(FEATURES, CLASSES), convert
 
     def forward(self, x: Tensor) -> Any:
-        return self.made(self.leave(x))
+        return self.convert(self.leave(x))
 
 
 def trained(model: FlatModel) -> Any:
@@ -33,8 +33,8 @@ def prepared(model: FlatModel) -> FlatModel:
     return model.prepared(federation.x[:4], federation.y[:4], federation.outputs)
 
 
-def test_what_is_no_model() -> None:
-    """Neither module nor function, a function with arguments, a function that returns none."""
+def test_invalid_models() -> None:
+    """Rejects what is neither module nor function, a function with arguments, and a function that returns no module."""
     assert refusal(FlatModel, 3) == (
         "expected a torch.nn.Module, or a function without arguments that returns one, got an int"
     )
@@ -49,30 +49,30 @@ def test_what_is_no_model() -> None:
 
 
 def test_a_model_that_cannot_be_copied() -> None:
-    """A tensor that was computed once and kept is named as the reason."""
+    """The error names a stored computed tensor as the reason."""
     module = nn.Linear(2, 2)
     module.kept = module.weight * 2
     assert "expected a model that copy.deepcopy can copy, got Linear" in refusal(FlatModel, module)
     assert "copy.deepcopy" in refusal(FlatModel, lambda: module)
 
 
-@pytest.mark.parametrize("meet", [trained, prepared])
-def test_samples_of_another_size(meet: Any) -> None:
-    """The layer that does not fit is named."""
+@pytest.mark.parametrize("use", [trained, prepared])
+def test_samples_of_another_size(use: Any) -> None:
+    """The error names the layer that does not fit."""
     model = FlatModel(lambda: nn.Sequential(nn.Flatten(), nn.Linear(10, CLASSES)))
-    assert refusal(meet, model) == (
+    assert refusal(use, model) == (
         f"the model cannot take samples of shape ({FEATURES},): its layer 1 (Linear) expects 10 features, got "
         f"{FEATURES}: build the model for this data"
     )
-    images = refusal(meet, FlatModel(lambda: nn.Sequential(nn.Unflatten(1, (1, 5, 1)), nn.Conv2d(3, 2, 1))))
+    images = refusal(use, FlatModel(lambda: nn.Sequential(nn.Unflatten(1, (1, 5, 1)), nn.Conv2d(3, 2, 1))))
     assert "its layer 1 (Conv2d) expects 3 channels, got 1" in images
-    alone = refusal(meet, FlatModel(lambda: nn.Linear(10, CLASSES)))
+    alone = refusal(use, FlatModel(lambda: nn.Linear(10, CLASSES)))
     assert "this Linear expects 10 features, got 5" in alone
 
 
-@pytest.mark.parametrize("meet", [trained, prepared])
+@pytest.mark.parametrize("use", [trained, prepared])
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("convert", "expected"),
     [
         (lambda scores: (scores, scores), "one tensor of shape (batch, outputs), got a tuple: return the scores alone"),
         (lambda scores: {"scores": scores}, "one tensor of shape (batch, outputs), got a dict: return the scores"),
@@ -82,14 +82,14 @@ def test_samples_of_another_size(meet: Any) -> None:
         (lambda scores: scores[:, :0], "(2, 0)|(batch, 0)"),
     ],
 )
-def test_outputs_of_another_kind(meet: Any, made: Any, said: str) -> None:
-    """A tuple, a dictionary or another shape is refused before training."""
-    text = refusal(meet, FlatModel(lambda: Returning(made)))
-    assert any(part in text for part in said.split("|"))
+def test_outputs_of_another_kind(use: Any, convert: Any, expected: str) -> None:
+    """A tuple, a dictionary or another shape is rejected before training."""
+    text = refusal(use, FlatModel(lambda: Returning(convert)))
+    assert any(part in text for part in expected.split("|"))
 
 
 def test_a_last_layer_of_another_size() -> None:
-    """Too few scores for the labels, and too many where the number is known."""
+    """Too few outputs for the labels are rejected, and too many where the number of classes is known."""
     wide, narrow = (FlatModel(lambda n=n: nn.Linear(FEATURES, n)) for n in (5, 1))  # type: ignore[misc]
     assert refusal(prepared, wide) == (
         "expected a model that returns 3 outputs per sample, as a tensor of shape (batch, 3), got (batch, 5): change "
@@ -101,7 +101,7 @@ def test_a_last_layer_of_another_size() -> None:
 
 
 def test_a_loss_that_is_a_mean() -> None:
-    """A loss must be one number per sample, or rows of different lengths could not be weighed."""
+    """A loss must return one number per sample, so that rows of different lengths can be weighted."""
     model = FlatModel(lambda: nn.Linear(FEATURES, CLASSES), loss=lambda o, y: cross_entropy(o, y).mean())
     assert refusal(prepared, model) == (
         'expected a loss that returns one number per sample (reduction="none"), got () for 2 samples'
@@ -109,7 +109,7 @@ def test_a_loss_that_is_a_mean() -> None:
 
 
 def test_devices_and_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is absent or unknown, and a misspelt precision."""
+    """An absent or unknown device and a misspelt precision are rejected."""
     build = lambda: nn.Linear(FEATURES, CLASSES)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refusal(FlatModel, build, device="cuda") == (
@@ -126,5 +126,5 @@ def test_devices_and_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batch_statistics_cannot_be_stacked() -> None:
-    """As before: whoever asks for a stack of BatchNorms is told why not."""
+    """A request to stack BatchNorm layers is rejected with the reason."""
     assert "trains row by row" in refusal(FlatModel, DLA, stacked=True)

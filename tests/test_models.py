@@ -1,4 +1,4 @@
-"""Networks by their published sizes, and any module as rows of flat parameters."""
+"""Networks have their published sizes, and any module works as rows of flat parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain_gradient(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
 
 
 def test_lenet5_has_its_published_size() -> None:
-    """LeNet-5 on padded 28x28 images has 61,706 parameters, with ReLU or tanh alike."""
+    """LeNet-5 on padded 28x28 images has 61,706 parameters, with ReLU and with tanh."""
     for name in ("lenet5", "lenet5-tanh"):
         assert sum(p.numel() for p in MODELS[name]((1, 28, 28), 10).parameters()) == 61706
 
@@ -44,7 +44,7 @@ def test_dla_has_its_published_size() -> None:
 
 
 class Odd(nn.Module):
-    """A module that no rewrite foresees: a bare parameter, and arithmetic over the batch's shape."""
+    """A module without a folded form: a bare parameter, and arithmetic on the batch's shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ BUILDERS = {
 
 @pytest.mark.parametrize("name", list(BUILDERS))
 @pytest.mark.parametrize("stacked", [True, False])
-def test_gradients_of_rows_are_each_row_s_own(name: str, stacked: bool) -> None:
-    """Folded, under vmap or row by row: each row's gradient is that of its own module, to rounding in float64."""
+def test_row_gradients_equal_module_gradients(name: str, stacked: bool) -> None:
+    """Folded, under vmap or row by row, each row's gradient is that of its own module up to rounding in float64."""
     build, shape, folds = BUILDERS[name]
     model = FlatModel(build, precision="float64", stacked=stacked)
     params, stats = rows_of(model, 3)
@@ -92,23 +92,23 @@ def test_gradients_of_rows_are_each_row_s_own(name: str, stacked: bool) -> None:
         assert model._uses_folded is folds
 
 
-def test_padding_weighs_nothing() -> None:
-    """A padded sample changes no gradient, whatever it holds."""
+def test_padding_has_no_effect() -> None:
+    """A padded sample changes no gradient, whatever its values."""
     model = FlatModel(lambda: nn.Linear(6, 10), precision="float64", stacked=True)
     params, stats = rows_of(model, 2)
-    whole = batch_of(2, 3, (6,))
+    unpadded = batch_of(2, 3, (6,))
     padded = Batch(
-        torch.cat([whole.x, 100 * torch.ones(2, 2, 6, dtype=torch.float64)], dim=1),
-        torch.cat([whole.y, torch.zeros(2, 2, dtype=torch.int64)], dim=1),
-        torch.cat([whole.weight, torch.zeros(2, 2, dtype=torch.float64)], dim=1),
-        whole.key,
+        torch.cat([unpadded.x, 100 * torch.ones(2, 2, 6, dtype=torch.float64)], dim=1),
+        torch.cat([unpadded.y, torch.zeros(2, 2, dtype=torch.int64)], dim=1),
+        torch.cat([unpadded.weight, torch.zeros(2, 2, dtype=torch.float64)], dim=1),
+        unpadded.key,
     )
-    a, b = (model.grad(params, stats, batch).params for batch in (whole, padded))
+    a, b = (model.grad(params, stats, batch).params for batch in (unpadded, padded))
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_running_statistics_are_rows_of_their_own() -> None:
-    """BatchNorm's statistics move as in the module itself, lie outside the parameters, and predictions use them."""
+def test_running_statistics_per_row() -> None:
+    """BatchNorm's statistics are updated as in the module itself, are no parameters, and are used in predictions."""
     build = lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))  # noqa: E731
     model = FlatModel(build, precision="float64")
     assert model.size == 6 * 4 + 4 + 4 + 4 + 4 * 10 + 10
@@ -125,7 +125,7 @@ def test_running_statistics_are_rows_of_their_own() -> None:
 
 
 def test_dropout_depends_on_its_key_alone() -> None:
-    """A row's dropout is the same folded, row by row and in other company; another key drops other units."""
+    """A row's dropout is the same folded, row by row and with other rows; another key drops other units."""
     build = lambda: nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 10))  # noqa: E731
     stacked, single = (FlatModel(build, precision="float64", stacked=s) for s in (True, False))
     params, stats = rows_of(stacked, 3)
@@ -138,11 +138,11 @@ def test_dropout_depends_on_its_key_alone() -> None:
     other = stacked.grad(params, stats, batch._replace(key=batch.key + 1)).params
     assert not torch.equal(folded, other)
     zeros = (folded[:, : 6 * 40].view(3, 40, 6) == 0).all(dim=2).float().mean()
-    assert 0 < float(zeros) < 0.3  # a unit is dropped in all four samples one time in sixteen
+    assert 0 < float(zeros) < 0.3  # a unit is dropped in all four samples with probability 1/16
 
 
 def test_initial_models_depend_on_the_seed_alone() -> None:
-    """The same seed gives the same bits whatever torch's own generator does, and leaves that one alone."""
+    """The same seed gives the same bits in any state of torch's generator, and leaves that state unchanged."""
     model = FlatModel(LeNet5)
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -154,7 +154,7 @@ def test_initial_models_depend_on_the_seed_alone() -> None:
 
 
 def test_names_of_models() -> None:
-    """auto takes the data set's network; a typo is answered; module:factory imports the user's own."""
+    """auto selects the data set's network, a typo gets a suggestion, and module:factory imports the user's model."""
     assert isinstance(builder("auto", "mnist", (1, 28, 28), 10)(), LeNet5)
     assert isinstance(builder("waffle_fl.models.nets:linear", "mnist", (5,), 3)(), nn.Sequential)
     for name in ("lenet", "waffle_fl.nothing:x", "waffle_fl.models:nothing"):
@@ -163,7 +163,7 @@ def test_names_of_models() -> None:
 
 
 def test_models_that_cannot_train() -> None:
-    """A model without parameters, and BatchNorm with a cumulative average, are refused in a line."""
+    """A model without parameters, and BatchNorm with a cumulative average, are rejected with one line."""
     with pytest.raises(WaffleError, match="parameters to train"):
         FlatModel(nn.ReLU)
     with pytest.raises(WaffleError, match="momentum"):
@@ -173,7 +173,7 @@ def test_models_that_cannot_train() -> None:
 
 
 class Assigning(nn.Module):
-    """Keeps a running mean by assignment, has a scalar, an unused and a frozen parameter, and views its features."""
+    """A running mean by assignment, a scalar, an unused and a frozen parameter, and a view of the features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Assigning(nn.Module):
 
 
 def test_unusual_modules_train() -> None:
-    """A replaced buffer is recorded, a frozen parameter stays, an unused one has gradient 0, a view is no obstacle."""
+    """A replaced buffer is recorded, a frozen parameter stays, an unused one has gradient 0, and views work."""
     model = FlatModel(Assigning, precision="float64")
     assert model.size == 1 + 3 + 3 * 9 + 3 + 120 + 10
     assert model.stats_size == 12 + 12
@@ -209,5 +209,5 @@ def test_unusual_modules_train() -> None:
 
 
 def test_batch_statistics_are_never_padded() -> None:
-    """BatchNorm trains row by row even when it keeps no running statistics."""
+    """BatchNorm trains row by row even without running statistics."""
     assert not FlatModel(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))).stacked

@@ -1,4 +1,4 @@
-"""A method from outside the package, as CONTRIBUTING.md shows it, works wherever the name of a method does."""
+"""A method from outside the package, as in CONTRIBUTING.md, works wherever a method name does."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ mu = 0.02
 
 
 def snippet() -> str:
-    """The method of CONTRIBUTING.md."""
+    """Return the code of the method in CONTRIBUTING.md."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[0]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the file mine.py."""
+    """Change to a working folder with the file mine.py."""
     (tmp_path / "mine.py").write_text(snippet())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -64,7 +64,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def waffle(*arguments: str | Path) -> tuple[int, str, str]:
-    """Run a command in this process: exit code, standard output, standard error."""
+    """Run a command in this process and return exit code, standard output and standard error."""
     out, err, before = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["waffle", *map(str, arguments)]
     try:
@@ -81,7 +81,7 @@ def test_the_method_is_short() -> None:
 
 
 def test_a_bench_to_the_report(here: Path) -> None:
-    """A grid with the method runs, its runs are in the table, and a report of the folder needs --trust."""
+    """A bench with the method runs, its table has the runs, and a report of the folder needs --trust."""
     (here / "grid.toml").write_text(GRID)
     code, out, err = waffle("bench", "grid.toml", "--quiet")
     assert code == 0, err
@@ -103,7 +103,7 @@ def test_a_bench_to_the_report(here: Path) -> None:
 
 
 def test_a_run_and_its_flags(here: Path) -> None:
-    """`waffle run module:Class` has the flags of the method, refuses what its constraints refuse, and resumes."""
+    """`waffle run module:Class` has the method's flags, checks its constraints, and resumes."""
     code, _, err = waffle("run", NAME, *SMALL, "--mu", "0.5")
     assert code == 0, err
     (folder,) = here.glob("runs/*")
@@ -117,7 +117,7 @@ def test_a_run_and_its_flags(here: Path) -> None:
 
 
 def test_a_search(here: Path) -> None:
-    """`waffle tune module:Class` searches what the parameters name, and writes a file that bench reads."""
+    """`waffle tune module:Class` searches the declared parameters and writes a file for bench."""
     pytest.importorskip("optuna")
     assert space_of(NAME) == {
         "lr": {"low": 0.01, "high": 0.5, "log": True},
@@ -130,7 +130,7 @@ def test_a_search(here: Path) -> None:
 
 
 def test_a_decision(here: Path) -> None:
-    """`waffle decide` compares the method with training alone, and its page says what the method is."""
+    """`waffle decide` compares the method with Local, and its page describes the method."""
     code, out, err = waffle("decide", *SMALL[1:], "--methods", NAME, "--seeds", "1", "--alice", "0", "--out", "page")
     assert code == 0, err
     assert "ConstantPull" in out
@@ -138,7 +138,7 @@ def test_a_decision(here: Path) -> None:
 
 
 def test_an_estimator(here: Path) -> None:
-    """The estimators take module:Class; a class or an instance is refused with the text to pass."""
+    """The estimators accept module:Class; a class or an instance is rejected with the text to pass."""
     draw = np.random.default_rng(0)
     agents = {name: (draw.normal(size=(20, 4)), draw.integers(0, 2, 20)) for name in "ab"}
     fitted = PersonalizedClassifier(NAME, rounds=2, options={"mu": 0.1}).fit(agents)
@@ -150,8 +150,8 @@ def test_an_estimator(here: Path) -> None:
         )
 
 
-def test_it_is_described_by_its_docstring(here: Path) -> None:
-    """Without an `about` a method is called as its class and described by its docstring."""
+def test_docstring_is_the_description(here: Path) -> None:
+    """Without `about` a method is named after its class and described by its docstring."""
     described = about_of(NAME)
     assert (described.name, described.title) == (NAME, "ConstantPull")
     assert described.in_words.startswith("One global model: FedProx, with a pull")
@@ -160,8 +160,8 @@ def test_it_is_described_by_its_docstring(here: Path) -> None:
     assert re.fullmatch(r"[A-Za-z0-9._-]+", config.label)
 
 
-def test_titles_stay_apart(here: Path) -> None:
-    """A title that a method of the package has is followed by the method's own name."""
+def test_titles_are_unique(here: Path) -> None:
+    """A title that a method of the package already has is followed by the method's own name."""
     about = 'about = About("x", "FedProx", "all agents", "a model", "An Author, 2030")'
     text = snippet().replace('weighting = "equal"', f'weighting = "equal"\n    {about}')
     (here / "titled.py").write_text(f"from waffle_fl.algorithms import About\n{text}")
@@ -192,7 +192,7 @@ def test_what_cannot_be_imported(name: str, expected: str, here: Path) -> None:
 
 
 def test_a_file_with_mistakes(here: Path) -> None:
-    """An experiment file reports a method that cannot be imported, and wrong options of one that can."""
+    """An experiment file with a method that cannot be imported, or with wrong options, is rejected."""
     (here / "a.toml").write_text('methods = ["absent:Variant"]\n["absent:Variant"]\nmu = 1\n')
     assert "No module named 'absent'" in refusal(load_experiment, here / "a.toml")
     (here / "b.toml").write_text(GRID.replace("mu = 0.02", "mu = -1\nnu = 3"))
@@ -206,7 +206,7 @@ def test_a_file_with_mistakes(here: Path) -> None:
 
 
 def test_models_in_the_current_folder(here: Path) -> None:
-    """A model of the user's own is found in the current folder too."""
+    """A user's model is imported from the current folder."""
     (here / "nets.py").write_text(
         "from torch import nn\n\ndef line(shape, classes):\n    return nn.Linear(4, classes)\n"
     )
@@ -214,8 +214,8 @@ def test_models_in_the_current_folder(here: Path) -> None:
     assert "run waffle in the folder that holds nowhere.py" in refusal(builder("nowhere:line", "", (4,), 2))
 
 
-def test_code_that_a_folder_names_is_trusted_first(tmp_path: Path) -> None:
-    """A config whose method is module:Class is not read, and its code not imported, without trust."""
+def test_code_named_by_a_folder_needs_trust(tmp_path: Path) -> None:
+    """A config with the method module:Class is not read, and its code not imported, without trust."""
     content = {**RunConfig(method="fedprox", settings=Settings()).to_json(), "method": "never_imported:Variant"}
     assert "method = 'never_imported:Variant'" in refusal(check_trusted, content, tmp_path, False)
     assert check_trusted(content, tmp_path, True)
@@ -224,8 +224,8 @@ def test_code_that_a_folder_names_is_trusted_first(tmp_path: Path) -> None:
     assert "--trust" in refusal(read_runs, [tmp_path])
 
 
-def test_a_site_lists_it_twice(tmp_path: Path) -> None:
-    """A site takes part in the method, and imports it, only if it is listed in both methods and imports."""
+def test_a_site_lists_method_and_import(tmp_path: Path) -> None:
+    """A site runs and imports the method only if it is listed in both methods and imports."""
     text = site_text("north", "localhost", 9000, 9001, "north.csv", True)
     listed = text.replace('methods = ["local"', f'methods = ["{NAME}", "local"')
     assert listed != text
@@ -242,11 +242,11 @@ def test_a_site_lists_it_twice(tmp_path: Path) -> None:
         dataclasses.replace(policy, methods=("local",)).admit(config, 1)
 
 
-# --- what a class must be
+# --- requirements on the class
 
 
 def changed(**members: Any) -> Any:
-    """FedProx under another name, with these members in place of its own; None removes one."""
+    """Return FedProx under another name with these members replaced; None removes one."""
     own = {k: v for k, v in vars(FedProx).items() if k in registry.CONTRACT}
     body = {**own, "__annotations__": {"sgd": SGD}, "sgd": field(default_factory=SGD), **members}
     kind = type("Variant", (), {k: v for k, v in body.items() if v is not None})
@@ -255,7 +255,7 @@ def changed(**members: Any) -> Any:
 
 @pytest.mark.parametrize("function", registry.CONTRACT)
 def test_a_class_that_lacks_a_function(function: str) -> None:
-    """A class without a function of the contract is refused with the function's name."""
+    """A class without a required function is rejected with the function's name."""
     assert f"mine:Variant lacks {function}() of the contract" in refusal(
         check_method, changed(**{function: None}), "mine:Variant"
     )
@@ -278,7 +278,7 @@ def test_a_class_that_lacks_a_function(function: str) -> None:
     ],
 )
 def test_a_name_that_is_nearly_a_hook(wrong: str, meant: str) -> None:
-    """A public name that nearly is that of a hook is refused with the hook's name; with an underscore it is not."""
+    """A public name similar to a hook's is rejected with the hook's name; a private name is accepted."""
     extra = {wrong: lambda self: None}
     text = refusal(check_method, changed(**extra), "mine:Variant")
     assert f"{wrong!r} is not part of the contract, did you mean {meant!r}?" in text
@@ -286,7 +286,7 @@ def test_a_name_that_is_nearly_a_hook(wrong: str, meant: str) -> None:
 
 
 def test_hyperparameters_may_have_such_names() -> None:
-    """A hyperparameter is no function: `steps` and `pull` are good names for one."""
+    """A hyperparameter may have a name similar to a hook's, such as `steps` or `pull`."""
     check_method(changed(steps=3, pull=0.1, __annotations__={"sgd": SGD, "steps": int, "pull": float}), "mine:Variant")
 
 
@@ -302,7 +302,7 @@ def test_hyperparameters_may_have_such_names() -> None:
     ],
 )
 def test_other_mistakes_of_a_class(kind: Any, expected: str) -> None:
-    """What is no class, no frozen dataclass, or has no optimiser or default is refused with what to do."""
+    """An object that is no frozen dataclass, or lacks an optimiser or a default, is rejected with what to do."""
     assert expected in refusal(check_method, kind(), "mine:Variant")
 
 
@@ -311,7 +311,7 @@ def test_other_mistakes_of_a_class(kind: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_every_method_describes_itself(method: str) -> None:
-    """Each method has a name, a title, a summary, words for the decision page and a place in tables of its own."""
+    """Each method has a name, a title, a summary, a description for the decision page and a position in tables."""
     kind: Any = ALGORITHMS[method]
     about = kind.about
     assert about.name == method
@@ -325,7 +325,7 @@ def test_every_method_describes_itself(method: str) -> None:
 
 
 def test_the_order_of_tables() -> None:
-    """Methods come in the order of the paper, then of their addition."""
+    """Tables list the paper's methods first, in its order, then the others in order of addition."""
     assert list(ALGORITHMS)[:8] == [
         *("local", "fedavg", "scaffold", "weight-erosion", "waffle", "waffle-kin", "apfl", "ditto"),
     ]
@@ -333,7 +333,7 @@ def test_the_order_of_tables() -> None:
 
 
 def test_a_new_file_is_a_new_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that is put into the package is registered, and its class is a name of waffle_fl."""
+    """A new module in the package is registered, and its class is exported by waffle_fl."""
     text = (ROOT / "src/waffle_fl/algorithms/fedprox.py").read_text()
     text = (
         text.replace("class FedProx", "class FedNew").replace('"fedprox"', '"fednew"').replace("order=80", "order=85")
@@ -352,7 +352,7 @@ def test_a_new_file_is_a_new_method(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_hooks_of_the_package() -> None:
-    """Every hook is one that some method has, and a method that has it keeps its protocol."""
+    """Every hook is used by some method, and the method's function has the hook's signature."""
     for name, protocol in HOOKS.items():
         having = [kind() for kind in ALGORITHMS.values() if hasattr(kind, name)]
         assert having, name
@@ -360,7 +360,7 @@ def test_hooks_of_the_package() -> None:
 
 
 def test_unknown_names_of_the_package() -> None:
-    """A name that the package does not have is an AttributeError, as in any module."""
+    """An unknown name raises AttributeError."""
     for name in ("FedNothing", "nothing", "_nothing"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(waffle_fl, name)

@@ -1,4 +1,4 @@
-"""Who holds which sample: the paper's tables by hand, and what must hold for every split."""
+"""Partitions: the paper's tables, hand-computed examples, and properties of every split."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_b_gives_each_agent_four_labels_in_turn() -> None:
         assert set(matrix[agent][sorted(held)].tolist()) == {0.25}
 
 
-def test_right_is_the_papers_sentence() -> None:
-    """Rolled to the right, agent 1 of B holds labels 1 to 4 as the paper's text says, and Alice's row is the same."""
+def test_right_is_the_papers_text() -> None:
+    """With direction "right" agent 1 of B holds labels 1 to 4 as in the paper's text, and Alice's row is the same."""
     right = share_matrix("B", 10, 10, "right")
     assert np.flatnonzero(right[0]).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(right[1]).tolist() == [1, 2, 3, 4]
@@ -86,8 +86,8 @@ def test_right_is_the_papers_sentence() -> None:
 
 
 @pytest.mark.parametrize("kind", ["A", "B", "C"])
-def test_the_directions_differ_by_the_agents_names(kind: str) -> None:
-    """Agent i of one direction holds the row of agent -i of the other."""
+def test_directions_differ_by_the_agents_order(kind: str) -> None:
+    """Agent i of one direction has the row of agent -i of the other."""
     left, right = share_matrix(kind, 10, 10), share_matrix(kind, 10, 10, "right")
     assert np.array_equal(left, right[-np.arange(10) % 10])
 
@@ -109,18 +109,18 @@ def test_the_eleventh_agent_holds_what_the_first_holds() -> None:
 
 
 def test_star_has_the_shares_of_its_letter() -> None:
-    """A star shifts concepts and leaves the shares as they are."""
+    """A star permutes labels and leaves the shares unchanged."""
     for kind in ("A", "B", "C"):
         assert np.array_equal(share_matrix(kind, 7, 10), share_matrix(f"{kind}*", 7, 10))
 
 
 def test_a_fits_any_number_of_classes() -> None:
-    """A spreads any number of classes evenly."""
+    """A distributes any number of classes evenly."""
     assert np.allclose(share_matrix("A", 3, 4), 0.25)
 
 
 def test_hand_case() -> None:
-    """Twenty samples a label split as C give Alice 2, 4, 8, 4 and 2 of the labels 3 to 7, in training and in test."""
+    """With twenty samples per label, split C gives Alice 2, 4, 8, 4 and 2 of labels 3 to 7, in training and in test."""
     labels = balanced(20)
     made = split(labels, labels, "C")
     assert np.bincount(labels[made.train[0]], minlength=10).tolist() == [0, 0, 0, 2, 4, 8, 4, 2, 0, 0]
@@ -130,7 +130,7 @@ def test_hand_case() -> None:
 
 
 def test_hand_case_of_divide() -> None:
-    """Two agents with shares 1:3 of one label and 0:1 of another get a quarter, three quarters, and nothing, all."""
+    """Two agents with shares 1:3 and 0:1 of two labels get a quarter and three quarters, and none and all."""
     labels = np.array([0] * 8 + [1] * 4)
     a, b = divide(labels, np.array([[1.0, 0.0], [3.0, 4.0]]), np.random.default_rng(0))
     assert np.bincount(labels[a], minlength=2).tolist() == [2, 0]
@@ -138,21 +138,19 @@ def test_hand_case_of_divide() -> None:
 
 
 def test_label_of_a_smaller_column_is_used_in_proportion() -> None:
-    """A label whose column sums to half of the largest one is used by half, so that rows keep their shape."""
+    """Half of a label is used when its column sums to half of the largest one, so that rows keep their proportions."""
     labels = balanced(40, classes=2)
     (only,) = divide(labels, np.array([[2.0, 1.0]]), np.random.default_rng(0))
     assert np.bincount(labels[only]).tolist() == [40, 20]
 
 
-# ----------------------------------------------------------------------------------------------- what must always hold
+# ---------------------------------------------------------------------------------------------------------- properties
 
 
 @quick
 @given(kind=kinds, agents=crowds, n=sizes, seed=numbers, direction=st.sampled_from(["left", "right"]))
-def test_agents_are_disjoint_and_keep_to_their_labels(
-    kind: str, agents: int, n: int, seed: int, direction: Any
-) -> None:
-    """No sample belongs to two agents, and nobody holds a label that his row does not share."""
+def test_agents_are_disjoint_and_hold_their_labels(kind: str, agents: int, n: int, seed: int, direction: Any) -> None:
+    """No sample belongs to two agents, and an agent holds only labels of its row."""
     train, test = labels_of(n, seed), labels_of(n // 2, seed + 1)
     made = split(train, test, kind, agents=agents, seed=seed, direction=direction)
     assert made.agents == agents == len(made.test) == len(made.validation) == len(made.relabel)
@@ -168,7 +166,7 @@ def test_agents_are_disjoint_and_keep_to_their_labels(
 @quick
 @given(kind=kinds, tens=st.integers(1, 2), n=sizes, seed=numbers)
 def test_all_samples_are_used_where_columns_sum_equally(kind: str, tens: int, n: int, seed: int) -> None:
-    """With ten or twenty agents every column sums to the same, and every sample belongs to somebody."""
+    """With ten or twenty agents every column has the same sum, and every sample belongs to an agent."""
     labels = labels_of(n, seed)
     made = split(labels, labels, kind, agents=10 * tens, seed=seed)
     assert sorted(together(made.train).tolist()) == list(range(n))
@@ -178,7 +176,7 @@ def test_all_samples_are_used_where_columns_sum_equally(kind: str, tens: int, n:
 @quick
 @given(agents=crowds, n=sizes, seed=numbers, classes=st.integers(1, 12))
 def test_a_uses_all_samples_whatever_the_number_of_agents(agents: int, n: int, seed: int, classes: int) -> None:
-    """A uses every sample, spread so that two agents differ by at most one in any label."""
+    """A uses every sample, and the counts of two agents differ by at most one in any label."""
     labels = labels_of(n, seed, classes)
     made = split(labels, labels, "A", agents=agents, classes=classes, seed=seed)
     assert sorted(together(made.train).tolist()) == list(range(n))
@@ -189,34 +187,34 @@ def test_a_uses_all_samples_whatever_the_number_of_agents(agents: int, n: int, s
 @quick
 @given(data=st.data(), agents=crowds, n=sizes, seed=numbers)
 def test_counts_follow_the_shares(data: st.DataObject, agents: int, n: int, seed: int) -> None:
-    """Each agent's count of each label is its share of it to within one sample, for any share matrix."""
+    """Each agent's count of each label is within one sample of its share, for any share matrix."""
     share = st.sampled_from([0.0, 0.0, 0.1, 0.25, 1.0, 3.0])
     rows = data.draw(st.lists(st.lists(share, min_size=4, max_size=4).filter(any), min_size=agents, max_size=agents))
     shares = np.array(rows)
     labels = labels_of(n, seed, 4)
     made = split(labels, labels, "A", agents=agents, classes=4, shares=rows, seed=seed)
     available = np.bincount(labels, minlength=4)
-    wanted = shares / shares.sum(axis=0).max() * available
+    requested = shares / shares.sum(axis=0).max() * available
     counts = np.stack([np.bincount(labels[part], minlength=4) for part in made.train])
-    assert (np.abs(counts - wanted) <= 1 + 1e-9).all()
+    assert (np.abs(counts - requested) <= 1 + 1e-9).all()
     assert (counts[shares == 0] == 0).all()
     used = together(made.train)
     assert len(np.unique(used)) == len(used)
 
 
 @quick
-@given(kind=kinds, agents=crowds, n=sizes, seed=numbers, wanted=st.integers(1, 60))
-def test_samples_per_agent_is_exact_where_available(kind: str, agents: int, n: int, seed: int, wanted: int) -> None:
-    """An agent keeps exactly the number asked for, or all it has, in its own proportions to within one sample."""
+@given(kind=kinds, agents=crowds, n=sizes, seed=numbers, requested=st.integers(1, 60))
+def test_samples_per_agent_is_exact_where_available(kind: str, agents: int, n: int, seed: int, requested: int) -> None:
+    """An agent keeps exactly the requested number, or all it has, in its own proportions to within one sample."""
     labels = labels_of(n, seed)
-    whole = split(labels, labels, kind, agents=agents, seed=seed)
-    made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted)
-    for all_of_it, part in zip(whole.train, made.train, strict=True):
-        assert len(part) == min(wanted, len(all_of_it))
+    complete = split(labels, labels, kind, agents=agents, seed=seed)
+    made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested)
+    for all_of_it, part in zip(complete.train, made.train, strict=True):
+        assert len(part) == min(requested, len(all_of_it))
         assert set(part.tolist()) <= set(all_of_it.tolist())
         before, after = (np.bincount(labels[rows], minlength=10) for rows in (all_of_it, part))
         assert (np.abs(after - before * len(part) / max(len(all_of_it), 1)) <= 1 + 1e-9).all()
-    assert all(np.array_equal(a, b) for a, b in zip(whole.test, made.test, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(complete.test, made.test, strict=True))
 
 
 @quick
@@ -226,17 +224,17 @@ def test_samples_per_agent_is_exact_where_available(kind: str, agents: int, n: i
     n=sizes,
     seed=numbers,
     fraction=st.sampled_from([0.0, 0.1, 0.2, 0.5, 0.99]),
-    wanted=st.sampled_from([0, 7]),
+    requested=st.sampled_from([0, 7]),
 )
 def test_validation_is_held_out_of_training(
-    kind: str, agents: int, n: int, seed: int, fraction: float, wanted: int
+    kind: str, agents: int, n: int, seed: int, fraction: float, requested: int
 ) -> None:
-    """Validation takes its fraction beside the samples asked for, or of them where an agent has no more."""
+    """Validation takes its fraction in addition to the requested samples, or out of them if there are no more."""
     labels = labels_of(n, seed)
-    whole = split(labels, labels, kind, agents=agents, seed=seed)
-    asked = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted)
-    made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted, validation=fraction)
-    parts = zip(whole.train, asked.train, made.train, made.validation, strict=True)
+    complete = split(labels, labels, kind, agents=agents, seed=seed)
+    without_validation = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested)
+    made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested, validation=fraction)
+    parts = zip(complete.train, without_validation.train, made.train, made.validation, strict=True)
     for all_of_it, before, kept, held_out in parts:
         assert not set(kept.tolist()) & set(held_out.tolist())
         assert {*kept.tolist(), *held_out.tolist()} <= set(all_of_it.tolist())
@@ -248,7 +246,7 @@ def test_validation_is_held_out_of_training(
 
 
 def test_sizes_scale_the_rows() -> None:
-    """Sizes 2:1, repeated over four agents, give two of them twice the samples, in the same proportions of labels."""
+    """Sizes 2:1, repeated over four agents, give two of them twice the samples in the same label proportions."""
     labels = balanced(60)
     made = split(labels, labels, "A", agents=4, sizes=(2, 1))
     assert [np.bincount(labels[part]).tolist() for part in made.train] == [[20] * 10, [10] * 10] * 2
@@ -263,7 +261,7 @@ def test_bad_sizes_are_refused(sizes: tuple[float, ...]) -> None:
 @quick
 @given(kind=kinds, agents=crowds, n=sizes, seed=numbers, test=st.sampled_from(["share", "all"]))
 def test_split_is_a_pure_function(kind: str, agents: int, n: int, seed: int, test: Any) -> None:
-    """The same labels and seeds give the same partition, leave the labels alone and touch no global generator."""
+    """The same labels and seeds give the same partition, without changing the labels or a global generator."""
     labels = labels_of(n, seed)
     before, state = labels.copy(), np.random.get_state()[1].copy()
     options: Any = {"agents": agents, "seed": seed, "test": test, "validation": 0.1, "samples_per_agent": 20}
@@ -275,12 +273,12 @@ def test_split_is_a_pure_function(kind: str, agents: int, n: int, seed: int, tes
 
 
 @quick
-@given(kind=kinds, agents=crowds, n=st.integers(0, 12), seed=numbers, wanted=st.integers(0, 3))
-def test_tiny_partitions_end_at_once(kind: str, agents: int, n: int, seed: int, wanted: int) -> None:
-    """A dozen samples or none, shared by up to 25 agents, are divided without a hang, and nobody's are lost."""
+@given(kind=kinds, agents=crowds, n=st.integers(0, 12), seed=numbers, requested=st.integers(0, 3))
+def test_tiny_partitions_are_fast(kind: str, agents: int, n: int, seed: int, requested: int) -> None:
+    """A dozen samples or none are divided among up to 25 agents without a hang and without losing a sample."""
     labels = labels_of(n, seed)
     for test in ("share", "all"):
-        made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=wanted, test=test)
+        made = split(labels, labels, kind, agents=agents, seed=seed, samples_per_agent=requested, test=test)
         assert made.agents == agents
         assert len(together(made.train)) <= n
         assert all(part.dtype == np.int64 for part in (*made.train, *made.validation, *made.test))
@@ -289,7 +287,7 @@ def test_tiny_partitions_end_at_once(kind: str, agents: int, n: int, seed: int, 
 @quick
 @given(kind=kinds, agents=crowds, n=sizes, seed=numbers)
 def test_test_all_gives_everything_the_distribution_allows(kind: str, agents: int, n: int, seed: int) -> None:
-    """With test="all" an agent's commonest label is whole, the others are in proportion, and training is as before."""
+    """With test="all" an agent gets all of its commonest label, the others in proportion; training is unchanged."""
     labels, test = labels_of(n, seed), labels_of(n, seed + 1)
     made = split(labels, test, kind, agents=agents, seed=seed, test="all")
     available = np.bincount(test, minlength=10)
@@ -304,14 +302,14 @@ def test_test_all_gives_everything_the_distribution_allows(kind: str, agents: in
 
 
 def test_all_allowed_by_hand() -> None:
-    """Of ten test samples a label, C allows Alice 2.5, 5, 10, 5 and 2.5 of the labels 3 to 7, rounded."""
+    """With ten test samples per label, C allows Alice 2.5, 5, 10, 5 and 2.5 of the labels 3 to 7, rounded."""
     labels = balanced(10)
     alice = all_allowed(labels, share_matrix("C", 10, 10), np.random.default_rng(0))[0]
     assert np.bincount(labels[alice], minlength=10).tolist() == [0, 0, 0, 2, 5, 10, 5, 2, 0, 0]
 
 
 def test_another_seed_gives_another_split() -> None:
-    """The seed chooses the samples and not their number."""
+    """The seed determines the samples but not their number."""
     labels = balanced(50)
     a, b = split(labels, labels, "B", seed=1), split(labels, labels, "B", seed=2)
     assert not np.array_equal(np.sort(a.train[0]), np.sort(b.train[0]))
@@ -346,8 +344,8 @@ def test_concept_shift_is_a_permutation_for_all_but_alice(
         assert len({tuple(row) for i, row in enumerate(rows.tolist()) if i != alice}) <= 1
 
 
-def test_own_permutations_differ_and_do_not_depend_on_the_company() -> None:
-    """Agents have permutations of their own, which stay theirs in any company and whoever Alice is."""
+def test_permutations_do_not_depend_on_the_other_agents() -> None:
+    """Agents have different permutations, which do not depend on the number of agents or on Alice."""
     rows = concept_shift(10, 10, 0, seed=0)
     assert len({tuple(row) for row in rows.tolist()}) == 10
     assert np.array_equal(concept_shift(25, 10, 0, seed=0)[:10], rows)
@@ -355,7 +353,7 @@ def test_own_permutations_differ_and_do_not_depend_on_the_company() -> None:
 
 
 def test_shared_permutation_is_one_for_all_others() -> None:
-    """With the shared option all agents but Alice have one and the same permutation, which is not hers."""
+    """With the shared option all agents but Alice have the same permutation, which differs from hers."""
     rows = concept_shift(10, 10, 4, seed=0, shared=True)
     others = {tuple(row) for i, row in enumerate(rows.tolist()) if i != 4}
     assert len(others) == 1
@@ -363,8 +361,8 @@ def test_shared_permutation_is_one_for_all_others() -> None:
 
 
 @pytest.mark.parametrize("kind", ["A*", "B*", "C*"])
-def test_star_shifts_everyone_but_alice(kind: str) -> None:
-    """A star relabels the other agents' samples; without it nobody's labels change, and the samples are the same."""
+def test_star_shifts_all_but_alice(kind: str) -> None:
+    """A star relabels the other agents' samples; without it no label changes, and the samples are the same."""
     labels = balanced(20)
     plain, shifted = split(labels, labels, kind[0], alice=2), split(labels, labels, kind, alice=2)
     assert (plain.relabel == np.arange(10)).all()
@@ -374,7 +372,7 @@ def test_star_shifts_everyone_but_alice(kind: str) -> None:
 
 
 def test_permutations_have_a_seed_of_their_own() -> None:
-    """The seed of the split does not change the permutations, and their seed does not change the split."""
+    """The split's seed does not change the permutations, and their seed does not change the split."""
     labels = balanced(20)
     a = split(labels, labels, "B*", seed=1, permutation_seed=5)
     b = split(labels, labels, "B*", seed=2, permutation_seed=5)
@@ -401,8 +399,8 @@ def test_federation_reads_labels_through_the_permutation() -> None:
 # -------------------------------------------------------------------------------------------- custom shares and errors
 
 
-def test_own_shares_take_the_place_of_the_split() -> None:
-    """A share matrix of one's own is used as it is, also with the star of a split."""
+def test_given_shares_replace_the_split() -> None:
+    """A given share matrix is used unchanged, also with the star of a split."""
     labels = balanced(12, classes=3)
     shares = [[1, 0, 0], [0, 1, 1]]
     made = split(labels, labels, "B*", agents=2, classes=3, shares=shares)
@@ -414,8 +412,8 @@ def test_own_shares_take_the_place_of_the_split() -> None:
     assert np.array_equal(made.relabel, concept_shift(2, 3, 0, 0))
 
 
-def test_label_that_nobody_shares_is_left_out() -> None:
-    """A column of zeros leaves its label to nobody."""
+def test_label_without_shares_is_left_out() -> None:
+    """No agent gets a label whose column is zero."""
     labels = balanced(12, classes=3)
     made = split(labels, labels, "A", agents=2, classes=3, shares=[[1, 0, 1], [1, 0, 1]])
     assert set(labels[together(made.train)].tolist()) == {0, 2}
@@ -434,7 +432,7 @@ def test_label_that_nobody_shares_is_left_out() -> None:
     ],
 )
 def test_wrong_shares_are_refused(shares: Any, words: tuple[str, ...]) -> None:
-    """A share matrix of another shape, or with a share that is no share, is refused with what is wrong."""
+    """A share matrix with a wrong shape or an invalid share is rejected with the reason."""
     labels = balanced(4, classes=3)
     text = refusal(split, labels, labels, "A", agents=2, classes=3, shares=shares)
     assert all(word in text for word in words)
@@ -448,7 +446,7 @@ def test_shares_that_are_no_matrix_are_refused(shares: Any) -> None:
 
 
 def test_ragged_shares_of_an_experiment_are_refused() -> None:
-    """Rows of different lengths in the settings, where they pass as numbers, are refused before the run."""
+    """Rows of different lengths in the settings are rejected before the run."""
     ragged = Settings(data="digits", agents=2, shares=((1.0, 2.0), (1.0,)))
     assert "share" in refusal(federation_of, ragged)
 
@@ -466,7 +464,7 @@ def test_huge_shares_are_divided_or_refused() -> None:
 
 
 def test_check_shares_returns_what_it_checked() -> None:
-    """A good share matrix comes back as it was."""
+    """A valid share matrix is returned unchanged."""
     shares = np.array([[0.5, 0.5], [1.0, 0.0]])
     assert check_shares(shares, 2, 2) is shares
 
@@ -481,7 +479,7 @@ def test_unknown_split_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["B", "C", "B*"])
 def test_splits_of_ten_labels_need_ten_classes(kind: str) -> None:
-    """B and C are refused for data of another number of classes, with both numbers and the way out."""
+    """B and C are rejected for another number of classes, with both numbers and an alternative."""
     text = refusal(share_matrix, kind, 10, 7)
     assert "10 classes" in text
     assert "has 7" in text
@@ -507,7 +505,7 @@ def mnist(published: Path) -> data.Dataset:
 @pytest.mark.data
 @pytest.mark.parametrize("kind", ["A", "B", "C"])
 def test_alice_on_mnist_has_the_papers_sizes(mnist: data.Dataset, kind: str) -> None:
-    """On MNIST Alice has about 6,000 training and 1,000 test images of her split's labels, as the authors' code has."""
+    """On MNIST Alice has about 6,000 training and 1,000 test images of her split's labels, as in the authors' code."""
     made = split(mnist.y_train, mnist.y_test, kind)
     labels, train, test = SIZES[kind]
     assert set(mnist.y_train[made.train[0]].tolist()) == labels
@@ -531,7 +529,7 @@ def test_all_test_images_of_alice_on_mnist(mnist: data.Dataset) -> None:
 
 @pytest.mark.parametrize(("seed", "agreed"), [(0, (0.35, 0.62)), (1, (0.08, 0.19)), (3, (0.17, 0.44))])
 def test_a_vote_of_the_permuted_agents(seed: int, agreed: tuple[float, float]) -> None:
-    """On which share of Alice's labels the plurality of agents agrees with her, on A* and on B*."""
+    """The share of Alice's labels on which the plurality of agents agrees with her, on A* and on B*."""
     permutations = concept_shift(10, 10, alice=0, seed=seed)
 
     def agreement(kind: str) -> float:
@@ -545,13 +543,13 @@ def test_a_vote_of_the_permuted_agents(seed: int, agreed: tuple[float, float]) -
     assert [round(agreement(kind), 2) for kind in ("A", "B")] == list(agreed)
 
 
-# ------------------------------------------------------------------------------------------------- shifts beside splits
+# ---------------------------------------------------------------------------------------------------- shifts and splits
 
 
 @quick
 @given(kind=kinds, agents=crowds, n=sizes, seed=numbers)
-def test_no_shift_is_the_split_as_it_was(kind: str, agents: int, n: int, seed: int) -> None:
-    """An empty shift, and shifts of features and drift alone, leave who holds what to the split."""
+def test_other_shifts_keep_the_split(kind: str, agents: int, n: int, seed: int) -> None:
+    """An empty shift, feature shifts and drift do not change which samples an agent holds."""
     train, test = labels_of(n, seed), labels_of(n // 2, seed + 1)
     plain = split(train, test, kind, agents=agents, seed=seed)
     if agents > 1:
@@ -562,10 +560,10 @@ def test_no_shift_is_the_split_as_it_was(kind: str, agents: int, n: int, seed: i
 
 @quick
 @given(kind=kinds, agents=st.integers(2, 12), extra=st.integers(0, 300), seed=numbers, alpha=st.floats(0.001, 10))
-def test_a_skewed_split_is_disjoint_and_serves_everybody(
+def test_skewed_split_is_disjoint_and_leaves_no_agent_empty(
     kind: str, agents: int, extra: int, seed: int, alpha: float
 ) -> None:
-    """With as many samples as agents or more, a Dirichlet skew of any split leaves nobody empty and nothing shared."""
+    """With at least as many samples as agents, a Dirichlet skew of any split is disjoint and leaves no agent empty."""
     train, test = labels_of(agents + extra, seed), labels_of(50, seed + 1)
     made = split(train, test, kind, agents=agents, seed=seed, shift=f"dirichlet({alpha}) + quantity(2)")
     used = together(made.train)

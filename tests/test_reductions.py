@@ -1,4 +1,4 @@
-"""Where one algorithm, set so, must equal another."""
+"""Settings with which one algorithm must equal another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, CLASSES, FEATURES, fitted, last_state, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.ditto import Ditto
@@ -36,7 +36,7 @@ def alice_s_model(
     algorithm: Any, rounds: int = 6, sizes: tuple[int, ...] = (23, 9, 32, 14), **options: Any
 ) -> torch.Tensor:
     federation = make_federation(sizes)
-    state = last_state(RunSpec(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
     return algorithm.personal(state.server, state.agents, federation.agents).params[0]
 
 
@@ -52,18 +52,18 @@ def random_up(seed: int = 0) -> tuple[Up, Round]:
 
 
 def test_scaffold_without_correction_is_fedavg() -> None:
-    """With no share of c - c_i added SCAFFOLD is FedAvg, and its control variates are the mean gradients still."""
+    """Without the correction c - c_i SCAFFOLD is FedAvg, and its control variates are still the mean gradients."""
     scaffold = Scaffold(LR, clip=0.0, correction=0.0)
     assert close(alice_s_model(scaffold), alice_s_model(FedAvg(LR)))
-    up, now = random_up()
+    up, context = random_up()
     server, _ = scaffold.init(Net(torch.zeros(7).double(), torch.zeros(0).double()), 4)
     for _ in range(2):
-        server, _ = scaffold.aggregate(server, up, now)
-        assert close(server.c_i, -up.dy / (now.steps[:, None].double() * LR.lr))
+        server, _ = scaffold.aggregate(server, up, context)
+        assert close(server.c_i, -up.dy / (context.steps[:, None].double() * LR.lr))
 
 
 def test_waffle_with_equal_weights_is_scaffold() -> None:
-    """Forced to 1/N, WAFFLE's aggregation is SCAFFOLD's, model and control variates, under both control rules."""
+    """With all weights 1/N, WAFFLE's model and control variates equal SCAFFOLD's under both control rules."""
     net = Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
     scaffold = Scaffold(LR)
     for control in ("anchored", "paper"):
@@ -71,42 +71,42 @@ def test_waffle_with_equal_weights_is_scaffold() -> None:
         a, _ = scaffold.init(net, 4)
         b, _ = waffle.init(net, 4)
         for seed in range(3):
-            up, now = random_up(seed)
-            a, _ = scaffold.aggregate(a, up, now)
-            c_i = received_control_variates(b, up, now, waffle.sgd.lr, waffle.correction)
+            up, context = random_up(seed)
+            a, _ = scaffold.aggregate(a, up, context)
+            c_i = received_control_variates(b, up, context, waffle.sgd.lr, waffle.correction)
             b = waffle.combine(b, up, c_i, torch.full((4,), 0.25, dtype=torch.float64))
             assert all(close(x, y) for x, y in zip(a, b[:4], strict=True))
 
 
 def test_two_agents_under_max_are_scaffold() -> None:
-    """With two agents WAFFLE's default weighs both alike until 95 % of the rounds: a whole run equals SCAFFOLD's."""
+    """With two agents WAFFLE's default weights are equal until 95 % of the rounds: a whole run equals SCAFFOLD's."""
     runs = [alice_s_model(a, rounds=5, sizes=(23, 14)) for a in (Scaffold(LR),)]
     federation = make_federation((23, 14))
-    outcomes = last_state(RunSpec(Waffle(LR), federation, 3), make_model(), rounds=100)
+    outcomes = outcomes_of(RunSpec(Waffle(LR), federation, 3), make_model(), rounds=100)
     assert close(outcomes[4].state.server.x, runs[0])
 
 
 def test_waffle_with_all_weight_on_alice_is_local() -> None:
-    """With psi = 0 from the start, only the history of 1/N lets others in; from then on Alice's steps are plain SGD."""
+    """With psi = 0 other agents enter only through the history of 1/N; afterwards Alice's steps are plain SGD."""
     federation, model = make_federation(), make_model()
-    outcomes = last_state(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
+    outcomes = outcomes_of(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
     server = outcomes[3].state.server
     assert outcomes[3].measured["weights"] == [1, 0, 0, 0]
     torch.testing.assert_close(server.c, server.c_i[0])
     local = Local(LR, clip=2.0)
     state = (local.init(model.init(0), 4)[0], local.init(model.init(0), 4)[1])
     agents = state[1]._replace(y=server.x.repeat(4, 1))
-    cell = RunSpec(local, federation, 3, state=State(state[0], agents))
-    alone = [o[0] for o in simulate([cell], model, rounds=8, start=4, batch_size=BATCH)]
+    spec = RunSpec(local, federation, 3, state=State(state[0], agents))
+    alone = [o[0] for o in simulate([spec], model, rounds=8, start=4, batch_size=BATCH)]
     assert close(outcomes[-1].state.server.x, alone[-1].state.agents.y[0])
 
 
-def test_the_printed_control_rule_drifts() -> None:
-    """Once Alice trains alone, c = c_A under "anchored"; the printed rule c += dc keeps a bias c - c_A for good."""
+def test_printed_control_rule_is_biased() -> None:
+    """Once Alice trains alone, c = c_A under "anchored"; the printed rule c += dc keeps a constant bias c - c_A."""
     biases = {}
     for control in ("anchored", "paper"):
         algorithm = Waffle(LR, control=control, omega="constant(0)", psi="constant(0)")
-        outcomes = last_state(RunSpec(algorithm, make_federation(), 3), make_model(), rounds=12)
+        outcomes = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model(), rounds=12)
         biases[control] = [float((o.state.server.c - o.state.server.c_i[0]).norm()) for o in outcomes[4:]]
     assert max(biases["anchored"]) < 1e-12
     assert min(biases["paper"]) > 1e-3
@@ -114,12 +114,12 @@ def test_the_printed_control_rule_drifts() -> None:
 
 
 def test_scaffold_s_first_step_is_fedavg_s() -> None:
-    """While all control variates are zero, SCAFFOLD's round is FedAvg's."""
+    """While all control variates are zero, a round of SCAFFOLD equals a round of FedAvg."""
     assert close(alice_s_model(Scaffold(LR, clip=0.0), rounds=1), alice_s_model(FedAvg(LR), rounds=1))
 
 
 def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
-    """Option II without clipping: c_i+ is the mean raw gradient of the round, and c stays the mean of all c_i."""
+    """Option II without clipping: c_i+ is the mean gradient of the round, and c stays the mean of all c_i."""
     federation, model = make_federation(), make_model()
     seen: list[torch.Tensor] = []
 
@@ -129,8 +129,8 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
         return net
 
     grad, model.grad = model.grad, watched  # type: ignore[method-assign]
-    outcomes = last_state(RunSpec(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
-    gradients = torch.stack(seen[-4:])  # the last round has four steps, and agents make 3, 2, 4 and 2 of them
+    outcomes = outcomes_of(RunSpec(Scaffold(LR, clip=0.0), federation, 3), model, rounds=4)
+    gradients = torch.stack(seen[-4:])  # the last round has four steps; the agents make 3, 2, 4 and 2 of them
     means = torch.stack([gradients[:k, i].mean(dim=0) for i, k in enumerate((3, 2, 4, 2))])
     after = outcomes[-1].state.server
     torch.testing.assert_close(after.c_i, means)
@@ -138,45 +138,45 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
 
 
 def test_server_and_agent_compute_the_same_control_variate() -> None:
-    """The server's copy of c_i equals the agent's own to the last bit: nothing needs to be sent."""
+    """The server's copy of c_i equals the agent's bit for bit, so that it is not sent."""
     for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
-        state = last_state(RunSpec(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
+        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
 def test_a_clipped_agent_keeps_its_control_variate() -> None:
-    """An agent with many more samples than Alice is clipped every round: server and agent both keep the old c_i."""
+    """An agent with many more samples than Alice is clipped in every round; server and agent both keep the old c_i."""
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        outcomes = last_state(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
+        outcomes = outcomes_of(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
         assert all(o.measured["screened"]["agent 2"] == "clipped" for o in outcomes)
         state = outcomes[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
         assert not state.server.c_i[2].any()
 
 
-def test_a_clipped_agent_is_compared_by_what_it_sent() -> None:
-    """It keeps its old c_i, but its distance is of the gradient that its update tells, not of the old one."""
+def test_clipped_agent_is_compared_by_its_update() -> None:
+    """A clipped agent keeps its old c_i, but its distance is computed from its update."""
     algorithm = Waffle(LR, compared="gradients")
     server, _ = algorithm.init(Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0).double()), 4)
-    up, now = random_up(0)
-    cut = now._replace(intact=now.received & (torch.arange(4) != 2))
+    up, context = random_up(0)
+    cut = context._replace(intact=context.received & (torch.arange(4) != 2))
     after, info = algorithm.aggregate(server, up, cut)
     assert torch.equal(after.c_i[2], server.c_i[2])
-    new_control_variates = algorithm.new_control_variates(server, up, now.steps)
+    new_control_variates = algorithm.new_control_variates(server, up, context.steps)
     assert close(info.distances[2], (new_control_variates[2] - new_control_variates[1]).norm())
-    assert close(algorithm.aggregate(server, up, now)[1].weights, info.weights)
+    assert close(algorithm.aggregate(server, up, context)[1].weights, info.weights)
 
 
-def test_a_refused_agent_keeps_its_control_variate() -> None:
-    """Nobody sets a control variate in a round in which his update is refused, whatever the reason."""
+def test_a_rejected_agent_keeps_its_control_variate() -> None:
+    """An agent whose update is rejected keeps its control variate, whatever the reason."""
 
     def tamper(up: Any, r: int) -> Any:
-        lies = {2: 20 * up.dy[3], 3: -1000 * up.dy[0], 4: -up.dy[0], 5: 0 * up.dy[3]}
-        return up._replace(dy=torch.stack([*up.dy[:3], lies.get(r, up.dy[3])]))
+        replacements = {2: 20 * up.dy[3], 3: -1000 * up.dy[0], 4: -up.dy[0], 5: 0 * up.dy[3]}
+        return up._replace(dy=torch.stack([*up.dy[:3], replacements.get(r, up.dy[3])]))
 
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        cell = RunSpec(algorithm, make_federation(), 3, tamper=tamper)
-        outcomes = last_state(cell, make_model(), rounds=5, guard="standard")
+        spec = RunSpec(algorithm, make_federation(), 3, tamper=tamper)
+        outcomes = outcomes_of(spec, make_model(), rounds=5, guard="standard")
         assert all(o.measured["screened"]["agent 3"] != "clipped" for o in outcomes[1:])
         states = [o.state for o in outcomes]
         assert all(torch.equal(state.server.c_i, state.agents.c_i) for state in states)
@@ -184,7 +184,7 @@ def test_a_refused_agent_keeps_its_control_variate() -> None:
 
 
 def test_fedavg_with_one_agent_is_local() -> None:
-    """A federation of one gains nothing and loses nothing."""
+    """FedAvg with a single agent equals Local."""
     assert close(alice_s_model(FedAvg(LR), sizes=(23,)), alice_s_model(Local(LR), sizes=(23,)))
 
 
@@ -194,79 +194,79 @@ def test_weight_erosion_without_erosion_is_fedavg() -> None:
 
 
 def test_weight_erosion_at_once_is_local() -> None:
-    """A huge p_d leaves Alice alone from the first round."""
+    """With a huge p_d Alice is alone from the first round."""
     assert close(alice_s_model(WeightErosion(LR, p_d=1e9)), alice_s_model(Local(LR)))
 
 
 def test_the_size_penalty_erodes_small_agents_faster() -> None:
-    """With p_s > 0 an agent loses weight faster the more often its data has been used up; the weights only fall."""
+    """With p_s > 0 an agent that reuses its data more often loses weight faster; weights never rise."""
     runs = {}
     for p_s in (0.0, 2.0):
-        cell = RunSpec(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
-        runs[p_s] = torch.tensor([o.measured["alpha"] for o in last_state(cell, make_model())])
+        spec = RunSpec(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
+        runs[p_s] = torch.tensor([o.measured["alpha"] for o in outcomes_of(spec, make_model())])
     assert runs[2.0][-1, 1] < runs[0.0][-1, 1]
     for alphas in runs.values():
         assert (alphas.diff(dim=0) <= 0).all()
         assert alphas[-1, 0] == 1
 
 
-def test_weight_erosion_when_alice_stands_still() -> None:
-    """Alice's update zero: no distance is defined, so nothing erodes."""
-    up, now = random_up()
+def test_weight_erosion_when_alice_s_update_is_zero() -> None:
+    """When Alice's update is zero no distance is defined, so weights do not erode."""
+    up, context = random_up()
     up = up._replace(dy=up.dy.index_fill(0, torch.tensor([1]), 0.0))
     erosion = WeightErosion(LR, p_d=0.5)
     server, _ = erosion.init(Net(torch.zeros(7, dtype=torch.float64), torch.zeros(0)), 4)
-    after, _ = erosion.aggregate(server, up, now)
+    after, _ = erosion.aggregate(server, up, context)
     assert after.alpha.tolist() == [1.0] * 4
 
 
 def test_apfl_without_mixing() -> None:
-    """Mix 0 is the agent's own FedAvg model before averaging, mix 1 is Local."""
+    """Mix 0 is the agent's FedAvg model before averaging; mix 1 is Local."""
     assert close(alice_s_model(APFL(LR, mix=1.0, adaptive="off")), alice_s_model(Local(LR)))
     federation, model = make_federation(), make_model()
-    apfl = last_state(RunSpec(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
-    fedavg = last_state(RunSpec(FedAvg(LR), federation, 3), model)[-1].state
+    apfl = outcomes_of(RunSpec(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
+    fedavg = outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state
     assert close(apfl.server.x, fedavg.server.x)
     assert close(APFL(LR).personal(apfl.server, apfl.agents, 4).params[0], apfl.agents.w[0])
 
 
-def test_ditto_without_pull_is_local() -> None:
-    """lam = 0 leaves the personal model to itself; its global model is FedAvg's."""
+def test_ditto_without_regularisation_is_local() -> None:
+    """With lam = 0 the personal model equals Local's, and the global model FedAvg's."""
     assert close(alice_s_model(Ditto(LR, lam=0.0)), alice_s_model(Local(LR)))
     federation, model = make_federation(), make_model()
-    ditto = last_state(RunSpec(Ditto(LR), federation, 3), model)[-1].state
-    assert close(ditto.server.x, last_state(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+    ditto = outcomes_of(RunSpec(Ditto(LR), federation, 3), model)[-1].state
+    assert close(ditto.server.x, outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
 
-def test_strong_pull_holds_ditto_at_the_global_model() -> None:
-    """The stronger the pull, the nearer the personal model stays to the global one."""
+def test_strong_regularisation_keeps_ditto_at_the_global_model() -> None:
+    """A larger lam keeps the personal model closer to the global model."""
     distances = []
     for lam in (0.0, 1.0, 4.0):
-        state = last_state(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.v[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
 
-def test_fedprox_without_pull_is_fedavg() -> None:
-    """mu = 0 leaves the proximal term out; with it, agents stay nearer to the global model."""
+def test_fedprox_without_proximal_term_is_fedavg() -> None:
+    """mu = 0 removes the proximal term; a larger mu keeps agents closer to the global model."""
     assert close(alice_s_model(FedProx(LR, mu=0.0)), alice_s_model(FedAvg(LR)))
-    norms = [last_state(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
+    norms = [outcomes_of(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
     lengths = [sum(outcome.measured["norms"]) for outcome in norms]
     assert lengths[0] > lengths[1] > lengths[2]
 
 
-def test_fine_tuning_trains_on_from_fedavg() -> None:
-    """With F rounds of tuning, the last model is FedAvg's after R - F rounds and F rounds of Local from there."""
+def test_fine_tuning_continues_from_fedavg() -> None:
+    """With F rounds of tuning the last model is FedAvg's after R - F rounds followed by F rounds of Local."""
     federation, model = make_federation(), make_model()
-    fedavg = last_state(RunSpec(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
+    fedavg = outcomes_of(RunSpec(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
     agents = Local(LR).init(Net(fedavg, fedavg[:0]), 4)
-    cell = RunSpec(Local(LR), federation, 3, state=State(*agents))
-    alone = [o[0] for o in simulate([cell], model, rounds=5, start=3, batch_size=BATCH)]
+    spec = RunSpec(Local(LR), federation, 3, state=State(*agents))
+    alone = [o[0] for o in simulate([spec], model, rounds=5, start=3, batch_size=BATCH)]
     assert close(alice_s_model(FedAvgFT(LR, tuning=2), rounds=5), alone[-1].state.agents.y[0])
 
 
-def test_nothing_but_fine_tuning_is_local() -> None:
-    """As many rounds of tuning as there are rounds, or more: nobody ever hears of the others."""
+def test_fine_tuning_only_is_local() -> None:
+    """With at least as many rounds of tuning as rounds, Alice trains alone."""
     for tuning in (6, 9):
         assert close(alice_s_model(FedAvgFT(LR, tuning=tuning)), alice_s_model(Local(LR)))
 
@@ -275,7 +275,7 @@ def test_per_fedavg_without_adaptation() -> None:
     """inner_lr = 0 is FedAvg on every second mini-batch, and the personal model is the global one."""
     algorithm = PerFedAvg(LR, inner_lr=0.0)
     federation, model = make_federation((16, 16)), make_model()
-    state = last_state(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     second = batches.batch(batches.plan(1, 0, slice(None)), torch.ones(1, dtype=torch.int64), BATCH)
     start = model.init(3)
@@ -285,7 +285,7 @@ def test_per_fedavg_without_adaptation() -> None:
 
 
 def test_the_difference_of_gradients_is_the_hessian() -> None:
-    """As delta falls, a Hessian-free update tends to (I - inner_lr H) d with the exact Hessian H."""
+    """As delta decreases, a Hessian-free update converges to (I - inner_lr H) d with the exact Hessian H."""
     module = mlp((FEATURES,), CLASSES, hidden=6).double()
     shapes = [p.shape for p in module.parameters()]
     names = [name for name, _ in module.named_parameters()]
@@ -307,41 +307,41 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
     errors = []
     for delta in (1e-1, 1e-2, 1e-3):
         algorithm = PerFedAvg(LR, inner_lr=0.5, variant="hessian-free", delta=delta)
-        state = last_state(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
+        state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
         errors.append(float((state.server.x - expected).norm()))
     assert errors[0] > errors[1] >= errors[2]
     assert errors[2] < 1e-7
 
 
-def test_pfedme_that_follows_all_the_way_is_fedavg() -> None:
-    """One inner step from w, and eta lam = 1: w goes where plain SGD goes, and so does the server."""
+def test_pfedme_with_full_steps_is_fedavg() -> None:
+    """With one inner step from w and eta lam = 1, w and the server follow plain SGD."""
     federation, model = make_federation(), make_model()
-    pfedme = last_state(RunSpec(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
-    assert close(pfedme.server.x, last_state(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
+    pfedme = outcomes_of(RunSpec(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
+    assert close(pfedme.server.x, outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
 
-def test_strong_pull_holds_pfedme_at_the_global_model() -> None:
-    """The stronger the pull, the nearer the personal model stays to the model it belongs to."""
+def test_strong_regularisation_keeps_pfedme_at_the_global_model() -> None:
+    """A larger lam keeps the personal model closer to its local model w."""
     distances = []
     for lam in (0.5, 2.0, 4.0):
-        state = last_state(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
         distances.append(float((state.agents.theta[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
 
 def test_fedper_between_fedavg_and_local() -> None:
-    """No head is FedAvg, nothing but head is Local."""
+    """FedPer without a head is FedAvg; with all layers in the head it is Local."""
     assert close(alice_s_model(fitted(FedPer(LR, head_layers=0))), alice_s_model(FedAvg(LR)))
     assert close(alice_s_model(fitted(FedPer(LR, head_layers=2))), alice_s_model(Local(LR)))
 
 
 def test_fedrep_trains_one_part_at_a_time() -> None:
-    """Without a head it is FedAvg, without a body Local; else each has the gradients of its own share of the steps."""
+    """FedRep without a head is FedAvg, without a body Local; otherwise each part trains in its share of the steps."""
     assert close(alice_s_model(fitted(FedRep(LR, head_layers=0))), alice_s_model(FedAvg(LR)))
     assert close(alice_s_model(fitted(FedRep(LR, head_layers=2))), alice_s_model(Local(LR)))
     federation, model = make_federation((16,)), make_model()
     algorithm = fitted(FedRep(LR))
-    state = last_state(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     start, at = model.init(3), len(state.server.x)
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     plan, y = batches.plan(1, 0, slice(None)), start.params.clone()
@@ -352,7 +352,7 @@ def test_fedrep_trains_one_part_at_a_time() -> None:
 
 
 def test_an_agent_of_one_mini_batch_trains_head_and_body() -> None:
-    """FedRep's phases need two steps; of one step only, both parts are trained, as by FedPer."""
+    """FedRep's phases need two steps; in a single step both parts train, as in FedPer."""
     assert close(
         alice_s_model(fitted(FedRep(LR)), rounds=3, sizes=(8, 5)),
         alice_s_model(fitted(FedPer(LR)), rounds=3, sizes=(8, 5)),
@@ -360,18 +360,18 @@ def test_an_agent_of_one_mini_batch_trains_head_and_body() -> None:
 
 
 def test_fedbn_without_batch_normalisation_is_fedavg() -> None:
-    """Where nothing is kept at home, everything is averaged."""
+    """Without batch normalisation every layer is averaged."""
     assert close(alice_s_model(fitted(FedBN(LR))), alice_s_model(FedAvg(LR)))
 
 
-def test_waffle_by_kinship_that_withholds_nothing_is_fedavg() -> None:
-    """Without a head, yielding and averaging every layer is everybody's, and the mean is FedAvg's."""
+def test_waffle_kin_that_shares_all_is_fedavg() -> None:
+    """Without head, yielding and averaging every layer is shared by all agents, and the mean is FedAvg's."""
     kin = WaffleKin(LR, head_layers=0, yielding=0.0, averaging=0.0)
     assert close(alice_s_model(fitted(kin)), alice_s_model(FedAvg(LR)))
 
 
-def test_opposite_updates_part_at_once() -> None:
-    """An agent whose head moves against Alice's starts the next round with its own head, and weighs nothing in hers."""
+def test_opposite_updates_separate_at_once() -> None:
+    """An agent whose head moves against Alice's starts the next round with its own head, with weight 0 in hers."""
     algorithm = fitted(WaffleKin(LR, yielding=0.0))
     net = make_model().init(3)
     server, _ = algorithm.init(net, 3)
@@ -379,8 +379,8 @@ def test_opposite_updates_part_at_once() -> None:
     dy = torch.ones(3, len(net.params), dtype=net.params.dtype)
     dy[2, -head:] = -1
     steps = torch.full((3,), 2)
-    now = Round(1, 9, torch.tensor(0), steps > 0, steps > 0, steps, steps, 1)
-    server, info = algorithm.aggregate(server, FedAvg(LR).finish(*_moved(dy))[1], now)
+    context = Round(1, 9, torch.tensor(0), steps > 0, steps > 0, steps, steps, 1)
+    server, info = algorithm.aggregate(server, FedAvg(LR).finish(*_trained(dy))[1], context)
     assert info.head.tolist() == [0.5, 0.5, 0.0]
     starts = algorithm.broadcast(server, 3).x
     assert torch.equal(starts[1], server.x)
@@ -388,7 +388,7 @@ def test_opposite_updates_part_at_once() -> None:
     assert torch.equal(starts[2, -head:], net.params[-head:] - 1)
 
 
-def _moved(dy: torch.Tensor) -> Any:
-    """Down, agents and local training that end in these updates."""
+def _trained(dy: torch.Tensor) -> Any:
+    """Return down, agents and local training that produce these updates."""
     down = fedavg.Down(torch.zeros_like(dy), dy[:, :0])
     return down, fedavg.Agents(), fedavg.Local(dy, dy[:, :0], dy[:, :0])

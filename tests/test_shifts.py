@@ -1,4 +1,4 @@
-"""Shifts beyond the paper's splits: what each does by hand, and what must hold for any data, seed and agent."""
+"""Shifts beyond the paper's splits: hand-computed examples, and properties for any data, seed and agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import BATCH, last_state, make_federation, make_model, refusal
+from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.fedavg import FedAvg
@@ -92,24 +92,24 @@ def other(group: int = 1, degree: float = 1.0, agent: int = 1, seed: int = 0) ->
 
 
 @pytest.mark.parametrize(("text", "shift"), EXAMPLES.items())
-def test_a_shift_is_written_as_it_is_called(text: str, shift: Any) -> None:
-    """Text with values in their order or by name is the shift of Python."""
+def test_shift_texts(text: str, shift: Any) -> None:
+    """A text with values by position or by name is parsed to the same shift as in Python."""
     assert read_shifts(text) == (shift,)
 
 
 def test_every_kind_has_an_example() -> None:
-    """The examples of these tests are all kinds there are."""
+    """The examples of these tests cover every kind of shift."""
     assert {type(shift) for shift in EXAMPLES.values()} == set(KINDS.values())
 
 
 def test_a_mixture_is_joined_by_plus() -> None:
-    """Shifts joined by + come in their order, and an empty text is none."""
+    """Shifts joined by + keep their order, and an empty text is no shift."""
     assert read_shifts(" noise(0.3)+swap(4, groups=3) ") == (Noise(0.3), Swap(4, 3))
     assert read_shifts("") == ()
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("rotat(45)", "did you mean rotate"),
         ("rotate(45", "expected a shift such as"),
@@ -141,33 +141,33 @@ def test_a_mixture_is_joined_by_plus() -> None:
         ("rotate(45) +", "expected a shift such as"),
     ],
 )
-def test_a_shift_that_cannot_be_read_is_refused_in_one_line(text: str, told: str) -> None:
-    """What is wrong with a shift is told before any work, in Python and in a config alike."""
-    assert told in refusal(read_shifts, text)
-    assert told in refusal(check_run, "fedavg", {"shift": text}, {})
+def test_a_shift_that_cannot_be_read_is_refused_in_one_line(text: str, expected: str) -> None:
+    """An invalid shift is rejected before any work, in Python and in a config."""
+    assert expected in refusal(read_shifts, text)
+    assert expected in refusal(check_run, "fedavg", {"shift": text}, {})
 
 
 @pytest.mark.parametrize(
-    ("shift", "told"),
+    ("shift", "expected"),
     [
         ("rotate(45, groups=11)", "as many groups as there are agents"),
         ("swap(11)", "at most 10 labels"),
         ("drift(k=11)", "at most 10 labels"),
     ],
 )
-def test_a_shift_that_does_not_fit_the_federation_is_refused(shift: str, told: str) -> None:
-    """More groups than agents, or more labels than there are, is told in one line."""
-    assert told in refusal(digits, shift)
+def test_a_shift_that_does_not_fit_the_federation_is_refused(shift: str, expected: str) -> None:
+    """More groups than agents, or more labels than there are, is rejected with one line."""
+    assert expected in refusal(digits, shift)
 
 
 @pytest.mark.parametrize("shift", ["rotate(45)", "blur(1)", "colour(1)"])
 def test_shifts_of_images_are_refused_for_vectors(shift: str) -> None:
-    """Samples that are no images cannot be turned, blurred or coloured."""
+    """Image shifts reject samples that are not images."""
     assert "expected images" in refusal(federation_of, Settings(data="synthetic", split="A", shift=shift))
 
 
 def test_groups_are_counted_from_alice() -> None:
-    """With two groups every other agent stands with Alice; the last of three groups is shifted in full, hers not."""
+    """With two groups every second agent is in Alice's; the last of three groups has the full shift, hers none."""
     assert groups_of(5, 0, 2) == (0, 1, 0, 1, 0)
     assert groups_of(5, 1, 3) == (2, 0, 1, 2, 0)
     assert [member.degree for member in members(4, 0, 3, 0)] == [0, 0.5, 1, 0]
@@ -176,18 +176,19 @@ def test_groups_are_counted_from_alice() -> None:
 @quick
 @given(agents=crowds, classes=st.integers(1, 12), alpha=st.sampled_from([1e-3, 0.01, 0.1, 1.0, 100.0, 1e6]), seed=seeds)
 def test_dirichlet_keeps_sizes_and_labels(agents: int, classes: int, alpha: float, seed: int) -> None:
-    """A row stays finite and not negative, keeps its sum, and gains no label that it had not."""
+    """A row stays finite and non-negative, keeps its sum, and gains no label."""
     shares = random_shares(agents, classes, seed)
     drawn = Dirichlet(alpha).skewed(shares, seed)
     assert np.isfinite(drawn).all()
     assert (drawn >= 0).all()
     assert (drawn[shares == 0] == 0).all()
     assert np.allclose(drawn.sum(axis=1), shares.sum(axis=1))
-    assert np.array_equal(drawn[:1], Dirichlet(alpha).skewed(shares[:1], seed))  # nobody's depends on the others
+    # an agent's row does not depend on the others
+    assert np.array_equal(drawn[:1], Dirichlet(alpha).skewed(shares[:1], seed))
 
 
 def test_dirichlet_goes_from_one_label_to_the_split() -> None:
-    """The mean number of labels that hold 90 % of an agent's samples grows with alpha, up to the split's own."""
+    """The mean number of labels that hold 90 % of an agent's samples grows with alpha, up to that of the split."""
     shares = np.full((50, 10), 0.1)
 
     def spread(alpha: float) -> float:
@@ -212,10 +213,10 @@ def test_dirichlet_goes_from_one_label_to_the_split() -> None:
     per_agent=st.sampled_from([0, 1, 7]),
     validation=st.sampled_from([0.0, 0.2]),
 )
-def test_tiny_partitions_end_at_once_and_leave_nobody_empty(
+def test_tiny_partitions_leave_no_agent_empty(
     n: int, agents: int, classes: int, shift: str, seed: int, per_agent: int, validation: float
 ) -> None:
-    """Within the deadline every agent has samples to train on, all disjoint; fewer samples than agents are refused."""
+    """Every agent gets training samples, all disjoint, within the deadline; fewer samples than agents are rejected."""
     labels = np.random.default_rng(seed).integers(0, classes, n)
 
     def make() -> Partition:
@@ -232,10 +233,10 @@ def test_tiny_partitions_end_at_once_and_leave_nobody_empty(
 
 
 def test_validation_that_would_take_all_is_refused() -> None:
-    """Who has a single sample cannot also hold it out."""
+    """An agent with a single sample cannot hold it out for validation."""
     labels = np.arange(4) % 2
-    told = refusal(split, labels, labels, "A", agents=4, classes=2, shift="quantity(1)", validation=0.7)
-    assert "nothing to train on" in told
+    expected = refusal(split, labels, labels, "A", agents=4, classes=2, shift="quantity(1)", validation=0.7)
+    assert "nothing to train on" in expected
 
 
 @quick
@@ -249,7 +250,7 @@ def test_log_normal_sizes_are_relative_to_their_mean(agents: int, sigma: float, 
 
 
 def test_sizes_by_hand() -> None:
-    """sizes(4, 1, 1) gives agents 0 and 3 four times what the others have, and 10 samples an agent on average."""
+    """sizes(4, 1, 1) gives agents 0 and 3 four times the samples of the others, with a mean of 10 samples per agent."""
     assert Sizes((4.0, 1.0, 1.0)).sizes(6, 0).tolist() == [2, 0.5, 0.5, 2, 0.5, 0.5]
     assert caps(10, [2, 0.5, 0.01]) == [20, 5, 1]
     made = digits("sizes(4, 1, 1)", agents=6, samples_per_agent=60)
@@ -259,7 +260,7 @@ def test_sizes_by_hand() -> None:
 @quick
 @given(agents=crowds, classes=st.integers(2, 12), amount=st.floats(0, 1), seed=seeds)
 def test_prior_moves_the_stated_amount(agents: int, classes: int, amount: float, seed: int) -> None:
-    """Test labels are `amount` from training labels in total variation, or as far as the rarest label allows."""
+    """Test labels differ from training labels by `amount` in total variation, or as far as the rarest label allows."""
     shares = random_shares(agents, classes, seed)
     moved = Prior(amount).moved(shares, seed)
     assert (moved >= 0).all()
@@ -271,7 +272,7 @@ def test_prior_moves_the_stated_amount(agents: int, classes: int, amount: float,
 
 
 def test_prior_changes_test_data_alone() -> None:
-    """Training data stay as they are; among 9,000 test samples the labels are 0.4 from the training's."""
+    """Training data stay unchanged; the labels of 9,000 test samples differ by 0.4 from the training labels."""
     labels = np.tile(np.arange(10), 900)
     plain, shifted = (split(labels, labels, "A", agents=3, shift=shift) for shift in ("", "prior(0.4)"))
     assert all(np.array_equal(a, b) for a, b in zip(plain.train, shifted.train, strict=True))
@@ -281,8 +282,8 @@ def test_prior_changes_test_data_alone() -> None:
 
 
 @pytest.mark.parametrize("shift", COVARIATES, ids=lambda shift: type(shift).__name__)
-def test_alice_s_group_sees_what_is_there(shift: Covariate) -> None:
-    """A shift of features leaves Alice's group as it is, to the bit, changes the others, and keeps shape and type."""
+def test_alice_s_group_is_not_shifted(shift: Covariate) -> None:
+    """A feature shift leaves Alice's group unchanged bit for bit, changes the others, and keeps shape and type."""
     x = images(channels=3)
     black = x.amin(dim=(0, 2, 3))
     assert shift.transform(x, other(0, 0.0, 0), "train", black).equal(x)
@@ -295,7 +296,7 @@ def test_alice_s_group_sees_what_is_there(shift: Covariate) -> None:
 
 
 def test_rotation_turns_anticlockwise_about_the_centre() -> None:
-    """Ninety degrees are torch's own quarter turn, four of them nothing, and corners come in black."""
+    """A rotation by 90 degrees equals torch's, four of them are the identity, and corners are filled with black."""
     x, black = images(channels=2), torch.tensor([-1.0, -2.0])
     assert torch.allclose(rotated(x, 90, black), torch.rot90(x, 1, (2, 3)), atol=1e-5)
     assert torch.allclose(rotated(x, 360, black), x, atol=1e-5)
@@ -306,7 +307,7 @@ def test_rotation_turns_anticlockwise_about_the_centre() -> None:
 @quick
 @given(degrees=st.floats(-360, 360), seed=seeds)
 def test_rotation_stays_between_the_darkest_and_the_brightest(degrees: float, seed: int) -> None:
-    """A turned pixel is a mean of pixels and black, so it is no darker and no brighter than any of them."""
+    """A rotated pixel is a mean of pixels and black, so that it stays within their range."""
     x = images(seed=seed)
     turned = rotated(x, degrees, torch.zeros(1))
     assert turned.min() >= -1e-6
@@ -315,8 +316,8 @@ def test_rotation_stays_between_the_darkest_and_the_brightest(degrees: float, se
 
 @quick
 @given(sigma=st.floats(0.05, 5), grey=st.floats(-3, 3), seed=seeds)
-def test_blur_keeps_plain_images_and_calms_others(sigma: float, grey: float, seed: int) -> None:
-    """An image of one grey stays as it is; the values of any other come no further apart."""
+def test_blur_narrows_the_range(sigma: float, grey: float, seed: int) -> None:
+    """An image of one grey stays unchanged; the range of values of any other image does not grow."""
     plain = torch.full((1, 1, 6, 6), grey)
     assert torch.allclose(blurred(plain, sigma), plain, atol=1e-4)
     x = images(seed=seed)
@@ -324,8 +325,8 @@ def test_blur_keeps_plain_images_and_calms_others(sigma: float, grey: float, see
     assert blurred(x, sigma).amin() >= x.amin() - 1e-5
 
 
-def test_noise_has_its_deviation_and_is_each_agent_s_own() -> None:
-    """Noise has mean 0 and the deviation asked for, graded by group; every agent and part has its own."""
+def test_noise_has_its_deviation_per_agent() -> None:
+    """Noise has mean 0 and the requested deviation, scaled by group; every agent and part has its own."""
     x, none = torch.zeros(50, 20, 20), torch.zeros(0)
     full = Noise(0.5).transform(x, other(), "train", none)
     assert abs(full.mean()) < 0.02
@@ -337,7 +338,7 @@ def test_noise_has_its_deviation_and_is_each_agent_s_own() -> None:
 
 
 def test_contrast_colour_and_scale_by_hand() -> None:
-    """Contrast multiplies; colour leaves black and scales each channel by one gain; scale has one factor a feature."""
+    """Contrast multiplies, colour keeps black and has one gain per channel, and scale has one factor per feature."""
     x = images(channels=3)
     black = x.amin(dim=(0, 2, 3))
     assert Contrast(0.25).transform(x, other(degree=0.5), "train", black).equal(x * 0.5)
@@ -351,13 +352,13 @@ def test_contrast_colour_and_scale_by_hand() -> None:
         Scale(0.5)
         .transform(x, other(agent=3), "test", black)
         .equal(Scale(0.5).transform(x, other(agent=1), "train", black))
-    )  # a group shares its instruments
+    )  # all agents of a group have the same factors
 
 
 @quick
 @given(agents=st.integers(2, 6), alice=st.integers(0, 5), seed=seeds)
-def test_what_agents_see_is_in_its_place(agents: int, alice: int, seed: int) -> None:
-    """The new pool holds each agent's samples in order: those of Alice's group unchanged, no other's touched."""
+def test_shifted_samples_keep_their_places(agents: int, alice: int, seed: int) -> None:
+    """The new pool holds each agent's samples in order; the samples of Alice's group are unchanged."""
     x, rng = images(30, seed=seed), np.random.default_rng(seed)
     parts = {
         name: tuple(torch.from_numpy(rng.integers(0, 30, rng.integers(0, 5))) for _ in range(agents))
@@ -375,7 +376,7 @@ def test_what_agents_see_is_in_its_place(agents: int, alice: int, seed: int) -> 
 
 
 def test_features_shift_in_all_parts_and_labels_stay() -> None:
-    """The shifted federation holds the samples of the plain one: only the others' features differ, in all parts."""
+    """The shifted federation has the plain one's samples; only features of other groups differ, in all parts."""
     plain, shifted = digits("", validation=0.2), digits("contrast(0.5)", validation=0.2)
     for name in ("train", "validation", "test"):
         for agent, (a, b) in enumerate(zip(getattr(plain, name), getattr(shifted, name), strict=True)):
@@ -389,7 +390,7 @@ def test_features_shift_in_all_parts_and_labels_stay() -> None:
 @quick
 @given(classes=st.integers(2, 20), seed=seeds, group=st.integers(0, 9), share=st.floats(0, 1))
 def test_a_swap_moves_exactly_k_labels(classes: int, seed: int, group: int, share: float) -> None:
-    """The concept is a permutation, and just k labels of it are not their own."""
+    """The concept is a permutation that moves exactly k labels."""
     k = 2 + int(share * (classes - 2))
     found = cycle(classes, k, seed, "swap", group)
     assert sorted(found) == list(range(classes))
@@ -399,7 +400,7 @@ def test_a_swap_moves_exactly_k_labels(classes: int, seed: int, group: int, shar
 @quick
 @given(agents=crowds, groups=st.integers(2, 6), alice=st.integers(0, 11), seed=seeds)
 def test_groups_share_a_concept(agents: int, groups: int, alice: int, seed: int) -> None:
-    """Agents of one group call labels alike; Alice's group calls them by their names."""
+    """Agents of one group have the same labels; Alice's group has the original ones."""
     found = Swap(4, groups).concepts(agents, 10, alice % agents, seed)
     for i in range(agents):
         for j in range(agents):
@@ -408,8 +409,8 @@ def test_groups_share_a_concept(agents: int, groups: int, alice: int, seed: int)
     assert np.array_equal(found[alice % agents], np.arange(10))
 
 
-def test_a_swap_comes_on_top_of_a_star() -> None:
-    """Under A* with a swap, an agent first permutes its labels as A* says, then swaps."""
+def test_swap_after_a_star() -> None:
+    """Under A* with a swap an agent's labels are first permuted by A*, then swapped."""
     labels = np.tile(np.arange(10), 20)
     star = split(labels, labels, "A*", shift="").relabel
     both = split(labels, labels, "A*", shift="swap(10)").relabel
@@ -419,7 +420,7 @@ def test_a_swap_comes_on_top_of_a_star() -> None:
 
 @pytest.mark.parametrize("who", ["others", "alice", "all"])
 def test_a_sudden_drift_changes_all_labels_at_once(who: str) -> None:
-    """Up to the stated share of the rounds labels are the old ones, from then on the new ones, for those who drift."""
+    """Agents that drift have the old labels up to the given share of the rounds, and the new labels afterwards."""
     federation = digits(f"drift(sudden, 0.5, who={who})")
     for agent in range(10):
         drifts = {"others": agent % 2 == 1, "alice": agent % 2 == 0, "all": True}[who]
@@ -431,8 +432,8 @@ def test_a_sudden_drift_changes_all_labels_at_once(who: str) -> None:
 
 @quick
 @given(at=st.floats(0, 0.9), width=st.floats(0.05, 1), moments=st.lists(st.floats(0, 1), min_size=2, max_size=2))
-def test_a_gradual_drift_only_ever_grows(at: float, width: float, moments: list[float]) -> None:
-    """A sample that has turned stays turned: none before `at`, all after `until`, and linearly more in between."""
+def test_gradual_drift_is_monotonic(at: float, width: float, moments: list[float]) -> None:
+    """Labels change once: none before `at`, all after `until`, and linearly more in between."""
     until = min(at + width, 1.0)
     turns = Drift("gradual", at, until).turns(2000, 0)
     early, late = sorted(moments)
@@ -443,10 +444,10 @@ def test_a_gradual_drift_only_ever_grows(at: float, width: float, moments: list[
     assert abs((turns < late).mean() - expected) < 0.06
 
 
-def test_every_round_s_batches_bear_the_labels_of_the_round() -> None:
-    """Stacked beside a federation without drift, each batch has the labels that its agent uses in that round.
+def test_batches_have_the_labels_of_the_round() -> None:
+    """Stacked with a federation without drift, each batch has the labels that its agent uses in that round.
 
-    All that changes with the round is copied into the buffers of the first round's plan, as a captured graph reads it.
+    Values that change with the round are copied into the buffers of the first round's plan, as for a captured graph.
     """
     drifting, plain = digits("drift(gradual, 0.2, 0.8, who=all)", agents=4), digits("", agents=4)
     rounds, federations = 5, [drifting, plain]
@@ -467,51 +468,51 @@ def test_every_round_s_batches_bear_the_labels_of_the_round() -> None:
                 changed.append((r, row, bool((found.y[row] != federation.y[samples])[held].any())))
         same = alone.plan(r, 0, slice(0, 4))
         t = torch.tensor([0])
-        lone, beside = alone.batch(same, t, 32), batches.batch(planned, t, 32)
-        assert all(a.equal(b[4:]) for a, b in zip(lone, beside, strict=True))
+        separate, stacked = alone.batch(same, t, 32), batches.batch(planned, t, 32)
+        assert all(a.equal(b[4:]) for a, b in zip(separate, stacked, strict=True))
     assert {r for r, row, is_new in changed if is_new} == {2, 3, 4, 5}
     assert {row for _, row, is_new in changed if is_new} == {0, 1, 2, 3}
 
 
 def drifted(federation: Federation, at: float) -> Federation:
-    """The test federation, Alice's labels and agent 1's passed on by one from the share `at` of the rounds on."""
+    """Return the test federation with labels of Alice and agent 1 shifted by one from share `at` of the rounds on."""
     later = federation.relabel.clone()
     later[:2] = later[:2].roll(1, dims=1)
     return dataclasses.replace(federation, later=later, turn=torch.full((len(federation.x),), at, dtype=torch.float64))
 
 
-def test_a_drift_begins_with_its_round_and_not_before() -> None:
-    """Rounds before the drift are those of a run without it, to the bit; then Alice is tested on her new labels."""
+def test_drift_starts_with_its_round() -> None:
+    """Rounds before the drift equal a run without it bit for bit; afterwards Alice is tested on her new labels."""
     plain, model = make_federation(), make_model()
-    still = last_state(RunSpec(FedAvg(), plain, 3), model)
-    moved = last_state(RunSpec(FedAvg(), drifted(plain, 0.5), 3), model)
+    still = outcomes_of(RunSpec(FedAvg(), plain, 3), model)
+    moved = outcomes_of(RunSpec(FedAvg(), drifted(plain, 0.5), 3), model)
     for before, after in zip(still[:3], moved[:3], strict=True):
         assert before.state.server.x.equal(after.state.server.x)
         assert before.measured["accuracy"] == after.measured["accuracy"]
     assert not still[3].state.server.x.equal(moved[3].state.server.x)
     rows, net = plain.test[0], moved[3].state.server
-    said = model.predict(net.x, net.stats, plain.x[rows].double()).argmax(dim=1)
-    right = (said == drifted(plain, 0.5).labels(0, rows, 4 / 6)).double().mean()
+    predicted = model.predict(net.x, net.stats, plain.x[rows].double()).argmax(dim=1)
+    right = (predicted == drifted(plain, 0.5).labels(0, rows, 4 / 6)).double().mean()
     assert moved[3].measured["accuracy"] == right.item()
 
 
-def test_a_drifting_run_goes_on_in_the_same_bits() -> None:
-    """A run that is resumed in the middle of its drift ends as the unbroken one."""
+def test_drifting_run_resumes_identically() -> None:
+    """A run resumed in the middle of its drift equals the uninterrupted run."""
     federation, model = drifted(make_federation(), 0.3), make_model()
-    whole = last_state(RunSpec(FedAvg(), federation, 3), model)
-    rest = simulate([RunSpec(FedAvg(), federation, 3, whole[2].state)], model, rounds=6, start=3, batch_size=BATCH)
-    for outcomes, wanted in zip(rest, whole[3:], strict=True):
-        assert outcomes[0].state.server.x.equal(wanted.state.server.x)
-        assert outcomes[0].measured["accuracy"] == wanted.measured["accuracy"]
+    whole = outcomes_of(RunSpec(FedAvg(), federation, 3), model)
+    continued = simulate([RunSpec(FedAvg(), federation, 3, whole[2].state)], model, rounds=6, start=3, batch_size=BATCH)
+    for outcomes, later in zip(continued, whole[3:], strict=True):
+        assert outcomes[0].state.server.x.equal(later.state.server.x)
+        assert outcomes[0].measured["accuracy"] == later.measured["accuracy"]
 
 
-def test_neighbours_that_drift_change_no_bit() -> None:
-    """Federations with and without drift in one stack each end as alone, and so do their scores."""
+def test_stacked_drift_changes_no_bit() -> None:
+    """Federations with and without drift in one stack have the same results as alone."""
     model = make_model()
-    cells = [RunSpec(FedAvg(), make_federation(), 3), RunSpec(FedAvg(), drifted(make_federation(), 0.5), 4)]
-    together = list(simulate(cells, model, rounds=6, batch_size=BATCH))
-    for k, cell in enumerate(cells):
-        for outcomes, own in zip(together, last_state(cell, model), strict=True):
+    specs = [RunSpec(FedAvg(), make_federation(), 3), RunSpec(FedAvg(), drifted(make_federation(), 0.5), 4)]
+    together = list(simulate(specs, model, rounds=6, batch_size=BATCH))
+    for k, spec in enumerate(specs):
+        for outcomes, own in zip(together, outcomes_of(spec, model), strict=True):
             assert outcomes[k].state.server.x.equal(own.state.server.x)
             assert outcomes[k].measured["accuracy"] == own.measured["accuracy"]
 
@@ -524,20 +525,20 @@ def test_neighbours_that_drift_change_no_bit() -> None:
     ],
 )
 def test_without_a_shift_the_data_are_those_of_earlier_versions(kind: str, digest: str) -> None:
-    """The digest of a federation without a shift is the one that versions before shifts recorded."""
+    """The digest of a federation without a shift equals the one of versions before shifts."""
     synthetic = data.load("synthetic")
     made = split(synthetic.y_train, synthetic.y_test, kind, samples_per_agent=40, validation=0.2)
     assert build(synthetic, made).digest() == digest
 
 
-def test_each_shift_is_other_data() -> None:
-    """The digest of the data tells all shifts apart."""
+def test_each_shift_has_its_own_digest() -> None:
+    """The digest of the data differs between all shifts."""
     shifts = ["", *EXAMPLES, "drift(sudden, 0.4)", "drift(sudden, 0.5, k=4)"]
     assert len({digits(shift).digest() for shift in shifts}) == len(shifts)
 
 
-def test_a_config_without_a_shift_is_the_run_it_was() -> None:
-    """A run folder's config from before there were shifts reads as one without."""
+def test_config_without_a_shift_is_unchanged() -> None:
+    """A config from before shifts is read as one without a shift."""
     known = check_run("fedavg", {}, {}).to_json()
     earlier = {**known, "settings": {k: v for k, v in known["settings"].items() if k != "shift"}}
     assert completed(earlier, "fedavg") == known
@@ -556,13 +557,13 @@ def test_a_config_without_a_shift_is_the_run_it_was() -> None:
     ],
 )
 def test_a_sign_is_part_of_the_folder_s_name(shift: str, label: str) -> None:
-    """Shifts that differ in a sign have folders of their own; without one the name is the numbers'."""
+    """Shifts that differ in sign have different folders; without a sign the name has only the numbers."""
     run = RunConfig(method="fedavg", settings=Settings(shift=shift))
     assert run.label == f"digits-C-{label}-fedavg-1"
 
 
-def test_one_name_in_toml_on_the_command_line_and_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text is the same data in an experiment file, under `waffle run` and in Python."""
+def test_shift_text_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text gives the same data in an experiment file, in `waffle run` and in Python."""
     monkeypatch.chdir(tmp_path)
     text = "dirichlet(0.5) + rotate(30) + swap(2)"
     file = tmp_path / "grid.toml"
@@ -583,7 +584,7 @@ def test_one_name_in_toml_on_the_command_line_and_in_python(tmp_path: Path, monk
 
 
 def test_a_grid_of_shifts_is_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """`waffle bench` runs splits x shifts, one row of its table each, drift among them."""
+    """`waffle bench` runs splits x shifts, including drift, with one row of its table each."""
     monkeypatch.chdir(tmp_path)
     lines = ['methods = ["fedavg", "waffle"]', 'splits = ["A"]', 'shifts = ["", "noise(1)", "drift(sudden, 0.5)"]']
     Path("grid.toml").write_text("\n".join([*lines, "agents = 3", "rounds = 2", "samples_per_agent = 20"]))
@@ -595,32 +596,32 @@ def test_a_grid_of_shifts_is_one_table(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_shifts_in_a_grid_are_checked(tmp_path: Path) -> None:
-    """A shift that cannot be read, one named twice, and a single `shift` in a grid are told at once."""
+    """An invalid shift, a shift named twice, and a single `shift` in a grid are rejected before any run."""
     file = tmp_path / "grid.toml"
-    for line, told in (
+    for line, expected in (
         ('shifts = ["rotat(1)"]', "did you mean rotate"),
         ('shifts = ["noise(1)", "noise(1)"]', "expected no duplicates"),
         ('shift = "noise(1)"', "a grid takes shifts"),
     ):
         file.write_text(f'methods = ["fedavg"]\n{line}\n')
-        assert told in refusal(load_experiments, file)
+        assert expected in refusal(load_experiments, file)
 
 
-def test_the_seed_of_permutations_counts_where_labels_are_permuted(tmp_path: Path) -> None:
-    """A grid keeps its permutation seed for stars, swaps and drifts; elsewhere it says nothing and is the default."""
+def test_permutation_seed_is_kept_where_labels_are_permuted(tmp_path: Path) -> None:
+    """A grid keeps its permutation seed for stars, swaps and drifts; elsewhere it has the default."""
     grid = {"methods": ("local",), "splits": ("A", "A*"), "shifts": ("", "noise(1)", "swap(2)", "drift(sudden)")}
     planned = plan(Experiment(settings=Settings(permutation_seed=3), **grid), tmp_path)
     assert [config.settings.permutation_seed for config, _ in planned] == [0, 0, 3, 3, 3, 3, 3, 3]
 
 
-def test_data_of_one_s_own_are_not_shifted(tmp_path: Path) -> None:
-    """A folder of agents' own files is as it is: a shift of it is refused."""
+def test_user_data_are_not_shifted(tmp_path: Path) -> None:
+    """A shift of a folder of the agents' own files is rejected."""
     (tmp_path / "north.csv").write_text("a,ill\n1,0\n2,1\n")
     assert "shift" in refusal(federation_of, Settings(data=str(tmp_path), target="ill", shift="noise(1)"))
 
 
 def test_alice_s_own_drift_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Where Alice's labels drift the run says that its last round counts; its model is measured on her last labels."""
+    """When Alice's labels drift, a note says that the last round counts; her model is tested on her last labels."""
     monkeypatch.chdir(tmp_path)
     command = ["run", "local", "--split", "A", "--agents", "2", "--rounds", "2", "--out", "run", "--quiet"]
     assert main([*command, "--shift", "drift(sudden, 0.5, who=all, groups=1)"]) == 0
@@ -641,7 +642,7 @@ def test_beyond_has_every_method_and_all_kinds_of_shifts() -> None:
 
 
 def test_fashion_is_shifted_as_mnist_is(published: Path) -> None:
-    """Every column of beyond.toml can be made of Fashion-MNIST, with a thousand samples an agent on average."""
+    """Every column of beyond.toml can be built from Fashion-MNIST, with a mean of a thousand samples per agent."""
     (experiment,) = [
         e for e in load_experiments(ROOT / "experiments" / "beyond.toml") if e.name == "beyond/fashion-mnist"
     ]

@@ -32,9 +32,9 @@ from theory_support import (
     ONE_STEP_FLAT,
     START,
     close,
-    end,
     quadratics,
     same_curvature,
+    trained,
 )
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.contract import one_hot
@@ -65,7 +65,7 @@ def test_fixed_weights_end_in_the_minimiser(steps: int | tuple[int, ...]) -> Non
     """With fixed weights, the anchored rule and lr L < 2 the only fixed point is the minimiser of the weighted
     objective, for any numbers of local steps, equal or not; there c = 0 and each c_i is its agent's gradient."""
     problem, lr = quadratics(1, low=0.3), 0.3
-    server = end(Waffle(SGD(lr), clip=0.0), problem, steps, weights=ALPHA)
+    server = trained(Waffle(SGD(lr), clip=0.0), problem, steps, weights=ALPHA)
     goal = problem.minimiser(ALPHA)
     assert close(server.x, goal)
     assert close(server.c, START)
@@ -75,7 +75,7 @@ def test_fixed_weights_end_in_the_minimiser(steps: int | tuple[int, ...]) -> Non
     assert torch.linalg.matrix_rank(unmoved) == 10
 
 
-def test_fedavg_stops_beside_it() -> None:
+def test_fixed_point_of_fedavg() -> None:
     """FedAvg stops at the mean of the optima weighted by I − (I − lr H_i)^K: at the minimiser for one step, at the
     plain mean of the optima for very many, and in between, to first order, lr (K − 1)/2 · H⁻¹ Σ α_i H_i ∇f_i(x*)
     away from the minimiser."""
@@ -123,14 +123,14 @@ def test_a_whole_run_ends_in_alice_s_own_optimum() -> None:
     own minimiser, and the other agents only determine where it starts."""
     lr, K, rounds = 0.05, 4, 60
     problem = quadratics(2)
-    way = list(play(Waffle(SGD(lr), clip=0.0), problem.grad, START, [K] * 3, rounds))
-    alone = next(r for r, (_, _, info) in enumerate(way) if all(w.weights[0] == 1 for _, _, w in way[r:]))
+    history = list(play(Waffle(SGD(lr), clip=0.0), problem.grad, START, [K] * 3, rounds))
+    alone = next(r for r, (_, _, info) in enumerate(history) if all(w.weights[0] == 1 for _, _, w in history[r:]))
     assert 30 < alone < 58
-    start = way[alone][0].x
+    start = history[alone][0].x
     power = torch.linalg.matrix_power(
         torch.eye(2, dtype=torch.float64) - lr * problem.curvatures[0], K * (rounds - 1 - alone)
     )
-    assert close(way[-1][0].x - problem.optima[0], power @ (start - problem.optima[0]))
+    assert close(history[-1][0].x - problem.optima[0], power @ (start - problem.optima[0]))
 
 
 # ---------------------------------------------------------------------------------------------------- the control rule
@@ -142,10 +142,10 @@ def test_the_printed_rule_s_bias_is_a_sum() -> None:
     problem = quadratics(3)
     for control in ("anchored", "paper"):
         waffle = Waffle(SGD(0.2), clip=0.0, control=control)  # type: ignore[arg-type]
-        way = list(play(waffle, problem.grad, START, [4] * 3, 40))
-        biases = [server.c - info.weights @ server.c_i for server, _, info in way]
+        history = list(play(waffle, problem.grad, START, [4] * 3, 40))
+        biases = [server.c - info.weights @ server.c_i for server, _, info in history]
         total = torch.zeros_like(START)
-        for (old, _, before), (_, _, after), bias in zip(way, way[1:], biases[1:], strict=False):
+        for (old, _, before), (_, _, after), bias in zip(history, history[1:], biases[1:], strict=False):
             total = total + (before.weights - after.weights) @ old.c_i
             assert close(bias, total if control == "paper" else START)
         assert (biases[-1].norm() > 0.1) == (control == "paper")
@@ -160,11 +160,11 @@ def test_the_bias_moves_the_fixed_point() -> None:
     weights = torch.cat([changing, ALPHA.expand(150, -1)])
     for control in ("anchored", "paper"):
         waffle = Waffle(SGD(0.3), clip=0.0, control=control)  # type: ignore[arg-type]
-        way = list(play(waffle, problem.grad, START, [4] * 3, len(weights), weights))
-        b = way[5][0].c - ALPHA @ way[5][0].c_i
-        assert close(way[-1][0].c - ALPHA @ way[-1][0].c_i, b)
+        history = list(play(waffle, problem.grad, START, [4] * 3, len(weights), weights))
+        b = history[5][0].c - ALPHA @ history[5][0].c_i
+        assert close(history[-1][0].c - ALPHA @ history[-1][0].c_i, b)
         H = torch.einsum("i,ipq->pq", ALPHA, problem.curvatures)
-        assert close(way[-1][0].x, problem.minimiser(ALPHA) - torch.linalg.solve(H, b))
+        assert close(history[-1][0].x, problem.minimiser(ALPHA) - torch.linalg.solve(H, b))
         assert (b.norm() > 0.1) == (control == "paper")
 
 
@@ -175,7 +175,7 @@ def test_the_printed_rule_stays_where_it_converged() -> None:
     alone = one_hot(torch.tensor(0), 3)
     weights = torch.cat([ALPHA.expand(rounds, -1), alone.expand(rounds, -1)])
     ends = {
-        control: end(Waffle(SGD(0.3), clip=0.0, control=control), problem, 4, 2 * rounds, weights=weights).x  # type: ignore[arg-type]
+        control: trained(Waffle(SGD(0.3), clip=0.0, control=control), problem, 4, 2 * rounds, weights=weights).x  # type: ignore[arg-type]
         for control in ("anchored", "paper")
     }
     assert close(ends["paper"], problem.minimiser(ALPHA))
@@ -193,8 +193,8 @@ def test_a_round_is_a_matrix(control: Any, beta: float) -> None:
     problem, steps, lr = quadratics(6), [3, 1, 5], 0.4
     each = [response(H, lr, k, beta) for H, k in zip(problem.curvatures, steps, strict=True)]
     matrix = round_map(problem.curvatures, ALPHA, lr, steps, each, control)
-    way = play(Waffle(SGD(lr, beta), clip=0.0, control=control), problem.grad, START, steps, 8, ALPHA)
-    states = [torch.cat([server.x, server.c, server.c_i.flatten()]) for server, *_ in way]
+    history = play(Waffle(SGD(lr, beta), clip=0.0, control=control), problem.grad, START, steps, 8, ALPHA)
+    states = [torch.cat([server.x, server.c, server.c_i.flatten()]) for server, *_ in history]
     moves = [new - old for old, new in pairwise(states)]
     for old, new in pairwise(moves):
         assert close(new, matrix @ old)
@@ -213,7 +213,7 @@ def test_stable_below_two(seed: int, K: int, lr: float, agents: int, evenness: f
     assert spectral_radius(round_map(problem.curvatures, weights, lr, [K] * agents)) < 1
 
 
-def test_more_local_steps_slow_it_down_in_the_end() -> None:
+def test_many_local_steps_slow_scaffold_down() -> None:
     """If all agents have the same curvature and lr L < 2, the spectral radius is the larger of |1 − lr h|^K and 1 −
     p(h) over its eigenvalues h, so beyond some number of local steps additional ones make SCAFFOLD slower."""
     problem, lr = same_curvature(quadratics(7)), 0.5
@@ -230,7 +230,7 @@ def test_more_local_steps_slow_it_down_in_the_end() -> None:
 
 @pytest.mark.parametrize("K", [2, 8])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
-def test_one_sharp_agent_is_enough(K: int, share: float) -> None:
+def test_one_sharp_agent_causes_instability(K: int, share: float) -> None:
     """In one dimension and for an even K SCAFFOLD and WAFFLE are stable if and only if lr h_i < 2 for every agent, even
     one of small weight, whereas FedAvg only needs |Σ α_i (1 − lr h_i)^K| < 1."""
     problem, weights = in_one_dimension((1.0, 0.1)), torch.tensor([share, 1 - share], dtype=torch.float64)
@@ -276,14 +276,14 @@ def test_momentum_reweighs_the_objective() -> None:
         [torch.linalg.solve(r.to_correction, r.to_gradient @ H) for r, H in zip(each, DRIFT[0], strict=True)]
     )
     stop = stationary(new_control_variates, DRIFT.optima)
-    assert close(end(Scaffold(sgd, clip=0.0), DRIFT, momentum.STEPS, 60).x, stop, atol=1e-6)
+    assert close(trained(Scaffold(sgd, clip=0.0), DRIFT, momentum.STEPS, 60).x, stop, atol=1e-6)
     recorded = momentum.models(*momentum.FORMS["outside, divided by K (ours)"])[-1]
     assert (stop - recorded).norm() < 0.001 < 0.1 < (stop - drift.common_optimum()).norm()
     equal = same_curvature(DRIFT)
-    assert close(end(Scaffold(sgd, clip=0.0), equal, momentum.STEPS, 60).x, equal.optima.mean(dim=0), atol=1e-6)
+    assert close(trained(Scaffold(sgd, clip=0.0), equal, momentum.STEPS, 60).x, equal.optima.mean(dim=0), atol=1e-6)
 
 
-def test_momentum_inside_explodes() -> None:
+def test_correction_inside_momentum_diverges() -> None:
     """With the correction inside the velocity and division by K, the difference of two c_i in a direction without
     curvature is multiplied by 1 − S/K per round, S the sum of the K velocities under a constant gradient of 1."""
     beta, K, lr = momentum.MOMENTUM, momentum.STEPS, momentum.LR
@@ -305,22 +305,22 @@ def test_stability_under_momentum(seed: int, K: int, beta: float, lr: float) -> 
     |1 − B(h)| < 1 for every curvature h; an agent of weight 0 has the eigenvalues 1 − B(h)."""
     problem = quadratics(seed, low=0.01)
     each = [response(H, lr, K, beta) for H in problem.curvatures]
-    whole = torch.stack(
+    gradient_maps = torch.stack(
         [
             torch.eye(2, dtype=torch.float64) - lr * K * r.to_gradient @ H
             for r, H in zip(each, problem.curvatures, strict=True)
         ]
     )
-    rest = torch.eye(2, dtype=torch.float64) - torch.stack([r.to_correction for r in each])
-    if max(torch.linalg.eigvals(m).abs().max() for m in (whole, rest)) < 1:
+    correction_maps = torch.eye(2, dtype=torch.float64) - torch.stack([r.to_correction for r in each])
+    if max(torch.linalg.eigvals(m).abs().max() for m in (gradient_maps, correction_maps)) < 1:
         assert spectral_radius(round_map(problem.curvatures, ALPHA, lr, [K] * 3, each)) < 1
     found = torch.linalg.eigvals(round_map(problem.curvatures, one_hot(torch.tensor(0), 3), lr, [K] * 3, each))
-    for expected in torch.linalg.eigvals(rest[1:]).flatten():
+    for expected in torch.linalg.eigvals(correction_maps[1:]).flatten():
         assert (found - expected).abs().min() < 1e-6 * max(1.0, float(expected.abs()))
 
 
-def test_momentum_narrows_the_steps() -> None:
-    """With ten local steps an agent of weight 0 has stable control variates up to lr h = 2 without momentum, and only
+def test_momentum_lowers_the_stable_step_size() -> None:
+    """With ten local steps, an agent of weight 0 has stable control variates up to lr h = 2 without momentum, and only
     up to 0.14 with momentum 0.9."""
 
     def stable(h: float, beta: float) -> bool:
@@ -354,20 +354,20 @@ def test_clipping_moves_no_fixed_point_of_waffle() -> None:
     problem = in_one_dimension((1.0, 1.0, 1.0))._replace(
         optima=torch.tensor([[0.0], [1.0], [8.0]], dtype=torch.float64)
     )
-    assert end(Waffle(SGD(0.2), clip=0.5), problem, 4, weights=equal_weights(problem)).x.item() == pytest.approx(3)
-    assert end(FedAvg(SGD(0.2)), problem, 1).x.item() == pytest.approx(3)
-    assert end(FedAvg(SGD(0.2), clip=0.5), problem, 1).x.item() == pytest.approx(1)
+    assert trained(Waffle(SGD(0.2), clip=0.5), problem, 4, weights=equal_weights(problem)).x.item() == pytest.approx(3)
+    assert trained(FedAvg(SGD(0.2)), problem, 1).x.item() == pytest.approx(3)
+    assert trained(FedAvg(SGD(0.2), clip=0.5), problem, 1).x.item() == pytest.approx(1)
 
 
-def test_clipping_tames_an_unstable_step_size() -> None:
+def test_clipping_bounds_an_unstable_run() -> None:
     """With one and sixteen steps at lr 0.6, where the spectral radius is 1.5, the model is 10^25 away after 150 rounds;
     clipped at 2 it circles around the optimum, never farther than 13, and does not converge."""
     problem = ONE_STEP_FLAT._replace(optima=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
     goal = problem.minimiser(equal_weights(problem))
     far = {}
     for clip in (0.0, 2.0):
-        way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], 150, equal_weights(problem))
-        far[clip] = [float((server.x - goal).norm()) for server, *_ in way]
+        history = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], 150, equal_weights(problem))
+        far[clip] = [float((server.x - goal).norm()) for server, *_ in history]
     assert far[0.0][-1] > 1e25
     assert max(far[2.0]) < 13
     assert max(far[2.0][-20:]) > 1
@@ -382,7 +382,7 @@ def test_clipping_shortens_the_recovery() -> None:
         for unstable in (40, 80):
             alone = one_hot(torch.tensor(0), 2).expand(45, -1)
             weights = torch.cat([equal_weights(problem).expand(unstable, -1), alone])
-            way = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], len(weights), weights)
-            far = [float((server.x - problem.optima[0]).norm()) for server, *_ in way]
+            history = play(Waffle(SGD(0.6), clip=clip), problem.grad, START[:1], [1, 16], len(weights), weights)
+            far = [float((server.x - problem.optima[0]).norm()) for server, *_ in history]
             needed[clip, unstable] = 1 + next(r for r, distance in enumerate(far[unstable:]) if distance < 0.01)
     assert needed == {(0.0, 40): 23, (0.0, 80): 41, (2.0, 40): 12, (2.0, 80): 12}

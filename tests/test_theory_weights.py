@@ -29,10 +29,10 @@ from theory_support import (
     START,
     STATEMENT,
     close,
-    end,
     quadratics,
     round_of,
     same_curvature,
+    trained,
     weights_at,
 )
 from waffle_fl.algorithms import SGD, Net
@@ -50,7 +50,7 @@ readings = st.sampled_from(["max", "range"])
 
 @given(distances_among, st.floats(0.01, 1), readings, st.floats(0.01, 100))
 @settings(max_examples=60)
-def test_weights_see_ratios_of_distances(distances: list[float], omega: float, reading: str, scale: float) -> None:
+def test_weights_depend_on_distance_ratios(distances: list[float], omega: float, reading: str, scale: float) -> None:
     """CalcWeights depends only on ratios of distances: scaling or shifting all updates gives the same weights, no agent
     weighs more than Alice, and of two agents the nearer never weighs less."""
     alpha = weights_at(distances, omega, reading)
@@ -83,7 +83,7 @@ def test_when_alice_is_alone(q: float) -> None:
 
 @given(distances_among)
 @settings(max_examples=30)
-def test_the_ends_of_omega(distances: list[float]) -> None:
+def test_weights_at_omega_one_and_zero(distances: list[float]) -> None:
     """At Ω = Ψ = 1 the nearest agent weighs as much as Alice, the farthest q = dm/dM times as much under "max" and
     nothing under "range", so only equal distances give FedAvg's weights; at 0 Alice has all the weight."""
     q = min(distances) / max(distances)
@@ -131,12 +131,12 @@ def test_distances_among_equal_curvatures() -> None:
         torch.diag_embed(torch.tensor([[1.0, 0.05]] * 3, dtype=torch.float64)),
         torch.tensor([[0.0, 0.0], [0.2, 0.0], [0.0, 20.0]], dtype=torch.float64),
     )
-    way = list(play(Waffle(SGD(lr), clip=0.0), flat_and_sharp.grad, START, [K] * 3, 12, of=100))
-    assert way[0][2].distances[1] < way[0][2].distances[2]
-    assert way[-1][2].distances[1] > way[-1][2].distances[2]
+    history = list(play(Waffle(SGD(lr), clip=0.0), flat_and_sharp.grad, START, [K] * 3, 12, of=100))
+    assert history[0][2].distances[1] < history[0][2].distances[2]
+    assert history[-1][2].distances[1] > history[-1][2].distances[2]
 
 
-def test_one_step_a_round_hides_the_optima() -> None:
+def test_one_step_per_round_hides_the_optima() -> None:
     """With one local step the distances are lr |(H_i − H_A)(x_r − x_(r−1))| from the second round on, which does not
     depend on the optima: an agent with Alice's curvature but another optimum looks like a copy of her, and an agent
     with her optimum but another curvature is dropped."""
@@ -189,7 +189,7 @@ def test_noise_looks_like_distance() -> None:
     assert squared[1] > squared[2] > 0
 
 
-def test_control_variates_keep_what_updates_hide() -> None:
+def test_control_variates_keep_the_heterogeneity() -> None:
     """While the corrected updates and with them all distances tend to 0, |c_i − c_A| tends to |∇f_i − ∇f_A| at the
     limit: the heterogeneity itself."""
     problem = quadratics(9, low=0.3)
@@ -199,28 +199,29 @@ def test_control_variates_keep_what_updates_hide() -> None:
     assert up.dy.norm() < 1e-8
     assert close((server.c_i - server.c_i[0]).norm(dim=1), (g - g[0]).norm(dim=1))
     assert (g - g[0]).norm(dim=1)[1:].min() > 0.1
-    told = Waffle(SGD(0.3), clip=0.0, compared="gradients")
-    for server, _, info in play(told, problem.grad, START, [4] * 3, 20):
+    compares_gradients = Waffle(SGD(0.3), clip=0.0, compared="gradients")
+    for server, _, info in play(compares_gradients, problem.grad, START, [4] * 3, 20):
         assert close(info.distances[1:], (server.c_i - server.c_i[0]).norm(dim=1)[1:])
 
 
 @pytest.mark.parametrize("length", [1.5, 4.0, 30.0])
-def test_noise_makes_a_twin_a_relative_at_worst(length: float) -> None:
+def test_noise_affects_directions_less_than_distances(length: float) -> None:
     """As the dimensions grow, independent noise of length s_i adds s_i² to the squared distance of an agent's gradient
     g_i from Alice's, and divides their cosine by √(1 + s_i²/|g_i|²): an agent with Alice's gradient g and s_i > √2
     |g| is farther from her than a noise-free agent with an orthogonal gradient, but not by direction, where it is
     like a noise-free agent with a positive cosine."""
     n, cosine = 1_000_000, 1 / math.sqrt(1 + length**2)
     noise = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * length / math.sqrt(n)
-    rows = torch.zeros(4, n, dtype=torch.float64)  # Alice, her twin, a stranger, a relative
+    # gradients: Alice's, the same with noise, an orthogonal one, one with a positive cosine
+    rows = torch.zeros(4, n, dtype=torch.float64)
     rows[0, 0] = rows[2, 1] = 1.0
     rows[1] = rows[0] + noise
     rows[3, 0], rows[3, 1] = cosine, math.sqrt(1 - cosine**2)
-    now, past = round_of(1, 100, 4), torch.full((2, 4), 1 / 4, dtype=torch.float64)
-    far = calc_weights(rows, past, now, 1.0, 1.0)[2]
+    context, past = round_of(1, 100, 4), torch.full((2, 4), 1 / 4, dtype=torch.float64)
+    far = calc_weights(rows, past, context, 1.0, 1.0)[2]
     assert far[1].square().item() == pytest.approx(length**2, rel=0.01)
     assert far[1] > far[2] > 1.4
-    turned = calc_weights(rows, past, now, 1.0, 1.0, distance=angular_distance)[2]
+    turned = calc_weights(rows, past, context, 1.0, 1.0, distance=angular_distance)[2]
     assert turned[1].item() == pytest.approx(turned[3].item(), rel=0.003)
     assert turned[1] < turned[2]
 
@@ -228,8 +229,8 @@ def test_noise_makes_a_twin_a_relative_at_worst(length: float) -> None:
 # ------------------------------------------------------------------------------------------------ WAFFLE by kinship
 
 
-def met(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.0)) -> Any:
-    """The server after an agent's updates had these cosines with Alice's, and hers these lengths."""
+def server_after(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.0)) -> Any:
+    """Return the server after rounds with these cosines between an agent's updates and Alice's of these lengths."""
     algorithm = WaffleKin(cut=Cut((2,), (True,)), yielding=0.0)
     server, _ = algorithm.init(Net(START, START[:0]), 2)
     for r, (s, length) in enumerate(zip(cosines, lengths, strict=False), 1):
@@ -239,7 +240,7 @@ def met(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.0)) -> Any
 
 
 def kinship_after(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.0)) -> float:
-    server = met(cosines, lengths)
+    server = server_after(cosines, lengths)
     return float(server.agreement[1, 0] / server.evidence[1, 0])
 
 
@@ -248,7 +249,7 @@ def kinship_after(cosines: Sequence[float], lengths: Iterable[float] = repeat(1.
     st.integers(1, 5),
 )
 @settings(max_examples=40)
-def test_kinship_listens_to_the_telling_rounds(rounds: list[tuple[float, float, bool]], noise: int) -> None:
+def test_kinship_ignores_orthogonal_rounds(rounds: list[tuple[float, float, bool]], noise: int) -> None:
     """Kinship lies between the smallest and the largest of the cosines s_r, and if none is negative it is at least
     their mean weighted by the lengths of Alice's updates; rounds in which an agent's update is orthogonal to Alice's
     do not change it."""
@@ -262,15 +263,15 @@ def test_kinship_listens_to_the_telling_rounds(rounds: list[tuple[float, float, 
 
 
 @pytest.mark.parametrize(("n", "a", "b"), [(5, 0.6, 0.7), (20, 0.7, 0.5), (1, 1.0, 1.0), (8, 0.5, 0.3), (30, 0.9, 0.6)])
-def test_who_turns_away_is_soon_a_stranger(n: int, a: float, b: float) -> None:
+def test_opposed_agents_lose_their_share(n: int, a: float, b: float) -> None:
     """If all updates of Alice have the same length, an agent that had the cosine a > 0.45 with her in n rounds and has
     −b from then on gets share 0 in her head from the m-th such round on, m = ⌈n a⁴ (a − 0.45) / (b⁴ (b + 0.45))⌉."""
     m = math.ceil(n * a**4 * (a - 0.45) / (b**4 * (b + 0.45)))
     agreed, turned = [a] * n, [-b] * (m + 2)
-    assert met(agreed).share[1, 0] > 0
-    assert m == 1 or met([*agreed, *turned[: m - 1]]).share[1, 0] > 0
-    assert met([*agreed, *turned[:m]]).share[1, 0] == 0
-    assert met([*agreed, *turned]).share[1, 0] == 0
+    assert server_after(agreed).share[1, 0] > 0
+    assert m == 1 or server_after([*agreed, *turned[: m - 1]]).share[1, 0] > 0
+    assert server_after([*agreed, *turned[:m]]).share[1, 0] == 0
+    assert server_after([*agreed, *turned]).share[1, 0] == 0
 
 
 @pytest.mark.parametrize("shared", [0, 1, 4, 5, 6, 7, 8, 10])
@@ -281,7 +282,7 @@ def test_kinship_counts_common_labels(shared: int) -> None:
     C = 10
     apply_update = torch.arange(shared, C).roll(1)
     labels = torch.stack([torch.arange(C), torch.cat([torch.arange(shared), apply_update])])
-    features = torch.eye(C, dtype=torch.float64)  # one sample a class, at the corners of a simplex
+    features = torch.eye(C, dtype=torch.float64)  # one sample per class, at the corners of a simplex
     head = torch.zeros(2, C, C, dtype=torch.float64, requires_grad=True)
     loss = torch.nn.functional.cross_entropy((features @ head).flatten(0, 1), labels.flatten(), reduction="sum")
     (gradient,) = torch.autograd.grad(loss, head)
@@ -297,7 +298,7 @@ def test_kinship_counts_common_labels(shared: int) -> None:
     assert info.head[1] < info.head[0] or shared >= 7
 
 
-def test_among_twins_kinship_is_fedavg() -> None:
+def test_kinship_of_equal_losses_is_fedavg() -> None:
     """Among agents with the same loss every share stays 1, and the model that Alice starts from is FedAvg's."""
     problem = same_curvature(quadratics(3))
     problem = problem._replace(optima=problem.optima[:1].expand_as(problem.optima))
@@ -315,25 +316,25 @@ def test_alice_withdraws_exponentially() -> None:
     problem = in_one_dimension((1.0, 1.0, 0.5))._replace(
         optima=torch.tensor([[1.0], [-1.0], [-2.0]], dtype=torch.float64)
     )
-    way = list(play(WaffleKin(SGD(0.1), clip=0.0, cut=Cut((1,), (False,))), problem.grad, START[:1], [3] * 3, 80))
-    for r, (_, _, info) in enumerate(way, 1):
+    history = list(play(WaffleKin(SGD(0.1), clip=0.0, cut=Cut((1,), (False,))), problem.grad, START[:1], [3] * 3, 80))
+    for r, (_, _, info) in enumerate(history, 1):
         assert close(info.weights[1:] / info.weights[0], torch.full((2,), math.exp(-0.3 * r), dtype=torch.float64))
-    assert way[-1][0].x.item() == pytest.approx(1, abs=1e-6)
+    assert history[-1][0].x.item() == pytest.approx(1, abs=1e-6)
 
 
-def test_each_layer_goes_its_own_way() -> None:
+def test_layers_are_personalised_separately() -> None:
     """If the loss is a sum over layers, agents that agree with Alice in the body and oppose her in the head lead her
     model to the common body and to her own head; FedAvg's head is the optimum of no agent."""
     curvatures = torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.8, 1.0]], dtype=torch.float64)
     optima = torch.tensor([[2.0, 1.0], [2.0, -1.0], [2.0, -1.0]], dtype=torch.float64)
     problem = Quadratics(torch.diag_embed(curvatures), optima)
-    server = end(WaffleKin(SGD(0.2), clip=0.0, cut=Cut((1, 1), (False, True))), problem, 4)
+    server = trained(WaffleKin(SGD(0.2), clip=0.0, cut=Cut((1, 1), (False, True))), problem, 4)
     assert close(server.x, optima[0])
     assert server.share[1:].tolist() == [[1, 0], [1, 0]]
-    assert close(end(FedAvg(SGD(0.2)), problem, 4).x, torch.tensor([2.0, -1 / 3], dtype=torch.float64))
+    assert close(trained(FedAvg(SGD(0.2)), problem, 4).x, torch.tensor([2.0, -1 / 3], dtype=torch.float64))
 
 
-def test_a_shared_layer_is_quieter() -> None:
+def test_shared_layer_reduces_noise() -> None:
     """In a layer that N agents share fully, gradient noise adds to Alice's model 1/N of the variance that it adds when
     she trains alone."""
     lr, K, N, copies = 0.1, 5, 5, 4000
@@ -354,12 +355,12 @@ def test_a_shared_layer_is_quieter() -> None:
 
 
 @pytest.mark.parametrize("averaging", [0.05, 0.1, 0.3])
-def test_averaging_takes_the_noise_out(averaging: float) -> None:
+def test_averaging_reduces_noise(averaging: float) -> None:
     """If the models of the rounds are one point plus independent noise, the noise of Alice's mean has after r rounds
     1/(a (2 − a) r) of that noise's variance, a the share of the rounds that she averages over, up to terms in 1/r²."""
     rounds = 600
     algorithm = WaffleKin(averaging=averaging, cut=Cut((rounds + 1,), (False,)))
-    models = torch.eye(rounds + 1, dtype=torch.float64)  # so the mean's numbers are what each model weighs in it
+    models = torch.eye(rounds + 1, dtype=torch.float64)  # so that the mean's numbers are the weights of the models
     _, agents = algorithm.init(Net(models[0], models[0, :0]), 1)
     for x in models[:rounds]:
         down = Down(x[None], x[None, :0])
@@ -371,7 +372,7 @@ def test_averaging_takes_the_noise_out(averaging: float) -> None:
 
 
 @pytest.mark.parametrize("own", [0.0, 0.3, 1.0])
-def test_what_alice_trains_brings_her_nearer(own: float) -> None:
+def test_own_share_moves_alice_to_her_optimum(own: float) -> None:
     """In a layer that all share and where training has converged, Alice's model is 1 − b (1 − ρ)(1 − 1/(a r)) times as
     far from her optimum as the model she is sent, b how far her mean moves towards the model she trained, ρ the
     factor by which her K steps shrink a distance, a the share of the rounds that she averages over and r > 1/a their

@@ -1,4 +1,4 @@
-"""Every algorithm agrees with its slow twin, which was written from the paper alone."""
+"""Every algorithm agrees with its reference implementation, which was written from the papers alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model
-from reference import run as twin
+from reference import run as run_reference
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
 from waffle_fl.batches import Batches
@@ -83,7 +83,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def batches_of(federation: Federation, epochs: int = 1) -> list[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """The very mini-batches the simulator uses, as the twin wants them: lists of (x, y)."""
+    """Return the simulator's mini-batches in the form of the reference: lists of (x, y)."""
     batches = Batches([federation], [SEED], BATCH, epochs, torch.float64)
     rounds = []
     for r in range(1, ROUNDS + 1):
@@ -108,13 +108,13 @@ def module_of(model: FlatModel) -> torch.nn.Module:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
 @pytest.mark.parametrize(("method", "options"), VARIANTS)
-def test_the_stack_agrees_with_the_twin(method: str, options: dict[str, Any], momentum: float) -> None:
-    """In float64 the stacked path and the loops of the twin differ by rounding only, round after round."""
+def test_stack_agrees_with_the_reference(method: str, options: dict[str, Any], momentum: float) -> None:
+    """In float64 the stacked path and the reference's loops differ only by rounding in every round."""
     federation, model = make_federation(alice=2), make_model()
     decay = 0.01 if momentum else 0.0
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2, momentum, decay), **options))
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
-    trace = twin(
+    trace = run_reference(
         method, module_of(model), batches_of(federation), alice=2, lr=0.2, momentum=momentum, weight_decay=decay,
         **options, **extra,
     )  # fmt: skip
@@ -126,13 +126,13 @@ def test_the_stack_agrees_with_the_twin(method: str, options: dict[str, Any], mo
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS)
-def test_kept_momentum_agrees_with_the_twin(method: str, options: dict[str, Any]) -> None:
-    """With an optimiser that is created once, before the first round, every method agrees with its twin too."""
+def test_kept_momentum_agrees_with_the_reference(method: str, options: dict[str, Any]) -> None:
+    """With an optimiser that is created once, before the first round, every method agrees with the reference."""
     federation, model = make_federation(alice=2), make_model()
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.1, 0.6, 0.01, "keep"), **options))
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
     settings = {"alice": 2, "lr": 0.1, "momentum": 0.6, "weight_decay": 0.01, "keeps_momentum": True}
-    trace = twin(method, module_of(model), batches_of(federation), **settings, **options, **extra)
+    trace = run_reference(method, module_of(model), batches_of(federation), **settings, **options, **extra)
     outcomes = [o[0] for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
     for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
         net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
@@ -141,14 +141,14 @@ def test_kept_momentum_agrees_with_the_twin(method: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
-def test_row_by_row_agrees_with_the_twin(method: str) -> None:
-    """The path for models that do not stack gives the twin's result too, over two epochs a round."""
+def test_row_by_row_agrees_with_the_reference(method: str) -> None:
+    """The path for models that do not stack agrees with the reference, with two epochs per round."""
     federation, model = make_federation(), make_model(stacked=False)
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2)))
-    trace = twin(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
-    cell = RunSpec(algorithm, federation, SEED)
+    trace = run_reference(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
+    spec = RunSpec(algorithm, federation, SEED)
     for outcomes, expected in zip(
-        simulate([cell], model, rounds=ROUNDS, batch_size=BATCH, epochs=2), trace.models, strict=True
+        simulate([spec], model, rounds=ROUNDS, batch_size=BATCH, epochs=2), trace.models, strict=True
     ):
         state = outcomes[0].state
         net = algorithm.personal(state.server, state.agents, federation.agents)

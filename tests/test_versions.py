@@ -1,4 +1,4 @@
-"""What may be resumed, and which ends of a deployment fit, is decided by two integers."""
+"""Two version numbers decide which runs can be resumed and which ends of a deployment are compatible."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ EDITED = (
 
 
 def test_the_fingerprints_are_of_this_version() -> None:
-    """Whoever raises RESULTS_VERSION writes the fingerprints anew: python tests/fingerprints.py."""
+    """The stored fingerprints belong to this RESULTS_VERSION; python tests/fingerprints.py rewrites them."""
     assert KNOWN["results_version"] == RESULTS_VERSION
 
 
 @pytest.mark.parametrize("name", fingerprints.configs())
 def test_numbers_change_only_with_the_version(name: str) -> None:
-    """A tiny run gives the numbers that are kept for this RESULTS_VERSION; other numbers need a higher version."""
+    """A tiny run gives the stored losses; other losses need a higher RESULTS_VERSION."""
     if name not in KNOWN["losses"]:
         pytest.fail(f"{name} is new: run python tests/fingerprints.py")
     assert fingerprints.losses(fingerprints.configs()[name]) == pytest.approx(KNOWN["losses"][name], rel=1e-9)
 
 
 def test_an_edited_docstring_changes_nothing(tmp_path: Path) -> None:
-    """A run that was begun before docstrings were edited is resumed, and the two ends still fit."""
+    """After edits of docstrings runs still resume, and both ends of a deployment are still compatible."""
     source = Path(waffle_fl.__file__).parent
     shutil.copytree(source, tmp_path / "waffle_fl", ignore=shutil.ignore_patterns("__pycache__"))
     before = _in_copy(tmp_path, "run(until=2)")
@@ -69,7 +69,7 @@ def run(until=None):
 
 
 def _in_copy(folder: Path, call: str) -> dict[str, str]:
-    """What the call prints when the package is the copy in this folder."""
+    """Return what the call prints when the package is the copy in this folder."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT + call], cwd=folder, env=environment, capture_output=True, text=True, check=False

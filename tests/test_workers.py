@@ -1,4 +1,4 @@
-"""Workers: the same bits as without them, and nobody left behind, however a run ends."""
+"""Workers: the same bits as without them, and no process left behind, however a run ends."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a process tha
 
 
 @pytest.fixture
-def hired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Workers from the second round on, whatever they gain; the list fills with their process numbers."""
+def worker_processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Force workers from the second round on, and return the list of their process numbers."""
     for name in ("ROUND", "START", "WARM_UP"):
         monkeypatch.setattr(workers, name, 0.0)
     processes: list[int] = []
-    hire = workers.Workers._start
+    start = workers.Workers._start
 
-    def noted(self: workers.Workers, share: int) -> None:
-        hire(self, share)
+    def start_and_record(self: workers.Workers, share: int) -> None:
+        start(self, share)
         processes.append(list(self._sockets)[-1])
 
-    monkeypatch.setattr(workers.Workers, "_start", noted)
+    monkeypatch.setattr(workers.Workers, "_start", start_and_record)
     return processes
 
 
-def gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     try:
         return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
     except FileNotFoundError:
         return True
 
 
-def cells_of(method: str, count: int = 3) -> list[RunSpec]:
+def specs_of(method: str, count: int = 3) -> list[RunSpec]:
     sizes = ((23, 9, 32, 14, 8), (40, 3, 11), (5, 6, 7, 20))
     algorithm = ALGORITHMS[method](sgd=SGD(0.1, 0.5))
     return [RunSpec(algorithm, make_federation(sizes[k], alice=k, seed=k), k) for k in range(count)]
 
 
 def numbers(outcomes: list[list[Outcome]]) -> list[Any]:
-    """All that a run said, its times apart; tensors as lists, so that every bit is compared."""
+    """Return all results of a run but its times, with tensors as lists, so that every bit is compared."""
     return [
         (o.index, {k: v for k, v in o.measured.items() if k != "seconds"}, [t.tolist() for s in o.state for t in s])
         for round_ in outcomes
@@ -68,71 +68,71 @@ def run(specs: list[RunSpec], model: FlatModel, cores: int, rounds: int = 5) -> 
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("method", list(ALGORITHMS))
-def test_workers_change_no_bit(method: str, stacked: bool, hired: list[int]) -> None:
-    """Whole cells or single rows done by workers: the bits of one process, in every round and every state."""
+def test_workers_change_no_bit(method: str, stacked: bool, worker_processes: list[int]) -> None:
+    """Workers that train whole runs or single rows give the bits of one process in every round and state."""
     model = make_model(torch.float32, stacked=stacked)
-    for specs, cores in ((cells_of(method), 2), (cells_of(method), 3), (cells_of(method, 1), 3)):
+    for specs, cores in ((specs_of(method), 2), (specs_of(method), 3), (specs_of(method, 1), 3)):
         alone = run(specs, model, 1)
-        assert not hired
+        assert not worker_processes
         assert run(specs, model, cores) == alone
-        assert len(hired) == cores - 1
-        hired.clear()
+        assert len(worker_processes) == cores - 1
+        worker_processes.clear()
 
 
-def test_chunks_of_workers_change_no_bit(hired: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it matter how many rows of a worker's share go at once."""
-    specs, model = cells_of("waffle", 1), make_model(torch.float32)
+def test_chunks_of_workers_change_no_bit(worker_processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows that a worker trains at once changes no bit."""
+    specs, model = specs_of("waffle", 1), make_model(torch.float32)
     alone = run(specs, model, 1)
     monkeypatch.setattr(row_training, "CHUNK_BYTES", {"cpu": 2 * 16 * 57 * 4})
     assert run(specs, model, 2) == alone
-    assert hired
+    assert worker_processes
 
 
-def test_short_runs_hire_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of a few milliseconds are not worth a process."""
+def test_short_runs_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of a few milliseconds start no worker."""
     monkeypatch.setattr(workers.Workers, "_start", lambda self, share: pytest.fail("hired"))
-    run(cells_of("fedavg"), make_model(), 2)
+    run(specs_of("fedavg"), make_model(), 2)
 
 
 @pytest.mark.parametrize("cores", [2, 4])
-def test_an_early_end_leaves_nobody_behind(cores: int, hired: list[int]) -> None:
-    """Workers end with the last round, with a generator that is closed, and with one that is dropped."""
-    specs, model = cells_of("fedavg"), make_model()
+def test_an_early_end_leaves_no_worker(cores: int, worker_processes: list[int]) -> None:
+    """Workers end with the last round, with a closed generator, and with a dropped generator."""
+    specs, model = specs_of("fedavg"), make_model()
     for rounds, end in ((5, list), (9, lambda stream: stream.close()), (9, lambda stream: None)):
         stream = simulate(specs, model, rounds=rounds, batch_size=BATCH, workers=cores)
         for _ in range(3):
             next(stream)
-        assert len(hired) == cores - 1
-        assert not any(gone(process) for process in hired)
+        assert len(worker_processes) == cores - 1
+        assert not any(has_ended(process) for process in worker_processes)
         end(stream)
         del stream
-        assert all(gone(process) for process in hired)
-        hired.clear()
+        assert all(has_ended(process) for process in worker_processes)
+        worker_processes.clear()
 
 
 @pytest.mark.parametrize("cores", [2, 4])
-def test_a_killed_worker_is_an_error(cores: int, hired: list[int]) -> None:
-    """A worker that was killed ends the run with one clear line, and the others with it."""
-    stream = simulate(cells_of("fedavg"), make_model(), rounds=9, batch_size=BATCH, workers=cores)
+def test_a_killed_worker_is_an_error(cores: int, worker_processes: list[int]) -> None:
+    """A killed worker ends the run with one clear line, and the other workers with it."""
+    stream = simulate(specs_of("fedavg"), make_model(), rounds=9, batch_size=BATCH, workers=cores)
     for _ in range(3):
         next(stream)
-    os.kill(hired[0], signal.SIGKILL)
+    os.kill(worker_processes[0], signal.SIGKILL)
     with pytest.raises(RuntimeError, match="ended with status -9: is there enough memory"):
         next(stream)
-    assert all(gone(process) for process in hired)
+    assert all(has_ended(process) for process in worker_processes)
 
 
-def test_signals_are_the_parent_s_to_heed(hired: list[int]) -> None:
-    """A worker that is interrupted or told to stop goes on: the parent ends it, or does not."""
-    stream = simulate(cells_of("fedavg"), make_model(), rounds=4, batch_size=BATCH, workers=2)
+def test_workers_ignore_signals(worker_processes: list[int]) -> None:
+    """A worker ignores SIGINT and SIGTERM; the parent decides when it ends."""
+    stream = simulate(specs_of("fedavg"), make_model(), rounds=4, batch_size=BATCH, workers=2)
     next(stream), next(stream)
-    os.kill(hired[0], signal.SIGINT)
-    os.kill(hired[0], signal.SIGTERM)
+    os.kill(worker_processes[0], signal.SIGINT)
+    os.kill(worker_processes[0], signal.SIGTERM)
     assert len(list(stream)) == 2
 
 
-def test_what_a_worker_says_of_its_error_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
-    """A worker's own traceback goes to stderr before the run ends."""
+def test_worker_traceback_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker's traceback goes to stderr before the run ends."""
 
     def work(share: int, r: int, attempt: int) -> None:
         if share:
@@ -145,7 +145,7 @@ def test_what_a_worker_says_of_its_error_is_heard(capfd: pytest.CaptureFixture[s
 
 
 def test_workers_end_with_a_parent_that_is_killed() -> None:
-    """SIGKILL leaves the parent no time to end its workers; they end all the same."""
+    """Workers end when SIGKILL leaves their parent no time to end them."""
     code = """
 import time
 from waffle_fl.engines.workers import Workers
@@ -162,13 +162,13 @@ time.sleep(60)
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 10
-    while not all(gone(process) for process in processes):
+    while not all(has_ended(process) for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_a_worker_holds_no_file_of_its_parent(tmp_path: Path) -> None:
-    """Of its parent's files a worker keeps the standard ones and its line: a lock ends with the parent that took it."""
+def test_workers_close_their_parent_s_files(tmp_path: Path) -> None:
+    """A worker closes its parent's files but the standard ones and its socket, so that locks end with the parent."""
     with (tmp_path / "lock").open("w"):
         team = workers.Workers(lambda share, r, attempt: None, 3)
         team(1, 0)
@@ -178,7 +178,7 @@ def test_a_worker_holds_no_file_of_its_parent(tmp_path: Path) -> None:
 
 
 def overshooting(starts: tuple[float, ...]) -> tuple[list[RunSpec], FlatModel]:
-    """Steps that are too long: who starts in the optimum stays there, others leave it nine times as far a step."""
+    """Too large steps: a run that starts at the optimum stays there, others move nine times as far per step."""
     pool = make_federation((4, 4))
     specs = [
         RunSpec(FedAvg(SGD(10.0)), Federation(**{**pool.__dict__, "x": torch.full_like(pool.x, start)}), 1)
@@ -188,22 +188,22 @@ def overshooting(starts: tuple[float, ...]) -> tuple[list[RunSpec], FlatModel]:
 
 
 @pytest.mark.parametrize("tampered", [False, True])
-def test_a_cell_drops_out_of_its_workers(tampered: bool, hired: list[int]) -> None:
-    """A diverged cell tries again without workers and is gone; the others go on with new ones, their bits the same."""
+def test_diverged_run_leaves_the_workers(tampered: bool, worker_processes: list[int]) -> None:
+    """A diverged run is retried without workers and removed; the others continue with new workers and the same bits."""
     specs, model = overshooting((0.0, 1e-3, 0.0))
-    if tampered:  # then rows are shared out, not cells
+    if tampered:  # then rows are distributed to the workers, not runs
         specs[0] = RunSpec(specs[0].algorithm, specs[0].federation, 1, tamper=lambda up, r: up)
     alone, together = (list(simulate(specs, model, rounds=14, batch_size=BATCH, workers=cores)) for cores in (1, 2))
     assert numbers(together) == numbers(alone)
     (dropped,) = [k for k, outcomes in enumerate(together) if any(o.error for o in outcomes)]
     assert 3 < dropped < 12
     assert [o.index for o in together[-1]] == [0, 2]
-    assert len(hired) == 2
-    assert all(gone(process) for process in hired)
+    assert len(worker_processes) == 2
+    assert all(has_ended(process) for process in worker_processes)
 
 
-def test_tampering_may_keep_what_it_saw(hired: list[int]) -> None:
-    """An attacker that replays an old update replays that one, not what workers have written over it since."""
+def test_replayed_updates_are_not_overwritten(worker_processes: list[int]) -> None:
+    """An attacker that replays an old update sends that update, not later contents of the workers' memory."""
     seen: dict[int, list[Any]] = {1: [], 2: []}
     states = []
     for cores, kept in seen.items():
@@ -215,11 +215,11 @@ def test_tampering_may_keep_what_it_saw(hired: list[int]) -> None:
         spec = RunSpec(Waffle(SGD(0.1)), make_federation(), 1, tamper=replay)
         states.append(run([spec], make_model(torch.float32), cores, rounds=7))
     assert states[0] == states[1]
-    assert hired
+    assert worker_processes
 
 
-def test_a_run_that_is_never_begun_hires_nobody(hired: list[int]) -> None:
-    """To make the stream costs nothing yet."""
-    stream: Iterator[list[Outcome]] = simulate(cells_of("fedavg"), make_model(), rounds=3, workers=2)
+def test_unstarted_run_has_no_worker(worker_processes: list[int]) -> None:
+    """Creating the stream starts no worker."""
+    stream: Iterator[list[Outcome]] = simulate(specs_of("fedavg"), make_model(), rounds=3, workers=2)
     del stream
-    assert not hired
+    assert not worker_processes

@@ -28,12 +28,12 @@ ONE_STEP_FLAT = in_one_dimension((1.0, 0.001))
 
 
 def quadratics(seed: int = 0, agents: int = 3, size: int = 2, low: float = 0.1, high: float = 1.0) -> Quadratics:
-    """Random rotations of random curvatures between `low` and `high`, both of them there; optima around 0."""
+    """Return quadratics with randomly rotated curvatures from `low` to `high`, both included, and optima around 0."""
     g = torch.Generator().manual_seed(seed)
-    turns = torch.linalg.qr(torch.randn(agents, size, size, generator=g, dtype=torch.float64)).Q
+    rotations = torch.linalg.qr(torch.randn(agents, size, size, generator=g, dtype=torch.float64)).Q
     h = low * (high / low) ** torch.rand(agents, size, generator=g, dtype=torch.float64)
     h[0, 0], h[-1, -1] = high, low
-    curvatures = turns @ torch.diag_embed(h) @ turns.mT
+    curvatures = rotations @ torch.diag_embed(h) @ rotations.mT
     return Quadratics((curvatures + curvatures.mT) / 2, 3 * torch.randn(agents, size, generator=g, dtype=torch.float64))
 
 
@@ -41,8 +41,8 @@ def same_curvature(problem: Quadratics) -> Quadratics:
     return problem._replace(curvatures=problem.curvatures[:1].expand_as(problem.curvatures))
 
 
-def end(algorithm: Any, problem: Quadratics, steps: int | Sequence[int], rounds: int = 250, **options: Any) -> Any:
-    """The server in the end."""
+def trained(algorithm: Any, problem: Quadratics, steps: int | Sequence[int], rounds: int = 250, **options: Any) -> Any:
+    """Return the server after the last round."""
     each = [steps] * len(problem.optima) if isinstance(steps, int) else steps
     *_, (server, _, _) = play(algorithm, problem.grad, START[: problem.optima.shape[1]], each, rounds, **options)
     return server
@@ -58,7 +58,7 @@ def round_of(r: int, of: int, agents: int, steps: int = 1) -> Round:
 
 
 def weights_at(distances: Sequence[float], omega: float, denominator: str = "max") -> Tensor:
-    """Alpha before smoothing; Alice at 0, the others at these distances from her."""
+    """Return alpha before smoothing, with Alice at 0 and the others at these distances from her."""
     dy = torch.tensor([[0.0], *([d] for d in distances)], dtype=torch.float64)
     past = torch.full((2, len(dy)), 1 / len(dy), dtype=torch.float64)
     return calc_weights(dy, past, round_of(1, 100, len(dy)), omega, omega, denominator)[1]  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""A slow twin of every method: plain loops in float64, written from the paper and its facts, never from the package.
+"""Reference implementation of every method: plain loops in float64, written from the papers without using the package.
 
-One flat vector holds a model. "Algorithm 1" is the paper's CalcWeights, "Algorithm 2" its WAFFLE; sections are those of
+A model is one flat vector. "Algorithm 1" is the paper's CalcWeights, "Algorithm 2" its WAFFLE; sections are those of
 shared/algorithms.md. Every agent takes part in every round with at least one mini-batch, and every update is finite:
-the twin knows no faults.
+the reference has no fault handling.
 """
 
 import copy
@@ -55,7 +55,7 @@ def run(
     keeps_momentum: bool = False,
     **options: object,
 ) -> Trace:
-    """Run one method from the module's parameters over all rounds; the module itself is left alone."""
+    """Run one method from the module's parameters over all rounds, without changing the module."""
     assert all(agent for agents in batches for agent in agents), "every agent needs a mini-batch in every round"
     nets = [copy.deepcopy(module).double() for _ in batches[0]]
     start = parameters_to_vector(nets[0].parameters()).detach().clone()

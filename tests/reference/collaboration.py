@@ -1,7 +1,7 @@
-"""Twins of the methods in which agents choose among each other: FedAMP, FedFomo, APPLE, FedALA, kNN-Per, IFCA, CFL.
+"""Reference for methods with several models: FedAMP, FedFomo, APPLE, FedALA, kNN-Per, IFCA, CFL.
 
-Written from the papers' pseudo-code, with the changes that docs/algorithms names. Every agent's data are the samples of
-its mini-batches of an epoch; there is no validation data.
+Written from the papers' pseudo-code, with the changes listed in docs/algorithms. Each agent's data are the samples of
+its mini-batches of one epoch; there is no validation data.
 """
 
 import math
@@ -17,7 +17,7 @@ from reference.problem import Batch, Problem, Trace, gradient, samples, step, tr
 
 
 def epoch(problem: Problem, r: int, i: int) -> list[Batch]:
-    """Agent i's first pass over its data in round r: the mini-batches before a sample comes again."""
+    """Return the mini-batches of agent i's first epoch in round r, which end where a sample repeats."""
     seen: list[Batch] = []
     for x, y in problem.batches[r - 1][i]:
         if any(torch.equal(row, x[0]) for earlier, _ in seen for row in earlier):
@@ -27,7 +27,7 @@ def epoch(problem: Problem, r: int, i: int) -> list[Batch]:
 
 
 def loss(problem: Problem, i: int, at: Tensor) -> float:
-    """The mean loss of a model on all of agent i's training samples."""
+    """Return the mean loss of a model on all training samples of agent i."""
     x, y = (torch.cat(parts) for parts in zip(*epoch(problem, 1, i), strict=True))
     vector_to_parameters(at.clone(), problem.nets[i].parameters())
     with torch.no_grad():
@@ -35,16 +35,16 @@ def loss(problem: Problem, i: int, at: Tensor) -> float:
 
 
 def fedamp(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, alpha: float = 1.0, sigma: float = 0.3) -> Trace:
-    """FedAMP, Algorithm 1: a step on the attraction at the server, then the proximal problem by SGD."""
+    """FedAMP, Algorithm 1: an attraction step at the server, then SGD on the proximal problem."""
     trace, N = Trace(), len(problem.nets)
-    nothing = torch.zeros_like(problem.start)
+    zeros = torch.zeros_like(problem.start)
     w, u = [problem.start] * N, [problem.start] * N
     for r in range(1, len(problem.batches) + 1):
         for i in range(N):
-            velocity = problem.velocity(i, nothing)
+            velocity = problem.velocity(i, zeros)
             for batch in problem.batches[r - 1][i]:
                 g = gradient(problem.nets[i], w[i], batch) + lam / alpha * (w[i] - u[i])
-                w[i], velocity = step(problem, w[i], velocity, g, clip, nothing)
+                w[i], velocity = step(problem, w[i], velocity, g, clip, zeros)
             problem.keep(i, velocity)
         xi = [[0.0] * N for _ in range(N)]
         for i in range(N):
@@ -62,7 +62,7 @@ def fedamp(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, alpha: floa
 
 
 def fedfomo(problem: Problem, *, clip: float = 0.0) -> Trace:
-    """FedFomo, Eq. 4 and 5: every other model is sent, so nothing is drawn."""
+    """FedFomo, Eq. 4 and 5. Every agent receives all other models, so no sampling is needed."""
     trace, N = Trace(), len(problem.nets)
     y, before = [problem.start] * N, [problem.start] * N
     for r in range(1, len(problem.batches) + 1):
@@ -95,9 +95,9 @@ def apple(
     global_share: float = 0.1,
     core_step: str = "paper",
 ) -> Trace:
-    """APPLE, Algorithm 1, but that an agent is alone in the first round: nobody has sent a core model yet."""
+    """APPLE, Algorithm 1. In the first round each agent trains alone, because no core model has been sent yet."""
     trace, N, R = Trace(), len(problem.nets), len(problem.batches)
-    nothing = torch.zeros_like(problem.start)
+    zeros = torch.zeros_like(problem.start)
     core = [problem.start] * N
     shift = [[0.0] * N for _ in range(N)]
     for r in range(1, R + 1):
@@ -109,12 +109,12 @@ def apple(
             p0 = [size / sum(sizes) for size in sizes] if r > 1 else [1.0 if j == i else 0.0 for j in range(N)]
             present = range(N) if r > 1 else [i]
             p = [p0[j] + shift[i][j] if j in present else 0.0 for j in range(N)]
-            cores, velocity = list(core), problem.velocity(i, nothing)
+            cores, velocity = list(core), problem.velocity(i, zeros)
             for batch in problem.batches[r - 1][i]:
                 g = gradient(problem.nets[i], weighted_sum(p, cores), batch)
                 slope = [float(g @ cores[j]) + pull * (p[j] - p0[j]) for j in range(N)]
                 own = p[i] / p0[i] if core_step == "lr" else p[i]
-                cores[i], velocity = step(problem, cores[i], velocity, own * g, clip, nothing)
+                cores[i], velocity = step(problem, cores[i], velocity, own * g, clip, zeros)
                 p = [p[j] - eta_p * slope[j] if j in present else 0.0 for j in range(N)]
             problem.keep(i, velocity)
             for j in present:
@@ -135,9 +135,9 @@ def fedala(
     rehearsed: float = 0.8,
     head_layers: int = 0,
 ) -> Trace:
-    """FedALA, Algorithm 1, with one pass over a part of the mini-batches in every round."""
+    """FedALA, Algorithm 1, with one pass over part of the mini-batches in every round."""
     trace, N, x = Trace(), len(problem.nets), problem.start
-    tensors = list(problem.nets[0].parameters())  # a weight and a bias each layer
+    tensors = list(problem.nets[0].parameters())  # one weight and one bias per layer
     head = sum(tensor.numel() for tensor in (tensors[-2 * head_layers :] if head_layers else tensors))
     y, W = [x] * N, [torch.ones_like(x) for _ in range(N)]
     for r in range(1, len(problem.batches) + 1):
@@ -157,24 +157,24 @@ def fedala(
 
 
 def knn_per(problem: Problem, *, clip: float = 0.0) -> Trace:
-    """kNN-Per trains as FedAvg; `nearest` is what it adds."""
+    """kNN-Per trains as FedAvg; `nearest` computes its predictions."""
     return fedavg(problem, clip=clip)
 
 
 def nearest(
-    sample: Tensor, known: list[Tensor], labels: list[int], said: Tensor, k: int, mix: float, scale: float
+    sample: Tensor, known: list[Tensor], labels: list[int], predicted: Tensor, k: int, mix: float, scale: float
 ) -> list[float]:
-    """kNN-Per, Eq. 6 and 7: the probabilities of one sample, from its features and what the model says of it."""
+    """kNN-Per, Eq. 6 and 7: class probabilities of one sample, from its features and the model's probabilities."""
     squared = [float(((sample - other) ** 2).sum()) for other in known]
     near = sorted(range(len(known)), key=lambda n: squared[n])[:k]
     weights = {n: math.exp(-squared[n] / (len(sample) * scale)) for n in near}
     total = sum(weights.values())
-    votes = [sum(w for n, w in weights.items() if labels[n] == c) / total for c in range(len(said))]
-    return [mix * vote + (1 - mix) * float(p) for vote, p in zip(votes, said, strict=True)]
+    votes = [sum(w for n, w in weights.items() if labels[n] == c) / total for c in range(len(predicted))]
+    return [mix * vote + (1 - mix) * float(p) for vote, p in zip(votes, predicted, strict=True)]
 
 
 def split_mix(key: int, position: int) -> int:
-    """SplitMix64: the number at this position, from 1, of the sequence of a key."""
+    """SplitMix64: return the number at this position, counted from 1, of the sequence of a key."""
     z = (key + position * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -182,7 +182,7 @@ def split_mix(key: int, position: int) -> int:
 
 
 def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3) -> Trace:
-    """IFCA, Algorithm 1 with model averaging; all clusters but the first start at random signs of the model."""
+    """IFCA, Algorithm 1 with model averaging. All clusters but the first start from random signs of the model."""
     trace, N, theta = Trace(), len(problem.nets), [problem.start]
     for j in range(1, clusters):
         signs = [-1.0 if split_mix(j, n + 1) >> 1 & 1 else 1.0 for n in range(len(problem.start))]
@@ -204,7 +204,7 @@ def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3) -> Trace:
 
 
 def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.4, eps_max: float = 1.6) -> Trace:
-    """CFL, Algorithm 3, each bipartition found by trying them all; every part keeps the model of the whole."""
+    """CFL, Algorithm 3, with an exhaustive search for each bipartition. Both parts start from the cluster's model."""
     trace, N = Trace(), len(problem.nets)
     clusters = [(list(range(N)), problem.start)]
     for r in range(1, len(problem.batches) + 1):
@@ -226,7 +226,7 @@ def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.4, eps_max: 
 
 
 def bipartition(members: list[int], dy: dict[int, Tensor]) -> tuple[list[int], list[int]]:
-    """The two parts whose most similar members across are the least similar, of all ways to part them."""
+    """Return the bipartition with the smallest maximal similarity between its two parts."""
     found = []
     for size in range(1, len(members)):
         for part in combinations(members, size):

@@ -1,4 +1,4 @@
-"""WAFFLE by kinship, in plain loops from docs/algorithms/waffle-kin.md."""
+"""Reference for waffle-kin, in plain loops, written from docs/algorithms/waffle-kin.md."""
 
 import math
 
@@ -27,7 +27,7 @@ def waffle_kin(
     averaging: float = 0.1,
     own: float = 0.3,
 ) -> Trace:
-    """Each layer is Alice's own mean of what the agents trained, weighed by what she shares of it."""
+    """Each layer is a mean of the agents' layers weighted by their shares; Alice's model averages over rounds."""
     sizes = [size for _, size in layers(problem.nets[0])]
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""The paper's method and those it is compared with."""
+"""Reference for the paper's method and the methods that the paper compares it with."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of glob
 
 
 def local(problem: Problem, *, clip: float = 0.0) -> Trace:
-    """Alice alone (section 2)."""
+    """Alice trains alone (section 2)."""
     trace, y, N = Trace(), problem.start, len(problem.nets)
     for r in range(1, len(problem.batches) + 1):
         y = train(problem, r, problem.alice, y, clip)
@@ -53,7 +53,7 @@ def waffle(
     psi: Schedule | str | None = None,
     eta_g: float = 1.0,
 ) -> Trace:
-    """WAFFLE (Algorithm 2); "adaptive" in place of a schedule is the degree of docs/algorithms/waffle.md."""
+    """WAFFLE (Algorithm 2); "adaptive" in place of a schedule selects the degree of docs/algorithms/waffle.md."""
     assert compared in ("updates", "gradients", "directions")
     omega, psi = omega or sigmoid, psi or sigmoid
     N, R = len(problem.nets), len(problem.batches)
@@ -66,7 +66,7 @@ def waffle(
     def weigh(r: int, dy: list[Tensor], c_i: list[Tensor]) -> list[float]:
         nonlocal past
         gradients.append(list(c_i))
-        last = 10**9 if psi == "adaptive" else R  # then no round is the 95th of a hundred
+        last = 10**9 if psi == "adaptive" else R  # an adaptive degree has no local rounds at the end
         rows = {"updates": dy, "gradients": c_i, "directions": [g / g.norm() for g in c_i]}[compared]
         alpha_bar, alpha = calc_weights(rows, past, problem.alice, r, last, at(omega, r), at(psi, r), denominator)  # 13
         past = (past[1], alpha)  # line 14: the history keeps the weights before smoothing
@@ -83,7 +83,7 @@ def controlled(
     control: str,
     weigh: Callable[[int, list[Tensor], list[Tensor]], list[float]],
 ) -> Trace:
-    """Algorithm 2 for any rule that gives the aggregation weights of round r from the updates."""
+    """Algorithm 2 for any rule that computes the aggregation weights of round r from the updates."""
     assert control in ("anchored", "paper")
     trace, x, N = Trace(), problem.start, len(problem.nets)
     c = torch.zeros_like(x)
@@ -110,7 +110,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def adaptive_degree(gradients: list[list[Tensor]], alice: int) -> float:
-    """The degree after these rounds, gradients[round][agent]: the lowest k + (1 - k) exp(-z) of any of them."""
+    """Return the degree after these rounds: the minimum over rounds of k + (1 - k) exp(-z); gradients[round][agent]."""
     s, z, degree = [], 0.0, 1.0
     for g in gradients:
         others = [g[i] for i in range(len(g)) if i != alice]
@@ -140,7 +140,7 @@ def calc_weights(
     assert denominator in ("max", "range")
     N = len(dy)
     only_alice = [1.0 if i == alice else 0.0 for i in range(N)]
-    if N == 1 or 100 * r >= 95 * R:  # lines 7 and 8, free of rounding
+    if N == 1 or 100 * r >= 95 * R:  # lines 7 and 8, exact
         alpha = only_alice
     else:
         d = [float((update - dy[alice]).norm()) for update in dy]  # lines 1 and 2
@@ -156,7 +156,7 @@ def calc_weights(
                 ratio = (d[i] - d[alice]) / (dM - min(d))
             elif i == alice:
                 ratio = 0.0
-            else:  # all distances equal: line 6 is 0/0, take the limit of the nearest agent's ratio as dm -> dM
+            else:  # all distances equal: line 6 is 0/0; use the limit of the nearest agent's ratio as dm -> dM
                 ratio = (1 - omega) / (2 - omega) if omega <= 1 else 1 - omega
             alpha.append(max(psi - ratio, 0.0))
         total = sum(alpha)
@@ -174,14 +174,14 @@ def weight_erosion(
     counted: str = "samples",
     batch_size: int = 32,
 ) -> Trace:
-    """Weight Erosion (section 5.1), the round's gradient g_i being the update -dy_i/lr (lr cancels everywhere)."""
+    """Weight Erosion (section 5.1). The round's gradient g_i is the update -dy_i/lr (lr cancels everywhere)."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
     alpha = [1.0] * N
     for r in range(1, len(problem.batches) + 1):
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
         norm = float(dy[problem.alice].norm())
         for i in range(N):
-            if norm > 0:  # section 5.3: no erosion in a round in which Alice stands still
+            if norm > 0:  # section 5.3: no erosion in a round in which Alice's update is zero
                 distance = float((dy[i] - dy[problem.alice]).norm()) / norm
                 size = samples(problem, r, i) if counted == "samples" else len(problem.batches[r - 1][i])
                 reuse = ((r - 1) * batch_size) // size
@@ -197,7 +197,7 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
     """APFL with mixed parameters (section 6.1; "round": the rule of 6.2)."""
     assert adaptive in ("step", "round", "off")
     trace, x, N = Trace(), problem.start, len(problem.nets)
-    nothing = torch.zeros_like(x)
+    zeros = torch.zeros_like(x)
     personal = [problem.start] * N
     mixes = [mix] * N
     for r in range(1, len(problem.batches) + 1):
@@ -209,8 +209,8 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
                 g_w = gradient(problem.nets[i], w, batch)
                 g_mixed = gradient(problem.nets[i], m * v + (1 - m) * w, batch)
                 slope = float((v - w) @ g_mixed)
-                w, w_velocity = step(problem, w, w_velocity, g_w, clip, nothing)
-                v, v_velocity = step(problem, v, v_velocity, m * g_mixed, clip, nothing)
+                w, w_velocity = step(problem, w, w_velocity, g_w, clip, zeros)
+                v, v_velocity = step(problem, v, v_velocity, m * g_mixed, clip, zeros)
                 if adaptive == "step" and k == 0:
                     m = min(max(m - problem.lr * slope, 0.0), 1.0)
             if adaptive == "round":
@@ -227,16 +227,16 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
 
 
 def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
-    """Ditto (section 7): a personal model held near the round-start global one."""
+    """Ditto (section 7): a personal model with a proximal term towards the global model of the round's start."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
-    nothing = torch.zeros_like(x)
+    zeros = torch.zeros_like(x)
     personal = [problem.start] * N
     for r in range(1, len(problem.batches) + 1):
         for i in range(N):
             v, velocity = personal[i], problem.velocity(i, x, "v")
             for batch in problem.batches[r - 1][i]:
                 g = gradient(problem.nets[i], v, batch) + lam * (v - x)
-                v, velocity = step(problem, v, velocity, g, clip, nothing)
+                v, velocity = step(problem, v, velocity, g, clip, zeros)
             personal[i] = v
             problem.keep(i, velocity, "v")
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]

@@ -1,4 +1,4 @@
-"""Personalised methods that others have published, each from its pseudo-code."""
+"""Reference for other published personalised methods, each written from its pseudo-code."""
 
 import math
 
@@ -9,7 +9,7 @@ from reference.problem import Problem, Trace, gradient, samples, step, train, we
 
 
 def shares(problem: Problem, r: int, weighting: str) -> list[float]:
-    """What each agent weighs in round r."""
+    """Return the aggregation weight of each agent in round r."""
     sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(len(problem.nets))]
     return [size / sum(sizes) for size in sizes]
 
@@ -17,13 +17,13 @@ def shares(problem: Problem, r: int, weighting: str) -> list[float]:
 def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: str = "equal") -> Trace:
     """FedProx, Algorithm 2: each agent minimises F_i(y) + mu/2 |y - x|^2 from x."""
     trace, x = Trace(), problem.start
-    nothing = torch.zeros_like(x)
+    zeros = torch.zeros_like(x)
     for r in range(1, len(problem.batches) + 1):
         trained = []
         for i, net in enumerate(problem.nets):
             y, velocity = x, problem.velocity(i, x)
             for batch in problem.batches[r - 1][i]:
-                y, velocity = step(problem, y, velocity, gradient(net, y, batch) + mu * (y - x), clip, nothing)
+                y, velocity = step(problem, y, velocity, gradient(net, y, batch) + mu * (y - x), clip, zeros)
             problem.keep(i, velocity)
             trained.append(y)
         weights = shares(problem, r, weighting)
@@ -34,7 +34,7 @@ def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: 
 
 
 def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting: str = "equal") -> Trace:
-    """FedAvg for all rounds but the last `tuning`; then Alice trains on from the global model, alone."""
+    """FedAvg in all rounds but the last `tuning`; in those Alice fine-tunes the global model alone."""
     trace, x, N, R = Trace(), problem.start, len(problem.nets), len(problem.batches)
     for r in range(1, R - tuning + 1):
         trained = [train(problem, r, i, x, clip) for i in range(N)]
@@ -57,10 +57,10 @@ def per_fedavg(
     variant: str = "first-order",
     delta: float = 0.001,
 ) -> Trace:
-    """Per-FedAvg, Algorithm 1, with the Hessian dropped (FO, section 5) or by differences (HF, Eq. 19 there)."""
+    """Per-FedAvg, Algorithm 1, without the Hessian (FO, section 5) or by differences (HF, Eq. 19 there)."""
     assert variant in ("first-order", "hessian-free")
     trace, x, N = Trace(), problem.start, len(problem.nets)
-    nothing = torch.zeros_like(x)
+    zeros = torch.zeros_like(x)
     per_update = 2 if variant == "first-order" else 3
     for r in range(1, len(problem.batches) + 1):
         trained = []
@@ -73,7 +73,7 @@ def per_fedavg(
                     batch = left.pop(0)
                     ahead, behind = gradient(net, w + delta * d, batch), gradient(net, w - delta * d, batch)
                     d = d - inner_lr * (ahead - behind) / (2 * delta)
-                w, velocity = step(problem, w, velocity, d, clip, nothing)
+                w, velocity = step(problem, w, velocity, d, clip, zeros)
             problem.keep(i, velocity)
             trained.append(w)
         first = problem.batches[r - 1][problem.alice][0]
@@ -92,9 +92,9 @@ def pfedme(
     eta: float = 0.5,
     beta: float = 1.0,
 ) -> Trace:
-    """pFedMe, Algorithm 1; the inner problem is left to some SGD steps on the same mini-batch."""
+    """pFedMe, Algorithm 1; a few SGD steps on the same mini-batch solve the inner problem approximately."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
-    nothing = torch.zeros_like(x)
+    zeros = torch.zeros_like(x)
     for r in range(1, len(problem.batches) + 1):
         trained, personal = [], []
         for i, net in enumerate(problem.nets):
@@ -102,7 +102,7 @@ def pfedme(
             for batch in problem.batches[r - 1][i]:
                 for _ in range(inner_steps):
                     g = gradient(net, theta, batch) + lam * (theta - w)
-                    theta, velocity = step(problem, theta, velocity, g, clip, nothing)
+                    theta, velocity = step(problem, theta, velocity, g, clip, zeros)
                 w = w - eta * lam * (w - theta)
             problem.keep(i, velocity)
             trained.append(w)
@@ -114,13 +114,13 @@ def pfedme(
 
 
 def layers(net: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The layers with parameters of their own, and how many numbers these are, in order."""
+    """Return the layers that hold parameters and the number of parameters of each, in order."""
     sizes = [(module, sum(p.numel() for p in module.parameters(recurse=False))) for module in net.modules()]
     return [(module, size) for module, size in sizes if size]
 
 
 def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighting: str = "equal") -> Trace:
-    """FedPer, Algorithms 1 and 2: base layers averaged, personalisation layers kept; both trained at once."""
+    """FedPer, Algorithms 1 and 2: base layers are averaged, personalisation layers kept; both train together."""
     sizes = [size for _, size in layers(problem.nets[0])]
     at = sum(sizes[: len(sizes) - head_layers])
     trace, N = Trace(), len(problem.nets)
@@ -135,7 +135,7 @@ def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighti
 
 
 def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_share: float = 0.5) -> Trace:
-    """FedRep, Algorithm 1: first the head with the body fixed, then the body with the head fixed."""
+    """FedRep, Algorithm 1: train the head with the body fixed, then the body with the head fixed."""
     sizes = [size for _, size in layers(problem.nets[0])]
     at = sum(sizes[: len(sizes) - head_layers])
     trace, N = Trace(), len(problem.nets)
@@ -165,7 +165,7 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
 
 
 def fedbn(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> Trace:
-    """FedBN, Algorithm 1; each agent's network keeps its own running statistics by itself."""
+    """FedBN, Algorithm 1; each agent's network updates its own running statistics."""
     kinds = [torch.full((size,), isinstance(layer, nn.BatchNorm1d)) for layer, size in layers(problem.nets[0])]
     own, trace, N = torch.cat(kinds), Trace(), len(problem.nets)
     models = [problem.start] * N

@@ -1,4 +1,4 @@
-"""What every twin starts from: the data, the start, and a step of SGD."""
+"""The problem that all reference methods solve, and one step of SGD."""
 
 from dataclasses import dataclass, field
 
@@ -13,15 +13,15 @@ Batches = list[list[list[Batch]]]  # batches[round][agent] = the (x, y) mini-bat
 
 @dataclass
 class Trace:
-    """What Alice sees after each round."""
+    """Alice's model and weights after each round."""
 
-    models: list[Tensor] = field(default_factory=list)  # the flat parameters of the model she would use
+    models: list[Tensor] = field(default_factory=list)  # the flat parameters of Alice's model
     weights: list[list[float]] = field(default_factory=list)  # the normalised aggregation weights
 
 
 @dataclass
 class Problem:
-    """What all methods share: the start, the data, Alice and the settings of local SGD."""
+    """Initial model, data, Alice and the settings of local SGD."""
 
     nets: list[nn.Module]  # one ordinary network per agent
     start: Tensor
@@ -31,27 +31,27 @@ class Problem:
     momentum: float
     weight_decay: float
     keeps_momentum: bool = False
-    velocities: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (agent, which model) -> at a round's end
+    velocities: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (agent, model) -> at a round's end
 
     def velocity(self, agent: int, like: Tensor, model: str = "") -> Tensor:
-        """What an agent's velocity is when a round begins."""
+        """Return an agent's velocity at the start of a round."""
         return self.velocities.get((agent, model), torch.zeros_like(like))
 
     def keep(self, agent: int, velocity: Tensor, model: str = "") -> None:
-        """The round is over: an optimiser that was created once goes on with this velocity in the next."""
+        """Keep the velocity for the next round, as an optimiser that is created only once does."""
         if self.keeps_momentum:
             self.velocities[agent, model] = velocity
 
 
 def gradient(net: nn.Module, at: Tensor, batch: Batch) -> Tensor:
-    """The flat gradient of the mean cross-entropy of one mini-batch at the given parameters."""
+    """Return the flat gradient of the mean cross-entropy of one mini-batch at the given parameters."""
     vector_to_parameters(at.clone(), net.parameters())
     loss = cross_entropy(net(batch[0]), batch[1])
     return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(net.parameters()))])
 
 
 def step(problem: Problem, y: Tensor, v: Tensor, g: Tensor, clip: float, correction: Tensor) -> tuple[Tensor, Tensor]:
-    """One SGD step: the new parameters and velocity; the correction is added outside the momentum."""
+    """Return parameters and velocity after one SGD step; the correction is added outside the momentum."""
     v = problem.momentum * v + (g + problem.weight_decay * y)
     direction = v + correction
     norm, longest = float(direction.norm()), clip / (1 - problem.momentum)
@@ -61,7 +61,7 @@ def step(problem: Problem, y: Tensor, v: Tensor, g: Tensor, clip: float, correct
 
 
 def train(problem: Problem, r: int, i: int, x: Tensor, clip: float, correction: Tensor | None = None) -> Tensor:
-    """Agent i's local pass of round r from x (Algorithm 2, lines 5 to 8)."""
+    """Return agent i's model after local training in round r from x (Algorithm 2, lines 5 to 8)."""
     if correction is None:
         correction = torch.zeros_like(x)
     y, v = x, problem.velocity(i, x)
@@ -72,12 +72,12 @@ def train(problem: Problem, r: int, i: int, x: Tensor, clip: float, correction: 
 
 
 def samples(problem: Problem, r: int, i: int) -> int:
-    """How many samples agent i has: the rows of its mini-batches of the round."""
+    """Return the number of samples of agent i: the rows of its mini-batches of the round."""
     return sum(len(y) for _, y in problem.batches[r - 1][i])
 
 
 def weighted_sum(weights: list[float], vectors: list[Tensor]) -> Tensor:
-    """sum_i weights_i vectors_i."""
+    """Return sum_i weights_i vectors_i."""
     total = torch.zeros_like(vectors[0])
     for weight, vector in zip(weights, vectors, strict=True):
         total = total + weight * vector

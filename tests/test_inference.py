@@ -55,7 +55,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     trained(folder / "digits", "--data", "digits", "--samples-per-agent", "40")
     trained(folder / "exact", "--data", "synthetic", "--samples-per-agent", "40", "--precision", "float64")
-    trained(folder / "lenet", "--data", "digits", "--samples-per-agent", "40", "--model", "test_use:batch_norm_model")
+    trained(
+        folder / "lenet", "--data", "digits", "--samples-per-agent", "40", "--model", "test_inference:batch_norm_model"
+    )
     for task in ("ill", "cost"):
         data = folder / task
         data.mkdir()

@@ -1,4 +1,4 @@
-"""Convolution, ReLU and pooling as one product: the library's numbers, and nothing put off for ever."""
+"""Convolution, ReLU and pooling as one product: results agree with torch, and deferred work is always done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(forward: Forward, x: Tensor, weight: Tensor, bias: Tensor | None, products: int) -> tuple[list[Tensor], ...]:
-    """Result and gradients, rewritten and by the library; `products` are expected to be rewritten."""
+    """Return result and gradients, rewritten and by torch, and check that `products` convolutions were rewritten."""
     results = []
     for rewriting in (Rewriting(), None):
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
@@ -60,26 +60,26 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "window": window,
         "rectified": draw(st.booleans()),
         "biased": draw(st.booleans()),
-        "whole": draw(st.booleans()),
-        "lies": draw(st.sampled_from(["contiguous", "channels last", "batch last"])),
+        "integers": draw(st.booleans()),
+        "layout": draw(st.sampled_from(["contiguous", "channels last", "batch last"])),
         "seed": draw(st.integers(0, 2**31)),
     }
 
 
 @settings(max_examples=150)
 @given(cases())
-def test_the_product_is_the_librarys_pooling_of_a_convolution(case: dict[str, Any]) -> None:
-    """Also where values tie, which small whole numbers do all the time: the first place of a window gets it all."""
+def test_product_equals_torch(case: dict[str, Any]) -> None:
+    """Agrees also for tied values, which small integers often have: the first place of a window gets the gradient."""
     seeded = torch.Generator().manual_seed(case["seed"])
 
     def numbers(*shape: int) -> Tensor:
-        if case["whole"]:
+        if case["integers"]:
             return torch.randint(-1, 2, shape, generator=seeded).double()
         return torch.randn(shape, generator=seeded, dtype=torch.float64)
 
     x, weight = numbers(*case["image"]), numbers(*case["kernel"])
-    if case["lies"] != "contiguous":
-        order = (0, 2, 3, 1) if case["lies"] == "channels last" else (1, 2, 3, 0)
+    if case["layout"] != "contiguous":
+        order = (0, 2, 3, 1) if case["layout"] == "channels last" else (1, 2, 3, 0)
         back = [order.index(i) for i in range(4)]
         x = x.permute(order).contiguous().permute(back)
 
@@ -90,7 +90,7 @@ def test_the_product_is_the_librarys_pooling_of_a_convolution(case: dict[str, An
     agree(*both(forward, x, weight, numbers(case["kernel"][0]) if case["biased"] else None, products=1))
 
 
-OTHERWISE: dict[str, Forward] = {
+NOT_REWRITTEN: dict[str, Forward] = {
     "no pooling": lambda x, w, b: torch.relu(F.conv2d(x, w, b)),
     "nothing after it": lambda x, w, b: F.conv2d(x, w, b),
     "another activation": lambda x, w, b: F.max_pool2d(torch.tanh(F.conv2d(x, w, b)), 2),
@@ -103,7 +103,7 @@ OTHERWISE: dict[str, Forward] = {
     "windows that overlap": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 3, stride=2),
     "padded pooling": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, padding=1),
     "a window that is not full": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, ceil_mode=True),
-    "places asked for": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, return_indices=True)[0],
+    "indices returned": lambda x, w, b: F.max_pool2d(F.conv2d(x, w, b), 2, return_indices=True)[0],
     "an even kernel": lambda x, w, b: F.max_pool2d(F.conv2d(x, w[..., :2, :2], b), 2),
     "read in a list": lambda x, w, b: torch.cat([F.conv2d(x, w, b), F.conv2d(x, w, b)]),
     "read by a convolution": lambda x, w, b: F.conv2d(F.conv2d(x, w, b), w.transpose(0, 1)),
@@ -112,11 +112,11 @@ OTHERWISE: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_all_else_is_left_to_the_library(name: str) -> None:
-    """What is not followed by a ReLU and a pooling of full windows is done as it was asked for."""
+@pytest.mark.parametrize("name", NOT_REWRITTEN)
+def test_other_operations_are_not_rewritten(name: str) -> None:
+    """Only a convolution followed by ReLU and pooling with full windows is rewritten."""
     x, w, b = (torch.randn(s, dtype=torch.float64) for s in ((3, 2, 11, 12), (4, 2, 3, 3), (4,)))
-    agree(*both(OTHERWISE[name], x, w, b, products=0))
+    agree(*both(NOT_REWRITTEN[name], x, w, b, products=0))
 
 
 def skipping(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -149,16 +149,16 @@ REWRITTEN: dict[str, tuple[Forward, int]] = {
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_however_it_is_written(name: str) -> None:
-    """A ReLU in place, a result that several read, a view: the numbers are the library's."""
+def test_equivalent_forms(name: str) -> None:
+    """An in-place ReLU, a result with several readers and a view give torch's numbers."""
     forward, products = REWRITTEN[name]
     x, w, b = (torch.randn(s, dtype=torch.float64) for s in ((5, 2, 18, 18), (2, 2, 3, 3), (2,)))
     agree(*both(forward, x, w, b, products))
 
 
 @pytest.mark.parametrize("rectified", [True, False])
-def test_nan_goes_through(rectified: bool) -> None:
-    """A pixel that is no number spoils the windows that see it, and no others."""
+def test_nan_propagates(rectified: bool) -> None:
+    """A NaN pixel affects only the windows that contain it."""
     x, w = torch.randn(2, 1, 12, 12, dtype=torch.float64), torch.randn(3, 1, 3, 3, dtype=torch.float64)
     x[0, 0, 5, 5] = torch.nan
 
@@ -171,8 +171,8 @@ def test_nan_goes_through(rectified: bool) -> None:
     agree(ours[:1], library[:1])
 
 
-def test_what_was_put_off_outlives_the_rewriting() -> None:
-    """A convolution that nobody read inside is done when it is read outside, and still trains."""
+def test_deferred_convolution_is_computed_later() -> None:
+    """A deferred convolution that is first read outside the rewriting is computed then, and still trains."""
     x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3, requires_grad=True)
     with Rewriting():
         y = F.conv2d(x, w)
@@ -181,8 +181,8 @@ def test_what_was_put_off_outlives_the_rewriting() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(F.conv2d(x, w).sum(), w)[0])
 
 
-def test_nothing_is_put_off_that_does_not_train() -> None:
-    """Without a gradient nothing keeps the arguments as they are until they are read."""
+def test_nothing_is_deferred_without_gradients() -> None:
+    """Without gradients no convolution is deferred, because its arguments could change before it is read."""
     x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3)
     with Rewriting():
         assert type(F.conv2d(x, w)) is Tensor
@@ -190,8 +190,8 @@ def test_nothing_is_put_off_that_does_not_train() -> None:
             assert type(F.conv2d(x, w.requires_grad_())) is Tensor
 
 
-def test_an_overwritten_pass_is_refused() -> None:
-    """The gradient of a pass whose memory the next pass has used raises instead of being wrong."""
+def test_overwritten_pass_is_rejected() -> None:
+    """The gradient of a pass whose memory a later pass has reused raises an error."""
     x, w = torch.randn(2, 1, 6, 6), torch.randn(3, 1, 3, 3, requires_grad=True)
     rewriting, sums = Rewriting(), []
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_an_overwritten_pass_is_refused() -> None:
 
 
 class Doubling(torch.autograd.Function):
-    """Reads its argument where no mode and no gradient sees it."""
+    """Reads its argument in an autograd function, which neither the mode nor the gradient sees."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -215,7 +215,7 @@ class Doubling(torch.autograd.Function):
 
 
 class Untraceable(nn.Module):
-    """Its convolution is also read by a function of autograd, which a convolution put off cannot know of."""
+    """A module whose convolution is also read by an autograd function, which breaks deferring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Untraceable(nn.Module):
 
 
 def gradients(model: FlatModel, batch: int) -> tuple[Tensor, Tensor]:
-    """A row's gradient, and the same by the module itself."""
+    """Return the gradient of a row, and the same gradient from the module itself."""
     seeded = torch.Generator().manual_seed(1)
     x = torch.randn(2, batch, 1, 28, 28, generator=seeded, dtype=model.dtype)
     y, weight = torch.arange(2 * batch).view(2, batch) % 5, torch.ones(2, batch, dtype=model.dtype)
@@ -242,16 +242,16 @@ def gradients(model: FlatModel, batch: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("build", [LeNet5, Untraceable])
-def test_a_row_has_the_modules_gradient(build: Callable[[], nn.Module]) -> None:
-    """With a rewriting where it fits, without one where the first gradient shows that it does not."""
+def test_row_gradient_equals_module_gradient(build: Callable[[], nn.Module]) -> None:
+    """A row's gradient equals the module's, whether the rewriting applies or the first gradient rules it out."""
     model = FlatModel(build, precision="float64")
     torch.testing.assert_close(*gradients(model, 8), rtol=1e-9, atol=1e-12)
     (traits,) = model.passes._row_modules()[0]._traits.values()
     assert traits.rewritten == (build is LeNet5)
 
 
-def test_the_same_bits_each_time() -> None:
-    """A gradient in memory that has been used is that in fresh memory, whatever batch came between."""
+def test_repeated_gradients_have_the_same_bits() -> None:
+    """A gradient computed in reused memory equals one in fresh memory, whatever batch came between."""
     model = FlatModel(LeNet5)
     first = gradients(model, 8)[0]
     gradients(model, 5)

@@ -107,7 +107,7 @@ def test_the_smaller_error_is_the_better() -> None:
         (("--target", "ill", "--test-share", "1"), "a fraction above 0 and below 1"),
         (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 has 'n'"),
         (("--target", "ill", "--model", "lenet5"), "takes samples with 3 axes"),
-        (("--target", "ill", "--model", "test_folders:wrong_output_size"), "returns 2 outputs per sample"),
+        (("--target", "ill", "--model", "test_user_data_cli:wrong_output_size"), "returns 2 outputs per sample"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_write_nothing(

@@ -1,4 +1,4 @@
-"""The adaptive degree: worked by hand, by property, and on federations of which the right answer is known."""
+"""The adaptive degree: hand-computed examples, properties, and federations with a known answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from conftest import BATCH, CLASSES, FEATURES, last_state, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.adaptive_degree import GradientStatistics, observe, start
 from waffle_fl.algorithms.waffle import Waffle
@@ -29,38 +29,38 @@ CPU = torch.device("cpu")
 ADAPTIVE = {"omega": "adaptive", "psi": "adaptive"}
 
 
-def now(agents: int, intact: list[bool] | None = None) -> Round:
-    ones, there = torch.ones(agents, dtype=torch.int64), torch.tensor(intact or [True] * agents)
-    return Round(1, 100, torch.tensor(0), there, there, ones, ones, 32)
+def round_of(agents: int, intact: list[bool] | None = None) -> Round:
+    ones, intact_mask = torch.ones(agents, dtype=torch.int64), torch.tensor(intact or [True] * agents)
+    return Round(1, 100, torch.tensor(0), intact_mask, intact_mask, ones, ones, 32)
 
 
-def seen(*rounds: list[list[float]]) -> GradientStatistics:
-    """The witness after these rounds' gradients, Alice's first."""
-    witness = start(CPU)
+def statistics_after(*rounds: list[list[float]]) -> GradientStatistics:
+    """Return the statistics after these rounds' gradients; Alice's gradient comes first."""
+    statistics = start(CPU)
     for gradients in rounds:
-        witness = observe(witness, torch.tensor(gradients, dtype=torch.float64), now(len(gradients)))
-    return witness
+        statistics = observe(statistics, torch.tensor(gradients, dtype=torch.float64), round_of(len(gradients)))
+    return statistics
 
 
 def test_by_hand() -> None:
-    """One agent at 60 degrees from Alice, one opposite: s = (1/2 + 0)/2 = 1/4, and their mean points away from her.
+    """One agent at 60 degrees from Alice, one opposite: s = (1/2 + 0)/2 = 1/4, and their mean points away from hers.
 
-    The mean of (1/2, sqrt(3)/2) and (-1, 0) is (-1/4, sqrt(3)/4), of length 1/2: t = -1/2. So k = 1/4 and
-    z = 1/2 + 1/2; after a second such round z is twice that, and k the same.
+    The mean of (1/2, sqrt(3)/2) and (-1, 0) is (-1/4, sqrt(3)/4), of length 1/2: t = -1/2. So k = 1/4 and z = 1/2 +
+    1/2. A second such round doubles z and leaves k unchanged.
     """
     gradients = [[1.0, 0.0], [0.5, math.sqrt(3) / 2], [-1.0, 0.0]]
     for times in (1, 2):
-        witness = seen(*[gradients] * times)
+        statistics = statistics_after(*[gradients] * times)
         z = times * 1.0
-        assert witness.strife.item() == pytest.approx(z)
-        assert witness.degree.item() == pytest.approx(1 / 4 + 3 / 4 * math.exp(-z))
+        assert statistics.strife.item() == pytest.approx(z)
+        assert statistics.degree.item() == pytest.approx(1 / 4 + 3 / 4 * math.exp(-z))
 
 
-def test_noise_says_little_of_kinship() -> None:
-    """Rounds with s = 0.8 and s = 0.1 make k = (0.512 + 0.001) / (0.64 + 0.01), near the telling one."""
+def test_noisy_rounds_count_little() -> None:
+    """Rounds with s = 0.8 and s = 0.1 give k = (0.512 + 0.001) / (0.64 + 0.01), close to the larger s."""
     rounds = [[[1.0, 0.0], [s, math.sqrt(1 - s * s)]] for s in (0.8, 0.1)]
-    witness = seen(*rounds)
-    assert (witness.cubes / witness.squares).item() == pytest.approx(0.513 / 0.65)
+    statistics = statistics_after(*rounds)
+    assert (statistics.cubes / statistics.squares).item() == pytest.approx(0.513 / 0.65)
 
 
 rows = st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size=4, max_size=4)
@@ -68,38 +68,38 @@ rows = st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size
 
 @given(st.lists(rows, min_size=1, max_size=5))
 @settings(max_examples=100)
-def test_it_only_falls(rounds: list[list[list[float]]]) -> None:
-    """Whatever the gradients, zeros among them, the degree lies in [0, 1] and never rises."""
-    degrees = [1.0] + [seen(*rounds[: r + 1]).degree.item() for r in range(len(rounds))]
+def test_degree_never_rises(rounds: list[list[list[float]]]) -> None:
+    """For any gradients, including zeros, the degree lies in [0, 1] and never rises."""
+    degrees = [1.0] + [statistics_after(*rounds[: r + 1]).degree.item() for r in range(len(rounds))]
     assert all(0 <= after <= before for before, after in pairwise(degrees))
 
 
-whole_rows = st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), min_size=4, max_size=4)
+integer_rows = st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), min_size=4, max_size=4)
 
 
-@given(whole_rows, st.floats(0.01, 100), st.permutations([1, 2, 3]))
+@given(integer_rows, st.floats(0.01, 100), st.permutations([1, 2, 3]))
 @settings(max_examples=60)
 def test_scale_and_order_do_not_matter(gradients: list[list[float]], scale: float, order: list[int]) -> None:
-    """Longer gradients, and the same agents in another order, give the same degree, but where the others cancel out."""
+    """The degree does not depend on the gradients' scale or the agents' order, unless the other agents cancel out."""
     assume(any(map(sum, zip(*gradients[1:], strict=True))))
     other = [[scale * v for v in gradients[i]] for i in (0, *order)]
-    assert seen(other).degree.item() == pytest.approx(seen(gradients).degree.item(), abs=1e-6)
+    assert statistics_after(other).degree.item() == pytest.approx(statistics_after(gradients).degree.item(), abs=1e-6)
 
 
-def test_agents_alike_stay_global() -> None:
-    """Where all gradients are the same the degree stays 1."""
-    assert seen(*[[[0.3, -2.0]] * 5] * 50).degree.item() == 1.0
+def test_equal_gradients_stay_global() -> None:
+    """The degree stays 1 when all gradients are equal."""
+    assert statistics_after(*[[[0.3, -2.0]] * 5] * 50).degree.item() == 1.0
 
 
-def test_who_was_not_heard_does_not_count() -> None:
-    """An agent whose update was not taken as sent has no say, whatever it holds."""
+def test_altered_updates_do_not_count() -> None:
+    """An agent whose update was rejected or altered does not affect the degree."""
     gradients = torch.tensor([[1.0, 0.0], [1.0, 0.0], [math.nan, -5.0]], dtype=torch.float64)
-    witness = observe(start(CPU), gradients.nan_to_num(-7.0), now(3, [True, True, False]))
-    assert witness.degree.item() == 1.0
+    statistics = observe(start(CPU), gradients.nan_to_num(-7.0), round_of(3, [True, True, False]))
+    assert statistics.degree.item() == 1.0
 
 
 def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) -> Federation:
-    """Agents with samples of the same three classes; those named call each class by the next one's name."""
+    """Agents with samples of the same three classes; the relabelled agents use label k + 1 for class k."""
     rng = generator(5, "concepts")
     centres = 3 * rng.standard_normal((CLASSES, FEATURES))
     parts = {}
@@ -112,19 +112,19 @@ def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) ->
 
 
 def weights_of(federation: Federation, rounds: int = 40, **options: Any) -> list[list[float]]:
-    cell = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
-    return [outcome.measured["weights"] for outcome in last_state(cell, make_model(), rounds=rounds)]
+    spec = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
+    return [outcome.measured["weights"] for outcome in outcomes_of(spec, make_model(), rounds=rounds)]
 
 
 def test_one_concept_stays_near_uniform() -> None:
-    """Six agents of one concept: in every round all take part, and nobody has twice an equal share."""
+    """With six agents of one concept all weights are positive and below twice the uniform weight in every round."""
     for weights in weights_of(concepts(())):
         assert min(weights) > 0
         assert max(weights) < 1 / 3
 
 
-def test_the_other_concept_ends_with_nothing() -> None:
-    """Four agents who permute Alice's labels weigh nothing in the end; she, and the one who does not, share it all."""
+def test_other_concept_ends_with_weight_zero() -> None:
+    """Four agents with permuted labels end with weight 0; Alice and the one agent with her labels share all weight."""
     last = weights_of(concepts((2, 3, 4, 5)))[-1]
     assert last[2:] == [0, 0, 0, 0]
     assert last[0] > 0
@@ -132,43 +132,43 @@ def test_the_other_concept_ends_with_nothing() -> None:
 
 
 @pytest.mark.parametrize(("relabelled", "ends"), [((), True), ((1,), False)])
-def test_two_agents_part_where_they_must(relabelled: tuple[int, ...], ends: bool) -> None:
-    """Divided by the range, one partner stays with Alice to the end if it shares her concept, and only then."""
+def test_partner_stays_only_with_the_same_concept(relabelled: tuple[int, ...], ends: bool) -> None:
+    """With denominator "range" the only partner keeps its weight if and only if it shares Alice's concept."""
     last = weights_of(concepts(relabelled, agents=2), denominator="range")[-1]
     assert (last[1] > 0) is ends
 
 
-def test_adaptive_weights_are_weights() -> None:
-    """In every round weights are not negative and sum to 1, and no clock leaves Alice alone at 95 percent."""
+def test_adaptive_weights_are_normalised() -> None:
+    """In every round weights are non-negative and sum to 1, and there is no forced local phase from 95 percent on."""
     for weights in (found := weights_of(make_federation(), rounds=20)):
         assert min(weights) >= 0
         assert sum(weights) == pytest.approx(1)
     assert found[-1] != [1, 0, 0, 0] or found[15] == [1, 0, 0, 0]
 
 
-def test_the_default_does_not_look() -> None:
-    """By the clock the witness stays as it was, so that the paper's method pays nothing for it."""
-    server = last_state(RunSpec(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
+def test_default_keeps_no_statistics() -> None:
+    """With the default schedule the statistics are not updated, so that the paper's method has no extra cost."""
+    server = outcomes_of(RunSpec(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
     assert [server.squares.item(), server.cubes.item(), server.strife.item(), server.degree.item()] == [0, 0, 0, 1]
 
 
-def test_it_goes_on_from_a_saved_state() -> None:
-    """A run that stops after three rounds and goes on ends in the bits of one that did not."""
-    model, cell = make_model(torch.float32), RunSpec(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
-    unbroken = [outcomes[0] for outcomes in simulate([cell], model, rounds=6, batch_size=BATCH)]
-    resumed = replace(cell, state=unbroken[2].state)
+def test_resumed_run_is_identical() -> None:
+    """A run resumed after three rounds ends with the same bits as an uninterrupted run."""
+    model, spec = make_model(torch.float32), RunSpec(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
+    unbroken = [outcomes[0] for outcomes in simulate([spec], model, rounds=6, batch_size=BATCH)]
+    resumed = replace(spec, state=unbroken[2].state)
     last = [outcomes[0] for outcomes in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
     assert all(torch.equal(a, b) for a, b in zip(last.state.server, unbroken[-1].state.server, strict=True))
     assert last.measured["omega"] == unbroken[-1].measured["omega"] == last.state.server.degree.item()
 
 
-def test_cells_close_alike_together() -> None:
-    """Batched as on a GPU, two adaptive federations get what each gets alone."""
+def test_batched_aggregation_agrees() -> None:
+    """Aggregated in one batch, as on a GPU, two adaptive federations get the same results as one by one."""
     algorithm, model, work = Waffle(SGD(0.1), denominator="range", **ADAPTIVE), make_model(), []
     settings = RoundSettings(10, BATCH)
     for seed, alice in ((3, 0), (4, 2)):
         federation = make_federation(alice=alice, seed=seed)
-        state = last_state(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
+        state = outcomes_of(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
         down = algorithm.broadcast(state.server, federation.agents)
         agents, up = algorithm.finish(down, state.agents, algorithm.begin(down, state.agents))
         up = up._replace(dy=torch.sin(torch.arange(up.dy.numel(), dtype=torch.float64)).view_as(up.dy))
@@ -181,8 +181,8 @@ def test_cells_close_alike_together() -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_it_is_written_as_text() -> None:
-    """omega = "adaptive" is a setting like any schedule; one letter off it is suggested."""
+def test_adaptive_is_a_setting() -> None:
+    """omega = "adaptive" is accepted like any schedule, and suggested when misspelt."""
     assert check_run("waffle", {}, {"omega": "adaptive"}).options["omega"] == "adaptive"
     with pytest.raises(WaffleError, match="did you mean adaptive"):
         check_run("waffle", {}, {"psi": "adaptiv"})

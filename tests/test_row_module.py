@@ -1,4 +1,4 @@
-"""Rows of a large model in modules of their own: what these share, and how a gradient is laid into its row."""
+"""Modules that hold one row of a large model: shared compilation, and copying gradients into rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waffle_fl.models.row_module import Layout, RowModule, copy_each
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Counts what is compiled; operators stay as they are, which needs no compiler."""
+    """Count compilations, with a backend that needs no compiler."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     row_module._compiled_pass.cache_clear()
@@ -25,19 +25,19 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWith
 
 
 def filled(template: nn.Module, seed: int) -> tuple[RowModule, Tensor]:
-    params, stats = (Layout(dict(named)) for named in (template.named_parameters(), _moving(template)))
+    params, stats = (Layout(dict(named)) for named in (template.named_parameters(), _floating_buffers(template)))
     module, numbers = RowModule(template, params, stats), torch.Generator().manual_seed(seed)
     row = torch.randn(params.size, generator=numbers)
     module.fill(row, torch.ones(stats.size))
     return module, row
 
 
-def _moving(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _floating_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, part) for name, part in module.named_buffers() if part.is_floating_point())
 
 
 def test_row_modules_share_one_compilation(compilations: CompileCounterWithBackend) -> None:
-    """The second row module runs what was compiled for the first, on its own parameters and statistics."""
+    """The second row module reuses the first one's compilation with its own parameters and statistics."""
     template = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
     x = torch.rand(row_module.COMPILED_BATCH, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     for seed in (1, 2):
@@ -53,8 +53,8 @@ def test_row_modules_share_one_compilation(compilations: CompileCounterWithBacke
     assert compilations.frame_count == 1
 
 
-def test_parts_are_copied_whichever_way_they_lie() -> None:
-    """Gradients that lie channels last go into a row that does not, beside others that lie as it does."""
+def test_parts_of_any_memory_layout_are_copied() -> None:
+    """Gradients in channels-last layout are copied correctly into a contiguous row, mixed with contiguous ones."""
     numbers = torch.Generator().manual_seed(0)
     parts = [torch.randn(shape, generator=numbers) for shape in ((4, 3, 3, 3), (4,), (2, 4, 1, 1), (5, 6))]
     parts[0] = parts[0].to(memory_format=torch.channels_last)

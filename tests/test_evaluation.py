@@ -1,4 +1,4 @@
-"""Alice's model on her held-out samples: the same numbers whoever counts them."""
+"""Evaluation of Alice's model on her held-out samples gives the same numbers with any number of threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waffle_fl.models import FlatModel, Net
 
 
 def large(held_out: int = 3 * CACHED_ROWS + 77) -> Federation:
-    """Alice has that many test samples, and half as many for validation."""
+    """Return a federation whose Alice has `held_out` test samples and half as many validation samples."""
     federation = make_federation((3 * held_out, 9, 9))
     own = federation.train[0]
     test, validation = own[:held_out], own[held_out : held_out + held_out // 2]
@@ -51,16 +51,16 @@ def test_threads_change_no_bit(method: str, make: Any) -> None:
     net = Net(net.params + 0.3, net.stats)
     scores = []
     for cores in (1, 3):
-        examiner = Evaluator(model, cores)
-        for _ in range(2):  # threads come back after they were ended
-            scores += to_numbers(examiner.evaluate([algorithm], [federation], [net], 1.0))
-            examiner.close()
+        evaluator = Evaluator(model, cores)
+        for _ in range(2):  # threads restart after close()
+            scores += to_numbers(evaluator.evaluate([algorithm], [federation], [net], 1.0))
+            evaluator.close()
     assert all(found == scores[0] for found in scores)
     assert set(scores[0]) == {"accuracy", "loss", "validation_accuracy", "validation_loss"}
 
 
-def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads work, each with one core to itself, and none is left when the run is over."""
+def test_evaluation_threads_use_one_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads evaluate with one core each, and none is left after the run."""
     seen: dict[int, int] = {}
     counted = evaluation._count
 
@@ -70,9 +70,9 @@ def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(evaluation, "_count", watched)
     before = threading.active_count()
-    cell = RunSpec(ALGORITHMS["fedavg"](), large(), 0)
+    spec = RunSpec(ALGORITHMS["fedavg"](), large(), 0)
     model = make_model(torch.float32, stacked=False)
-    for _ in simulate([cell], model, rounds=3, batch_size=64 * BATCH, workers=2):
+    for _ in simulate([spec], model, rounds=3, batch_size=64 * BATCH, workers=2):
         pass
     assert len(seen) == 2
     assert set(seen.values()) == {1}
@@ -80,7 +80,7 @@ def test_parts_are_counted_by_threads_of_one_core_each(monkeypatch: pytest.Monke
 
 
 def test_few_samples_need_no_threads() -> None:
-    """One part is counted where it is asked for."""
-    examiner = Evaluator(make_model(torch.float32, stacked=False), cores=4)
-    examiner.evaluate([ALGORITHMS["fedavg"]()], [make_federation()], [make_model(torch.float32).init(1)], 1.0)
-    assert examiner._pool is None
+    """A single part is evaluated in the calling thread."""
+    evaluator = Evaluator(make_model(torch.float32, stacked=False), cores=4)
+    evaluator.evaluate([ALGORITHMS["fedavg"]()], [make_federation()], [make_model(torch.float32).init(1)], 1.0)
+    assert evaluator._pool is None

@@ -1,4 +1,4 @@
-"""What arrives at the server is checked before it touches the model: rows W1-W13 of the fault list."""
+"""The server checks every update before using it: rows W1-W13 of the fault list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from conftest import last_state, make_federation, make_model
+from conftest import make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Up
@@ -41,8 +41,8 @@ def sealed(tensors: dict[str, torch.Tensor], **changes: str) -> bytes:
 
 
 def run(tamper: Any = None, post: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
-    cell = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
-    return last_state(cell, make_model(torch.float32), rounds=5, **options)
+    spec = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
+    return outcomes_of(spec, make_model(torch.float32), rounds=5, **options)
 
 
 def replaced(row: int, value: float) -> Any:
@@ -54,7 +54,7 @@ def replaced(row: int, value: float) -> Any:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_w1_not_finite(value: float) -> None:
-    """W1: NaN or infinity in an update: weight 0 this round, the reason in the record, the model finite."""
+    """W1: an update with NaN or infinity has weight 0, its reason is recorded, and the model stays finite."""
     for outcome in run(replaced(BAD, value)):
         assert outcome.measured["weights"][BAD] == 0
         assert outcome.measured["screened"] == {"agent 2": "not finite"}
@@ -62,7 +62,7 @@ def test_w1_not_finite(value: float) -> None:
 
 
 def test_w1_only_this_round() -> None:
-    """W1: the agent is back with its old control variate as soon as its update is finite again."""
+    """W1: the agent returns with its old control variate as soon as its update is finite again."""
 
     def tamper(up: Any, r: int) -> Any:
         return replaced(BAD, torch.nan)(up, r) if r == 2 else up
@@ -74,7 +74,7 @@ def test_w1_only_this_round() -> None:
 
 
 def test_w1_from_alice() -> None:
-    """W1: Alice's own update not finite: the round is tried three times, then the run stops and nothing is applied."""
+    """W1: when Alice's update is not finite, the round is tried three times, then the run stops without applying it."""
     tries = []
 
     def tamper(up: Any, r: int) -> Any:
@@ -89,7 +89,7 @@ def test_w1_from_alice() -> None:
 
 
 def test_w1_from_alice_once() -> None:
-    """W1: where the second attempt succeeds the run goes on, its batches drawn anew for that attempt."""
+    """W1: when the second attempt succeeds the run continues, with new batches for that attempt."""
     tries: list[int] = []
 
     def tamper(up: Any, r: int) -> Any:
@@ -102,7 +102,7 @@ def test_w1_from_alice_once() -> None:
 
 
 def test_w2_overflow() -> None:
-    """W2: a finite update of 1e20 in every entry is rejected as W1 is."""
+    """W2: a finite update of 1e20 in every entry is rejected as in W1."""
     outcome = run(replaced(BAD, 1e20))[-1]
     assert outcome.measured["screened"] == {"agent 2": "too long"}
     assert outcome.measured["weights"][BAD] == 0
@@ -126,7 +126,7 @@ def test_w3_names(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (), (1, SIZE), (SIZE, 1), (SIZE + 1,), (0,)])
 def test_w4_shapes(shape: tuple[int, ...]) -> None:
-    """W4: only the exact shape is taken, nothing that would broadcast."""
+    """W4: only the exact shape is accepted, no shape that would broadcast."""
     box = inbox()
     assert not box.deliver(BAD, sealed(honest(dy=torch.zeros(shape))))
     assert "dy" in box.log[0][1]
@@ -134,7 +134,7 @@ def test_w4_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float16, torch.complex64, torch.bool, torch.int64])
 def test_w5_types(dtype: torch.dtype) -> None:
-    """W5: only the exact type is taken."""
+    """W5: only the exact type is accepted."""
     box = inbox()
     tensors = honest(dy=torch.zeros(SIZE, dtype=dtype))
     payload = save(tensors, ENVELOPE.metadata(4) | {"digest": "0" * 32})
@@ -163,12 +163,12 @@ def test_w5_declared_type_differs_from_the_payload() -> None:
     ],
 )
 def test_w6_bombs(payload: bytes) -> None:
-    """W6: a header bomb, a pickle, an npy file, rubbish: rejected before anything is allocated."""
+    """W6: a header bomb, a pickle, an npy file and random bytes are rejected before anything is allocated."""
     assert not inbox().deliver(BAD, payload)
 
 
 def test_w6_too_large() -> None:
-    """W6: a payload longer than any update is not even parsed."""
+    """W6: a payload longer than any update is not parsed."""
     box = inbox()
     assert not box.deliver(BAD, b"\0" * (box.max_bytes + 1))
     assert "more than any update" in box.log[0][1]
@@ -194,7 +194,7 @@ def test_w7_guard_by_hand() -> None:
 
 
 def test_w7_guard_off_is_the_paper() -> None:
-    """W7: with the guard off, zeros and far updates are weighed as the paper weighs them."""
+    """W7: with the guard off, zeros and far updates are weighted as in the paper."""
     rows = torch.tensor([[1.0], [0.0], [-5.0], [100.0]])
     up, received, codes = screen(Up(rows, torch.zeros(4, 0)), ALICE_ROW, torch.ones(4, dtype=torch.bool), "off")
     assert torch.equal(up.dy, rows)
@@ -211,21 +211,21 @@ def test_w7_in_a_run() -> None:
     assert held.measured["screened"]["agent 2"] == "too short"
 
 
-def test_guard_sees_what_is_not_finite_first() -> None:
-    """A NaN beside the other tests is reported as what it is, and does not disturb them."""
+def test_guard_reports_nan_first() -> None:
+    """A NaN is reported as not finite and does not affect the other checks."""
     assert guarded([[1.0, 0.0], [torch.nan, 0.0], [1e9, 0.0], [1.0, 0.2]]) == [OK, NOT_FINITE, TOO_LONG, OK]
 
 
 @pytest.mark.parametrize("changes", [{"round": "3"}, {"run": "another"}, {"model": "other"}, {"steps": "400"}])
-def test_w8_w10_replay_and_lies(changes: dict[str, str]) -> None:
-    """W8, W10: an older round's reply, another run's, another model's, or other steps than planned: rejected."""
+def test_w8_w10_stale_or_false_replies(changes: dict[str, str]) -> None:
+    """W8, W10: a reply of an older round, another run, another model or with other step counts is rejected."""
     box = inbox()
     assert not box.deliver(BAD, sealed(honest(), **changes))
     assert next(iter(changes)) in box.log[0][1]
 
 
 def test_w9_two_replies() -> None:
-    """W9: the first valid reply counts, the second is logged; an invalid first one does not use up the place."""
+    """W9: the first valid reply counts and the second is logged; an invalid reply does not count."""
     box = inbox()
     assert not box.deliver(BAD, b"rubbish")
     assert box.deliver(BAD, sealed(honest()))
@@ -237,22 +237,22 @@ def test_w9_two_replies() -> None:
 
 
 def test_w10_claims_are_not_read() -> None:
-    """W10: what a reply says of its agent or its sample count changes nothing: the transport names the sender."""
+    """W10: a reply's claims about its agent or sample count are ignored: the transport names the sender."""
     box = inbox()
     assert box.deliver(BAD, sealed(honest(), **{"agent": "0", "num-examples": "1000000"}))
     assert box.updates(Up)[1].tolist() == [False, False, True, False]
 
 
 def test_w11_dc_is_ignored() -> None:
-    """W11: an agent that sends dc is heard, and its dc is dropped."""
+    """W11: an agent that sends dc is accepted, and its dc is dropped."""
     box = inbox()
     assert box.deliver(BAD, sealed(honest(dc=torch.full((SIZE,), 9.0))))
     assert box.updates(Up)[0]._fields == ("dy", "stats")
 
 
 @pytest.mark.parametrize("algorithm", [Waffle(SGD(0.1)), WeightErosion(SGD(0.1)), FedAvg(SGD(0.1))])
-def test_w12_everyone_else_is_gone(algorithm: Any) -> None:
-    """W12: with all others rejected the round is Alice's own local step."""
+def test_w12_all_others_are_rejected(algorithm: Any) -> None:
+    """W12: with all other updates rejected the round is Alice's local step."""
 
     def tamper(up: Any, r: int) -> Any:
         return up._replace(dy=up.dy.index_fill(0, torch.tensor([1, 2, 3]), torch.nan))
@@ -262,7 +262,7 @@ def test_w12_everyone_else_is_gone(algorithm: Any) -> None:
 
 
 def test_w13_weights_always_sum_to_one() -> None:
-    """W13: whatever happens to the others, the weights are finite, not negative and sum to 1."""
+    """W13: whatever happens to the other agents, the weights are finite, non-negative and sum to 1."""
     g = torch.Generator().manual_seed(0)
 
     def tamper(up: Any, r: int) -> Any:
@@ -279,14 +279,14 @@ def test_w13_weights_always_sum_to_one() -> None:
             assert float(weights.sum()) == pytest.approx(1)
 
 
-def test_the_post_changes_nothing() -> None:
-    """A simulation whose updates travel as bytes ends in the bits of one whose updates do not."""
+def test_encoding_changes_no_bit() -> None:
+    """A simulation that sends updates as bytes ends with the same bits as one that does not."""
     plain, posted = run(), run(post=lambda agent, r, reply: [reply])
     assert all(torch.equal(a, b) for a, b in zip(plain[-1].state.server, posted[-1].state.server, strict=True))
 
 
-def test_faults_on_the_post() -> None:
-    """In the simulator a lost, doubled, replayed or damaged reply costs the agent its weight, and is in the record."""
+def test_faults_in_transit() -> None:
+    """In the simulator an agent with a lost, doubled, replayed or damaged reply has weight 0, which is recorded."""
     old: dict[int, bytes] = {}
 
     def post(agent: int, r: int, reply: bytes) -> Iterable[bytes]:
@@ -305,7 +305,7 @@ def test_faults_on_the_post() -> None:
 
 
 def test_a_check_is_quick() -> None:
-    """One check of a LeNet-5 update takes less than a millisecond of a core (median of 20)."""
+    """Checking an update of LeNet-5 takes less than a millisecond of one core (median of 20)."""
     update = {"dy": torch.randn(61706), "stats": torch.zeros(0)}
     box = UpdateCollector(update, ENVELOPE, steps=[2])
     payload = seal(Up(update["dy"][None], update["stats"][None]), 0, ENVELOPE, 2)

@@ -1,4 +1,4 @@
-"""Agents whose own models nobody asks for do no more than helping takes, and nobody can tell by the results."""
+"""Helper agents, whose own models are not requested, compute only the global update; results stay the same."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from waffle_fl.engines.helper_agents import helping
 from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.models import FlatModel
 
-DIVISIBLE = [name for name, kind in ALGORITHMS.items() if hasattr(kind, "helper")]
+METHODS = [name for name, kind in ALGORITHMS.items() if hasattr(kind, "helper")]
 
 
 def spec(method: str, alice: int = 0, seed: int = 1, requested: frozenset[int] | None = frozenset()) -> RunSpec:
-    """For Alice alone, or for those who are asked for."""
+    """Return a run specification that requests Alice's model, or the models of the given agents."""
     algorithm = ALGORITHMS[method](sgd=SGD(0.1, momentum=0.5), clip=0.5)  # type: ignore[call-arg]
     requested = frozenset([alice]) if requested == frozenset() else requested
     return RunSpec(algorithm, make_federation(alice=alice), seed, requested=requested)
@@ -33,61 +33,61 @@ def numbers(outcome: Outcome) -> dict[str, object]:
     return {**outcome.measured, "seconds": 0}
 
 
-def bits(some: RunSpec, outcome: Outcome) -> list[Tensor]:
-    """What the server holds and Alice uses."""
-    return [*outcome.state.server, *own_net(some, outcome.state, make_model())]
+def bits(one: RunSpec, outcome: Outcome) -> list[Tensor]:
+    """Return the tensors of the server and of Alice's model."""
+    return [*outcome.state.server, *own_net(one, outcome.state, make_model())]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_apfl_and_ditto_can_be_divided() -> None:
-    assert DIVISIBLE == ["apfl", "ditto"]
+def test_apfl_and_ditto_have_helpers() -> None:
+    assert METHODS == ["apfl", "ditto"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("method", DIVISIBLE)
+@pytest.mark.parametrize("method", METHODS)
 def test_alice_and_the_server_get_the_same_bits(method: str, stacked: bool, workers: int) -> None:
     alone = [spec(method, alice=2), spec(method, alice=0, seed=2)]
-    whole = [replace(some, requested=None) for some in alone]
+    complete = [replace(one, requested=None) for one in alone]
     model = make_model(stacked=stacked)
-    for few, all_ in zip(rounds(alone, model, workers=workers), rounds(whole, model, workers=workers), strict=True):
-        for some, a, b in zip(alone, few, all_, strict=True):
+    for few, all_ in zip(rounds(alone, model, workers=workers), rounds(complete, model, workers=workers), strict=True):
+        for one, a, b in zip(alone, few, all_, strict=True):
             assert numbers(a) == numbers(b)
-            assert same(bits(some, a), bits(some, b))
+            assert same(bits(one, a), bits(one, b))
 
 
-@pytest.mark.parametrize("method", DIVISIBLE)
-def test_who_only_helps_keeps_what_it_had(method: str) -> None:
-    some = spec(method, alice=2)
-    first, *_, last = (outcome.state.agents for (outcome,) in rounds([some]))
+@pytest.mark.parametrize("method", METHODS)
+def test_helpers_keep_their_state(method: str) -> None:
+    one = spec(method, alice=2)
+    first, *_, last = (outcome.state.agents for (outcome,) in rounds([one]))
     for before, after in zip(first, last, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not torch.equal(a, b)]
         assert changed in ([2], [])
     assert not torch.equal(first[0], last[0])
 
 
-@pytest.mark.parametrize("method", DIVISIBLE)
-def test_a_run_goes_on_from_where_it_stood(method: str) -> None:
-    some = spec(method, alice=1)
-    whole = [outcome for (outcome,) in rounds([some])]
-    rest = [outcome for (outcome,) in rounds([replace(some, state=whole[1].state)], start=2)]
-    assert [numbers(outcome) for outcome in rest] == [numbers(outcome) for outcome in whole[2:]]
+@pytest.mark.parametrize("method", METHODS)
+def test_resumed_run_is_identical(method: str) -> None:
+    one = spec(method, alice=1)
+    complete = [outcome for (outcome,) in rounds([one])]
+    continued = [outcome for (outcome,) in rounds([replace(one, state=complete[1].state)], start=2)]
+    assert [numbers(outcome) for outcome in continued] == [numbers(outcome) for outcome in complete[2:]]
 
 
-@pytest.mark.parametrize("method", DIVISIBLE)
-def test_a_family_asks_for_all_its_members(method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_shared_training_requests_every_alice(method: str) -> None:
     members = [spec(method, alice=i) for i in (0, 2)]
-    for together, *alone in zip(rounds(members), *(rounds([some]) for some in members), strict=True):
-        for some, outcome, (own,) in zip(members, together, alone, strict=True):
+    for together, *alone in zip(rounds(members), *(rounds([one]) for one in members), strict=True):
+        for one, outcome, (own,) in zip(members, together, alone, strict=True):
             assert numbers(outcome) == numbers(own)
-            assert same(bits(some, outcome), bits(some, own))
+            assert same(bits(one, outcome), bits(one, own))
 
 
-@pytest.mark.parametrize("method", DIVISIBLE)
-def test_helpers_train_one_model_a_row(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_helpers_train_one_model_per_row(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     gradient = FlatModel.grad
 
@@ -103,8 +103,8 @@ def test_helpers_train_one_model_a_row(method: str, monkeypatch: pytest.MonkeyPa
         assert max(trained) == most
 
 
-def test_only_what_nobody_asks_for_is_left_out() -> None:
+def test_only_agents_without_request_are_helpers() -> None:
     federation = make_federation()
-    everybody = frozenset(range(federation.agents))
-    assert helping([spec("apfl", requested=None), spec("apfl", requested=everybody), spec("fedavg")]) == [[], [], []]
+    all_agents = frozenset(range(federation.agents))
+    assert helping([spec("apfl", requested=None), spec("apfl", requested=all_agents), spec("fedavg")]) == [[], [], []]
     assert helping([spec("apfl", alice=1)]) == [[i for i in range(federation.agents) if i != 1]]

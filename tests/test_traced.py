@@ -1,4 +1,4 @@
-"""Gradients from memory: the same bits, and nothing remembered that depends on numbers."""
+"""Traced gradients have the same bits as untraced ones, and a trace never depends on values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waffle_fl.models.flat import Batch
 
 
 class Branching(nn.Module):
-    """Its path depends on what it is given."""
+    """A module whose path depends on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ def dropping() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is called twice is traced."""
+def trace_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace every function that is called twice."""
     monkeypatch.setattr(traced, "TRACED_AFTER", 0.0)
 
 
@@ -64,9 +64,7 @@ def nets(model: FlatModel, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     ids=["row by row", "two models a row", "stacked", "dropout", "BatchNorm"],
 )
 @pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
-def test_a_replay_has_the_bits_of_the_pass_it_replaces(
-    build: Callable[[], nn.Module], rows: int, precision: str
-) -> None:
+def test_replay_equals_the_untraced_pass(build: Callable[[], nn.Module], rows: int, precision: str) -> None:
     model = FlatModel(build, precision=precision)  # type: ignore[arg-type]
     for seed in range(4):
         batch = batch_of(rows, seed)
@@ -79,7 +77,7 @@ def test_a_replay_has_the_bits_of_the_pass_it_replaces(
     assert line is not model._own.replays._function
 
 
-def test_what_was_returned_is_not_written_over() -> None:
+def test_results_are_not_overwritten() -> None:
     model = FlatModel(LeNet5)
     params, stats = nets(model, 1, 1)
     results = [model.grad(params, stats, batch_of(1, seed)).params for seed in range(4)]
@@ -88,7 +86,7 @@ def test_what_was_returned_is_not_written_over() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results, copies, strict=True))
 
 
-def test_every_shape_has_a_trace_of_its_own() -> None:
+def test_every_shape_has_its_own_trace() -> None:
     model = FlatModel(LeNet5)
     params, stats = nets(model, 1, 1)
     for size in (8, 8, 5, 5, 8, 5):
@@ -97,8 +95,8 @@ def test_every_shape_has_a_trace_of_its_own() -> None:
     assert len(model._own.replays._traces) == 2
 
 
-def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
-    """Both branches are taken, whichever came first."""
+def test_data_dependent_paths_are_not_traced() -> None:
+    """Both branches are taken, regardless of which came first."""
     model = FlatModel(Branching, stacked=False)
     params, stats = nets(model, 1, 1)
     for seed in range(6):
@@ -112,9 +110,11 @@ def test_a_path_that_depends_on_numbers_is_never_replayed() -> None:
     assert not hasattr(model._own, "replays")
 
 
-def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = traced._to_function
-    monkeypatch.setattr(traced, "_to_function", lambda trace: lambda *tensors: [2 * t for t in whole(trace)(*tensors)])
+def test_wrong_traces_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = traced._to_function
+    monkeypatch.setattr(
+        traced, "_to_function", lambda trace: lambda *tensors: [2 * t for t in convert(trace)(*tensors)]
+    )
     model = FlatModel(LeNet5)
     params, stats = nets(model, 1, 1)
     for seed in range(3):
@@ -126,8 +126,8 @@ def test_a_trace_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("method", ["waffle", "apfl", "pfedme", "fedala"])
 def test_runs_end_in_the_same_bits(method: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def last() -> list[Outcome]:
-        cells = [RunSpec(ALGORITHMS[method](sgd=SGD(0.1)), make_federation(), seed) for seed in (1, 2)]  # type: ignore[call-arg]
-        *_, outcomes = simulate(cells, make_model(), rounds=4, batch_size=BATCH, workers=workers)
+        specs = [RunSpec(ALGORITHMS[method](sgd=SGD(0.1)), make_federation(), seed) for seed in (1, 2)]  # type: ignore[call-arg]
+        *_, outcomes = simulate(specs, make_model(), rounds=4, batch_size=BATCH, workers=workers)
         return outcomes
 
     replayed = last()

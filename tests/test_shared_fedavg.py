@@ -1,4 +1,4 @@
-"""FedAvg beside APFL or Ditto, which train its model anyway: nobody can tell by its record that it was not trained."""
+"""FedAvg that shares the training of APFL or Ditto has the same record as FedAvg trained alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
 from records_support import bits
-from test_families import alike
+from test_shared_training import same_outcome
 from waffle_fl import APFL, SGD, Ditto, FedAvg, Federation, FlatModel, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.config import RunConfig, check_run
@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("leader", LEADERS, ids=["apfl", "ditto"])
 
 
 def spec(algorithm: Algorithm, federation: Federation, seed: int = 1) -> RunSpec:
-    """As an experiment has it: only Alice's own model is asked for."""
+    """Return a run specification that requests only Alice's model, as an experiment does."""
     return RunSpec(algorithm, federation, seed, requested=frozenset([federation.alice]))
 
 
@@ -41,40 +41,40 @@ def rounds(specs: Sequence[RunSpec], model: FlatModel | None = None, **options: 
 
 
 def same_as_alone(specs: Sequence[RunSpec], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
-    """Each cell has the rounds, errors, numbers and bits that it has by itself."""
+    """Each run has the rounds, errors, numbers and bits that it has alone."""
     for i, one in enumerate(specs):
         mine = [outcome for done in together for outcome in done if outcome.index == i]
         alone = [outcome for (outcome,) in rounds([one], model)]
         if [str(o.error) for o in mine] != [str(o.error) for o in alone]:
             return False
-        if not all(alike(a, b) for a, b in zip(mine, alone, strict=True)):
+        if not all(same_outcome(a, b) for a, b in zip(mine, alone, strict=True)):
             return False
     return True
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[RunSpec]]:
-    """The cells of every backend that is made: those that are trained."""
-    made: list[list[RunSpec]] = []
+    """Record the runs that each backend trains."""
+    trained_specs: list[list[RunSpec]] = []
     build = StackedBackend.__init__
 
-    def noted(backend: StackedBackend, specs: Sequence[RunSpec], *args: Any) -> None:
-        made.append(list(specs))
+    def record_specs(backend: StackedBackend, specs: Sequence[RunSpec], *args: Any) -> None:
+        trained_specs.append(list(specs))
         build(backend, specs, *args)
 
-    monkeypatch.setattr(StackedBackend, "__init__", noted)
-    return made
+    monkeypatch.setattr(StackedBackend, "__init__", record_specs)
+    return trained_specs
 
 
-def methods(made: list[list[RunSpec]]) -> list[list[str]]:
-    return [[type(one.algorithm).__name__ for one in specs] for specs in made]
+def methods(trained_specs: list[list[RunSpec]]) -> list[list[str]]:
+    return [[type(one.algorithm).__name__ for one in specs] for specs in trained_specs]
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.25])
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 @both
-def test_fedavg_has_the_record_that_it_has_alone(
+def test_shared_fedavg_has_the_same_record(
     leader: Algorithm, network: str, precision: str, validation: float, trained: list[list[RunSpec]]
 ) -> None:
     settings = config("fedavg", model=network, precision=precision, validation=validation).settings
@@ -92,9 +92,7 @@ def test_fedavg_has_the_record_that_it_has_alone(
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("sizes", [(23,), (23, 10, 32, 14)])
 @both
-def test_also_with_statistics_of_batches_and_with_one_agent(
-    leader: Algorithm, sizes: tuple[int, ...], workers: int
-) -> None:
+def test_batch_statistics_and_one_agent(leader: Algorithm, sizes: tuple[int, ...], workers: int) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES))
 
@@ -106,11 +104,11 @@ def test_also_with_statistics_of_batches_and_with_one_agent(
 
 
 @both
-def test_what_trains_or_averages_otherwise_is_not_carried(leader: Algorithm) -> None:
+def test_other_training_or_averaging_is_not_shared(leader: Algorithm) -> None:
     federation = make_federation()
     first, plain = spec(leader, federation), spec(FedAvg(STEP), federation)
     others = [
-        *(spec(FedAvg(STEP, **{key: value}), federation) for key, value in OTHERWISE.items()),
+        *(spec(FedAvg(STEP, **{key: value}), federation) for key, value in OTHER_OPTIONS.items()),
         spec(FedAvg(SGD(0.1)), federation),
         spec(ALGORITHMS["fedprox"](sgd=STEP), federation),  # type: ignore[call-arg]
         replace(plain, seed=2),
@@ -127,25 +125,23 @@ def test_what_trains_or_averages_otherwise_is_not_carried(leader: Algorithm) -> 
         simulate([first, plain], make_model(), rounds=2, guard="standard")
 
 
-OTHERWISE: dict[str, Any] = {"weighting": "samples", "aggregation": "median", "clip": 1.0}
+OTHER_OPTIONS: dict[str, Any] = {"weighting": "samples", "aggregation": "median", "clip": 1.0}
 
 
-def test_of_two_that_could_carry_it_the_first_does() -> None:
+def test_first_possible_leader_is_used() -> None:
     federation = make_federation()
     specs = [spec(algorithm, federation) for algorithm in (FedAvg(STEP), *LEADERS)]
     assert groups_of(specs) == [[1, 0], [2]]
 
 
 @both
-def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
-    leader: Algorithm, trained: list[list[RunSpec]]
-) -> None:
+def test_only_the_leader_s_models_are_requested(leader: Algorithm, trained: list[list[RunSpec]]) -> None:
     federation = make_federation()
     specs = [spec(FedAvg(STEP), replace(federation, alice=i)) for i in range(4)]
     specs += [spec(leader, replace(federation, alice=i)) for i in (2, 0)]
     assert groups_of(specs) == [[4, 5, 0, 1, 2, 3]]
     together = rounds(specs)
-    assert [[one.requested for one in made] for made in trained] == [[{0, 2}]]
+    assert [[one.requested for one in trained_specs] for trained_specs in trained] == [[{0, 2}]]
     for i, one in enumerate(specs):
         for done, (alone,) in zip(together, rounds([one]), strict=True):
             assert {**done[i].measured, "seconds": 0} == {**alone.measured, "seconds": 0}
@@ -154,22 +150,22 @@ def test_for_every_alice_and_only_those_are_asked_for_that_the_leader_asks_for(
 
 
 @both
-def test_who_goes_on_from_equal_servers_is_carried_again(leader: Algorithm, trained: list[list[RunSpec]]) -> None:
+def test_resumed_runs_with_equal_servers_share_training(leader: Algorithm, trained: list[list[RunSpec]]) -> None:
     federation = make_federation()
     specs = [spec(FedAvg(STEP), federation), spec(leader, federation)]
-    whole = rounds(specs)
-    states = [State(*(type(part)(*map(torch.clone, part)) for part in outcome.state)) for outcome in whole[1]]
+    uninterrupted = rounds(specs)
+    states = [State(*(type(part)(*map(torch.clone, part)) for part in outcome.state)) for outcome in uninterrupted[1]]
     resumed = [replace(one, state=state) for one, state in zip(specs, states, strict=True)]
-    rest = rounds(resumed, start=2)
+    continued = rounds(resumed, start=2)
     assert methods(trained) == 2 * [[type(leader).__name__]]
-    pairs = zip(chain.from_iterable(rest), chain.from_iterable(whole[2:]), strict=True)
-    assert all(alike(found, expected) for found, expected in pairs)
-    elsewhere = replace(resumed[0], state=whole[0][0].state)
+    pairs = zip(chain.from_iterable(continued), chain.from_iterable(uninterrupted[2:]), strict=True)
+    assert all(same_outcome(found, expected) for found, expected in pairs)
+    elsewhere = replace(resumed[0], state=uninterrupted[0][0].state)
     assert carriers([elsewhere, resumed[1]]) == carriers([specs[0], resumed[1]]) == {}
 
 
-def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[RunSpec]]) -> None:
-    """Ditto's own model diverges after a few rounds by too strong a pull; FedAvg goes on from where it stood."""
+def test_fedavg_continues_when_its_leader_diverges(trained: list[list[RunSpec]]) -> None:
+    """When Ditto's personal model diverges, FedAvg continues from its last round."""
     federation = make_federation()
     specs = [spec(FedAvg(STEP), federation), spec(Ditto(STEP, lam=1e30), federation)]
     together = rounds(specs)
@@ -181,14 +177,14 @@ def test_the_divergence_of_its_leader_does_not_end_it(trained: list[list[RunSpec
 
 @pytest.mark.parametrize("since", [1, 3])
 @both
-def test_a_leader_that_tries_again_is_left(leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes of other mini-batches is not what FedAvg has, which was content with the first ones."""
-    judged = engine.outcome_of
+def test_fedavg_leaves_a_repeating_leader(leader: Algorithm, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the leader repeats a round with other mini-batches, FedAvg keeps its own round and trains alone."""
+    outcome_of = engine.outcome_of
 
     def strict(i: int, own: RunSpec, *results: Any) -> Outcome:
-        outcome, (r, attempt) = judged(i, own, *results), results[-2:]
-        refused = r == since and not attempt and hasattr(own.algorithm, "helper")
-        return replace(outcome, error=Diverged("once"), state=results[2]) if refused else outcome
+        outcome, (r, attempt) = outcome_of(i, own, *results), results[-2:]
+        diverges_once = r == since and not attempt and hasattr(own.algorithm, "helper")
+        return replace(outcome, error=Diverged("once"), state=results[2]) if diverges_once else outcome
 
     monkeypatch.setattr(engine, "outcome_of", strict)
     federation = make_federation()
@@ -200,8 +196,8 @@ def test_a_leader_that_tries_again_is_left(leader: Algorithm, since: int, monkey
 
 @pytest.mark.parametrize("alice", [0, 2])
 @both
-def test_an_alice_who_cannot_train_diverges_alone(leader: Algorithm, alice: int) -> None:
-    """Agent 2 has unusable data: FedAvg and its leader end where each of them would alone, for her or for another."""
+def test_alice_with_unusable_data_diverges(leader: Algorithm, alice: int) -> None:
+    """When agent 2 has unusable data, FedAvg and its leader end in the same round as each of them alone."""
     federation = make_federation()
     federation.x[federation.train[2]] = torch.inf
     specs = [spec(leader, federation), spec(FedAvg(STEP), replace(federation, alice=alice))]
@@ -219,7 +215,7 @@ def config(method: str, seed: int = 1, **settings: Any) -> RunConfig:
 
 
 def grid(folder: Path, names: Sequence[str] = ("fedavg", "apfl", "ditto")) -> list[tuple[RunConfig, Path]]:
-    """Runs of two seeds, and one of FedAvg that weighs otherwise."""
+    """Return runs of two seeds, and one FedAvg run with other aggregation weights."""
     chosen = [config(method, seed, validation=0.25) for seed in (1, 2) for method in names]
     chosen.append(config("fedavg", validation=0.25, options={"weighting": "samples"}))
     return [(one, folder / f"{i}-{one.label}") for i, one in enumerate(chosen)]
@@ -227,7 +223,7 @@ def grid(folder: Path, names: Sequence[str] = ("fedavg", "apfl", "ditto")) -> li
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Every run of the grid by itself."""
+    """Execute every run of the grid alone."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, [execute([run], Runtime(workers=1))[0] for run in grid(folder)]
 
@@ -238,52 +234,56 @@ def same_runs(folder: Path, results: list[dict[str, Any]], alone: tuple[Path, li
 
 
 @pytest.mark.parametrize("stack", [1, 2, 64])
-def test_runs_end_as_they_do_alone(
+def test_runs_equal_separate_runs(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], stack: int, trained: list[list[RunSpec]]
 ) -> None:
     assert same_runs(tmp_path, execute(grid(tmp_path), Runtime(workers=1, stack=stack)), alone)
     assert max(map(len, trained)) == min(stack, 2)
-    assert sorted(name for made in methods(trained) for name in made) == [*2 * ["APFL"], *2 * ["Ditto"], "FedAvg"]
+    assert sorted(name for names in methods(trained) for name in names) == [
+        *2 * ["APFL"],
+        *2 * ["Ditto"],
+        "FedAvg",
+    ]
 
 
 def paused(runs: list[tuple[RunConfig, Path]]) -> None:
     execute(runs, Runtime(workers=1), until=2)
 
 
-def out_of_time(runs: list[tuple[RunConfig, Path]]) -> None:
-    """One stack after another is stopped after its first round."""
+def interrupted(runs: list[tuple[RunConfig, Path]]) -> None:
+    """Stop one stack after another after its first round."""
     for _ in range(2):
         with pytest.raises(Interrupted):
             execute(runs, Runtime(workers=1, minutes=1e-9))
 
 
-def unequally_far(runs: list[tuple[RunConfig, Path]]) -> None:
+def at_different_rounds(runs: list[tuple[RunConfig, Path]]) -> None:
     for until, run in enumerate(runs):
         execute([run], Runtime(workers=1), until=1 + until % 2)
 
 
 def some_finished(runs: list[tuple[RunConfig, Path]]) -> None:
-    """Of one seed FedAvg has ended already, of the other those that would carry it."""
+    """Finish FedAvg of one seed, and APFL and Ditto of the other seed."""
     execute(runs, Runtime(workers=1), until=1)
     execute([runs[0], runs[4], runs[5]], Runtime(workers=1))
 
 
-@pytest.mark.parametrize("halted", [paused, out_of_time, unequally_far, some_finished])
-def test_interrupted_runs_end_as_they_do_alone(
+@pytest.mark.parametrize("halted", [paused, interrupted, at_different_rounds, some_finished])
+def test_interrupted_runs_equal_separate_runs(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], halted: Any
 ) -> None:
     halted(grid(tmp_path))
     assert same_runs(tmp_path, execute(grid(tmp_path), Runtime(workers=1)), alone)
 
 
-def test_paused_runs_are_carried_again(tmp_path: Path, trained: list[list[RunSpec]]) -> None:
+def test_paused_runs_share_training_again(tmp_path: Path, trained: list[list[RunSpec]]) -> None:
     paused(grid(tmp_path))
     execute(grid(tmp_path), Runtime(workers=1))
     assert methods(trained) == 2 * [["APFL", "APFL"], ["Ditto", "Ditto"], ["FedAvg"]]
 
 
-def test_runs_at_different_rounds_are_apart_though_their_servers_agree(tmp_path: Path) -> None:
-    """Steps that are too short to be seen leave every server as it was."""
+def test_runs_at_different_rounds_do_not_share_training(tmp_path: Path) -> None:
+    """With step sizes too small to change any server, runs at different rounds still train separately."""
     runs = [(config(method, lr=1e-30), tmp_path / method) for method in ("fedavg", "apfl")]
     for until, run in enumerate(runs, 1):
         execute([run], Runtime(workers=1), until=until)
@@ -299,7 +299,7 @@ def test_under_a_guard_every_run_is_trained(tmp_path: Path, trained: list[list[R
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder of two agents' own tables."""
+    """Write a folder with two agents' tables."""
     rows = [f"{i % 7},{i % 5},{'yes' if i % 3 else 'no'}" for i in range(40)]
     (tmp_path / "own").mkdir()
     for i, name in enumerate(("east", "west")):
@@ -308,7 +308,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own"
 
 
-def test_runs_on_own_data_for_every_agent_are_trained_once(tables: str, trained: list[list[RunSpec]]) -> None:
+def test_runs_on_user_data_share_training(tables: str, trained: list[list[RunSpec]]) -> None:
     for method in ("fedavg", "apfl"):
         trained.clear()
         runs = [
@@ -316,4 +316,4 @@ def test_runs_on_own_data_for_every_agent_are_trained_once(tables: str, trained:
             for name in ("east", "west")
         ]
         execute(runs, Runtime(workers=1))
-        assert [len(made) for made in trained] == [1]
+        assert [len(trained_specs) for trained_specs in trained] == [1]
