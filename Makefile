@@ -24,7 +24,7 @@ test-thorough: $(READY)
 	$(BIN)/pytest -n 2 -m thorough
 
 test-flower: $(READY)
-	$(BIN)/pytest -m flower tests/test_flower_*.py
+	$(BIN)/pytest -m flower tests/test_flower_*.py tests/test_tutorials.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -36,11 +36,11 @@ bench: $(READY) $(PEERS_READY)
 
 # Strict: a broken link, a page that the navigation lacks, or a public name without a docstring fails.
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 docs-serve: $(READY)
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 setup: $(READY)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from benchmarks import batches
 from waffle_fl.report.tables import to_markdown
 from waffle_fl.results import read_runs
 
@@ -206,7 +207,17 @@ def with_tables(text: str) -> str:
     return re.sub(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", table_of, text, flags=re.DOTALL)
 
 
+def with_batches(text: str) -> str:
+    """Return docs/how-to/small-sites.md with the tables of its record."""
+    record = (ROOT / "results" / "batches.jsonl").read_text(encoding="utf-8")
+    made = batches.tables([json.loads(line) for line in record.splitlines()])
+    marked = r"(<!-- batches: (\w+) -->\n).*?(<!-- end of batches -->)"
+    return re.sub(marked, lambda match: f"{match[1]}{made[match[2]]}{match[3]}", text, flags=re.DOTALL)
+
+
 if __name__ == "__main__":
+    small_sites = ROOT / "docs" / "how-to" / "small-sites.md"
+    small_sites.write_text(with_batches(small_sites.read_text(encoding="utf-8")), encoding="utf-8")
     digits = ROOT / "docs" / "examples" / "digits.md"
     digits.write_text(with_tables(digits.read_text(encoding="utf-8")), encoding="utf-8")
     (ROOT / "docs" / "speed.md").write_text(page(), encoding="utf-8")

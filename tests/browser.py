@@ -1,4 +1,4 @@
-"""Headless Chromium for the tests of pages. In CI (`WAFFLE_BROWSER=required`) a missing browser is a failure."""
+"""Headless Chromium for tests of pages. In CI (`WAFFLE_BROWSER=required`) a missing browser is a failure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def absent(reason: str) -> NoReturn:
-    """Skip the test, or fail it where a browser is required."""
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test, or fail it if a browser is required."""
     if os.environ.get("WAFFLE_BROWSER") == "required":
         pytest.fail(reason)
     pytest.skip(reason)
@@ -23,18 +23,20 @@ def absent(reason: str) -> NoReturn:
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """A running browser."""
+    """Start a browser."""
     try:
         from playwright import sync_api
     except ImportError:
-        absent("playwright is not installed: `make setup` installs it")
+        skip_or_fail("playwright is not installed: `make setup` installs it")
     with sync_api.sync_playwright() as playwright:
         found = CHROMIUM or playwright.chromium.executable_path
         if not Path(found).exists():
-            absent("no Chromium on this machine: install Debian's `chromium`, or run `playwright install chromium`")
+            skip_or_fail(
+                "no Chromium on this machine: install Debian's `chromium`, or run `playwright install chromium`"
+            )
         try:
             browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         except sync_api.Error as error:
-            absent(f"{found} does not start here: {error.message.splitlines()[0]}")
+            skip_or_fail(f"{found} does not start here: {error.message.splitlines()[0]}")
         yield browser
         browser.close()

@@ -1,4 +1,4 @@
-"""What tests of the command line share."""
+"""Helpers for tests of the command line."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ SMALL = ("--data", "synthetic", "--model", "linear", "--samples-per-agent", "20"
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command printed, and its exit code."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -26,12 +26,12 @@ class Shown:
 
     @property
     def words(self) -> str:
-        """Standard error as one line of words, however it was wrapped."""
+        """Standard error as one line, without line wrapping."""
         return " ".join(self.err.split())
 
 
 def waffle(*arguments: str | Path) -> Shown:
-    """Run the command in this process; an error that is not the user's passes through and fails the test."""
+    """Run the command in this process; unexpected errors pass through and fail the test."""
     out, err, before = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["waffle", *map(str, arguments)]
     try:
@@ -46,14 +46,14 @@ def waffle(*arguments: str | Path) -> Shown:
 
 
 def process(*arguments: str | Path) -> Shown:
-    """Run the command in a process of its own."""
+    """Run the command in a separate process."""
     line = [sys.executable, "-m", "waffle_fl", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     return Shown(done.returncode, done.stdout, done.stderr)
 
 
 def refusal(shown: Shown) -> str:
-    """The one line with which a command refused its work."""
+    """The one line of an error message, with exit code 2 and nothing on stdout."""
     assert shown.code == 2
     assert shown.out == ""
     lines = [line for line in shown.err.splitlines() if line.strip()]
@@ -64,9 +64,9 @@ def refusal(shown: Shown) -> str:
 
 
 def strict(text: str) -> Any:
-    """The one JSON document that a text is; NaN and infinity are not JSON."""
+    """Parse one JSON document; NaN and infinity fail the test."""
     assert text.endswith("\n")
-    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
 
 
 def toml(folder: Path, text: str, name: str = "grid.toml") -> Path:

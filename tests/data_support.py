@@ -1,4 +1,4 @@
-"""What tests of data files share."""
+"""Helpers for tests of data files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from waffle_fl.errors import WaffleError
 
 MEGABYTE = 1 << 20
-AGAIN = "delete it and fetch it again"
+FETCH_AGAIN = "delete it and fetch it again"
 
 
-def answer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What the call returns, or the text with which it is refused, where either may be right."""
+def result_or_message(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The result of the call, or the message of its WaffleError."""
     try:
         return call(*args, **options)
     except WaffleError as error:
@@ -23,7 +23,7 @@ def answer(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def memory_below(limit: int) -> Iterator[None]:
-    """What happens inside allocates less than so many bytes at once."""
+    """Assert that the block allocates less than `limit` bytes at once."""
     tracemalloc.start()
     try:
         yield

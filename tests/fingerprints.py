@@ -28,6 +28,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "noisy images": {"shift": "noise(0.5)"},
     "Dirichlet": {"shift": "dirichlet(0.5)"},
     "validation": {"validation": 0.2, "seed": 7},
+    "small last batch": {"remainder": "keep"},
+    "dropped samples": {"remainder": "drop"},
 }
 
 
@@ -50,6 +52,7 @@ def losses(config: RunConfig) -> list[float]:
         rounds=s.rounds,
         batch_size=s.batch_size,
         epochs=s.epochs,
+        remainder=s.remainder,
         augment=s.augment,
         guard=s.guard,
         workers=1,

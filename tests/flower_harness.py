@@ -1,4 +1,4 @@
-"""A federation on this machine: sites in this process for quick tests, or Flower's real processes to kill."""
+"""Run a federation on this machine, with the sites in this process or with Flower's real processes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ SITES = ("a", "b", "c")
 SMALL = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 16, "precision": "float64"}
 
 
-def small(rounds: int, **settings: Any) -> RunConfig:
-    """A run among three sites that hardly computes: what it takes is Flower's."""
+def small_config(rounds: int, **settings: Any) -> RunConfig:
+    """Return the config of a short run among three sites with a small model."""
     return check_run("waffle", {**SMALL, "rounds": rounds, "guard": "standard", "model": "mlp", **settings}, {})
 
 
-def asked(rounds: int, out: Path, **settings: Any) -> list[str | Path]:
-    """The same as a command line."""
+def run_arguments(rounds: int, out: Path, **settings: Any) -> list[str | Path]:
+    """Return the arguments of the same run for the command line."""
     given = {**SMALL, "rounds": rounds, "model": "mlp", **settings}
     flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     return ["run", "waffle", *flags, "--out", out]
 
 
 def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:
-    """A deployment folder on loopback that asks again at once, and waits for a site that was killed."""
+    """Create a deployment folder on loopback with a short retry delay and a long grace period for killed sites."""
     prepare(folder, names, data, **{"backoff": 0.1, "grace": PATIENCE, **settings})
     return folder
 
@@ -57,19 +57,24 @@ def build(shape, classes):
 """
 
 
-def with_model(folder: Path, hidden: int) -> str:
-    """A folder with a network of one's own, as a search path."""
+def write_model(folder: Path, hidden: int) -> str:
+    """Write a folder with a user-defined network and return it as a search path."""
     folder.mkdir()
     (folder / "own_network.py").write_text(NETWORK.format(hidden=hidden))
     return os.pathsep.join([str(folder), *sys.path])
 
 
 class Grid:
-    """Flower's grid as far as we use it, the sites in this process; `post` may do anything to a reply."""
+    """The part of Flower's grid that is used, with the sites in this process.
 
-    def __init__(self, folder: Path, post: Callable[[str, Message, Message], Message | None] | None = None) -> None:
+    `intercept` may change or drop a reply.
+    """
+
+    def __init__(
+        self, folder: Path, intercept: Callable[[str, Message, Message], Message | None] | None = None
+    ) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
-            1  # what a ServerApp's process knows of itself
+            1  # Flower sets these in a ServerApp's process
         )
         names = settings_files.read_server(folder).sites
         self.sites = {name: folder / "sites" / name for name in names}
@@ -77,13 +82,13 @@ class Grid:
             SimpleNamespace(node_id=i + 1, public_key=wire_form(folder / "keys" / f"{name}.pub"), last_activated_at="")
             for i, name in enumerate(names)
         ]
-        self.post = post or (lambda name, request, reply: reply)
+        self.intercept = intercept or (lambda name, request, reply: reply)
         self.replies: dict[str, Any] = {}
         self.requests: list[tuple[str, Message]] = []
-        self.gone: set[str] = set()
+        self.offline: set[str] = set()
 
     def get_nodes(self) -> list[Any]:
-        return [node for node, name in zip(self.nodes, self.sites, strict=True) if name not in self.gone]
+        return [node for node, name in zip(self.nodes, self.sites, strict=True) if name not in self.offline]
 
     def push_messages(self, messages: Sequence[Any]) -> list[str]:
         numbers = []
@@ -93,7 +98,7 @@ class Grid:
             number = f"{len(self.requests)}"
             request = unpacked(message.content, 1 << 30)
             self.requests.append((name, request))
-            reply = self.post(name, request, Site(self.sites[name]).answer(request))
+            reply = self.intercept(name, request, Site(self.sites[name]).answer(request))
             if reply is not None:
                 metadata = SimpleNamespace(reply_to_message_id=number, src_node_id=node)
                 self.replies[number] = SimpleNamespace(
@@ -106,7 +111,7 @@ class Grid:
         return [self.replies.pop(number) for number in numbers if number in self.replies]
 
 
-def conduct(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job:
+def run_job(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job:
     """Run a job to its end with the sites in this process."""
     job = Job.create(folder, config, out, force=False)
     JobRunner(folder, job, grid or Grid(folder)).run_all()
@@ -114,46 +119,46 @@ def conduct(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job
 
 
 def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
-    """The final model, every round but for its seconds, and how the run ended."""
+    """Return what must be bit-identical: the final model, the rounds without their seconds, and the result."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     rounds = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
     return (folder / "model.safetensors").read_bytes(), rounds, read_json(folder / "result.json") or {}
 
 
-def simulated(config: RunConfig, out: Path) -> Path:
-    """The same config in the simulator."""
+def run_simulation(config: RunConfig, out: Path) -> Path:
+    """Run the same config in the simulator and return its run folder."""
     execute([(config, out)], Runtime(device="cpu"))
     return out
 
 
 class Deployment(LocalCluster):
-    """Real processes: a `loopback.Loopback` that also runs jobs, and finds what Flower itself has started."""
+    """A `LocalCluster` of real processes that also runs jobs and finds the processes that Flower started."""
 
     def start_run(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
-        """`waffle deploy run METHOD ...` or `resume RUN` in the background."""
+        """Start `waffle deploy run METHOD ...` or `resume RUN` in the background."""
         words = map(str, arguments)
         return self.start("run", "deploy", *words, "--folder", str(self.folder), "--quiet")
 
     def finish_run(self, *arguments: str | Path, seconds: float = 2 * PATIENCE) -> int:
-        """The same to its end; its exit code."""
+        """Run the same command to its end and return its exit code."""
         code = self.start_run(*arguments).wait(timeout=seconds)
         del self.processes["run"]
         return code
 
-    def refuses(self, *arguments: str | Path) -> str:
-        """What a run says that ends in an error of ours."""
+    def run_error(self, *arguments: str | Path) -> str:
+        """Return the output of a run that exits with code 2."""
         before = self.log.stat().st_size
         assert self.finish_run(*arguments) == 2
-        return self.said(before)
+        return self.output_since(before)
 
-    def said(self, since: int) -> str:
-        """All output from a position of the log on, as one line."""
+    def output_since(self, since: int) -> str:
+        """Return all output after a position of the log as one line."""
         return " ".join(self.log.read_bytes()[since:].decode(errors="replace").split())
 
     def server_app(self) -> int | None:
-        """The process of the ServerApp, if one runs for this deployment."""
+        """Return the process id of this deployment's ServerApp, or None."""
         ours = set(processes_in(self.folder))
-        named = [number for number, text in _told("comm") if text.strip() == "flwr-serverapp"]
+        named = [number for number, text in _proc_files("comm") if text.strip() == "flwr-serverapp"]
         return next((number for number in named if number in ours), None)
 
     def wait_for_rounds(self, out: Path, rounds: int) -> None:
@@ -162,16 +167,16 @@ class Deployment(LocalCluster):
 
 
 def processes_with(*words: str) -> list[int]:
-    """Processes of this machine whose command line holds all these words."""
-    return [number for number, text in _told("cmdline") if all(word in text for word in words)]
+    """Return the processes of this machine whose command line contains all these words."""
+    return [number for number, text in _proc_files("cmdline") if all(word in text for word in words)]
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Processes that were started for what lies in this folder: Flower's home is in their environment."""
-    return [number for number, text in _told("environ") if f"FLWR_HOME={folder}" in text]
+    """Return the processes whose Flower home, set in their environment, is this folder."""
+    return [number for number, text in _proc_files("environ") if f"FLWR_HOME={folder}" in text]
 
 
-def _told(file: str) -> Iterator[tuple[int, str]]:
+def _proc_files(file: str) -> Iterator[tuple[int, str]]:
     for entry in Path("/proc").glob(f"[0-9]*/{file}"):
         with contextlib.suppress(OSError):
             yield int(entry.parent.name), entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")

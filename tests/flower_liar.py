@@ -1,4 +1,4 @@
-"""A site whose ClientApp lies: it stands in front of the honest one, in a real process that Flower starts."""
+"""A ClientApp that sends false replies: it wraps the honest one in a real process that Flower starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWICE, UNREADABLE = "W9 two replies", "unreadable"
 
 
 def search_path(folder: Path) -> str:
-    """A folder that, on PYTHONPATH, makes the ClientApps of sites lie as their `lies.json` says."""
+    """Write a folder that, on PYTHONPATH, makes the ClientApps of sites lie as their `lies.json` says."""
     folder.mkdir()
     here = str(Path(__file__).parent)
     (folder / "sitecustomize.py").write_text(
@@ -25,43 +25,43 @@ def search_path(folder: Path) -> str:
 
 
 def hook() -> None:
-    """Let whoever imports the ClientApp in this process get one that answers honestly, then lies."""
+    """Replace the ClientApp that this process imports by one that changes the honest replies."""
     honest_import = importlib.import_module
 
-    def lying(name: str, package: str | None = None) -> Any:
+    def import_with_lies(name: str, package: str | None = None) -> Any:
         known = name in sys.modules
         module: Any = honest_import(name, package)
         if name == "waffle_fl.deploy.client_app" and not known:
-            pretend(module, Path(sys.argv[1]))
+            install_lies(module, Path(sys.argv[1]))
         return module
 
-    importlib.import_module = lying
+    importlib.import_module = import_with_lies
 
 
-def pretend(module: Any, site: Path) -> None:
-    """Put the lies between what the site answers and what Flower is given."""
+def install_lies(module: Any, site: Path) -> None:
+    """Insert the lies between the site's reply and Flower."""
     lies: Any = import_module("flower_lies")
-    honest, message, asked = module.Site, module.Message, [0]
+    honest, message, current_round = module.Site, module.Message, [0]
 
     class Liar(honest):  # type: ignore[misc]
         def answer(self, request: Any) -> Any:
-            asked[0] = request.fields.get("tasks", [{}])[0].get("round", 0)
-            return lies.told(site, request, super().answer(request))
+            current_round[0] = request.fields.get("tasks", [{}])[0].get("round", 0)
+            return lies.apply_lie(site, request, super().answer(request))
 
-    def sent(content: Any, reply_to: Any) -> Any:
-        lie = lies.lie_of(site, asked[0])
+    def send_with_lie(content: Any, reply_to: Any) -> Any:
+        lie = lies.scheduled_lie(site, current_round[0])
         if lie == TWICE:
-            (site / "replayed.json").write_text(json.dumps(pushed(site, message(content, reply_to=reply_to))))
+            (site / "replayed.json").write_text(json.dumps(push_and_replay(site, message(content, reply_to=reply_to))))
             content = module.packed(lies.Message({"error": "the second reply"}))
         if lie == UNREADABLE:
-            unreadable(content)
+            make_unreadable(content)
         return message(content, reply_to=reply_to)
 
-    module.Site, module.Message = Liar, sent
+    module.Site, module.Message = Liar, send_with_lie
 
 
-def unreadable(content: Any) -> None:
-    """Make the JSON fields a record that Flower carries to the server and cannot read there."""
+def make_unreadable(content: Any) -> None:
+    """Replace the JSON fields by a record that Flower transfers but cannot read at the server."""
     from flwr.app import ConfigRecord
     from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
@@ -74,7 +74,7 @@ def unreadable(content: Any) -> None:
 
 
 class Recorder:
-    """Keeps every request as it was signed and sent."""
+    """Record every request as it was signed and sent."""
 
     def __init__(self) -> None:
         self.requests: list[httpx.Request] = []
@@ -85,8 +85,8 @@ class Recorder:
         return response
 
 
-def fleet(site: Path, recorder: Recorder) -> Any:
-    """A client of the SuperLink with this site's key, as a SuperNode has one."""
+def fleet_client(site: Path, recorder: Recorder) -> Any:
+    """Return a client of the SuperLink with this site's key, as a SuperNode has one."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
     from flwr.supernode.fleet_http_client import FleetHttpClient
@@ -101,8 +101,8 @@ def fleet(site: Path, recorder: Recorder) -> Any:
     )
 
 
-def replayed(site: Path, request: httpx.Request) -> int:
-    """The status that the same bytes get over another connection."""
+def replay(site: Path, request: httpx.Request) -> int:
+    """Return the HTTP status that the same bytes get over another connection."""
     import ssl
 
     with httpx.Client(verify=ssl.create_default_context(cafile=str(site / "ca.crt"))) as another:
@@ -111,8 +111,8 @@ def replayed(site: Path, request: httpx.Request) -> int:
         ).status_code
 
 
-def pushed(site: Path, reply: Any) -> list[int]:
-    """W9, F9: send a reply as a SuperNode does, then all its requests again; the statuses of those."""
+def push_and_replay(site: Path, reply: Any) -> list[int]:
+    """W9, F9: send a reply as a SuperNode does, replay all its requests, and return the statuses of the replays."""
     from flwr.app.message import remove_content_from_message
     from flwr.common.serde import message_to_proto
     from flwr.proto.fleet_pb2 import PushMessagesRequest
@@ -123,9 +123,9 @@ def pushed(site: Path, reply: Any) -> list[int]:
 
     reply.metadata.__dict__["_message_id"] = reply.object_id
     recorder, node = Recorder(), Node(node_id=reply.metadata.src_node_id)
-    with fleet(site, recorder) as client:
+    with fleet_client(site, recorder) as client:
         objects, tree = get_all_nested_objects(reply), get_object_tree(reply)
-        given = client.PushMessages(
+        response = client.PushMessages(
             PushMessagesRequest(
                 node=node,
                 messages_list=[message_to_proto(remove_content_from_message(reply))],
@@ -133,6 +133,6 @@ def pushed(site: Path, reply: Any) -> list[int]:
                 clientapp_runtime_list=[0.0],
             )
         )
-        push = make_push_object_fn_protobuf(client.PushObject, node, reply.metadata.run_id, given.session_id)
-        push_objects(objects, push, object_ids_to_push=set(given.objects_to_push))
-    return [replayed(site, request) for request in recorder.requests]
+        push = make_push_object_fn_protobuf(client.PushObject, node, reply.metadata.run_id, response.session_id)
+        push_objects(objects, push, object_ids_to_push=set(response.objects_to_push))
+    return [replay(site, request) for request in recorder.requests]

@@ -1,4 +1,4 @@
-"""What tests of run folders share."""
+"""Helpers shared by the tests of run folders."""
 
 import sys
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def line(r: int, **more: Any) -> dict[str, Any]:
 
 
 def recorded(folder: Path, checkpoints: tuple[int, ...], rounds: int) -> Path:
-    """A run folder with this many logged rounds and with these checkpoints."""
+    """Create a run folder with this many logged rounds and these checkpoints."""
     with Run.opened(folder, config(), BINDING) as run:
         for r in range(1, rounds + 1):
             run.append(line(r))
@@ -62,11 +62,11 @@ def flipped(path: Path, position: int, bit: int = 0) -> None:
 
 
 class Halt(Exception):
-    """Ends a run in its middle."""
+    """Raised to end a run before its last round."""
 
 
 class Watcher(Listener):
-    """Keeps what it hears, and halts the run after a round."""
+    """Record rounds and warnings, and halt the run after a given round."""
 
     def __init__(self, halt_after: int = 0) -> None:
         self.halt_after = halt_after
@@ -88,26 +88,26 @@ def finish(folder: Path, chosen: RunConfig, listener: Listener | None = None, **
 
 
 def halted(folder: Path, chosen: RunConfig, after: int = 3, **runtime: Any) -> Path:
-    """A run folder that was left in the middle of its run."""
+    """Create the folder of a run that was halted before its end."""
     with pytest.raises(Halt):
         finish(folder, chosen, Watcher(after), **runtime)
     return folder
 
 
 def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]]]:
-    """The final model, and every round but for its wall-clock time."""
+    """Return the final model and every round without its wall-clock time."""
     lines = [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_rounds(folder / "rounds.jsonl")]
     return (folder / "model.safetensors").read_bytes(), lines
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and time of every file but the lock."""
+    """Return bytes and modification time of every file but the lock."""
     files = [path for path in folder.iterdir() if path.name != ".lock"]
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """The exit code of the command line."""
+    """Run the command line and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["waffle", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -1,4 +1,4 @@
-"""Intervals beside closed forms, metrics beside our own, how often an interval holds the truth and a verdict errs."""
+"""Confidence intervals against closed forms, metrics against `measure`, and the coverage and error rate of verdicts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from waffle_fl.metrics import measure
 binom = pytest.importorskip("scipy.stats").binom
 
 
-def answers(right: np.ndarray) -> np.ndarray:
-    """Scores of two classes that are right, for targets of class 1, where `right` says so."""
+def scores_of(right: np.ndarray) -> np.ndarray:
+    """Scores of two classes that are correct, for targets of class 1, where `right` is true."""
     return np.stack([~right, right], axis=1).astype(np.float64)
 
 
-def drawn(seed: int, samples: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def random_case(seed: int, samples: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     return rng.standard_normal((samples, classes)), np.append(np.arange(classes), rng.integers(0, classes, samples))[
         :samples
@@ -29,9 +29,9 @@ def drawn(seed: int, samples: int, classes: int) -> tuple[np.ndarray, np.ndarray
 @settings(max_examples=30)
 @given(st.integers(5, 120), st.data())
 def test_an_accuracy_has_the_interval_of_a_binomial_share(n: int, data: st.DataObject) -> None:
-    """With k of n right and one right, one wrong imagined, resamples are binomial with n + 2 and (k + 1) / (n + 2)."""
+    """With one success and one failure added, resamples are binomial with n + 2 and (k + 1) / (n + 2)."""
     k = data.draw(st.integers(0, n))
-    found = estimate("accuracy", {1: answers(np.arange(n) < k)}, np.ones(n, dtype=np.int64))
+    found = estimate("accuracy", {1: scores_of(np.arange(n) < k)}, np.ones(n, dtype=np.int64))
     law = binom(n + 2, (k + 1) / (n + 2))
     assert found.value == pytest.approx(k / n)
     assert found.low == pytest.approx(min(law.ppf(0.025) / (n + 2), k / n), abs=1.5 / (n + 2))
@@ -41,9 +41,9 @@ def test_an_accuracy_has_the_interval_of_a_binomial_share(n: int, data: st.DataO
 @settings(max_examples=30)
 @given(st.integers(6, 60), st.integers(2, 4), st.integers(0, 10**6))
 def test_a_value_is_the_metric_and_lies_in_its_interval(samples: int, classes: int, seed: int) -> None:
-    """Each metric of one seed is that of `measure`; of two seeds, their mean; the interval holds it."""
-    output, target = drawn(seed, samples, classes)
-    other = drawn(seed + 1, samples, classes)[0]
+    """The value is that of `measure`, averaged over seeds, and lies in its interval."""
+    output, target = random_case(seed, samples, classes)
+    other = random_case(seed + 1, samples, classes)[0]
     for metric in metrics_of(target, classes):
         singles = [measure(torch.tensor(o), torch.tensor(target))[metric] for o in (output, other)]
         assert figures(metric, {1: output, 2: other}, target) == pytest.approx({1: singles[0], 2: singles[1]})
@@ -57,8 +57,8 @@ def test_a_value_is_the_metric_and_lies_in_its_interval(samples: int, classes: i
 
 @settings(max_examples=30)
 @given(st.integers(4, 20), st.integers(0, 10**6))
-def test_the_area_of_a_resample_is_that_of_its_samples(samples: int, seed: int) -> None:
-    """Counting a sample twice is the same as having it twice, ties among them."""
+def test_auc_with_counts_is_auc_of_repeated_samples(samples: int, seed: int) -> None:
+    """Counting a sample twice gives the AUC of repeating it, also with ties."""
     rng = np.random.default_rng(seed)
     score, positive = rng.integers(0, 5, samples).astype(np.float64), np.arange(samples) % 2 == 0
     counts = np.maximum(rng.integers(0, 3, samples), np.arange(samples) < 2)
@@ -68,25 +68,27 @@ def test_the_area_of_a_resample_is_that_of_its_samples(samples: int, seed: int) 
 
 
 @pytest.mark.parametrize(("wins", "clear"), [(0, False), (4, False), (5, False), (7, True)])
-def test_a_few_wins_are_not_yet_a_gain(wins: int, clear: bool) -> None:
-    """Of 46 samples, 4 or 5 wins without a loss are chance (sign test: 1/8, 1/16); 7 are not (1/64)."""
+def test_few_wins_are_not_significant(wins: int, clear: bool) -> None:
+    """Of 46 samples, 4 or 5 wins without a loss are not significant (sign test: 1/8, 1/16); 7 are (1/64)."""
     alone = np.arange(46) >= wins
-    found = gain("accuracy", {1: answers(np.ones(46, dtype=bool))}, {1: answers(alone)}, np.ones(46, dtype=np.int64))
+    found = gain(
+        "accuracy", {1: scores_of(np.ones(46, dtype=bool))}, {1: scores_of(alone)}, np.ones(46, dtype=np.int64)
+    )
     assert found.value == pytest.approx(wins / 46)
     assert (found.sign == 1) == clear
 
 
-def test_a_loss_is_a_gain_of_the_other() -> None:
-    """Whoever loses where the other gains has the same figure with the other sign."""
-    right, wrong = answers(np.arange(80) < 70), answers(np.arange(80) < 40)
+def test_swapping_methods_flips_the_sign() -> None:
+    """Swapping the two methods flips the sign of the gain."""
+    right, wrong = scores_of(np.arange(80) < 70), scores_of(np.arange(80) < 40)
     target = np.ones(80, dtype=np.int64)
     ours, theirs = gain("accuracy", {1: right}, {1: wrong}, target), gain("accuracy", {1: wrong}, {1: right}, target)
     assert ours.value == -theirs.value == pytest.approx(30 / 80)
     assert (ours.sign, theirs.sign) == (1, -1)
 
 
-def test_errors_that_are_all_alike_have_no_interval() -> None:
-    """Errors of 3 and of 4 everywhere: RMSE 3 and 4 in any resample, and 1 to be gained."""
+def test_constant_errors_have_an_interval_of_zero_width() -> None:
+    """Constant errors of 3 and 4 give RMSE 3 and 4 in every resample, and a gain of 1."""
     target = np.linspace(0, 1, 30).astype(np.float32)
     small, large = (target.astype(np.float64) + 3)[:, None], (target.astype(np.float64) - 4)[:, None]
     assert metrics_of(target, 1) == ["rmse"]
@@ -95,7 +97,7 @@ def test_errors_that_are_all_alike_have_no_interval() -> None:
 
 
 def test_an_rmse_has_the_interval_of_a_mean() -> None:
-    """Of many samples the squared error's interval is its mean and 1.96 standard errors."""
+    """With many samples the interval of the squared error is its mean ± 1.96 standard errors."""
     target = np.zeros(2000, dtype=np.float32)
     errors = np.random.default_rng(0).standard_normal(2000)
     found, half = estimate("rmse", {1: errors[:, None]}, target), 1.96 * (errors**2).std() / 2000**0.5
@@ -103,23 +105,23 @@ def test_an_rmse_has_the_interval_of_a_mean() -> None:
     assert found.high**2 == pytest.approx((errors**2).mean() + half, rel=0.01)
 
 
-def test_intervals_hold_the_truth() -> None:
-    """Of 300 small test sets at least 92 % have an interval that holds the true accuracy."""
+def test_coverage_of_intervals() -> None:
+    """At least 92 % of 300 small test sets have an interval that contains the true accuracy."""
     rng = np.random.default_rng(1)
     for truth, n in ((0.9, 30), (0.97, 40), (0.7, 25)):
-        sets = (answers(rng.random(n) < truth) for _ in range(300))
+        sets = (scores_of(rng.random(n) < truth) for _ in range(300))
         found = [estimate("accuracy", {1: output}, np.ones(n, dtype=np.int64)) for output in sets]
         assert sum(f.low <= truth <= f.high for f in found) >= 0.92 * 300
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("chance", [0.005, 0.05])
-def test_chance_in_training_is_no_gain(seeds: int, chance: float) -> None:
-    """Two methods alike but for this much chance in training differ clearly at most 8 times in 100."""
+def test_training_noise_is_seldom_a_gain(seeds: int, chance: float) -> None:
+    """Two methods that differ by training noise only differ clearly at most 8 times in 100."""
     rng, samples = np.random.default_rng(seeds), 300
 
     def trained(hard: np.ndarray) -> dict[int, np.ndarray]:
-        return {seed: answers(hard < rng.normal(0.8, chance)) for seed in range(seeds)}
+        return {seed: scores_of(hard < rng.normal(0.8, chance)) for seed in range(seeds)}
 
     target = np.ones(samples, dtype=np.int64)
     sets = (rng.random(samples) for _ in range(100))
@@ -128,7 +130,7 @@ def test_chance_in_training_is_no_gain(seeds: int, chance: float) -> None:
 
 @pytest.mark.parametrize("metric", ["rmse", "auc"])
 def test_few_samples_are_seldom_a_gain(metric: Metric) -> None:
-    """From 10 samples, or 10 positives, methods that are equally good differ clearly at most 8 times in 100."""
+    """With 10 samples, or 10 positives, equally good methods differ clearly at most 8 times in 100."""
     rng, target = np.random.default_rng(0), np.arange(10 if metric == "rmse" else 100) < 10
 
     def trained() -> dict[int, np.ndarray]:
@@ -140,18 +142,18 @@ def test_few_samples_are_seldom_a_gain(metric: Metric) -> None:
     assert sum(gain(metric, trained(), trained(), truth).sign != 0 for _ in range(100)) <= 8
 
 
-def test_seeds_are_paired_where_both_have_them() -> None:
-    """What a seed brings to both methods is no chance in their difference; without common seeds it is."""
+def test_common_seeds_are_paired() -> None:
+    """Effects common to both methods' seeds cancel; without common seeds they do not."""
     hard, target = np.linspace(0, 1, 400), np.ones(400, dtype=np.int64)
-    ours = {seed: answers(hard < 0.7 + 0.05 * seed) for seed in (1, 2, 3)}
-    theirs = {seed: answers(hard < 0.6 + 0.05 * seed) for seed in (3, 2, 1)}
+    ours = {seed: scores_of(hard < 0.7 + 0.05 * seed) for seed in (1, 2, 3)}
+    theirs = {seed: scores_of(hard < 0.6 + 0.05 * seed) for seed in (3, 2, 1)}
     assert gain("accuracy", ours, theirs, target).sign == 1
     assert gain("accuracy", ours, {seed + 3: output for seed, output in theirs.items()}, target).sign == 0
 
 
 @pytest.mark.parametrize(("samples", "few"), [(1, True), (9, True), (10, False)])
 def test_an_error_of_few_samples_has_no_verdict(samples: int, few: bool) -> None:
-    """From fewer than 10 samples an error has an interval but no sign, however far it is from 0."""
+    """With fewer than 10 samples a difference of errors has an interval but no sign."""
     target = np.zeros(samples, dtype=np.float32)
     found = gain("rmse", {1: target[:, None] + 1.0}, {1: target[:, None] + 2.0}, target)
     assert found == Interval(1, 1, 1)
@@ -159,16 +161,16 @@ def test_an_error_of_few_samples_has_no_verdict(samples: int, few: bool) -> None
 
 
 @pytest.mark.parametrize(("positives", "few"), [(1, True), (9, True), (10, False)])
-def test_an_area_of_few_positives_has_no_verdict(positives: int, few: bool) -> None:
-    """It takes 10 samples of each class to say that an AUC is better."""
+def test_an_auc_of_few_positives_has_no_verdict(positives: int, few: bool) -> None:
+    """A difference of AUC has a sign from 10 samples of each class on."""
     target = (np.arange(60) < positives).astype(np.int64)
-    found = gain("auc", {1: answers(target == 1)}, {1: answers(target == 0)}, target)
+    found = gain("auc", {1: scores_of(target == 1)}, {1: scores_of(target == 0)}, target)
     assert found == Interval(1, 1, 1)
     assert (isinstance(found, Hint), found.sign) == (few, int(not few))
 
 
-def test_one_class_has_accuracy_alone() -> None:
-    """Without a second class neither balanced accuracy nor AUC says more; AUC is for two classes."""
+def test_metrics_depend_on_the_classes() -> None:
+    """One class defines accuracy only, several add balanced accuracy, and two add AUC."""
     assert metrics_of(np.zeros(5, dtype=np.int64), 2) == ["accuracy"]
     assert metrics_of(np.arange(3), 3) == ["accuracy", "balanced_accuracy"]
     assert metrics_of(np.arange(2), 2) == ["accuracy", "balanced_accuracy", "auc"]

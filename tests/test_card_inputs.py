@@ -1,4 +1,4 @@
-"""The card of an exported model says how its inputs are made of the published samples."""
+"""The card of an exported model states how to compute its inputs from the published samples."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def card_of(data: str, folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def prepared(card: dict[str, Any], images: Any) -> Any:
-    """Published images, (rows, channels, height, width), as the card says."""
+    """Published images, (rows, channels, height, width), prepared with the formula of the card."""
     how = card["input"]["preprocessing"]
     mean, std = (np.asarray(how[name]).reshape(1, -1, 1, 1) for name in ("mean", "std"))
     return ((images / how["divisor"] - mean) / std).astype(np.float32)
 
 
-def test_digits_are_prepared_as_the_card_says(tmp_path: Path) -> None:
-    """The formula of the card makes the inputs of scikit-learn's images."""
+def test_the_card_of_digits_gives_the_inputs(tmp_path: Path) -> None:
+    """The formula of the card computes the inputs from scikit-learn's images."""
     card = card_of("digits", tmp_path)
     images = load_digits().images[:, None]
     test = np.arange(len(images)) % 4 == 3
@@ -45,8 +45,8 @@ def test_digits_are_prepared_as_the_card_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-def test_mnist_is_prepared_as_the_card_says(tmp_path: Path, published: Path) -> None:
-    """The formula of MNIST's card makes the inputs of the published pixels."""
+def test_the_card_of_mnist_gives_the_inputs(tmp_path: Path, published: Path) -> None:
+    """The formula of MNIST's card computes the inputs from the published pixels."""
     card = card_of("mnist", tmp_path, samples_per_agent=20)
     assert card["input"]["preprocessing"]["mean"] == [0.1307]
     raw = read_idx(published / "mnist" / SOURCES["mnist"].files[2].name, (10000, 28, 28))[:100, None]
@@ -54,14 +54,14 @@ def test_mnist_is_prepared_as_the_card_says(tmp_path: Path, published: Path) -> 
     torch.testing.assert_close(torch.from_numpy(prepared(card, raw)), expected)
 
 
-def test_values_used_as_they_are_need_no_preparation(tmp_path: Path) -> None:
+def test_the_card_of_synthetic_data_has_no_preprocessing(tmp_path: Path) -> None:
     """Synthetic samples are not normalised, and the card has no preprocessing."""
     assert card_of("synthetic", tmp_path)["input"]["preprocessing"] is None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_published_data_set_of_images_has_its_normalisation(name: str) -> None:
-    """Each has one number per channel."""
+def test_every_image_data_set_has_a_normalisation(name: str) -> None:
+    """The normalisation of a published image data set has one number per channel."""
     found = normalisation_of(name)
     if name == "synthetic":
         assert found is None

@@ -1,4 +1,4 @@
-"""The estimators pass scikit-learn's checks and reject wrong data with one line."""
+"""The estimators pass scikit-learn's checks, and refuse wrong data in one line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BOTH = [PersonalizedClassifier, PersonalizedRegressor]
 
 
 class OneAgentClassifier(PersonalizedClassifier):
-    """The classifier with scikit-learn's signature: X and y of one agent."""
+    """The classifier with scikit-learn's signature: X and y are those of one agent."""
 
     def fit(self, X: Any, y: Any) -> Any:
         return super().fit({"alice": (X, y)})
 
 
 class OneAgentRegressor(PersonalizedRegressor):
-    """The regressor with scikit-learn's signature: X and y of one agent."""
+    """The regressor with scikit-learn's signature: X and y are those of one agent."""
 
     def fit(self, X: Any, y: Any) -> Any:
         return super().fit({"alice": (X, y)})
@@ -41,7 +41,7 @@ CANNOT_PASS = {
     "check_dtype_object": "a value that is no number is a WaffleError, a ValueError; the check wants a TypeError",
     "check_supervised_y_2d": "y of shape (rows, 1) is taken as that column without a warning",
 }
-# All other checks call fit(X, y); they do not apply to the estimators, which take a federation.
+# All other checks call fit(X, y) and do not apply: the estimators take a federation.
 WITHOUT_FIT = {
     "check_estimator_cloneable",
     "check_estimator_tags_renamed",
@@ -59,7 +59,7 @@ WITHOUT_FIT = {
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 @parametrize_with_checks(ESTIMATORS, expected_failed_checks=lambda _: CANNOT_PASS)
 def test_data_of_one_agent_pass_the_checks(estimator: Any, check: Any) -> None:
-    """With (X, y) of one agent every check passes but those listed with their reason."""
+    """With (X, y) of one agent every check passes except those listed with a reason."""
     check(estimator)
 
 
@@ -80,7 +80,7 @@ def data(shift: float = 0.0) -> dict[str, tuple[Any, Any]]:
 
 
 class Table:
-    """Like a data frame: named columns and an array of values."""
+    """A minimal data frame: named columns and an array of values."""
 
     def __init__(self, values: Any, columns: list[Any]) -> None:
         self.values, self.columns = np.asarray(values), columns
@@ -90,13 +90,13 @@ class Table:
 
 
 def tables(**columns: list[Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the same agents, each with a table of these columns."""
+    """The same agents, each with a table of the given columns."""
     return {name: (Table(X, columns[name]), y) for name, (X, y) in data().items()}
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_column_names_are_kept_and_compared(kind: Any) -> None:
-    """Tables set feature_names_in_; other names are rejected at fit and at predict, arrays are accepted."""
+    """Tables set feature_names_in_; other names are refused at fit and at predict, arrays are not."""
     abc = ["a", "b", "c"]
     fitted = kind(**QUICK).fit(tables(north=abc, south=abc))
     assert fitted.feature_names_in_.tolist() == abc
@@ -147,7 +147,7 @@ WRONG: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("given", "word"), WRONG)
 def test_wrong_data_is_refused_in_one_line(kind: Any, given: Any, word: str) -> None:
-    """Data other than a federation are rejected with what was expected and what came."""
+    """Data that are not a federation are refused with what was expected and what came."""
     assert word in refusal(kind(**QUICK).fit, given)
 
 
@@ -167,7 +167,7 @@ def test_wrong_data_is_refused_in_one_line(kind: Any, given: Any, word: str) -> 
     ],
 )
 def test_wrong_parameters_are_refused_in_one_line(kind: Any, parameters: dict[str, Any], word: str) -> None:
-    """A parameter of the wrong type is named in the error."""
+    """A parameter of the wrong kind is named."""
     assert word in refusal(kind(**{**QUICK, **parameters}).fit, data())
 
 
@@ -183,7 +183,7 @@ def test_wrong_parameters_are_refused_in_one_line(kind: Any, parameters: dict[st
     ],
 )
 def test_a_fit_that_fails_changes_nothing(kind: Any, change: dict[str, Any], given: Any) -> None:
-    """After a rejected refit every attribute is the same object as before."""
+    """A refused refit leaves every attribute unchanged."""
     fitted = kind(**QUICK).fit(data())
     before = dict(vars(fitted.set_params(**change)))
     refusal(fitted.fit, given)
@@ -202,7 +202,7 @@ def test_a_fit_that_diverges_changes_nothing(kind: Any) -> None:
 
 
 def test_a_federation_gives_the_number_of_features() -> None:
-    """n_features_in_ and classes_ are also set by a Federation."""
+    """n_features_in_ and classes_ are set when fitting a Federation."""
     fitted = PersonalizedClassifier(**QUICK).fit(make_federation())
     assert fitted.n_features_in_ == 5
     assert fitted.classes_.tolist() == ["a", "b", "c"]

@@ -1,4 +1,4 @@
-"""CIFAR-10 as binary batches, as pickles and as archives: what is read, and what is refused with one line."""
+"""CIFAR-10 as binary batches, pickles and archives: reading, verification, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from conftest import refusal
-from data_support import AGAIN, MEGABYTE, answer, memory_below
+from data_support import FETCH_AGAIN, MEGABYTE, memory_below, result_or_message
 from waffle_fl import data
 from waffle_fl.data import cifar
 from waffle_fl.data.files import checksum
@@ -30,7 +30,7 @@ N = cifar.IMAGES
 
 
 def cifar_arrays(seed: int, n: int = N) -> tuple[np.ndarray, np.ndarray]:
-    """Mostly black images, so that they pack well; the first 50 are noise."""
+    """Mostly black images, so that they compress well; the first 50 are noise."""
     rng = np.random.default_rng(seed)
     images = np.zeros((n, 3, 32, 32), np.uint8)
     images[:50] = rng.integers(0, 256, images[:50].shape)
@@ -44,13 +44,13 @@ def binary_batch(images: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 def protocol_2(content: Any, module: str = "numpy._core") -> bytes:
-    """A pickle of protocol 2, with NumPy's own modules under the given name."""
+    """A pickle of protocol 2 with NumPy's modules under the given name."""
     dumped = pickle.dumps(content, protocol=2)
     return dumped.replace(b"cnumpy._core.", f"c{module}.".encode()).replace(b"cnumpy.core.", f"c{module}.".encode())
 
 
 def python_2_batch(images: np.ndarray, labels: np.ndarray) -> bytes:
-    """A batch opcode by opcode as Python 2 pickled the official files in 2009: byte strings, and integers for flags."""
+    """A batch with the opcodes of Python 2, as the official files of 2009: byte strings, and integers for flags."""
 
     def text(content: bytes) -> bytes:
         return b"U" + bytes([len(content)]) + content
@@ -76,15 +76,15 @@ def python_2_batch(images: np.ndarray, labels: np.ndarray) -> bytes:
 @pytest.fixture(scope="session")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with the six batches of the binary version, of the official size."""
-    runtime = tmp_path_factory.mktemp("cifar") / "cifar10" / "cifar-10-batches-bin"
-    runtime.mkdir(parents=True)
+    folder = tmp_path_factory.mktemp("cifar") / "cifar10" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
     for seed, name in enumerate(CIFAR_BINARY):
-        (runtime / name).write_bytes(binary_batch(*cifar_arrays(seed)))
-    return runtime
+        (folder / name).write_bytes(binary_batch(*cifar_arrays(seed)))
+    return folder
 
 
-def few(monkeypatch: pytest.MonkeyPatch, n: int = 60) -> None:
-    """Batches of a few images, where what is tested does not depend on their number."""
+def set_batch_size(monkeypatch: pytest.MonkeyPatch, n: int = 60) -> None:
+    """Set the number of images per batch to a small one."""
     monkeypatch.setattr(cifar, "IMAGES", n)
 
 
@@ -93,15 +93,15 @@ def small_binaries(n: int = 60) -> dict[str, bytes]:
 
 
 def unpacked(root: Path, batches: dict[str, bytes]) -> Path:
-    runtime = root / "cifar10" / "cifar-10-batches-bin"
-    runtime.mkdir(parents=True)
+    folder = root / "cifar10" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
     for name, content in batches.items():
-        (runtime / name).write_bytes(content)
-    return runtime
+        (folder / name).write_bytes(content)
+    return folder
 
 
 def make_archive(root: Path, batches: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, official: bool = True) -> Path:
-    """A tar.gz with the official layout and two members that want to escape; its checksum passes as the official."""
+    """A tar.gz with the official layout and two members with unsafe paths; its checksum is made official."""
     path = root / "cifar10" / "cifar-10-binary.tar.gz"
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w:gz", compresslevel=1) as tar:
@@ -123,20 +123,20 @@ def make_archive(root: Path, batches: dict[str, bytes], monkeypatch: pytest.Monk
 
 
 def test_binary_batch_is_a_label_byte_and_three_planes(binaries: Path) -> None:
-    """A binary record is its label, then the red, the green and the blue plane, row by row."""
+    """A binary record is its label, then the red, green and blue plane, row by row."""
     images, labels = cifar.read_binary(binaries / "data_batch_3.bin")
-    wanted, wanted_labels = cifar_arrays(2)
+    expected, expected_labels = cifar_arrays(2)
     assert images.shape == (N, 3, 32, 32)
     assert images.dtype == np.uint8
     assert labels.dtype == np.int64
-    assert np.array_equal(images, wanted)
-    assert np.array_equal(labels, wanted_labels)
+    assert np.array_equal(images, expected)
+    assert np.array_equal(labels, expected_labels)
     assert images[7, :, 0, 0].tolist() == [10, 20, 30]
     assert images[7, 1, 2, 5] == 99
 
 
 def test_binary_set_loads_unverified(binaries: Path) -> None:
-    """Five batches are the training data, the sixth the test data, each channel normalised by its own numbers."""
+    """Five batches are the training data, the sixth the test data, and each channel is normalised separately."""
     found = data.load("cifar10", str(binaries.parent.parent), allow_unverified=True)
     assert found.verified is False
     assert found.x_train.shape == (50000, 3, 32, 32)
@@ -145,23 +145,23 @@ def test_binary_set_loads_unverified(binaries: Path) -> None:
     assert found.y_test[:3].tolist() == [5, 6, 7]
     source = SOURCES["cifar10"]
     for channel, value in enumerate((10, 20, 30)):
-        wanted = (value / 255 - source.mean[channel]) / source.std[channel]
-        assert found.x_train[10007, channel, 0, 0] == pytest.approx(wanted, rel=1e-5)
+        expected = (value / 255 - source.mean[channel]) / source.std[channel]
+        assert found.x_train[10007, channel, 0, 0] == pytest.approx(expected, rel=1e-5)
     assert found.class_names[3] == "cat"
 
 
 def test_images_known_to_be_inexact_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test batch known by its checksum to hold inexact images loses them, and the data set says so."""
-    few(monkeypatch)
-    runtime = unpacked(tmp_path, small_binaries())
-    whole = data.load("cifar10", str(tmp_path), allow_unverified=True)
-    monkeypatch.setitem(CIFAR_INEXACT, f"sha256:{checksum(runtime / 'test_batch.bin', 'sha256')}", (3, 59))
+    """Images known to be inexact, by the checksum of the test batch, are left out, and a note says so."""
+    set_batch_size(monkeypatch)
+    folder = unpacked(tmp_path, small_binaries())
+    complete = data.load("cifar10", str(tmp_path), allow_unverified=True)
+    monkeypatch.setitem(CIFAR_INEXACT, f"sha256:{checksum(folder / 'test_batch.bin', 'sha256')}", (3, 59))
     found = data.load("cifar10", str(tmp_path), allow_unverified=True)
     kept = [i for i in range(60) if i not in (3, 59)]
-    assert np.array_equal(found.x_test, whole.x_test[kept])
-    assert np.array_equal(found.y_test, whole.y_test[kept])
-    assert len(found.y_train) == len(whole.y_train)
-    assert (whole.note, found.note) == ("", "2 test images left out: this copy does not hold them exactly")
+    assert np.array_equal(found.x_test, complete.x_test[kept])
+    assert np.array_equal(found.y_test, complete.y_test[kept])
+    assert len(found.y_train) == len(complete.y_train)
+    assert (complete.note, found.note) == ("", "2 test images left out: this copy does not hold them exactly")
 
 
 def test_binary_set_with_wrong_checksums_is_refused(binaries: Path) -> None:
@@ -179,11 +179,11 @@ def test_binary_batch_of_another_size_is_refused(tmp_path: Path, size: int) -> N
         stream.truncate(size)
     text = refusal(cifar.read_binary, path)
     assert f"expected {N * 3073} bytes, it has {size}" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_label_ten_in_a_binary_batch_is_refused(tmp_path: Path) -> None:
-    """D5: a label byte of 10 is refused with the file and the index of its record."""
+    """D5: a label byte of 10 is refused with the file and the index of the record."""
     images, labels = cifar_arrays(0)
     labels[4321] = 10
     path = tmp_path / "data_batch_1.bin"
@@ -199,7 +199,7 @@ def test_a_batch_that_cannot_be_opened_is_refused(tmp_path: Path, read: Callable
 
 @pytest.mark.parametrize("module", ["numpy.core", "numpy._core"])
 def test_python_batch_is_read(tmp_path: Path, module: str) -> None:
-    """A pickle of protocol 2 with `data` and `labels` is read under NumPy's old and its new module names."""
+    """A pickle of protocol 2 with `data` and `labels` is read with NumPy's old and new module names."""
     images, labels = cifar_arrays(4)
     content = {"data": images.reshape(N, 3072), "labels": labels.tolist(), "batch_label": "batch 1", "filenames": ["a"]}
     dumped = protocol_2(content, module)
@@ -214,7 +214,7 @@ def test_python_batch_is_read(tmp_path: Path, module: str) -> None:
 
 
 def test_python_2_batch_is_read(tmp_path: Path) -> None:
-    """A batch pickled by Python 2, as the official files were, is read without a warning."""
+    """A batch pickled by Python 2, like the official files, is read without a warning."""
     images, labels = cifar_arrays(5)
     path = tmp_path / "data_batch_1"
     path.write_bytes(python_2_batch(images, labels))
@@ -224,24 +224,24 @@ def test_python_2_batch_is_read(tmp_path: Path) -> None:
 
 
 def test_python_folder_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the python version is found, read in order, and counts as unverified unless its checksums fit."""
-    few(monkeypatch)
-    runtime = tmp_path / "cifar-10-batches-py"
-    runtime.mkdir()
+    """A folder of the python version is found, read in order, and unverified unless its checksums match."""
+    set_batch_size(monkeypatch)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
     for seed, name in enumerate(CIFAR_PYTHON):
-        (runtime / name).write_bytes(python_2_batch(*cifar_arrays(seed, 60)))
-    assert str(runtime / "data_batch_1") in refusal(data.load, "cifar10", str(tmp_path))
+        (folder / name).write_bytes(python_2_batch(*cifar_arrays(seed, 60)))
+    assert str(folder / "data_batch_1") in refusal(data.load, "cifar10", str(tmp_path))
     found = data.load("cifar10", str(tmp_path), allow_unverified=True)
     assert found.verified is False
     assert found.y_train[::60].tolist() == [0, 1, 2, 3, 4]
     assert found.y_test[0] == 5
     for name in CIFAR_PYTHON:
-        monkeypatch.setitem(CIFAR_PYTHON, name, f"md5:{checksum(runtime / name, 'md5')}")
+        monkeypatch.setitem(CIFAR_PYTHON, name, f"md5:{checksum(folder / name, 'md5')}")
     assert data.load("cifar10", str(tmp_path)).verified is True
 
 
 def small_python(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
-    few(monkeypatch, 2)
+    set_batch_size(monkeypatch, 2)
     content = {"data": np.zeros((2, 3072), np.uint8), "labels": [3, 4], **changes}
     path.write_bytes(pickle.dumps(content, protocol=2))
     return path
@@ -265,11 +265,11 @@ def small_python(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
 def test_python_batch_of_another_shape_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    """A python batch without 10,000 images and as many labels is refused with its name."""
+    """A python batch without 10,000 images and labels is refused with its name."""
     path = small_python(tmp_path / "data_batch_1", monkeypatch, **changes)
     text = refusal(cifar.read_python, path)
     assert f"{path} is not a CIFAR-10 batch" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 @pytest.mark.parametrize("label", [10, -1, 255])
@@ -283,7 +283,7 @@ def test_wrong_label_in_a_python_batch_is_refused(tmp_path: Path, monkeypatch: p
 def test_fractions_in_a_python_batch_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    """D5: labels and pixels that are no integers are refused, not rounded."""
+    """D5: labels and pixels that are not integers are refused, not rounded."""
     path = small_python(tmp_path / "data_batch_1", monkeypatch, **changes)
     if "data" in changes:
         monkeypatch.setattr(cifar, "RECORD", 4 * 3073)
@@ -294,15 +294,15 @@ def test_fractions_in_a_python_batch_are_refused(
 def test_python_batch_of_other_content_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
-    """A pickle of anything but the dictionary of a batch is refused with its name."""
-    few(monkeypatch, 2)
+    """A pickle of anything other than a batch dictionary is refused with its name."""
+    set_batch_size(monkeypatch, 2)
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(content))
     assert str(path) in refusal(cifar.read_python, path)
 
 
 def test_oversized_python_batch_is_refused_unread(tmp_path: Path) -> None:
-    """D3: a python batch of a hundred gigabytes is refused by its size, before it is read."""
+    """D3: a python batch of a hundred gigabytes is refused by its size, before reading."""
     path = tmp_path / "data_batch_1"
     with path.open("wb") as stream:
         stream.truncate(100 << 30)
@@ -310,7 +310,7 @@ def test_oversized_python_batch_is_refused_unread(tmp_path: Path) -> None:
         assert "larger than any CIFAR-10 batch" in refusal(cifar.read_python, path)
 
 
-def called(module: str, name: str, *arguments: str, protocol: int = 2) -> bytes:
+def pickle_call(module: str, name: str, *arguments: str, protocol: int = 2) -> bytes:
     """A pickle that calls module.name with text arguments."""
     if protocol == 4:
         found = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)) + b"\x93"
@@ -320,60 +320,60 @@ def called(module: str, name: str, *arguments: str, protocol: int = 2) -> bytes:
     return (b"\x80" + bytes([protocol]) if protocol else b"") + found + b"(" + texts + b"tR."
 
 
-def hostile(canary: Path) -> dict[str, bytes]:
-    """Pickles that would write the canary file if any of them ran."""
+def malicious_pickles(canary: Path) -> dict[str, bytes]:
+    """Pickles that create the canary file when executed."""
     python = f"open({str(canary)!r}, 'w').close()"
     inst = f"(S{f'touch {canary}'!r}\nios\nsystem\n.".encode()
     return {
-        "os.system": called("os", "system", f"touch {canary}"),
-        "os.system, protocol 0": called("os", "system", f"touch {canary}", protocol=0),
-        "os.system, protocol 4": called("os", "system", f"touch {canary}", protocol=4),
+        "os.system": pickle_call("os", "system", f"touch {canary}"),
+        "os.system, protocol 0": pickle_call("os", "system", f"touch {canary}", protocol=0),
+        "os.system, protocol 4": pickle_call("os", "system", f"touch {canary}", protocol=4),
         "os.system, INST": inst,
-        "posix.system": called("posix", "system", f"touch {canary}"),
-        "builtins.eval": called("builtins", "eval", python),
-        "builtins.exec": called("builtins", "exec", python),
-        "__builtin__.eval": called("__builtin__", "eval", python),
-        "io.open": called("io", "open", str(canary), "w"),
-        "subprocess.getoutput": called("subprocess", "getoutput", f"touch {canary}"),
-        "pathlib.Path.touch": called("pathlib", "Path.touch", str(canary), protocol=4),
-        "numpy.save": called("numpy", "save", str(canary), "x"),
-        "numpy attribute": called("numpy", "ndarray.tofile", str(canary), protocol=4),
-        "nested pickle": called("pickle", "loads", "x"),
-        "codecs.open": called("codecs", "open", str(canary), "w"),
-        "inside a batch": b"\x80\x02}(U\x04data" + called("os", "system", f"touch {canary}")[2:-1] + b"u.",
+        "posix.system": pickle_call("posix", "system", f"touch {canary}"),
+        "builtins.eval": pickle_call("builtins", "eval", python),
+        "builtins.exec": pickle_call("builtins", "exec", python),
+        "__builtin__.eval": pickle_call("__builtin__", "eval", python),
+        "io.open": pickle_call("io", "open", str(canary), "w"),
+        "subprocess.getoutput": pickle_call("subprocess", "getoutput", f"touch {canary}"),
+        "pathlib.Path.touch": pickle_call("pathlib", "Path.touch", str(canary), protocol=4),
+        "numpy.save": pickle_call("numpy", "save", str(canary), "x"),
+        "numpy attribute": pickle_call("numpy", "ndarray.tofile", str(canary), protocol=4),
+        "nested pickle": pickle_call("pickle", "loads", "x"),
+        "codecs.open": pickle_call("codecs", "open", str(canary), "w"),
+        "inside a batch": b"\x80\x02}(U\x04data" + pickle_call("os", "system", f"touch {canary}")[2:-1] + b"u.",
     }
 
 
-@pytest.mark.parametrize("kind", list(hostile(Path("x"))))
+@pytest.mark.parametrize("kind", list(malicious_pickles(Path("x"))))
 def test_malicious_pickle_is_refused_and_never_run(tmp_path: Path, kind: str) -> None:
-    """A pickle that names any function but NumPy's own is refused, and the function never runs."""
+    """A pickle that names a function other than NumPy's is refused, and the function never runs."""
     canary = tmp_path / "canary"
     path = tmp_path / "data_batch_1"
-    path.write_bytes(hostile(canary)[kind])
+    path.write_bytes(malicious_pickles(canary)[kind])
     text = refusal(cifar.read_python, path)
     assert "refused to load" in text
     assert "not a CIFAR-10 batch" in text
     assert not canary.exists()
 
 
-def test_the_canary_would_sing(tmp_path: Path) -> None:
-    """The hostile pickles are real: an ordinary unpickler runs them."""
+def test_malicious_pickles_work(tmp_path: Path) -> None:
+    """An ordinary unpickler executes the malicious pickles."""
     canary = tmp_path / "canary"
-    pickle.loads(hostile(canary)["builtins.eval"])
+    pickle.loads(malicious_pickles(canary)["builtins.eval"])
     assert canary.exists()
 
 
 def test_refused_pickle_is_named(tmp_path: Path) -> None:
-    """The refusal of a hostile batch names the file that must go."""
+    """The refusal of a malicious batch names the file."""
     path = tmp_path / "data_batch_1"
-    path.write_bytes(called("os", "system", "true"))
+    path.write_bytes(pickle_call("os", "system", "true"))
     assert str(path) in refusal(cifar.read_python, path)
 
 
-def test_refused_name_cannot_break_the_line(tmp_path: Path) -> None:
-    """A line break in a hostile name does not reach the message."""
+def test_a_line_break_in_a_function_name_is_escaped(tmp_path: Path) -> None:
+    """A line break in a function name does not reach the message."""
     path = tmp_path / "data_batch_1"
-    path.write_bytes(called("os", "system\nwaffle: all is well", "true", protocol=4))
+    path.write_bytes(pickle_call("os", "system\nwaffle: all is well", "true", protocol=4))
     assert "refused to load" in refusal(cifar.read_python, path)
 
 
@@ -388,7 +388,7 @@ class Call:
 
 
 def forged_dtype(kind: str) -> Call:
-    """A NumPy type whose pickled state claims that its eight bytes hold something else."""
+    """A NumPy dtype whose pickled state misstates the content of its eight bytes."""
     reference, byte = np.dtype("O"), np.dtype("u1")
     subarray, names, fields = {
         "field of objects": (None, ("a",), {"a": (reference, 0)}),
@@ -400,7 +400,7 @@ def forged_dtype(kind: str) -> Call:
 
 @pytest.mark.parametrize("kind", ["field of objects", "subarray of objects", "field far outside"])
 def test_forged_array_type_cannot_crash_the_reader(tmp_path: Path, kind: str) -> None:
-    """A batch whose array type makes addresses of the file's bytes is refused, and the process survives it."""
+    """A batch whose dtype interprets its bytes as pointers is refused without a crash."""
     template = np.zeros(1, np.uint8).__reduce__()
     array = Call(template[0], template[1], (1, (100,), forged_dtype(kind), False, b"AAAAAA\x00\x00" * 100))
     path = tmp_path / "data_batch_1"
@@ -426,8 +426,8 @@ def memory_bombs() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", list(memory_bombs()))
 def test_small_python_batch_cannot_take_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """D3: a python batch of a few bytes is refused without allocating more than a whole batch would need."""
-    few(monkeypatch, 2)
+    """D3: a small python batch is refused without allocating more than a full batch needs."""
+    set_batch_size(monkeypatch, 2)
     path = tmp_path / "data_batch_1"
     path.write_bytes(memory_bombs()[kind])
     assert path.stat().st_size < 20_000
@@ -436,8 +436,8 @@ def test_small_python_batch_cannot_take_much_memory(tmp_path: Path, monkeypatch:
 
 
 def test_archive_is_unpacked_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The official archive is unpacked beside itself, its batches only, and nothing outside its folder is written."""
-    few(monkeypatch)
+    """Only the batches of the official archive are unpacked, into its folder, and nothing outside is written."""
+    set_batch_size(monkeypatch)
     batches = small_binaries()
     root = tmp_path / "deep" / "er"
     root.mkdir(parents=True)
@@ -452,8 +452,8 @@ def test_archive_is_unpacked_and_verified(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unpacked_archive_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once unpacked, the set loads from its folder, still verified by the archive beside it."""
-    few(monkeypatch)
+    """Once unpacked, the set loads from its folder and is verified by the archive."""
+    set_batch_size(monkeypatch)
     make_archive(tmp_path, small_binaries(), monkeypatch)
     first = data.load("cifar10", str(tmp_path))
     again = data.load("cifar10", str(tmp_path))
@@ -463,8 +463,8 @@ def test_unpacked_archive_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_other_archive_is_refused_and_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: an archive with another checksum is refused before a byte of it is unpacked."""
-    few(monkeypatch)
+    """D4: an archive with another checksum is refused before unpacking."""
+    set_batch_size(monkeypatch)
     archive = make_archive(tmp_path, small_binaries(), monkeypatch, official=False)
     text = refusal(data.load, "cifar10", str(tmp_path))
     assert str(archive) in text
@@ -473,16 +473,16 @@ def test_other_archive_is_refused_and_not_unpacked(tmp_path: Path, monkeypatch: 
 
 
 def test_the_flag_that_was_given_is_not_advised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: an archive that is refused although unverified files are allowed does not advise to allow them."""
-    few(monkeypatch)
+    """D4: the message does not suggest allowing unverified files when they are already allowed."""
+    set_batch_size(monkeypatch)
     make_archive(tmp_path, small_binaries(), monkeypatch, official=False)
-    found = answer(data.load, "cifar10", str(tmp_path), allow_unverified=True)
+    found = result_or_message(data.load, "cifar10", str(tmp_path), allow_unverified=True)
     assert "--allow-unverified" not in found if isinstance(found, str) else found.verified is False
 
 
 def test_archive_without_a_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive that lacks a batch is refused with both names."""
-    few(monkeypatch)
+    set_batch_size(monkeypatch)
     batches = small_binaries()
     del batches["data_batch_4.bin"]
     archive = make_archive(tmp_path, batches, monkeypatch)
@@ -492,11 +492,11 @@ def test_archive_without_a_batch_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_full_disk_while_unpacking_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes no more while the archive is unpacked ends in one line with the place."""
-    few(monkeypatch)
+    """A full disk during unpacking is refused in one line with the path."""
+    set_batch_size(monkeypatch)
     make_archive(tmp_path, small_binaries(), monkeypatch)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a batch has 184,380 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # smaller than a batch of 184,380 bytes
     try:
         text = refusal(data.load, "cifar10", str(tmp_path))
     finally:
@@ -504,9 +504,9 @@ def test_full_disk_while_unpacking_is_refused(tmp_path: Path, monkeypatch: pytes
     assert str(tmp_path) in text
 
 
-def test_half_unpacked_archive_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that an interrupted unpacking left incomplete is completed by the command that the message names."""
-    few(monkeypatch)
+def test_a_partly_unpacked_archive_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder left incomplete by an interrupted unpacking is completed by the suggested command."""
+    set_batch_size(monkeypatch)
     batches = small_binaries()
     make_archive(tmp_path, batches, monkeypatch)
     unpacked(tmp_path, dict(list(batches.items())[:3]))
@@ -514,22 +514,22 @@ def test_half_unpacked_archive_is_mended(tmp_path: Path, monkeypatch: pytest.Mon
     assert data.load("cifar10", str(tmp_path)).verified is True
 
 
-def test_cut_batch_beside_its_archive_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut batch that is deleted as the message says comes back from the archive beside it."""
-    few(monkeypatch)
+def test_a_deleted_batch_is_restored_from_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A truncated batch that is deleted as suggested is restored from the archive."""
+    set_batch_size(monkeypatch)
     batches = small_binaries()
     make_archive(tmp_path, batches, monkeypatch)
     batches["data_batch_5.bin"] = batches["data_batch_5.bin"][:-1]
-    runtime = unpacked(tmp_path, batches)
-    assert AGAIN in refusal(data.load, "cifar10", str(tmp_path))
-    (runtime / "data_batch_5.bin").unlink()
+    folder = unpacked(tmp_path, batches)
+    assert FETCH_AGAIN in refusal(data.load, "cifar10", str(tmp_path))
+    (folder / "data_batch_5.bin").unlink()
     data.fetch("cifar10", str(tmp_path))
     assert data.load("cifar10", str(tmp_path)).verified is True
 
 
 def test_changed_batch_beside_the_archive_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: a batch that differs from the official one is not covered by the archive that lies beside it."""
-    few(monkeypatch)
+    """D4: a changed batch is not verified by the archive in its folder."""
+    set_batch_size(monkeypatch)
     batches = small_binaries()
     make_archive(tmp_path, batches, monkeypatch)
     batches["data_batch_2.bin"] = binary_batch(*cifar_arrays(77, 60))
@@ -538,47 +538,47 @@ def test_changed_batch_beside_the_archive_is_not_verified(tmp_path: Path, monkey
 
 
 def test_python_batches_are_not_covered_by_the_binary_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: the checksum of the binary archive says nothing about a folder of the python version beside it."""
-    few(monkeypatch)
+    """D4: the checksum of the binary archive does not verify a folder of the python version."""
+    set_batch_size(monkeypatch)
     make_archive(tmp_path, small_binaries(), monkeypatch)
-    runtime = tmp_path / "cifar10" / "cifar-10-batches-py"
-    runtime.mkdir()
+    folder = tmp_path / "cifar10" / "cifar-10-batches-py"
+    folder.mkdir()
     for seed, name in enumerate(CIFAR_PYTHON):
-        (runtime / name).write_bytes(python_2_batch(*cifar_arrays(seed + 50, 60)))
+        (folder / name).write_bytes(python_2_batch(*cifar_arrays(seed + 50, 60)))
     assert "not the official file" in refusal(data.load, "cifar10", str(tmp_path))
 
 
 @pytest.mark.parametrize("parent", ["cifar10", "", "cifar-10"])
-def test_cifar_is_found_where_it_usually_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str) -> None:
+def test_cifar_is_found_in_the_usual_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str) -> None:
     """The unpacked folder is found under cifar10, under cifar-10, and in the data folder itself."""
-    few(monkeypatch)
-    runtime = tmp_path / parent / "cifar-10-batches-bin"
-    runtime.mkdir(parents=True)
+    set_batch_size(monkeypatch)
+    folder = tmp_path / parent / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
     for name, content in small_binaries().items():
-        (runtime / name).write_bytes(content)
+        (folder / name).write_bytes(content)
     found = data.load("cifar10", str(tmp_path), allow_unverified=True)
-    assert found.origin == str(runtime)
+    assert found.origin == str(folder)
     assert found.verified is False
 
 
 def test_missing_batch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D13: of six batches only the missing one is asked for, with its exact path."""
-    few(monkeypatch)
-    runtime = unpacked(tmp_path, small_binaries())
-    (runtime / "data_batch_5.bin").unlink()
+    """D13: only the missing one of six batches is named, with its path."""
+    set_batch_size(monkeypatch)
+    folder = unpacked(tmp_path, small_binaries())
+    (folder / "data_batch_5.bin").unlink()
     text = refusal(data.load, "cifar10", str(tmp_path), allow_unverified=True)
-    assert str(runtime / "data_batch_5.bin") in text
+    assert str(folder / "data_batch_5.bin") in text
     assert "data_batch_4.bin" not in text
     assert "`waffle data cifar10`" in text
 
 
 def test_test_batch_alone_has_no_official_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: with five official batches and no archive the test batch is refused, for want of a published checksum."""
-    few(monkeypatch)
-    runtime = unpacked(tmp_path, small_binaries())
+    """D4: five official batches without the archive are refused: the test batch has no published checksum."""
+    set_batch_size(monkeypatch)
+    folder = unpacked(tmp_path, small_binaries())
     for name in list(CIFAR_BINARY)[:5]:
-        monkeypatch.setitem(CIFAR_BINARY, name, f"sha256:{checksum(runtime / name, 'sha256')}")
+        monkeypatch.setitem(CIFAR_BINARY, name, f"sha256:{checksum(folder / name, 'sha256')}")
     text = refusal(data.load, "cifar10", str(tmp_path))
-    assert str(runtime / "test_batch.bin") in text
+    assert str(folder / "test_batch.bin") in text
     assert "no official checksum" in text
     assert data.load("cifar10", str(tmp_path), allow_unverified=True).verified is False

@@ -1,4 +1,4 @@
-"""The command line: what it refuses, and how."""
+"""Inputs that the command line refuses, and the messages it prints."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from waffle_fl.federation import Federation
 pytestmark = pytest.mark.usefixtures("here")
 
 
-# --- C1: names that are nearly right
+# --- C1: misspelt names
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ pytestmark = pytest.mark.usefixtures("here")
         (["demo", "--quite"], "--quite", "--quiet"),
     ],
 )
-def test_a_misspelt_name_is_one_line_with_the_nearest_right_one(
+def test_a_misspelt_name_is_refused_with_the_nearest_one(
     here: Path, arguments: list[str], wrong: str, right: str
 ) -> None:
-    """A misspelt command, method, flag, data set, model or schedule is refused with the name that was meant."""
+    """A misspelt command, method, flag, data set, model or schedule is refused with the nearest known name."""
     line = refusal(waffle(*arguments))
     assert wrong in line
     assert f"did you mean {right}?" in line
@@ -71,29 +71,29 @@ def test_a_misspelt_name_is_one_line_with_the_nearest_right_one(
 def test_a_misspelt_key_is_named_with_its_file_and_line(
     here: Path, text: str, wrong: str, right: str, number: int
 ) -> None:
-    """A misspelt key of an experiment file is refused with the file, the line, and the key that was meant."""
+    """A misspelt key in an experiment file is refused with the file, the line and the nearest known key."""
     line = refusal(waffle("bench", toml(here, text)))
     assert "grid.toml: " in line
     assert f"unknown key {wrong!r} (line {number}), did you mean {right}?" in line
 
 
 def test_a_misspelt_method_in_a_file_is_named(here: Path) -> None:
-    """A method that does not exist is refused before any run begins."""
+    """An unknown method is refused before any run starts."""
     line = refusal(waffle("bench", toml(here, 'methods = ["local", "wafle"]\n')))
     assert "unknown method 'wafle', did you mean waffle?" in line
 
 
-def test_the_line_of_a_key_is_that_of_its_own_table(here: Path) -> None:
-    """Where two methods have an option of the same name, the message has the line of the one that is wrong."""
+def test_the_line_number_is_that_of_the_wrong_table(here: Path) -> None:
+    """When two methods have an option of the same name, the message has the line of the wrong one."""
     text = 'methods = ["waffle", "scaffold"]\n[waffle]\nclip = 2.0\n[scaffold]\nclip = -1.0\n'
     assert "clip (line 5): expected at least 0, got -1.0" in refusal(waffle("bench", toml(here, text)))
 
 
-# --- C2: values that cannot be
+# --- C2: values out of range
 
 
-def test_all_problems_of_a_file_are_told_at_once(here: Path) -> None:
-    """Every wrong type, range and value of an experiment file is in one message, each with its line."""
+def test_all_problems_of_a_file_are_reported_at_once(here: Path) -> None:
+    """One message lists every wrong type, range and value of an experiment file, each with its line."""
     text = """methods = ["waffle"]
 rounds = 0
 epochs = 0
@@ -136,8 +136,8 @@ psi = 3
     assert [part for part in expected if part not in line] == []
 
 
-def test_all_problems_of_flags_are_told_at_once(here: Path) -> None:
-    """Flags with impossible values are refused together, before anything is written."""
+def test_all_problems_of_flags_are_reported_at_once(here: Path) -> None:
+    """All flags with invalid values are refused in one message, before anything is written."""
     flags = ["--lr", "-0.1", "--rounds", "0", "--batch-size", "0", "--epochs", "0", "--momentum", "nan", "--clip", "-1"]
     line = refusal(waffle("run", "waffle", *flags))
     for name in ("lr", "rounds", "batch_size", "epochs", "momentum", "clip"):
@@ -169,7 +169,7 @@ def test_all_problems_of_flags_are_told_at_once(here: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_flag_with_an_impossible_value_is_named(flags: list[str], what: str) -> None:
+def test_a_flag_with_an_invalid_value_is_named(flags: list[str], what: str) -> None:
     """A value of the wrong type or range is refused in one line that names the flag or the value."""
     assert what in refusal(waffle("run", "waffle", *SMALL, "--out", "run", *flags))
 
@@ -202,8 +202,8 @@ def test_a_flag_with_an_impossible_value_is_named(flags: list[str], what: str) -
         ("\x00", "not valid TOML"),
     ],
 )
-def test_a_file_that_is_no_experiment_is_refused(here: Path, text: str, what: str) -> None:
-    """A file without methods, with impossible lists, or that is no TOML is refused in one line."""
+def test_an_invalid_experiment_file_is_refused(here: Path, text: str, what: str) -> None:
+    """A file without methods, with invalid lists, or that is not TOML is refused in one line."""
     line = refusal(waffle("bench", toml(here, text)))
     assert what in line
 
@@ -215,8 +215,8 @@ def test_a_file_that_cannot_be_read_is_named(here: Path, name: str) -> None:
     assert name in refusal(waffle("bench", name))
 
 
-def test_variants_are_experiments_of_their_own(here: Path) -> None:
-    """A variant changes what stands above it, a table option by option, and has a folder of its own."""
+def test_variants_are_separate_experiments(here: Path) -> None:
+    """A variant overrides the settings above it, merges its tables option by option, and has its own folder."""
     text = """methods = ["waffle"]
 lr = 0.2
 [waffle]
@@ -235,18 +235,18 @@ methods = ["local"]
     assert fast.options["waffle"] == {"clip": 1.0, "control": "paper"}
 
 
-def test_one_split_and_one_seed_are_not_passed_over(here: Path) -> None:
-    """A file that says `split` and `seed` gets that split and that seed, or is told to say `splits` and `seeds`."""
+def test_one_split_and_one_seed_are_not_ignored(here: Path) -> None:
+    """A file with `split` and `seed` gets that split and seed, or a message that names `splits` and `seeds`."""
     shown = waffle("bench", toml(here, 'methods = ["local"]\nsplit = "B"\nseed = 7\n'), "--dry-run", "--out", "out")
     assert shown.out == "out/digits-B-local-7\n" or (shown.code == 2 and "splits" in shown.err and "seeds" in shown.err)
 
 
-# --- C3: who is Alice?
+# --- C3: Alice
 
 
 @pytest.mark.parametrize("alice", ["10", "99999", "-1", "bob", "agent 10", "1.5", "", "²", "٣x"])
-def test_an_alice_who_is_not_there_is_refused_with_those_who_are(here: Path, alice: str) -> None:
-    """A number out of range or an unknown name is refused with the valid range or the valid names."""
+def test_an_unknown_alice_is_refused(here: Path, alice: str) -> None:
+    """A number out of range or an unknown name is refused with the valid range or names."""
     line = refusal(waffle("run", "waffle", *SMALL, f"--alice={alice}"))
     assert "between 0 and 9" in line or "agent 0, agent 1" in line
     assert list(here.iterdir()) == []
@@ -254,16 +254,16 @@ def test_an_alice_who_is_not_there_is_refused_with_those_who_are(here: Path, ali
 
 @pytest.mark.parametrize("alice", ["3", "agent 3"])
 def test_alice_is_a_number_or_a_name(here: Path, alice: str) -> None:
-    """Alice may be given by her number or by her name, and is recorded."""
+    """Alice can be given by number or by name, and the run records her number."""
     assert waffle("run", "local", *SMALL, "--alice", alice, "--out", "run", "--quiet").code == 0
     assert json.loads((here / "run" / "provenance.json").read_text())["alice"] == 3
 
 
-# --- C4 to C8: small federations, short runs, odd schedules
+# --- C4 to C8: small federations, short runs, extreme schedules
 
 
 def finite_rounds(folder: Path, count: int) -> list[dict[str, Any]]:
-    """The rounds of a run, all of them there and all numbers finite."""
+    """The rounds of a run, after checking that all are present and all numbers finite."""
     text = (folder / "rounds.jsonl").read_text()
     rounds = [strict(line + "\n") for line in text.splitlines()]
     assert len(rounds) == count
@@ -275,15 +275,15 @@ def finite_rounds(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def test_a_single_agent_is_local_training(here: Path) -> None:
-    """WAFFLE with one agent runs, gives her all weight, and says that it is Local."""
+    """WAFFLE with one agent gives her all the weight and notes that it equals Local."""
     shown = waffle("run", "waffle", *SMALL, "--agents", "1", "--out", "run")
     assert shown.code == 0
     assert "a single agent: this is Local" in shown.words
     assert all(line["weights"] == [1.0] for line in finite_rounds(here / "run", 3))
 
 
-def test_two_agents_weigh_the_same_until_the_end(here: Path) -> None:
-    """WAFFLE with two agents runs with equal weights and says that the paper's formula is 0/0."""
+def test_two_agents_have_equal_weights(here: Path) -> None:
+    """WAFFLE with two agents uses equal weights and notes that the paper's formula is 0/0."""
     shown = waffle("run", "waffle", *SMALL, "--agents", "2", "--out", "run")
     assert shown.code == 0
     assert "two agents: the paper's weights are 0/0" in shown.words
@@ -294,13 +294,13 @@ def test_two_agents_weigh_the_same_until_the_end(here: Path) -> None:
 @pytest.mark.parametrize("method", ALGORITHMS)
 @pytest.mark.parametrize("agents", ["1", "2"])
 def test_every_method_runs_with_one_and_with_two_agents(here: Path, method: str, agents: str) -> None:
-    """The smallest federations train with every method, and all numbers stay finite."""
+    """Every method trains with one and with two agents, with finite numbers."""
     assert waffle("run", method, *SMALL, "--agents", agents, "--out", "run", "--quiet").code == 0
     finite_rounds(here / "run", 3)
 
 
 def test_few_rounds_are_noted(here: Path) -> None:
-    """Fewer than 20 rounds of WAFFLE are noted; 20 rounds and other methods are not."""
+    """Fewer than 20 rounds of WAFFLE print a note; 20 rounds and other methods do not."""
     note = "fewer than 20 rounds"
     assert note in waffle("run", "waffle", *SMALL, "--out", "a").words
     assert note not in waffle("run", "waffle", *SMALL, "--rounds", "20", "--out", "b").words
@@ -339,7 +339,7 @@ not_a_function = 0.5
 
 @pytest.fixture
 def schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of the user's own schedules."""
+    """A module with user-defined schedules."""
     name = "schedules_of_a_user"
     toml(tmp_path, SCHEDULES, f"{name}.py")
     monkeypatch.syspath_prepend(tmp_path)
@@ -363,7 +363,7 @@ def schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_schedule_that_leaves_its_range_is_refused_with_round_and_value(
     schedules: str, name: str, function: str, r: int, value: str
 ) -> None:
-    """A user's schedule that returns no number in [0, 1] is refused with the round and what it returned."""
+    """A user-defined schedule that returns no number in [0, 1] is refused with the round and the value."""
     shown = waffle("run", "waffle", *SMALL, f"--{name}", f"{schedules}:{function}", "--out", "run", "--quiet")
     assert f"{name}({r}) of 3 rounds is {value}" in refusal(shown)
 
@@ -372,14 +372,14 @@ def test_a_schedule_that_leaves_its_range_is_refused_with_round_and_value(
     ("schedule", "value"), [("constant(-0.5)", "-0.5"), ("linear(2, 0)", "1.33"), ("exponential(-1e6)", "")]
 )
 def test_a_built_in_schedule_that_leaves_its_range_is_refused(schedule: str, value: str) -> None:
-    """A schedule of ours with parameters that take it out of [0, 1] is refused as a user's own would be."""
+    """A built-in schedule whose parameters take it out of [0, 1] is refused in the same way."""
     line = refusal(waffle("run", "waffle", *SMALL, "--omega", schedule, "--out", "run", "--quiet"))
     assert "omega" in line
     assert value in line
 
 
-def test_a_schedule_of_the_user_is_used(here: Path, schedules: str) -> None:
-    """A function of the user's own decides every round, and is recorded by its name."""
+def test_a_user_defined_schedule_is_used(here: Path, schedules: str) -> None:
+    """A user-defined schedule sets the value of every round and is recorded by its name."""
     flags = ["--omega", f"{schedules}:half", "--out", "run", "--quiet"]
     assert waffle("run", "waffle", *SMALL, *flags).code == 0
     assert [line["omega"] for line in finite_rounds(here / "run", 3)] == [0.5] * 3
@@ -390,15 +390,15 @@ def test_a_schedule_of_the_user_is_used(here: Path, schedules: str) -> None:
     "schedule", ["no_such_module:f", "math:no_such_function", "math:pi", ":f", "math:", ":", ".relative:f", "..:f"]
 )
 def test_a_schedule_that_cannot_be_imported_is_named(schedule: str) -> None:
-    """A module:function that does not exist, or is no function, is refused by its name."""
+    """A module:function that does not exist, or is not a function, is refused by name."""
     assert schedule in refusal(waffle("run", "waffle", "--omega", schedule))
 
 
 # --- C9: devices
 
 
-def test_a_device_that_is_not_there_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for a GPU on a machine without one is refused with the way out; auto takes the CPU."""
+def test_a_missing_device_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing GPU is refused with the alternative; auto selects the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = refusal(waffle("run", "local", *SMALL, "--device", "cuda"))
     assert "--device auto" in line
@@ -408,27 +408,27 @@ def test_a_device_that_is_not_there_is_refused(here: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("device", ["tpu", "gpu", "meta", "", "cuda:x", "cpu cuda"])
-def test_a_word_that_is_no_device_is_refused(device: str) -> None:
-    """A device of another kind is refused with the kinds there are."""
+def test_an_unknown_device_is_refused(device: str) -> None:
+    """An unknown device is refused with the known kinds."""
     assert "auto, cpu or cuda" in refusal(waffle("run", "local", *SMALL, f"--device={device}"))
 
 
-def test_a_gpu_that_is_too_small_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running out of GPU memory is an error that says how to need less of it."""
+def test_running_out_of_gpu_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of GPU memory gives an error that says how to use less."""
 
-    def full(*_: Any, **__: Any) -> Iterator[Any]:
+    def out_of_memory(*_: Any, **__: Any) -> Iterator[Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    monkeypatch.setattr(experiment.execution, "simulate", full)
+    monkeypatch.setattr(experiment.execution, "simulate", out_of_memory)
     assert "--stack" in refusal(waffle("run", "local", *SMALL, "--out", "run", "--quiet"))
 
 
-# --- C10: files of the future
+# --- C10: newer schema versions
 
 
 def test_a_newer_experiment_file_is_refused_with_both_versions(here: Path) -> None:
-    """An experiment file of schema 2 is refused by a program that reads schema 1."""
+    """An experiment file of schema 2 is refused when the program reads schema 1."""
     line = refusal(waffle("bench", toml(here, 'schema = 2\nmethods = ["waffle"]\nnew_key = 1\n')))
     assert "schema 1" in line
     assert "got schema 2" in line
@@ -437,7 +437,7 @@ def test_a_newer_experiment_file_is_refused_with_both_versions(here: Path) -> No
 @pytest.mark.parametrize("command", ["resume", "report"])
 @pytest.mark.parametrize("schema", [2, None, "1"])
 def test_a_newer_run_folder_is_refused_with_both_versions(here: Path, command: str, schema: Any) -> None:
-    """A run folder of another schema is neither resumed nor reported on."""
+    """A run folder of another schema can be neither resumed nor reported on."""
     assert waffle("run", "local", *SMALL, "--out", "run", "--quiet").code == 0
     path = here / "run" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
@@ -452,20 +452,20 @@ BAD_NAMES = ["..", "sub/..", "a;b", "$(x)", "`x`", "-x", "a b", "a|b", "a\nb", "
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_run_name_is_a_name_and_nothing_else(here: Path, name: str) -> None:
-    """Names with path steps, shell characters or a leading dash are refused, and nothing is made."""
+def test_an_unsafe_run_name_is_refused(here: Path, name: str) -> None:
+    """Names with path separators, shell characters or a leading dash are refused, and no folder is created."""
     assert "run name" in refusal(waffle("run", "local", *SMALL, f"--out={name}"))
     assert list(here.iterdir()) == []
     assert [path.name for path in here.parent.iterdir()] == ["here"]
 
 
 def test_a_dash_after_out_is_a_missing_value(here: Path) -> None:
-    """`--out -x` is read as a flag after a flag that needs a value."""
+    """`--out -x` is read as a flag, so the value of --out is missing."""
     assert "--out needs a value" in refusal(waffle("run", "local", *SMALL, "--out", "-x"))
 
 
-def test_an_experiment_file_gives_its_runs_a_plain_name(here: Path) -> None:
-    """An experiment file whose name holds shell characters needs an --out."""
+def test_an_experiment_file_with_an_unsafe_name_needs_out(here: Path) -> None:
+    """An experiment file whose name contains shell characters needs --out."""
     path = toml(here, 'methods = ["local"]\n', "a;b.toml")
     assert "run name" in refusal(waffle("bench", path, "--dry-run"))
     assert waffle("bench", path, "--dry-run", "--out", "fine").out == "fine/digits-C-local-1\n"
@@ -475,14 +475,14 @@ def test_an_experiment_file_gives_its_runs_a_plain_name(here: Path) -> None:
     "line", ['data = "../../x"', 'splits = ["../../x"]', 'splits = ["A/../../x"]', 'splits = ["/x"]']
 )
 def test_no_setting_leads_out_of_the_folder(here: Path, line: str) -> None:
-    """Names in an experiment file that would be steps in a path are refused, and nothing is made."""
+    """Path separators in the names of an experiment file are refused, and no folder is created."""
     path = toml(here, f'methods = ["local"]\n{line}\n')
     refusal(waffle("bench", path, "--out", "out", "--quiet"))
     assert {p.name for p in here.rglob("*")} <= {"grid.toml", "out"}
     assert [p.name for p in here.parent.iterdir()] == ["here"]
 
 
-# --- C12: twice the same
+# --- C12: duplicates
 
 
 @pytest.mark.parametrize(
@@ -493,22 +493,22 @@ def test_no_setting_leads_out_of_the_folder(here: Path, line: str) -> None:
         ('methods = ["local"]\nsplits = ["A", "A"]', "splits"),
     ],
 )
-def test_a_list_that_names_one_twice_is_refused(here: Path, line: str, what: str) -> None:
-    """Methods, seeds and splits are named once each."""
+def test_duplicates_in_a_list_are_refused(here: Path, line: str, what: str) -> None:
+    """Duplicate methods, seeds and splits are refused."""
     refused = refusal(waffle("bench", toml(here, line)))
     assert f"{what}: " in refused
     assert "expected no duplicates" in refused
 
 
 def test_a_key_given_twice_is_refused(here: Path) -> None:
-    """TOML does not allow a key twice, and the message has the line."""
+    """TOML does not allow duplicate keys, and the message has the line."""
     line = refusal(waffle("bench", toml(here, 'methods = ["local"]\nlr = 0.1\nlr = 0.2\n')))
     assert "not valid TOML" in line
     assert "line 3" in line
 
 
 def test_two_agents_of_one_name_are_refused() -> None:
-    """A federation from arrays has a name for each agent."""
+    """A federation from arrays refuses two agents with the same name."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 6, 3))
     y = np.arange(6) % 2

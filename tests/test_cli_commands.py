@@ -1,4 +1,4 @@
-"""The command line: what it prints where, its help, and the grid that `bench` runs."""
+"""The command line: output on stdout and stderr, help texts, and the commands bench, report and data."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ from waffle_fl.records import read_rounds
 pytestmark = pytest.mark.usefixtures("here")
 
 
-# --- what is printed where
+# --- stdout and stderr
 
 
 def test_progress_goes_to_stderr_and_results_to_stdout(here: Path) -> None:
-    """The progress and the notes are on stderr, the table and the folder on stdout."""
+    """Progress and notes go to stderr; the table and the folder go to stdout."""
     shown = waffle("run", "waffle", *SMALL, "--out", "run")
     assert shown.code == 0
     assert "1 run: WAFFLE" in shown.err
@@ -43,7 +43,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout(here: Path) -> None:
 
 
 def test_quiet_prints_nothing_on_stderr(here: Path) -> None:
-    """With --quiet stderr is empty, and stdout is what it is without."""
+    """With --quiet stderr is empty and stdout is unchanged."""
     loud = waffle("run", "waffle", *SMALL, "--out", "run")
     quiet = waffle("run", "waffle", *SMALL, "--out", "run", "--quiet")
     assert (quiet.code, quiet.err) == (0, "")
@@ -52,7 +52,7 @@ def test_quiet_prints_nothing_on_stderr(here: Path) -> None:
 
 
 def test_json_is_one_document_and_nothing_else(here: Path) -> None:
-    """With --json stdout is one JSON document: the folder, the config and the result."""
+    """With --json stdout is one JSON document with the folder, the config and the result."""
     shown = waffle("run", "waffle", *SMALL, "--out", "run", "--json")
     content = strict(shown.out)
     assert content["run"] == "run"
@@ -62,8 +62,8 @@ def test_json_is_one_document_and_nothing_else(here: Path) -> None:
     assert strict(waffle("resume", "run", "--json").out) == content
 
 
-def test_json_of_a_diverged_run_is_a_document_too(here: Path) -> None:
-    """A run that diverges prints its result as JSON on stdout, one line on stderr, and exits with 2."""
+def test_json_of_a_diverged_run_is_one_document(here: Path) -> None:
+    """A diverged run prints its result as JSON on stdout and one line on stderr, and exits with 2."""
     shown = waffle("run", "local", *SMALL, "--lr", "1e38", "--out", "run", "--json", "--quiet")
     assert shown.code == 2
     assert strict(shown.out)["status"] == "diverged"
@@ -72,14 +72,14 @@ def test_json_of_a_diverged_run_is_a_document_too(here: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", ["[old]", "[bold red]", "[1]"])
-def test_a_folder_is_printed_as_it_is_called(parent: str) -> None:
-    """Square brackets in a path are part of it, not markup."""
+def test_brackets_in_a_path_are_printed(parent: str) -> None:
+    """Square brackets in a path are printed, not parsed as markup."""
     shown = waffle("run", "local", *SMALL, "--out", f"{parent}/run", "--quiet")
     assert f"run folder: {parent}/run\n" in shown.out
 
 
-def test_a_long_path_is_printed_in_one_piece() -> None:
-    """A path longer than a terminal line can be copied whole."""
+def test_a_long_path_is_printed_on_one_line() -> None:
+    """A path longer than a terminal line is not wrapped."""
     path = f"{'long-' * 12}/{'path-' * 12}/run"
     assert f"run folder: {path}\n" in waffle("run", "local", *SMALL, "--out", path, "--quiet").out
 
@@ -89,14 +89,14 @@ COLOURS = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-9]|4[0-9]|9[0-7]|10[0-7])(?:;[0
 
 
 def on_a_terminal(*arguments: str) -> str:
-    """What the command prints on a terminal that knows colours, when NO_COLOR asks for none."""
+    """The output of a command on a colour terminal with NO_COLOR set."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
     line = [sys.executable, "-m", "waffle_fl", *arguments]
     with subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
         os.close(theirs)
         text = b""
-        with contextlib.suppress(OSError):  # the terminal is gone when the command has ended
+        with contextlib.suppress(OSError):  # reading fails after the command has closed the terminal
             while block := os.read(ours, 65536):
                 text += block
         assert child.wait() == 0
@@ -107,15 +107,15 @@ def on_a_terminal(*arguments: str) -> str:
 @pytest.mark.parametrize(
     "arguments", [("run", "local", *SMALL, "--out", "run"), ("run", "local", "--help")], ids=["run", "help"]
 )
-def test_no_color_is_heeded_on_a_terminal(arguments: tuple[str, ...]) -> None:
-    """With NO_COLOR no colour is set, even on a terminal."""
+def test_no_color_is_respected_on_a_terminal(arguments: tuple[str, ...]) -> None:
+    """With NO_COLOR a terminal receives no colour codes."""
     text = on_a_terminal(*arguments)
     assert len(text) > 200
     assert COLOURS.findall(text) == []
 
 
 def test_there_are_no_escape_codes_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NO_COLOR and no terminal, neither stdout nor stderr holds an escape code."""
+    """With NO_COLOR and no terminal, neither stdout nor stderr contains an escape code."""
     monkeypatch.setenv("NO_COLOR", "1")
     shown = waffle("run", "waffle", *SMALL, "--out", "run")
     assert shown.code == 0
@@ -133,7 +133,7 @@ def flags_of(kind: type) -> list[str]:
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
-    """`waffle run METHOD --help` exits with 0 and lists every setting but the share matrix, and every option."""
+    """`waffle run METHOD --help` exits with 0 and lists every setting except the share matrix, and every option."""
     shown = waffle("run", method, "--help")
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")
@@ -172,12 +172,12 @@ def test_the_help_names_every_command_and_every_method() -> None:
 
 @pytest.mark.parametrize("command", ["decide", "bench", "report", "data", "resume"])
 def test_a_missing_argument_is_one_line(command: str) -> None:
-    """A command without what it works on says what is missing."""
+    """A command without its argument is refused in one line that says what is missing."""
     assert "missing" in refusal(waffle(command))
 
 
 def test_no_traceback_in_a_real_process(here: Path) -> None:
-    """As a process of its own the command refuses in one line with exit code 2."""
+    """Run as a separate process, the command refuses in one line with exit code 2."""
     path = toml(here, 'methods = ["waffle"]\nlr = nan\nrounds = 0\n[waffle]\nomega = "nowhere:f"\n')
     line = refusal(process("bench", path))
     assert "lr (line 2)" in line
@@ -189,7 +189,7 @@ def test_no_traceback_in_a_real_process(here: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["nothing", "empty folder", "file"])
-def test_what_is_no_run_folder_is_not_resumed(here: Path, make: str) -> None:
+def test_only_run_folders_can_be_resumed(here: Path, make: str) -> None:
     """A folder without a config, a file and a missing path are refused by name."""
     if make == "empty folder":
         (here / "run").mkdir()
@@ -200,7 +200,7 @@ def test_what_is_no_run_folder_is_not_resumed(here: Path, make: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "settings": {"lr": "x"}}'])
 def test_a_damaged_config_is_refused(here: Path, content: str) -> None:
-    """A run folder whose config is damaged is refused in one line."""
+    """A run folder with a damaged config is refused in one line."""
     (here / "run").mkdir()
     (here / "run" / "config.json").write_text(content)
     refused = refusal(waffle("resume", "run"))
@@ -230,7 +230,7 @@ CHARTS = ["accuracy", "weights", "labels", "omega"]
 
 @dataclass(frozen=True)
 class Bench:
-    """A grid that was run once."""
+    """A grid after one run."""
 
     file: Path
     out: Path
@@ -245,8 +245,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(file, folder / "out", waffle("bench", file, "--out", folder / "out", "--json"))
 
 
-def test_a_plan_is_printed_in_order_and_nothing_is_run(here: Path) -> None:
-    """`bench --dry-run` prints methods x splits x seeds in the order of the file, and makes nothing."""
+def test_a_dry_run_prints_the_plan(here: Path) -> None:
+    """`bench --dry-run` prints methods x splits x seeds in the order of the file and writes nothing."""
     shown = waffle("bench", toml(here, GRID), "--dry-run")
     assert (shown.code, shown.err) == (0, "")
     assert shown.out.splitlines() == [f"runs/grid/{name}" for name in RUNS]
@@ -254,7 +254,7 @@ def test_a_plan_is_printed_in_order_and_nothing_is_run(here: Path) -> None:
 
 
 def test_a_grid_runs_every_cell(bench: Bench) -> None:
-    """A bench makes one finished run folder for each cell of the grid, and its JSON names them in order."""
+    """A bench makes one finished run folder per cell of the grid, and its JSON lists them in order."""
     content = strict(bench.shown.out)
     assert bench.shown.code == 0
     assert [Path(run["run"]).name for run in content["runs"]] == RUNS
@@ -263,26 +263,26 @@ def test_a_grid_runs_every_cell(bench: Bench) -> None:
     assert all(len(read_rounds(bench.out / name / "rounds.jsonl")) == 60 for name in RUNS)
 
 
-def test_two_and_two_point_nothing_are_one_config(here: Path) -> None:
-    """Where a number may have a fraction an integer is that number: both give one config, in the same words."""
+def test_integers_and_equal_floats_give_one_config(here: Path) -> None:
+    """Where a float is allowed, 2 and 2.0 give the same config."""
     text = 'methods = ["waffle"]\nsplits = ["A"]\nsizes = {0}\n[waffle]\nclip = {1}\neta_g = {{ A = {1} }}\n'
     files = [toml(here, text.format(*n), f"{i}.toml") for i, n in enumerate([("[2, 1]", "2"), ("[2.0, 1.0]", "2.0")])]
-    whole, real = (plan(load_experiment(file), here)[0][0] for file in files)
-    assert json.dumps(whole.to_json()) == json.dumps(real.to_json())
+    with_int, with_float = (plan(load_experiment(file), here)[0][0] for file in files)
+    assert json.dumps(with_int.to_json()) == json.dumps(with_float.to_json())
     assert json.dumps(check_run("waffle", {}, {"clip": 2}).to_json()) == json.dumps(
         check_run("waffle", {}, {"clip": 2.0}).to_json()
     )
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
-def test_a_config_is_read_back_in_the_same_words(method: str) -> None:
-    """The config of a run, read from its JSON, is written as it was."""
+def test_a_config_round_trips_through_json(method: str) -> None:
+    """A config read from its JSON writes the same JSON."""
     text = json.dumps(check_run(method, {}, {}).to_json())
     assert json.dumps(RunConfig.from_json(json.loads(text)).to_json()) == text
 
 
 def test_options_by_split_reach_their_runs(bench: Bench) -> None:
-    """An option that is a table gives each split its own value."""
+    """An option given as a table sets one value per split."""
     for name in RUNS:
         config = json.loads((bench.out / name / "config.json").read_text())
         split = config["settings"]["split"]
@@ -296,8 +296,8 @@ def test_options_by_split_reach_their_runs(bench: Bench) -> None:
     assert {line["omega"] for line in rounds} == {0.25}
 
 
-def test_the_report_is_whole(bench: Bench) -> None:
-    """A bench leaves a page, three tables, and each chart as PNG and PDF."""
+def test_the_report_is_complete(bench: Bench) -> None:
+    """A bench writes a page, three tables, and each chart as PNG and PDF."""
     report = bench.out / "report"
     expected = ["index.html", *TABLES, *(f"{chart}.{kind}" for chart in CHARTS for kind in ("png", "pdf"))]
     assert sorted(path.name for path in report.iterdir()) == sorted(expected)
@@ -313,7 +313,7 @@ def test_the_report_is_whole(bench: Bench) -> None:
 
 
 def test_finished_runs_are_skipped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second bench trains nothing, touches no file of a run, and shows the same results."""
+    """A second bench trains nothing, changes no run file, and prints the same results."""
     files = [path for name in RUNS for path in (bench.out / name).iterdir() if path.name != ".lock"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
     monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
@@ -324,8 +324,8 @@ def test_finished_runs_are_skipped(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
 
 
-def test_a_killed_bench_goes_on(bench: Bench, here: Path) -> None:
-    """A bench killed by SIGKILL while its runs train is finished by the same command to the unbroken bits."""
+def test_a_killed_bench_resumes(bench: Bench, here: Path) -> None:
+    """After SIGKILL the same command finishes the bench with bitwise identical results."""
     out = here / "out"
     line = [sys.executable, "-m", "waffle_fl", "bench", str(bench.file), "--out", str(out), "--quiet"]
     child = subprocess.Popen([*line, "--checkpoint-seconds", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -345,20 +345,20 @@ def test_a_killed_bench_goes_on(bench: Bench, here: Path) -> None:
 
 
 def test_agents_whose_runs_diverge_are_named(here: Path) -> None:
-    """With `--alice all` all results are shown, then one line names those that diverged; the exit code is 2."""
-    asked = ("run", "waffle", *SMALL, "--agents", "3", "--alice", "all", "--lr", "1e38", "--out", "all", "--quiet")
-    shown = waffle(*asked)
+    """With `--alice all` all results are printed, then one line names the diverged runs; the exit code is 2."""
+    command = ("run", "waffle", *SMALL, "--agents", "3", "--alice", "all", "--lr", "1e38", "--out", "all", "--quiet")
+    shown = waffle(*command)
     assert shown.code == 2
     assert "run folders: all" in shown.out
     assert shown.err.startswith("waffle: 3 of 3 runs diverged, those for 0, 1, 2; 0: round ")
     assert shown.err.count("\n") == 1
-    shown = waffle(*asked, "--json")
+    shown = waffle(*command, "--json")
     assert shown.code == 2
     assert [run["status"] for run in strict(shown.out)] == ["diverged"] * 3
 
 
 def test_a_grid_that_diverges_still_reports(here: Path) -> None:
-    """Runs that diverge do not stop a bench: its report says so, and it exits with 0."""
+    """Diverged runs do not stop a bench: the report marks them, and the exit code is 0."""
     text = 'methods = ["local", "waffle"]\ndata = "synthetic"\nmodel = "linear"\nrounds = 3\nlr = 1e38\n'
     shown = waffle("bench", toml(here, text), "--out", "out", "--json")
     assert shown.code == 0
@@ -367,8 +367,8 @@ def test_a_grid_that_diverges_still_reports(here: Path) -> None:
     assert "diverged" in (here / "out" / "report" / "index.html").read_text()
 
 
-def test_the_example_files_are_sound() -> None:
-    """The experiment of `waffle demo` passes its own checks and plans 7 methods x 5 splits x 3 seeds."""
+def test_the_demo_experiment_is_valid() -> None:
+    """The experiment of `waffle demo` is valid and plans 7 methods x 5 splits x 3 seeds."""
     path = Path(cli.__file__).with_name("demo.toml")
     assert tomllib.loads(path.read_text())["schema"] == 1
     assert len(experiment.plan(load_experiment(path), Path("demo"))) == 7 * 5 * 3
@@ -378,7 +378,7 @@ def test_the_example_files_are_sound() -> None:
 
 
 def test_a_report_on_nothing_is_refused(here: Path) -> None:
-    """A missing folder, an empty one and a file are no runs."""
+    """A report on a missing folder, an empty folder or a file is refused."""
     (here / "empty").mkdir()
     (here / "file").write_text("")
     assert "missing" in refusal(waffle("report", "missing"))
@@ -388,15 +388,15 @@ def test_a_report_on_nothing_is_refused(here: Path) -> None:
 
 
 def test_a_report_on_unfinished_runs_is_refused(here: Path, bench: Bench) -> None:
-    """A run that has not ended is not reported on."""
+    """A report on an unfinished run is refused."""
     (here / "run").mkdir()
     for name in ("config.json", "provenance.json", "rounds.jsonl"):
         (here / "run" / name).write_bytes((bench.out / RUNS[0] / name).read_bytes())
     assert "let them finish" in refusal(waffle("report", "run"))
 
 
-def test_a_report_on_one_run_goes_where_it_is_asked_to(here: Path, bench: Bench) -> None:
-    """`waffle report RUN --out` writes the page there, and its JSON says where."""
+def test_a_report_is_written_to_out(here: Path, bench: Bench) -> None:
+    """`waffle report RUN --out` writes the page there, and its JSON has the path."""
     shown = waffle("report", bench.out / "synthetic-C-local-1", "--out", "page", "--title", "A <b>title</b>", "--json")
     assert (shown.code, shown.err) == (0, "")
     assert strict(shown.out)["report"] == "page/index.html"
@@ -405,7 +405,7 @@ def test_a_report_on_one_run_goes_where_it_is_asked_to(here: Path, bench: Bench)
 
 @pytest.mark.parametrize("flag", ["--out", "--record"])
 def test_a_report_that_cannot_be_written_is_refused(here: Path, bench: Bench, flag: str) -> None:
-    """A folder or a record that cannot be made is one line, not a traceback."""
+    """A report or record that cannot be written is refused in one line."""
     (here / "file").write_text("in the way")
     assert "file/place" in refusal(waffle("report", bench.out / RUNS[0], flag, "file/place"))
 
@@ -414,7 +414,7 @@ def test_a_report_that_cannot_be_written_is_refused(here: Path, bench: Bench, fl
 
 
 def test_a_split_is_counted_and_drawn(here: Path) -> None:
-    """`waffle data digits --split C` prints who holds what and writes a PNG."""
+    """`waffle data digits --split C` prints the label counts of each agent and writes a PNG."""
     shown = waffle("data", "digits", "--split", "C", "--agents", "10", "--out", "x.png")
     assert shown.code == 0
     assert (here / "x.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -438,15 +438,15 @@ def test_a_split_is_counted_and_drawn(here: Path) -> None:
     ],
 )
 def test_a_split_that_cannot_be_shown_is_refused(here: Path, flags: list[str], what: str) -> None:
-    """An unknown split, no agents, and a picture that cannot be written are refused in one line."""
+    """An unknown split, zero agents, and a picture that cannot be written are refused in one line."""
     assert what in refusal(waffle("data", "digits", *flags))
     assert list(here.iterdir()) == []
 
 
-def test_a_model_for_every_agent(
+def test_alice_all_trains_one_model_per_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--alice all` trains one model an agent, each in a folder of its own, and shows the mean and the worst."""
+    """`--alice all` trains one model per agent, each in its own folder, and prints the mean and the lowest metric."""
     monkeypatch.chdir(tmp_path)
     line = ["run", "waffle", "--data", "digits", "--agents", "3", "--rounds", "2", "--alice", "all", "--quiet"]
     assert COMMANDS["run"](line[1:]) == 0

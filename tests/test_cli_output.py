@@ -1,4 +1,4 @@
-"""Tables are whole without a terminal, and progress begins where a run was resumed."""
+"""The width of piped tables, and progress bars of resumed runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-def test_a_table_that_is_piped_is_whole(tmp_path: Path) -> None:
-    """A row of a piped table is one line with every method's number; nothing is cut or wrapped."""
+def test_a_piped_table_is_complete(tmp_path: Path) -> None:
+    """Each row of a piped table is one line with every method's number, not cut or wrapped."""
     shown = waffle("report", RESULTS / "digits-all.jsonl", "--out", tmp_path)
     assert shown.code == 0
     assert "…" not in shown.out
@@ -36,14 +36,14 @@ def test_a_table_that_is_piped_is_whole(tmp_path: Path) -> None:
     assert len(row) - 1 == len([title for title in TITLES.values() if title in lines[head]])
 
 
-def test_columns_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """$COLUMNS sets the width of what is piped."""
+def test_columns_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$COLUMNS sets the width of piped output."""
     monkeypatch.setenv("COLUMNS", "70")
     assert console_for().width == 70
 
 
-def test_progress_begins_at_the_round_that_is_resumed(tmp_path: Path) -> None:
-    """A run that goes on from round 3 of 5 shows 3/5 before its next round, and 5/5 in the end."""
+def test_progress_starts_at_the_resumed_round(tmp_path: Path) -> None:
+    """A run resumed from round 3 of 5 shows 3/5 before its next round and 5/5 at the end."""
     config = RunConfig(method="local", settings=Settings(data="synthetic", rounds=5))
     runs = [(config, tmp_path / "run")]
     execute(runs, Runtime(device="cpu"), until=3)
@@ -61,7 +61,7 @@ def test_progress_begins_at_the_round_that_is_resumed(tmp_path: Path) -> None:
 
 
 def test_progress_of_several_runs_adds_up(tmp_path: Path) -> None:
-    """Runs of one method share a bar: it begins with the rounds that all of them have."""
+    """Runs of one method share a bar, which starts with the sum of their finished rounds."""
     runs = [
         (RunConfig(method="local", settings=Settings(data="synthetic", rounds=4, seed=seed)), tmp_path / f"run-{seed}")
         for seed in (1, 2, 3)

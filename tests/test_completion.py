@@ -1,4 +1,4 @@
-"""The completion script works in a real bash, and names every command, method and flag."""
+"""The completion script works in a real bash and contains every command, method and flag."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli.menu import COMMANDS
 
 BASH = shutil.which("bash")
-ASK = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _waffle; printf "%s\\n" "${COMPREPLY[@]}"'
+COMPLETE = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _waffle; printf "%s\\n" "${COMPREPLY[@]}"'
 
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash."""
+    """The completion script for bash."""
     path = tmp_path_factory.mktemp("completion") / "waffle"
     path.write_text(waffle("completion", "bash").out)
     return path
@@ -44,8 +44,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_bash_completes(script: Path, line: list[str], expected: set[str]) -> None:
-    """The words that may stand next are offered, flags only after a dash; where there is none bash offers files."""
-    command = [str(BASH), "--norc", "-c", ASK, "bash", str(script), "waffle", *line]
+    """The script offers the possible next words, flags only after a dash, and nothing where bash offers files."""
+    command = [str(BASH), "--norc", "-c", COMPLETE, "bash", str(script), "waffle", *line]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == expected
     assert done.stderr == ""
@@ -53,7 +53,7 @@ def test_bash_completes(script: Path, line: list[str], expected: set[str]) -> No
 
 @pytest.mark.skipif(BASH is None, reason="no bash on this machine")
 def test_bash_registers_the_command(script: Path) -> None:
-    """Sourcing the script registers the function, with files where it offers nothing."""
+    """Sourcing the script registers the function, with file names as the default completion."""
     done = subprocess.run(
         [str(BASH), "--norc", "-c", 'source "$1"; complete -p waffle', "bash", str(script)],
         capture_output=True,
@@ -71,6 +71,6 @@ def test_other_shells_know_every_command_and_method(shell: str) -> None:
 
 
 def test_another_shell_is_refused() -> None:
-    """A shell that is not supported is one line."""
+    """An unsupported shell is refused in one line."""
     assert "choose one of bash, zsh, fish" in refusal(waffle("completion", "powershell"))
     assert waffle("completion").code == 2

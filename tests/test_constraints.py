@@ -1,4 +1,4 @@
-"""Every parameter is checked at construction, with one line for all problems."""
+"""Every parameter is checked at construction, and one line lists everything that is wrong."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def problem_of(kind: Any, given: dict[str, Any]) -> str:
-    """Return the message of a rejected construction."""
+    """The error message of a refused construction."""
     with pytest.raises(WaffleError) as caught:
         kind(**given)
     return str(caught.value)
@@ -90,7 +90,7 @@ def problem_of(kind: Any, given: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("kind", "given", "expected"), WRONG, ids=lambda value: str(value)[:40])
 def test_wrong_values_are_refused_at_construction(kind: Any, given: dict[str, Any], expected: str) -> None:
-    """A wrong value raises a WaffleError of one line that names the parameter, what was expected and what came."""
+    """A wrong value raises a one-line WaffleError with the parameter, the expected and the given value."""
     text = problem_of(kind, given)
     assert expected in text
     assert text.startswith(f"{next(iter(given))}: ")
@@ -98,7 +98,7 @@ def test_wrong_values_are_refused_at_construction(kind: Any, given: dict[str, An
 
 
 def test_positional_values_are_checked() -> None:
-    """Positional values such as SGD(-0.1) are checked like keyword values."""
+    """SGD(-0.1) is refused in the same way as SGD(lr=-0.1)."""
     with pytest.raises(WaffleError, match=r"^lr: expected a number above 0, got -0\.1$"):
         SGD(-0.1)
 
@@ -109,7 +109,7 @@ def test_all_problems_are_listed_at_once() -> None:
     assert re.findall(r"(?:^|; )(\w+): ", text) == ["clip", "denominator", "omega", "eta_g"]
 
 
-def numeric() -> list[tuple[str, str]]:
+def numeric_hyperparameters() -> list[tuple[str, str]]:
     return [
         (method, name)
         for method, kind in ALGORITHMS.items()
@@ -118,30 +118,30 @@ def numeric() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("method", "name"), numeric())
+@pytest.mark.parametrize(("method", "name"), numeric_hyperparameters())
 def test_every_number_refuses_nan(method: str, name: str) -> None:
     """No numeric hyperparameter of any method may be NaN."""
     text = problem_of(ALGORITHMS[method], {name: math.nan})
     assert re.fullmatch(rf"{name}: expected (a finite number|an integer), got nan", text)
 
 
-@pytest.mark.parametrize(("method", "name"), numeric())
+@pytest.mark.parametrize(("method", "name"), numeric_hyperparameters())
 def test_every_number_has_a_constraint(method: str, name: str) -> None:
-    """Every numeric hyperparameter of every method has a constraint."""
+    """Every numeric hyperparameter of every method has a limit."""
     assert parameters_of(ALGORITHMS[method])[name].constraint
 
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_defaults_are_accepted_and_copies_checked(method: str) -> None:
-    """The defaults of a method satisfy its constraints, and dataclasses.replace checks again."""
+    """The defaults of a method are valid, and dataclasses.replace checks again."""
     algorithm: Any = ALGORITHMS[method]()
     assert dataclasses.replace(algorithm) == algorithm
     with pytest.raises(WaffleError, match=r"^clip: expected at least 0, got -1$"):
         dataclasses.replace(algorithm, clip=-1)
 
 
-def test_values_of_other_kinds_that_fit() -> None:
-    """Integers are accepted as numbers, NumPy floats as floats, and functions as schedules."""
+def test_compatible_types_are_accepted() -> None:
+    """Integers are numbers, NumPy floats are floats, and a schedule may be a function."""
     numpy = pytest.importorskip("numpy")
     assert SGD(1).lr == 1
     assert SGD(numpy.float64(0.5)).lr == 0.5
@@ -149,8 +149,8 @@ def test_values_of_other_kinds_that_fit() -> None:
     assert Waffle(omega="adaptive", psi="step(0.5)").psi == "step(0.5)"
 
 
-def test_same_messages_in_a_config() -> None:
-    """A config read from plain values is rejected with the messages of the constructors."""
+def test_a_config_gives_the_messages_of_the_constructors() -> None:
+    """A config with wrong values is refused with the messages of the constructors."""
     with pytest.raises(WaffleError) as caught:
         check_run("waffle", {"rounds": 0, "lr": -1.0}, {"eta_g": -1, "omega": "sigmod(3)"})
     expected = [*problem_of(Settings, {"rounds": 0, "lr": -1.0}).split("; ")]
@@ -159,7 +159,7 @@ def test_same_messages_in_a_config() -> None:
 
 
 def test_settings_of_an_earlier_version_are_read() -> None:
-    """A config without later settings and with lists for tuples is still read."""
+    """A config that lacks later settings, and has lists in place of tuples, can be read."""
     content = RunConfig(method="waffle", settings=Settings(sizes=(1.0, 2.0))).to_json()
     settings = {**content["settings"], "sizes": [1, 2], "alice": 0}
     settings.pop("momentum_between_rounds")
@@ -170,14 +170,14 @@ def test_settings_of_an_earlier_version_are_read() -> None:
 
 
 @pytest.mark.parametrize("rule", ["krum(99)", "multi-krum(2)", "trimmed-mean(f=2)"])
-def test_a_rule_for_more_malicious_agents_than_there_can_be(rule: str) -> None:
-    """A robust rule that expects half of the agents to be malicious is rejected with one line."""
+def test_a_rule_that_expects_too_many_malicious_agents_is_refused(rule: str) -> None:
+    """A robust rule that expects half of the agents to be malicious is refused in one line."""
     with pytest.raises(WaffleError, match=r"^aggregation: .* malicious agents of 4, .*use at most .*\(1\), or mean$"):
         check_agents(FedAvg(aggregation=rule), 4)
 
 
-def test_rules_that_fit_their_federation() -> None:
-    """Rules that expect a minority, and methods that do not depend on the number of agents, are accepted."""
+def test_valid_rules_are_accepted() -> None:
+    """Rules that expect a minority, and methods without a limit on agents, are accepted."""
     for rule in ("mean", "median", "krum", "krum(4)", "centered-clipping(2)"):
         check_agents(FedAvg(aggregation=rule), 10)
     check_agents(Waffle(), 1)
@@ -196,13 +196,13 @@ def test_rules_that_fit_their_federation() -> None:
     ],
 )
 def test_constraints(constraint: Any, fitting: Any, wrong: Any, words: str) -> None:
-    """A constraint treats its bounds as its description says."""
+    """A constraint accepts its bounds and refuses values beyond them."""
     assert constraint.problem(fitting) == ""
     assert constraint.problem(wrong) == f"expected {words}, got {wrong!r}"
 
 
-def test_parser_errors_are_reported() -> None:
-    """The parser's error is the message; values that are not texts are not parsed."""
+def test_a_readable_text_is_refused_with_the_parsers_message() -> None:
+    """The parser's error is the message; values that are not text are not parsed."""
 
     def parse(text: str) -> None:
         if text != "good":
@@ -214,7 +214,7 @@ def test_parser_errors_are_reported() -> None:
 
 
 def test_a_dataclass_of_another_package() -> None:
-    """Constraints work in any dataclass; fields that depend on the model are no parameters."""
+    """Constraints work in any dataclass; fields that depend on the model are not parameters."""
 
     @dataclasses.dataclass(frozen=True)
     class Method:
@@ -243,14 +243,14 @@ def test_a_dataclass_of_another_package() -> None:
     ],
 )
 def test_types_of_other_methods(hint: Any, fitting: Any, wrong: Any) -> None:
-    """Types that no method of the package uses are checked as far as possible; Any accepts every value."""
+    """Types that no built-in method uses are checked too; Any accepts everything."""
     assert Parameter(hint).problem(fitting) == ""
     assert Parameter(hint).problem(wrong).startswith("expected ")
     assert Parameter(Any).problem(wrong) == ""
 
 
 def test_long_values_are_shortened() -> None:
-    """A message stays one short line for any value."""
+    """A message stays one short line whatever the value is."""
     text = Parameter(int).problem("a\n" * 1000)
     assert "\n" not in text
     assert len(text) < 300

@@ -1,4 +1,4 @@
-"""Labels and names that a spreadsheet would run as formulas are texts in every CSV that is written."""
+"""Labels and names that a spreadsheet would run as formulas are quoted as text in every CSV file."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def is_number(text: str) -> bool:
 
 
 def formulas(text: str) -> list[str]:
-    """The cells that a spreadsheet would run."""
+    """Return the cells that a spreadsheet would run."""
     return [value for value in cells(text) if value.startswith(SIGNS) and not is_number(value)]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose four classes and whose agents are called like formulas."""
+    """Return a folder with a run whose four classes and agents are named like formulas."""
     folder = tmp_path_factory.mktemp("formulas")
     data, rng = folder / "data", np.random.default_rng(0)
     data.mkdir()
@@ -53,21 +53,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_predictions_hold_no_formula(trained: Path) -> None:
-    """`waffle predict` writes labels as texts, to stdout and to a file; JSON keeps them as they are."""
+def test_predictions_contain_no_formula(trained: Path) -> None:
+    """`waffle predict` quotes labels in CSV on stdout and in files; JSON keeps them unchanged."""
     shown = waffle("predict", trained / "run", trained / "new.csv")
     assert shown.code == 0
     assert formulas(shown.out) == []
     assert {value[0] for value in cells(shown.out) if value[1:] in EVIL} == {"'"}
     assert waffle("predict", trained / "run", trained / "new.csv", "--out", trained / "out.csv").code == 0
     assert (trained / "out.csv").read_text() == shown.out
-    told = json.loads(waffle("predict", trained / "run", trained / "new.csv", "--json").out)["predictions"]
-    assert {line["prediction"] for line in told} <= set(EVIL)
-    assert len({line["prediction"] for line in told}) > 1
+    predictions = json.loads(waffle("predict", trained / "run", trained / "new.csv", "--json").out)["predictions"]
+    assert {line["prediction"] for line in predictions} <= set(EVIL)
+    assert len({line["prediction"] for line in predictions}) > 1
 
 
-def test_the_table_of_a_report_holds_no_formula(trained: Path) -> None:
-    """`waffle report` writes the agent's name, which is a row's, as a text."""
+def test_the_report_table_contains_no_formula(trained: Path) -> None:
+    """`waffle report` quotes the agent's name."""
     assert waffle("report", trained / "run", "--out", trained / "report").code == 0
     text = (trained / "report" / "table.csv").read_text()
     assert formulas(text) == []
@@ -75,7 +75,7 @@ def test_the_table_of_a_report_holds_no_formula(trained: Path) -> None:
 
 
 def test_negative_numbers_stay_numbers(tmp_path: Path) -> None:
-    """A regression's predictions below 0 are numbers, not texts."""
+    """Negative predictions of a regression are not quoted."""
     rng = np.random.default_rng(1)
     (tmp_path / "data").mkdir()
     for name in ("north", "south"):
@@ -90,25 +90,25 @@ def test_negative_numbers_stay_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [*EVIL, "\tx", "\rx", "\n=1", "＝1", "-1", "+49 30", "@x"])
 def test_a_text_that_begins_like_a_formula_gets_a_quote(text: str) -> None:
-    """OWASP's list, tab and carriage return included, goes for texts, also those that look like numbers."""
+    """Texts with OWASP's leading characters are quoted, also those that look like numbers."""
     assert cells(to_csv([[text, 1]])) == [f"'{text}", "1"]
 
 
 @pytest.mark.parametrize("text", ["a;=1+1", "a\t=1+1", "a\r=1+1", "a\n=1+1", 'a",=1+1', 'a"\n=1+1', '";=1+1'])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_no_text_ends_its_cell(text: str, delimiter: str) -> None:
-    """Whatever sign stands between cells where the file is opened, a formula does not become a cell of its own."""
+def test_no_text_can_start_a_new_cell(text: str, delimiter: str) -> None:
+    """Whatever delimiter the reader uses, a formula in a text does not become a cell."""
     assert not any(value.startswith("=") for value in cells(to_csv([[text]]), delimiter))
 
 
 @pytest.mark.parametrize("value", ["north", "a=b", "1-2", "'=1", "", -1.5, -3, 0.25, 1e-7])
 def test_other_values_stay_as_they_are(value: object) -> None:
-    """Texts that begin otherwise, and all numbers, are written as ever."""
+    """Other texts and all numbers are written unchanged."""
     assert cell(value) == str(value)
 
 
-def test_there_is_one_writer_of_csv() -> None:
-    """No other module writes CSV, so that none can forget."""
+def test_only_one_module_writes_csv() -> None:
+    """No other module writes CSV, so none can omit the quoting."""
     root = Path(waffle_fl.__file__).parent
     names = ("writer", "DictWriter", "to_csv")
     writers = {

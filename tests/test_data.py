@@ -1,4 +1,4 @@
-"""Data files: what is read, what is verified, and what is refused with one line."""
+"""Data files: reading, verification, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import refusal
-from data_support import AGAIN, MEGABYTE, memory_below
+from data_support import FETCH_AGAIN, MEGABYTE, memory_below
 from waffle_fl import data
 from waffle_fl.data.files import checksum, data_dir, is_official, verify
 from waffle_fl.data.idx import read_idx
@@ -48,49 +48,49 @@ def test_idx_reads_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 9, 17, 400, -9, -8, -1])
 def test_truncated_gzip_is_refused(tmp_path: Path, kept: int) -> None:
-    """D1: a gzip file that was cut anywhere is refused as damaged, whole, with its name and what to do."""
+    """D1: a gzip file truncated anywhere is refused as damaged, with its name and what to do."""
     path = write_idx(tmp_path / "cut.gz", (10, 10, 10), noise(1000))
     path.write_bytes(path.read_bytes()[:kept])
     text = refusal(read_idx, path, (10, 10, 10))
     assert f"{path} is damaged" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 @pytest.mark.parametrize("kept", [400, -8])
 def test_truncated_gzip_is_refused_with_its_sizes(tmp_path: Path, kept: int) -> None:
-    """D1: the refusal of a cut gzip file names the bytes that were expected."""
+    """D1: the refusal of a truncated gzip file states the expected number of bytes."""
     path = write_idx(tmp_path / "cut.gz", (10, 10, 10), noise(1000))
     path.write_bytes(path.read_bytes()[:kept])
     assert "expected 1000 bytes" in refusal(read_idx, path, (10, 10, 10))
 
 
 def test_short_body_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    """D1: a sound gzip file with too few bytes inside is refused with the expected and the read number."""
+    """D1: a valid gzip file with too few bytes is refused with the expected and the actual number."""
     text = refusal(read_idx, write_idx(tmp_path / "short.gz", (10, 10), noise(99)), (10, 10))
     assert "expected 100 bytes" in text
     assert "read 99 bytes" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_long_body_is_refused(tmp_path: Path) -> None:
-    """One byte more than the dimensions promise is as wrong as one byte less."""
+    """One byte more than the dimensions require is refused."""
     text = refusal(read_idx, write_idx(tmp_path / "long.gz", (10, 10), noise(101)), (10, 10))
     assert "expected 100 bytes of data, read more" in text
 
 
 def test_crc_error_is_refused(tmp_path: Path) -> None:
-    """D1: a gzip file whose checksum does not fit its content is refused and says CRC."""
+    """D1: a gzip file with a wrong checksum is refused as a CRC error."""
     path = write_idx(tmp_path / "crc.gz", (10, 10), noise(100))
     content = bytearray(path.read_bytes())
     content[-8] ^= 1
     path.write_bytes(content)
     text = refusal(read_idx, path, (10, 10))
     assert "CRC" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_flipped_bytes_inside_are_refused(tmp_path: Path) -> None:
-    """D1: no single flipped byte in the compressed body passes unnoticed."""
+    """D1: every flipped byte in the compressed body is detected."""
     path = write_idx(tmp_path / "flip.gz", (10, 10), noise(100))
     sound = path.read_bytes()
     for position in range(10, len(sound)):
@@ -100,21 +100,21 @@ def test_flipped_bytes_inside_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("junk", [b"not gzip at all", b"\x00" * 64, b"\x1f\x8b", b"<html>404</html>"])
 def test_other_files_are_refused(tmp_path: Path, junk: bytes) -> None:
-    """D1: a file that is no gzip file is refused with its name."""
+    """D1: a file that is not gzip is refused with its name."""
     path = tmp_path / "junk.gz"
     path.write_bytes(junk)
     assert str(path) in refusal(read_idx, path, (10, 10))
 
 
-def test_rubbish_after_the_gzip_stream_is_refused(tmp_path: Path) -> None:
-    """Bytes after the end of the gzip stream make a file damaged."""
+def test_trailing_bytes_are_refused(tmp_path: Path) -> None:
+    """Bytes after the end of the gzip stream are refused."""
     path = write_idx(tmp_path / "tail.gz", (10, 10), noise(100))
     path.write_bytes(path.read_bytes() + b"rubbish")
-    assert AGAIN in refusal(read_idx, path, (10, 10))
+    assert FETCH_AGAIN in refusal(read_idx, path, (10, 10))
 
 
 def test_absent_and_folder_paths_are_refused(tmp_path: Path) -> None:
-    """D13: neither a missing file nor a folder in its place ends in anything but the one line."""
+    """D13: a missing file and a folder in its place are refused in one line."""
     assert str(tmp_path / "none.gz") in refusal(read_idx, tmp_path / "none.gz", (1,))
     assert str(tmp_path) in refusal(read_idx, tmp_path, (1,))
 
@@ -149,7 +149,7 @@ def test_short_header_is_refused(tmp_path: Path, length: int) -> None:
 
 
 def test_header_of_a_trillion_items_is_refused_before_allocation(tmp_path: Path) -> None:
-    """D3: a header that promises 10^12 items is refused while memory stays below two megabytes."""
+    """D3: a header that claims 10^12 items is refused while memory stays below two megabytes."""
     path = write_idx(tmp_path / "bomb.gz", (10**4, 10**4, 10**4), noise(1000))
     with memory_below(2 * MEGABYTE):
         text = refusal(read_idx, path, (60000, 28, 28))
@@ -158,7 +158,7 @@ def test_header_of_a_trillion_items_is_refused_before_allocation(tmp_path: Path)
 
 
 def test_gzip_bomb_is_not_inflated(tmp_path: Path) -> None:
-    """D3: a file that inflates to 100 megabytes in place of 400 bytes is refused while memory stays below two."""
+    """D3: a file that inflates to 100 megabytes instead of 400 bytes is refused using less than two megabytes."""
     path = write_idx(tmp_path / "bomb.gz", (10, 40), bytes(100 * MEGABYTE))
     assert path.stat().st_size < MEGABYTE
     with memory_below(2 * MEGABYTE):
@@ -184,8 +184,8 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def with_other(fakes: Path, root: Path, name: str) -> Path:
-    """A data folder of links to the fakes, but for one file, whose path is returned."""
+def folder_without(fakes: Path, root: Path, name: str) -> Path:
+    """A data folder of links to the fakes except one file, whose path is returned."""
     (root / "mnist").mkdir()
     for file in FILES:
         if file != name:
@@ -194,15 +194,15 @@ def with_other(fakes: Path, root: Path, name: str) -> Path:
 
 
 def test_wrong_checksum_is_refused(fakes: Path) -> None:
-    """D4: a published set with another sha256 is refused, with the file and the flag that allows it."""
+    """D4: a published set with another sha256 is refused with the file and the flag that allows it."""
     text = refusal(data.load, "mnist", str(fakes))
     assert str(fakes / "mnist" / FILES[0]) in text
     assert "not the official file" in text
     assert "--allow-unverified" in text
 
 
-def test_allowed_unverified_set_says_so(fakes: Path) -> None:
-    """D4: with the flag the same set loads, normalised, and says that it is not verified."""
+def test_an_allowed_unverified_set_is_marked(fakes: Path) -> None:
+    """D4: with the flag the same set loads, normalised, and is marked as unverified."""
     found = data.load("mnist", str(fakes), allow_unverified=True)
     assert found.verified is False
     assert found.x_train.shape == (60000, 1, 28, 28)
@@ -217,17 +217,17 @@ def test_allowed_unverified_set_says_so(fakes: Path) -> None:
 
 
 def test_truncated_file_gives_no_partial_set(fakes: Path, tmp_path: Path) -> None:
-    """D1: one cut file refuses the whole set, even where unverified files are allowed."""
-    path = with_other(fakes, tmp_path, FILES[2])
+    """D1: one truncated file refuses the whole set, also when unverified files are allowed."""
+    path = folder_without(fakes, tmp_path, FILES[2])
     path.write_bytes((fakes / "mnist" / FILES[2]).read_bytes()[:-100])
     text = refusal(data.load, "mnist", str(tmp_path), allow_unverified=True)
     assert f"{path} is damaged" in text
-    assert AGAIN in text
+    assert FETCH_AGAIN in text
 
 
 def test_fewer_labels_than_images_are_refused(fakes: Path, tmp_path: Path) -> None:
-    """D2: a label file that is one short of the images is refused with both counts."""
-    path = write_idx(with_other(fakes, tmp_path, FILES[1]), (59999,), bytes(59999))
+    """D2: a label file with one label too few is refused with both counts."""
+    path = write_idx(folder_without(fakes, tmp_path, FILES[1]), (59999,), bytes(59999))
     text = refusal(data.load, "mnist", str(tmp_path), allow_unverified=True)
     assert str(path) in text
     assert "(60000,)" in text
@@ -238,14 +238,14 @@ def test_label_ten_is_refused(fakes: Path, tmp_path: Path) -> None:
     """D5: a label above nine in a file is refused with the file, the label and its first index."""
     labels = bytearray(60000)
     labels[1234] = labels[2000] = 10
-    path = write_idx(with_other(fakes, tmp_path, FILES[1]), (60000,), bytes(labels))
+    path = write_idx(folder_without(fakes, tmp_path, FILES[1]), (60000,), bytes(labels))
     text = refusal(data.load, "mnist", str(tmp_path), allow_unverified=True)
     assert f"{path}: expected labels 0 to 9, got 10 at index 1234" in text
 
 
 def test_one_missing_file_is_named_alone(fakes: Path, tmp_path: Path) -> None:
-    """D13: of four files only the missing one is asked for, with its path and its address."""
-    path = with_other(fakes, tmp_path, FILES[3])
+    """D13: only the missing one of four files is named, with its path and its address."""
+    path = folder_without(fakes, tmp_path, FILES[3])
     text = refusal(data.load, "mnist", str(tmp_path))
     assert f"{path} from {SOURCES['mnist'].files[3].url}" in text
     assert FILES[0] not in text
@@ -253,7 +253,7 @@ def test_one_missing_file_is_named_alone(fakes: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
 def test_missing_folder_is_named_exactly(tmp_path: Path, name: str) -> None:
-    """D13: without its folder a set is refused with the command that fetches it and the exact path of each file."""
+    """D13: a set without its folder is refused with the command that fetches it and the path of each file."""
     text = refusal(data.load, name, str(tmp_path / "nowhere"))
     assert f"`waffle data {name}`" in text
     source = SOURCES[name]
@@ -262,14 +262,14 @@ def test_missing_folder_is_named_exactly(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    """D13: a file where the folder should be counts as a missing folder."""
+    """D13: a file in place of the folder counts as a missing folder."""
     (tmp_path / "mnist").write_text("x")
     assert "`waffle data mnist`" in refusal(data.load, "mnist", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_unreadable_folder_is_refused(tmp_path: Path, name: str) -> None:
-    """D13: a folder that may not be entered is refused with its path."""
+    """D13: a folder without permission is refused with its path."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0)
     root = os.geteuid() == 0
@@ -285,7 +285,7 @@ def test_unreadable_folder_is_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("folder", ["~no-such-user-here/data", "x" * 300])
 def test_impossible_folder_is_refused(folder: str) -> None:
-    """D13: a folder name that cannot exist is refused with that name."""
+    """D13: an invalid folder name is refused with that name."""
     assert folder.removeprefix("~") in refusal(data.load, "mnist", folder)
 
 
@@ -309,8 +309,8 @@ def test_data_folder_is_the_flag_then_the_variable_then_the_cache(monkeypatch: p
     assert data_dir("~/x") == Path.home() / "x"
 
 
-def test_verify_knows_both_algorithms(tmp_path: Path) -> None:
-    """A checksum is written as algorithm:digest, for sha256 and for md5, and an empty one is never met."""
+def test_verify_supports_both_algorithms(tmp_path: Path) -> None:
+    """A checksum is algorithm:digest, with sha256 or md5; an empty checksum never matches."""
     path = tmp_path / "f"
     path.write_bytes(b"waffle")
     for algorithm in ("sha256", "md5"):
@@ -358,7 +358,7 @@ def rows(x: np.ndarray) -> set[bytes]:
 
 
 def test_digits() -> None:
-    """Digits are 1,797 normalised images of 8x8, a quarter of them for testing, the same each time."""
+    """Digits are 1,797 normalised 8x8 images, a quarter of them for testing, and deterministic."""
     a, b = data.load("digits"), data.load("digits")
     assert a.x_train.shape == (1348, 1, 8, 8)
     assert a.x_test.shape == (449, 1, 8, 8)
@@ -375,7 +375,7 @@ def test_digits() -> None:
 
 
 def test_synthetic() -> None:
-    """The synthetic set is ten Gaussian classes in 20 dimensions, the same each time."""
+    """The synthetic set has ten Gaussian classes in 20 dimensions and is deterministic."""
     a, b = data.load("synthetic"), data.load("synthetic")
     assert a.x_train.shape == (2000, 20)
     assert a.x_test.shape == (1000, 20)
@@ -397,7 +397,7 @@ def test_training_and_test_data_are_disjoint(name: str) -> None:
 
 
 def test_gaussian_classes_depend_on_the_seed() -> None:
-    """Another seed gives other centres; the classes can be told apart and overlap more as spread grows."""
+    """Another seed gives other centres; the classes are separable and overlap more as spread grows."""
     x, y, _, _ = gaussian_classes(1)
     assert not np.array_equal(x, gaussian_classes(2)[0])
     centres = np.stack([x[y == k].mean(axis=0) for k in range(10)])
@@ -408,8 +408,8 @@ def test_gaussian_classes_depend_on_the_seed() -> None:
     assert (((wide[:, None] - centres) ** 2).sum(axis=2).argmin(axis=1) == y).mean() < 0.9
 
 
-def test_quadratics_have_the_optimum_they_claim() -> None:
-    """At the stated optimum the weighted gradient of the quadratics is zero."""
+def test_the_optimum_of_the_quadratics() -> None:
+    """At the returned optimum the weighted gradient of the quadratics is zero."""
     problem = quadratics(seed=3)
     weights = torch.tensor([1.0, 2, 3, 4, 5], dtype=torch.float64)
     theta = problem.optimum(weights)

@@ -1,4 +1,4 @@
-"""From runs to a verdict: distances before training, partners left out, words, and the page in a real browser."""
+"""From runs to a decision: distances before training, leave-one-out runs, verdicts, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", mode
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Decision:
-    """A small real decision: three agents, three methods, two seeds, partners left out for the second agent."""
+    """A small real decision: three agents, three methods, two seeds, leave-one-out runs for the second agent."""
     out = tmp_path_factory.mktemp("study")
     runs = runs_for(SMALL, ("fedavg", "weight-erosion", "waffle"), (1, 2), ("1",), out, Runtime(workers=1))
     execute(runs, Runtime(workers=1))
@@ -59,29 +59,29 @@ def view(found: Interval, tests: int = 200, **more: Any) -> View:
     return View("VA", 100, tests, classes, standings, {}, more.get("partners", {}))
 
 
-# --- who is left out
+# --- leaving agents out
 
 
-def test_without_leaves_the_others_as_they_are() -> None:
-    """A federation without one agent keeps the data, the order and the random numbers of the rest."""
-    whole = make_federation(alice=2)
-    less = whole.without("agent 1")
-    assert less.names == ("agent 0", "agent 2", "agent 3")
-    assert (less.ids, less.alice) == ((0, 2, 3), 1)
-    assert all(torch.equal(less.train[i], whole.train[j]) for i, j in enumerate((0, 2, 3)))
-    assert less.digest() != whole.digest()
-    assert less.without("agent 0", "agent 3").names == ("agent 2",)
+def test_without_keeps_the_other_agents() -> None:
+    """A federation without one agent keeps the data, order and random numbers of the others."""
+    federation = make_federation(alice=2)
+    remaining = federation.without("agent 1")
+    assert remaining.names == ("agent 0", "agent 2", "agent 3")
+    assert (remaining.ids, remaining.alice) == ((0, 2, 3), 1)
+    assert all(torch.equal(remaining.train[i], federation.train[j]) for i, j in enumerate((0, 2, 3)))
+    assert remaining.digest() != federation.digest()
+    assert remaining.without("agent 0", "agent 3").names == ("agent 2",)
 
 
-def test_alice_cannot_be_left_out_of_her_own() -> None:
-    """Alice, and an agent that nobody knows, are refused by name."""
-    whole = make_federation()
-    assert "agent 0 is Alice" in refusal(whole.without, "0")
-    assert "there is no agent 'x'" in refusal(whole.without, "x")
+def test_alice_cannot_be_left_out() -> None:
+    """Leaving out Alice or an unknown agent is refused by name."""
+    federation = make_federation()
+    assert "agent 0 is Alice" in refusal(federation.without, "0")
+    assert "there is no agent 'x'" in refusal(federation.without, "x")
 
 
-def test_a_run_without_a_partner_has_a_config_of_its_own() -> None:
-    """leave_out changes the federation and the folder, and survives the config file."""
+def test_leave_out_is_part_of_the_config() -> None:
+    """leave_out changes the federation and the folder name, and is kept in the config file."""
     settings = replace(SMALL, alice="0", leave_out=("2",))
     config = RunConfig(method="waffle", settings=settings)
     assert federation_of(settings).names == ("agent 0", "agent 1")
@@ -95,7 +95,7 @@ def test_a_run_without_a_partner_has_a_config_of_its_own() -> None:
 
 
 def test_distances_by_hand() -> None:
-    """Shares 3/4 and 1/4 differ by 1/2; means 1 apart over a deviation of 1/2 are 2 apart; like agents pull alike."""
+    """Label shares 3/4 and 1/4 differ by 1/2; means 1 apart with deviation 1/2 are 2 apart."""
     x = {"a": [[0.0], [0.0], [0.0], [0.0]], "b": [[1.0], [1.0], [1.0], [1.0]]}
     y = {"a": [0, 0, 0, 1], "b": [1, 1, 1, 0]}
     parts = {name: tuple(np.array(v) for v in (x[name], y[name], [[9.0]], [0])) for name in x}
@@ -109,7 +109,7 @@ def test_distances_by_hand() -> None:
 
 
 def test_distances_are_metrics() -> None:
-    """Symmetric, 0 to oneself, the triangle kept, at most 1 where they are shares or angles."""
+    """Distances are symmetric with a zero diagonal and satisfy the triangle inequality; shares and angles are <= 1."""
     found = distances(make_federation(), make_model())
     for matrix in (np.array(m) for m in (found.label, found.feature, found.gradient)):
         assert np.allclose(matrix, matrix.T)
@@ -119,8 +119,8 @@ def test_distances_are_metrics() -> None:
     assert np.max(found.gradient) <= 1
 
 
-def test_a_pull_has_a_way_and_no_strength() -> None:
-    """Agents whose gradients point the same way are at 0 though one is a thousand times stronger; opposite at 1."""
+def test_gradient_distance_ignores_the_norm() -> None:
+    """Gradients of equal direction have distance 0 whatever their norms; opposite gradients have distance 1."""
     from waffle_fl.models import FlatModel, mlp
 
     y = {"a": 1.0, "b": 1000.0, "c": -1000.0}
@@ -134,18 +134,18 @@ def test_a_pull_has_a_way_and_no_strength() -> None:
     assert c[2] == 0
 
 
-def test_a_feature_that_never_varies_says_nothing() -> None:
-    """Constant features neither count nor divide by 0."""
+def test_constant_features_are_ignored() -> None:
+    """Constant features neither count nor cause a division by 0."""
     x = torch.tensor([[0.0, 7.0], [1.0, 7.0]])
     assert feature_distance(x, [torch.tensor([0]), torch.tensor([1])]).tolist() == [[0, 2], [2, 0]]
     assert feature_distance(x[:, 1:], [torch.tensor([0]), torch.tensor([1])]).tolist() == [[0, 0], [0, 0]]
 
 
-# --- words
+# --- verdicts
 
 
-def test_verdicts_say_it_with_the_interval() -> None:
-    """Gain, loss and neither, each with both figures, the difference and its interval."""
+def test_verdicts_state_the_interval() -> None:
+    """A verdict states gain, loss or neither, both values, the difference and its interval."""
     gains = verdict(view(Interval(0.07, 0.02, 0.12)), "waffle", "accuracy")
     assert gains == (
         "VA gains by joining: WAFFLE classifies 81.0 % of its 200 test samples correctly, training alone 74.0 %. "
@@ -157,35 +157,35 @@ def test_verdicts_say_it_with_the_interval() -> None:
     assert level.endswith("+1.0 points (95 % interval −3.0 to +5.0).")
 
 
-def test_numbers_that_round_to_nothing_have_no_sign() -> None:
-    """-0.0 points is 0.0 points."""
+def test_numbers_that_round_to_zero_have_no_sign() -> None:
+    """-0.0 points is printed as 0.0."""
     assert [signed(v, "accuracy") for v in (-0.0001, 0.0, 0.0512, -0.02)] == ["0.0", "0.0", "+5.1", "−2.0"]
 
 
-def test_an_error_is_less_or_greater() -> None:
-    """Of an error no sign has to be guessed."""
+def test_differences_of_errors_are_lower_or_higher() -> None:
+    """A difference of errors is stated as lower or higher, not by a sign."""
     assert difference(Interval(0.3, 0.1, 0.5), "rmse") == "error lower by 0.3 (95 % interval +0.1 to +0.5)"
     assert difference(Interval(-0.3, -0.5, 0.1), "rmse") == "error higher by 0.3 (95 % interval −0.1 to +0.5)"
 
 
-def test_a_small_test_set_is_said_to_be_small(study: Decision) -> None:
-    """Fewer than 100 test samples, and a single seed, are told."""
-    said = caution(view(Interval(0.07, 0.02, 0.12), tests=40, seeds=1), study)
-    assert any("only 40 test samples: one sample more or less is 2.5 points" in line for line in said)
-    assert any("trained once, so the interval does not cover the randomness of training" in line for line in said)
+def test_a_small_test_set_gives_a_caution(study: Decision) -> None:
+    """Fewer than 100 test samples, and a single seed, give a caution."""
+    text = caution(view(Interval(0.07, 0.02, 0.12), tests=40, seeds=1), study)
+    assert any("only 40 test samples: one sample more or less is 2.5 points" in line for line in text)
+    assert any("trained once, so the interval does not cover the randomness of training" in line for line in text)
     assert caution(view(Interval(0.07, 0.02, 0.12)), study) == []
 
 
-def test_a_model_that_guesses_is_told(study: Decision) -> None:
-    """Where no method beats the commonest answer, an accuracy alone would mislead."""
+def test_a_model_no_better_than_the_majority_gives_a_caution(study: Decision) -> None:
+    """A caution is given when no method beats the most frequent class."""
     lopsided = view(Interval(0.01, -0.03, 0.05), classes=(160, 40))
     assert any(
         "always predicting the most frequent class, which is correct for 80.0 %" in s for s in caution(lopsided, study)
     )
 
 
-def test_absent_classes_are_told(study: Decision) -> None:
-    """A class that the test data lack is missed, and a single one is said to be the only one."""
+def test_absent_classes_give_a_caution(study: Decision) -> None:
+    """Test data that lack classes, or contain only one, give a caution."""
     found = Interval(0.07, 0.02, 0.12)
     assert caution(view(found, classes=(0, 200)), study) == [
         "Its test data contain only one class: how well the models recognise the others is not known."
@@ -196,37 +196,37 @@ def test_absent_classes_are_told(study: Decision) -> None:
     ]
 
 
-def test_few_samples_have_no_verdict_in_words() -> None:
-    """Too few are said to be too few, and their interval is shown."""
-    said = verdict(view(Hint(0.07, 0.02, 0.12)), "waffle", "accuracy")
-    assert said.startswith("Too few test samples to say whether VA gains by joining: ")
-    assert said.endswith("+7.0 points (95 % interval +2.0 to +12.0).")
+def test_few_samples_have_no_verdict() -> None:
+    """With too few samples the text says so and states the interval."""
+    text = verdict(view(Hint(0.07, 0.02, 0.12)), "waffle", "accuracy")
+    assert text.startswith("Too few test samples to say whether VA gains by joining: ")
+    assert text.endswith("+7.0 points (95 % interval +2.0 to +12.0).")
 
 
-def test_partners_who_help_and_who_hurt(study: Decision) -> None:
-    """Clear ones are named; where there are none, the most helpful is."""
+def test_partners_that_help_and_hurt(study: Decision) -> None:
+    """Partners with a clear effect are named; without any, the text says so."""
     found = {"x": Interval(0.1, 0.05, 0.15), "y": Interval(-0.1, -0.15, -0.05), "z": Interval(0.0, -0.1, 0.1)}
     assert partners(view(Interval(0, 0, 0), partners=found), study).startswith("x clearly helps VA; y clearly hurts it")
-    dull = {"z": found["z"]}
-    assert "No single partner makes a clear difference" in partners(view(Interval(0, 0, 0), partners=dull), study)
+    unclear = {"z": found["z"]}
+    assert "No single partner makes a clear difference" in partners(view(Interval(0, 0, 0), partners=unclear), study)
 
 
-def test_the_worst_and_the_spread_are_told(study: Decision) -> None:
-    """Who gains, who loses, the worst off, and the spread between agents."""
+def test_the_summary_names_the_worst_agent_and_the_spread(study: Decision) -> None:
+    """The summary counts gains and losses and names the worst agent and the spread between agents."""
     views = (
         replace(view(Interval(0.1, 0.05, 0.15)), name="A"),
         replace(view(Interval(-0.1, -0.15, -0.05)), name="B"),
         replace(view(Interval(0.0, -0.1, 0.1)), name="C"),
     )
-    said = " ".join(federation_summary(replace(study, views=views), "waffle"))
-    assert "1 agent gains clearly, 1 agent loses clearly, and for 1 there is no clear difference" in said
-    assert "Clearly worse by joining: B." in said
-    assert "The least favourable change is that of B: −10.0 points" in said
-    assert "between agents is 8.16 points, and 0 points when each trains alone" in said
+    text = " ".join(federation_summary(replace(study, views=views), "waffle"))
+    assert "1 agent gains clearly, 1 agent loses clearly, and for 1 there is no clear difference" in text
+    assert "Clearly worse by joining: B." in text
+    assert "The least favourable change is that of B: −10.0 points" in text
+    assert "between agents is 8.16 points, and 0 points when each trains alone" in text
 
 
-def test_waffle_stands_for_joining() -> None:
-    """WAFFLE, else the first that personalises, else FedAvg; Local alone tells nothing."""
+def test_the_headline_method() -> None:
+    """The headline is WAFFLE, else the first personalised method, else FedAvg; Local alone is refused."""
     assert headline(("local", "ditto", "waffle")) == "waffle"
     assert headline(("local", "fedavg", "ditto")) == "ditto"
     assert headline(("local", "fedavg")) == "fedavg"
@@ -237,7 +237,7 @@ def test_waffle_stands_for_joining() -> None:
 
 
 def test_a_study_of_real_runs(study: Decision) -> None:
-    """Every agent has every method; weights sum to 1 in each round; the left-out partners of agent 1 are there."""
+    """Every agent has every method, weights sum to 1 per round, and agent 1 has leave-one-out results."""
     assert [v.name for v in study.views] == ["agent 0", "agent 1", "agent 2"]
     assert study.methods == ("local", "fedavg", "weight-erosion", "waffle")
     assert (study.method, study.metric, study.seeds) == ("waffle", "accuracy", 2)
@@ -250,7 +250,7 @@ def test_a_study_of_real_runs(study: Decision) -> None:
 
 
 def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
-    """Without runs of local nothing can be said to be gained."""
+    """A decision without runs of Local is refused."""
     runs = read_runs([study.first.folder.parent])
     with pytest.raises(WaffleError, match="expected runs of local"):
         decide([run for run in runs if run.config.method != "local"])
@@ -260,7 +260,7 @@ def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
 
 
 def test_another_metric_can_decide(study: Decision) -> None:
-    """Balanced accuracy decides if it is asked to; what the data do not define is refused."""
+    """Balanced accuracy can be selected; a metric that the data do not define is refused."""
     runs = read_runs([study.first.folder.parent])
     other = decide(runs, metric="balanced_accuracy")
     assert other.metric == "balanced_accuracy"
@@ -269,8 +269,8 @@ def test_another_metric_can_decide(study: Decision) -> None:
         decide(runs, metric="auc")
 
 
-def test_an_agent_that_cannot_be_judged_is_left_out_with_a_word(study: Decision, tmp_path: Path) -> None:
-    """Where an agent's training alone diverged, the page tells of the others, and why not of that one."""
+def test_an_agent_without_a_baseline_is_not_assessed(study: Decision, tmp_path: Path) -> None:
+    """An agent whose Local run diverged is not assessed, and the page states the reason."""
     runs = read_runs([study.first.folder.parent])
     lost = [
         replace(run, result={**run.result, "status": "diverged"})
@@ -286,8 +286,8 @@ def test_an_agent_that_cannot_be_judged_is_left_out_with_a_word(study: Decision,
     assert rest.not_assessed[0] in write_page(rest, tmp_path / "page.html").read_text()
 
 
-def test_two_left_out_at_once_tell_nothing_of_one(study: Decision) -> None:
-    """A run without two partners says of neither what it is worth."""
+def test_leaving_two_out_gives_no_partner_effect(study: Decision) -> None:
+    """A run that leaves out two partners gives no effect of either one."""
     runs = read_runs([study.first.folder.parent])
     run = next(run for run in runs if run.config.settings.leave_out)
     both = replace(run.config, settings=replace(run.config.settings, leave_out=("0", "2")))
@@ -306,8 +306,8 @@ def test_phases_cover_every_round_once() -> None:
 # --- the command
 
 
-def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
-    """One command trains, compares and says; a second one trains nothing; --json says the same."""
+def test_decide_writes_the_page_and_reuses_runs(tmp_path: Path) -> None:
+    """decide trains, compares and prints; a second call trains nothing; --json has the same text."""
     flags = ["--agents", "3", "--rounds", "2", "--model", "linear", "--samples-per-agent", "30", "--workers", "1"]
     line = ["decide", "digits", *flags, "--methods", "waffle", "--seeds", "1", "--out", tmp_path / "d"]
     first = waffle(*line, "--alice", "1", "--leave-one-out", "1")
@@ -316,15 +316,15 @@ def test_decide_writes_the_page_and_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "decision.html").exists()
     again = waffle(*line, "--alice", "1", "--leave-one-out", "1", "--json")
     assert "4 already done" in again.words
-    told = json.loads(again.out)
-    assert set(told["gains"]) == {"agent 1"}
-    low, high = told["gains"]["agent 1"]["waffle"]["accuracy"][1:]
+    printed = json.loads(again.out)
+    assert set(printed["gains"]) == {"agent 1"}
+    low, high = printed["gains"]["agent 1"]["waffle"]["accuracy"][1:]
     assert low <= high
-    assert told["says"][0] in " ".join(first.out.split())
+    assert printed["says"][0] in " ".join(first.out.split())
 
 
 def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
-    """Methods twice, strangers, and an agent that nobody trains for."""
+    """Duplicate seeds, unknown methods, and an agent without a trained model are refused."""
     line = ["decide", "digits", "--out", str(tmp_path / "d")]
     assert "no duplicates" in waffle(*line, "--seeds", "1", "1").err
     assert "did you mean waffle?" in waffle(*line, "--methods", "wafle").err
@@ -332,8 +332,8 @@ def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def test_report_makes_the_page_anew(study: Decision, tmp_path: Path) -> None:
-    """`waffle report` on the folder of a decision writes its page, though its runs have many Alices."""
+def test_report_rewrites_the_page(study: Decision, tmp_path: Path) -> None:
+    """`waffle report` on the folder of a decision writes its page, also for several Alices."""
     shown = waffle("report", study.first.folder.parent, "--out", tmp_path / "r")
     assert shown.code == 0, shown.err
     assert together(verdict(study.views[0], "waffle", "accuracy")) in (tmp_path / "r" / "decision.html").read_text()
@@ -343,7 +343,7 @@ def test_report_makes_the_page_anew(study: Decision, tmp_path: Path) -> None:
 
 
 def test_the_page_is_self_contained(study: Decision, tmp_path: Path) -> None:
-    """It loads nothing from anywhere, and says in words what its charts show."""
+    """The page loads no external resource and describes its charts in text."""
     text = write_page(study, tmp_path / "page.html").read_text()
     assert 'src="http' not in text
     assert 'href="http' not in text
@@ -356,7 +356,7 @@ def test_the_page_is_self_contained(study: Decision, tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(study: Decision, tmp_path: Path) -> None:
-    """One line says so, and nothing half-written lies about."""
+    """A failed write is refused in one line and leaves the old page and no partial file."""
     page = tmp_path / "page.html"
     page.mkdir()
     assert f"cannot write {page}: " in refusal(write_page, study, page)
@@ -364,7 +364,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(study: Decision, tmp_p
 
 
 def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
-    """A name that is markup is shown, not run, in the text as in the charts' data."""
+    """A name with markup is escaped in the text and in the data of the charts."""
     evil = '</script><script>alert("x")</script>&'
     names = (evil, *study.names[1:])
     unlike = study.distances._replace(names=list(names)) if isinstance(study.distances, Distances) else None
@@ -376,32 +376,32 @@ def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
 
 @contextmanager
 def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
-    """The page in headless Chromium without a network, and all that it complains of or asks the network for."""
+    """The page in headless Chromium without a network, with its console messages, errors and requests."""
     with launched() as browser:
         context = browser.new_context(viewport={"width": 1000, "height": 1100}, offline=True)
-        tab, complaints = context.new_page(), []
-        tab.on("console", lambda message: complaints.append(message.text))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("request", lambda asked: complaints.append(asked.url) if asked.url != page.as_uri() else None)
+        tab, messages = context.new_page(), []
+        tab.on("console", lambda message: messages.append(message.text))
+        tab.on("pageerror", lambda error: messages.append(str(error)))
+        tab.on("request", lambda request: messages.append(request.url) if request.url != page.as_uri() else None)
         tab.goto(page.as_uri())
         tab.wait_for_selector("body[data-ready]", timeout=60_000)
-        yield tab, complaints
+        yield tab, messages
 
 
 def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
-    """Charts render with their alternative texts, controls work, it prints, and nothing complains."""
+    """Charts render with alternative texts, controls and printing work, and the console is empty."""
     page = write_page(study, tmp_path / "page.html")
-    with browsing(page) as (tab, complaints):
+    with browsing(page) as (tab, messages):
         charts = tab.locator("[data-chart] svg:visible")
         assert charts.count() == 3  # gains, methods, sources
-        told = [chart.get_attribute("aria-label") for chart in tab.locator("[data-chart][role=img]").all()]
-        assert told[0].startswith("Gain with WAFFLE over training alone: agent")
+        labels = [chart.get_attribute("aria-label") for chart in tab.locator("[data-chart][role=img]").all()]
+        assert labels[0].startswith("Gain with WAFFLE over training alone: agent")
         assert tab.locator(".verdict:visible").inner_text().count("agent 0") >= 1
         tab.select_option("#agent", label="agent 1")
         tab.wait_for_selector('[data-chart="partners-1"] svg')
         assert charts.count() == 4
-        said = tab.locator(".verdict:visible").inner_text().replace("\xa0", " ")
-        assert verdict(study.views[1], "waffle", "accuracy") in said
+        text = tab.locator(".verdict:visible").inner_text().replace("\xa0", " ")
+        assert verdict(study.views[1], "waffle", "accuracy") in text
         tab.select_option("#method", label="FedAvg")
         tab.wait_for_selector('[data-chart="gains-fedavg"] svg')
         assert "With FedAvg" in tab.locator('[data-of="method"]:visible').inner_text()
@@ -415,24 +415,24 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         assert cells.all_inner_texts() != before
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert tab.pdf().startswith(b"%PDF")
-        assert complaints == []
+        assert messages == []
 
 
-def test_a_page_with_markup_for_names_in_a_browser(study: Decision, tmp_path: Path) -> None:
-    """Names that are markup do nothing there."""
+def test_names_with_markup_in_a_browser(study: Decision, tmp_path: Path) -> None:
+    """Names with markup are not executed in a browser."""
     evil = '"><img src=x onerror=alert(1)></script>'
     odd = replace(study, names=(evil, *study.names[1:]), views=(replace(study.views[0], name=evil),), distances=None)
-    with browsing(write_page(odd, tmp_path / "page.html")) as (tab, complaints):
+    with browsing(write_page(odd, tmp_path / "page.html")) as (tab, messages):
         assert tab.locator("h1").inner_text() == f"Should {evil} join?"
         assert tab.locator("img").count() == 0
-        assert complaints == []
+        assert messages == []
 
 
-# --- data of one's own
+# --- user data
 
 
 def folder_of_tables(folder: Path, numbers: bool) -> Path:
-    """Three hospitals whose target follows two columns; the third reads them the other way round."""
+    """Three hospitals whose target depends on two columns, with the opposite sign in the third."""
     rng = np.random.default_rng(0)
     for name, sign in (("north", 1), ("south", 1), ("<b>west</b>", -1)):
         x = rng.standard_normal((80, 2))
@@ -445,12 +445,12 @@ def folder_of_tables(folder: Path, numbers: bool) -> Path:
 
 
 def for_north(*command: str | Path, rounds: int) -> list[str | Path]:
-    """A command about these tables, for the first hospital."""
+    """A command on these tables with north as Alice."""
     return [*command, "--target", "outcome", "--alice", "north", "--rounds", str(rounds), "--workers", "1"]
 
 
-def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
-    """Beside it Local and FedAvg are trained, and its page has the verdict; --no-baselines leaves them out."""
+def test_a_run_on_user_data_states_whether_alice_gains(tmp_path: Path) -> None:
+    """A run on user data also trains Local and FedAvg and writes the verdict; --no-baselines skips them."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     line = for_north("run", "waffle", "--data", data, rounds=4)
     shown = waffle(*line, "--out", tmp_path / "run")
@@ -460,16 +460,16 @@ def test_a_run_on_own_data_says_whether_alice_gains(tmp_path: Path) -> None:
     assert "Should north join?" in (tmp_path / "run" / "decision.html").read_text()
     assert {run.config.method for run in read_runs([tmp_path / "run"])} == {"local", "fedavg", "waffle"}
     assert "3 already done" in waffle(*line, "--out", tmp_path / "run").words
-    told = json.loads(waffle(*line, "--out", tmp_path / "run", "--json").out)
-    assert told["says"][0] in shown.out
+    printed = json.loads(waffle(*line, "--out", tmp_path / "run", "--json").out)
+    assert printed["says"][0] in shown.out
     assert waffle(*line, "--no-baselines", "--out", tmp_path / "alone").code == 0
     assert not (tmp_path / "alone" / "decision.html").exists()
     again = waffle("report", tmp_path / "run", "--out", tmp_path / "r")
-    assert told["says"][0] in again.out
+    assert printed["says"][0] in again.out
 
 
-def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
-    """Where every run does without the same partner, those who are left are the federation."""
+def test_a_run_with_leave_out_has_a_page(tmp_path: Path) -> None:
+    """When every run leaves out the same partner, the page covers the remaining agents."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     line = for_north("run", "waffle", "--data", data, rounds=2)
     shown = waffle(*line, "--leave-out", "south", "--out", tmp_path / "run")
@@ -477,8 +477,8 @@ def test_a_run_that_leaves_a_partner_out_has_its_page(tmp_path: Path) -> None:
     assert ", 2 agents. An agent is a hospital" in (tmp_path / "run" / "decision.html").read_text()
 
 
-def test_a_decision_about_numbers(tmp_path: Path) -> None:
-    """A regression is judged by its error, where less is better; whoever is unlike all others loses with FedAvg."""
+def test_a_decision_on_regression(tmp_path: Path) -> None:
+    """A regression is assessed by its error, where less is better; the dissimilar agent loses with FedAvg."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=True)
     line = [
         "decide",
@@ -505,8 +505,8 @@ def test_a_decision_about_numbers(tmp_path: Path) -> None:
     assert "<b>" not in text.partition("<script")[0]
 
 
-def test_runs_from_before_and_after_a_correction_are_not_compared(tmp_path: Path) -> None:
-    """A corrected feature makes the finished runs strangers to new ones: both are named, and what to delete."""
+def test_runs_on_different_data_are_not_compared(tmp_path: Path) -> None:
+    """After a change of the data, finished runs are refused with the folders to delete."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     line = for_north("decide", data, rounds=1)
     line += ["--seeds", "1", "--model", "linear", "--out", tmp_path / "d", "--quiet", "--methods"]
@@ -523,7 +523,7 @@ def test_runs_from_before_and_after_a_correction_are_not_compared(tmp_path: Path
 
 
 def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
-    """What nobody's test data define is refused before the first run; whoever alone lacks it is left out."""
+    """A metric that no test data define is refused before training; an agent that lacks it is not assessed."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     header, *rows = (data / "south.csv").read_text().splitlines()
     (data / "south.csv").write_text("\n".join([header, *(row for row in rows if row.endswith("ill"))]) + "\n")
@@ -539,13 +539,13 @@ def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
     assert "south is not assessed: auc is not defined on its test data; available: accuracy." in " ".join(
         shown.out.split()
     )
-    whole = waffle(*line)
-    assert whole.code == 0, whole.err
+    by_accuracy = waffle(*line)
+    assert by_accuracy.code == 0, by_accuracy.err
     assert "Its test data contain only one class" in (tmp_path / "d" / "decision.html").read_text()
 
 
 def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> None:
-    """Where every agent has made its own means 0, the page says so in place of a matrix of zeros."""
+    """With local standardisation the page explains why it has no feature distances."""
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     line = for_north("decide", data, rounds=1)
     line += [
@@ -568,8 +568,8 @@ def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> No
 
 
 @pytest.mark.data
-def test_va_learns_whether_it_gains(published: Path, tmp_path: Path) -> None:
-    """Heart Disease as published: one command, and its page says in words whether VA gains, with the interval."""
+def test_heart_disease_states_whether_va_gains(published: Path, tmp_path: Path) -> None:
+    """On Heart Disease one command states whether VA gains, with the interval."""
     data = published / "heart-disease"
     if not data.is_dir():
         pytest.skip("no heart-disease in WAFFLE_DATA")

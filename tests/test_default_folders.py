@@ -1,4 +1,4 @@
-"""A command with other settings writes to a numbered folder, and says so; an explicit --out is never changed."""
+"""A run with other settings goes to a numbered folder with a note; an explicit --out is never changed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def rounds_in(folder: Path) -> int:
 
 
 def test_other_settings_go_to_a_numbered_folder() -> None:
-    """Each set of settings has a folder; the same command again finds its own, finished."""
+    """Each set of settings has its own folder; repeating a command finds its finished run."""
     assert waffle(*RUN, "2").code == 0
     second, third = waffle(*RUN, "3"), waffle(*RUN, "4")
     for shown, number, rounds in ((second, 2, 3), (third, 3, 4)):
         assert shown.code == 0
-        told = f"note: {FOLDER} holds a run with other settings (settings.rounds was 2, now {rounds}): writing to "
-        assert f"{told}{FOLDER}-{number}\n" in shown.err
+        note = f"note: {FOLDER} holds a run with other settings (settings.rounds was 2, now {rounds}): writing to "
+        assert f"{note}{FOLDER}-{number}\n" in shown.err
         assert f"run folder: {FOLDER}-{number}\n" in shown.out
     assert [rounds_in(folder) for folder in sorted(Path("runs").iterdir())] == [2, 3, 4]
     again = waffle(*RUN, "3", "--json", "--quiet")
@@ -40,15 +40,15 @@ def test_other_settings_go_to_a_numbered_folder() -> None:
     assert len(list(Path("runs").iterdir())) == 3
 
 
-def test_an_explicit_folder_keeps_the_error() -> None:
-    """--out with another config is refused, and no other folder is made."""
+def test_an_explicit_folder_with_other_settings_is_refused() -> None:
+    """--out with another config is refused, and no other folder is created."""
     assert waffle(*RUN, "2", "--out", "mine").code == 0
     assert "mine holds a finished run" in refusal(waffle(*RUN, "3", "--out", "mine", "--quiet"))
     assert [path.name for path in Path().iterdir()] == ["mine"]
 
 
-def test_runs_for_all_agents_move_together() -> None:
-    """With --alice all the folder of the grid is numbered, not that of each run."""
+def test_alice_all_numbers_the_folder_of_the_grid() -> None:
+    """With --alice all the folder of the grid is numbered, not the folder of each run."""
     line = ["--data", "synthetic", "--agents", "2", "--alice", "all", "--quiet"]
     for rounds in ("2", "3"):
         assert waffle("run", "local", *line, "--rounds", rounds).code == 0
@@ -57,8 +57,8 @@ def test_runs_for_all_agents_move_together() -> None:
     assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
 
 
-def test_a_changed_experiment_file_has_a_folder_of_its_own(here: Path) -> None:
-    """More seeds go into the folder that is there; another number of rounds goes into a new one."""
+def test_a_changed_experiment_file_gets_a_new_folder(here: Path) -> None:
+    """More seeds go into the existing folder; another number of rounds goes into a new one."""
     text = 'methods = ["local"]\ndata = "synthetic"\nsplits = ["C"]\nrounds = {}\nseeds = {}\n'
     for rounds, seeds in ((2, [1]), (2, [1, 2]), (3, [1])):
         shown = waffle("bench", toml(here, text.format(rounds, seeds)), "--quiet")

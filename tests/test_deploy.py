@@ -1,4 +1,4 @@
-"""waffle deploy: folders, keys, rules and dry runs; nothing is started here."""
+"""`waffle deploy`: folders, keys, rules and dry runs, without starting any process."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "fed"
 
 
-def test_what_init_makes(folder: Path) -> None:
-    """A folder has settings that read back, a certificate with the server's names in it, and no secret of any site."""
+def test_files_created_by_init(folder: Path) -> None:
+    """init writes valid settings, a certificate with the server's names, and no secret of any site."""
     server = read_server(folder)
     assert server.sites == ("north", "south")
     assert not server.insecure
@@ -61,21 +61,21 @@ def test_what_init_makes(folder: Path) -> None:
     assert not list(folder.rglob("node.key"))
 
 
-def test_nobody_is_every_site(tmp_path: Path) -> None:
-    """A site cannot bear the name that stands for all of them."""
+def test_no_site_can_be_named_all(tmp_path: Path) -> None:
+    """A site cannot have the name `all`, which stands for every site."""
     assert "means every site" in refusal(membership.init, tmp_path / "x", ["all", "b"], "127.0.0.1", 9443, "127.0.0.1")
 
 
 def test_init_does_not_overwrite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that holds a federation keeps its keys."""
+    """init keeps the keys of an existing federation."""
     before = (folder / "keys" / "server.key").read_bytes()
     assert _run(["deploy", "init", str(folder), "--sites", "north"]) == 2
     assert "already holds a federation" in capsys.readouterr().err
     assert (folder / "keys" / "server.key").read_bytes() == before
 
 
-def test_f8_insecure_must_be_asked_for_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """F8: without TLS nothing is made or started, unless --i-know stands beside it."""
+def test_f8_insecure_requires_i_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """F8: without TLS, nothing is created or started unless --i-know is given too."""
     line = ["deploy", "init", str(tmp_path / "fed"), "--sites", "north", "--insecure"]
     assert _run(line) == 2
     assert "--i-know" in capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_f8_insecure_must_be_asked_for_twice(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_mistakes_in_site_toml(changes: dict[str, Any], words: str, folder: Path) -> None:
-    """A mistake in site.toml is told with the file and the right word."""
+    """The error for a mistake in site.toml names the file and the correct word."""
     change(folder / "sites" / "north" / "site.toml", **changes)
     text = refusal(read_site, folder / "sites" / "north")
     assert "site.toml" in text
@@ -103,14 +103,14 @@ def test_mistakes_in_site_toml(changes: dict[str, Any], words: str, folder: Path
 
 
 def test_unknown_keys(folder: Path) -> None:
-    """C1: a key that nobody knows is refused, and the near one named."""
+    """C1: an unknown key is rejected, and the error suggests the closest known key."""
     with (folder / "server.toml").open("a") as stream:
         stream.write("dead_line = 3\n")
     assert "did you mean deadline" in refusal(read_server, folder)
 
 
 def test_mistakes_in_server_toml(folder: Path) -> None:
-    """Sites twice or with odd names, and ports and times that cannot be, are told with the file."""
+    """Duplicate or invalid site names, ports and times are rejected with an error that names the file."""
     for changes, words in (
         ({"sites": ["north", "north"]}, "sites: expected each name once"),
         ({"sites": ["../north", "south"]}, "expected a run name"),
@@ -124,8 +124,8 @@ def test_mistakes_in_server_toml(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"rubbish", b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA== x"])
-def test_a_site_without_its_key(content: bytes | None, folder: Path, tmp_path: Path) -> None:
-    """A site of server.toml whose public key is missing or none ends in one line, wherever it is needed."""
+def test_a_missing_or_invalid_public_key_is_one_line(content: bytes | None, folder: Path, tmp_path: Path) -> None:
+    """If a site in server.toml has no valid public key, the one-line error names the key file."""
     if content is not None:
         (folder / "keys" / "north.pub").write_bytes(content)
         (folder / "keys" / "south.pub").write_bytes(content)
@@ -133,8 +133,8 @@ def test_a_site_without_its_key(content: bytes | None, folder: Path, tmp_path: P
     assert "north.pub" in refusal(JobRunner, folder, job, None)
 
 
-def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server without its certificate, and a site whose server has no port or CA, are told so line by line."""
+def test_check_reports_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` reports a missing certificate, CA or port in one line each."""
     change(folder / "server.toml", listen="127.0.0.1", port=1)
     (folder / "keys" / "server.pem").write_bytes(b"rubbish")
     assert _run(["deploy", "check", str(folder)]) == 2
@@ -155,8 +155,8 @@ def test_check_tells_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
     assert "lacks ca.crt, server.pem" in capsys.readouterr().err
 
 
-def test_the_demonstration_removes_nothing_but_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with anything else in it, a federation even, is refused; an empty one or an earlier demo's is taken."""
+def test_the_demo_replaces_only_an_earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with other content is rejected; an empty one or one of an earlier demo is used."""
     monkeypatch.setenv("WAFFLE_DATA", str(tmp_path / "none"))
     membership.init(tmp_path / "work" / "federation", ["north"], "127.0.0.1", 9443, "127.0.0.1")
     assert _run(["deploy", "demo", "--out", str(tmp_path / "work")]) == 2
@@ -175,8 +175,8 @@ def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: py
     assert not (folder / "jobs").exists()
 
 
-def test_processes_call_nobody(folder: Path) -> None:
-    """Flower's processes get TLS, authentication and a secret; no installation and no telemetry."""
+def test_processes_make_no_outside_connections(folder: Path) -> None:
+    """Flower's processes get TLS, authentication and a secret, and neither install packages nor send telemetry."""
     command = processes.server_command(folder, read_server(folder))
     assert {"--enable-supernode-auth", "--ssl-certfile", "--disable-runtime-dependency-installation"} <= set(command)
     assert "--insecure" not in command
@@ -189,8 +189,8 @@ def test_processes_call_nobody(folder: Path) -> None:
     assert "--root-certificates" in processes.site_command(site, read_site(site))
 
 
-def test_no_code_that_was_sent_is_run(folder: Path) -> None:
-    """What Flower's client process would install and load is replaced by the installed app."""
+def test_sent_code_is_not_run(folder: Path) -> None:
+    """Flower's client process loads the installed app instead of the code that it was sent."""
     code = f"""
 from importlib import import_module
 from pathlib import Path
@@ -208,8 +208,8 @@ assert type(app).__name__ == "ClientApp"
     assert done.returncode == 0, done.stderr
 
 
-def test_a_dry_run_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A dry run lists every word and every tensor with its bytes, and leaves no trace."""
+def test_a_dry_run_lists_everything_that_would_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run lists every field and every tensor with its size, and writes no file."""
     membership.init(tmp_path / "fed", ["north"], "127.0.0.1", 9443, "127.0.0.1", data="digits")
     site = tmp_path / "fed" / "sites" / "north"
     before = sorted(site.iterdir())
@@ -226,8 +226,8 @@ def test_a_dry_run_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert '"accuracy"' not in capsys.readouterr().out
 
 
-def test_states_are_kept_as_long_as_they_may_be_needed(tmp_path: Path) -> None:
-    """A site keeps the state in use and the three before it, and finds nothing in a damaged file."""
+def test_recent_states_are_kept(tmp_path: Path) -> None:
+    """A site keeps the current state and the three before it, and ignores a damaged file."""
     store = Store(tmp_path)
     for r in range(1, 9):
         store.save("run", "course", Version(r), Version(r - 1), Agents(torch.full((1, 3), float(r))))
@@ -242,22 +242,22 @@ def test_states_are_kept_as_long_as_they_may_be_needed(tmp_path: Path) -> None:
             store.load(name, "course", Version(8), like)
 
 
-def test_the_ledger_counts_a_question_once(tmp_path: Path) -> None:
-    """A question that is asked again is not one more; another is, and so is one of another kind in its own count."""
+def test_the_ledger_counts_a_request_once(tmp_path: Path) -> None:
+    """A repeated request is not counted again, and each kind of request has its own count."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    for kind, question in (("update", "one"), ("update", "two"), ("update", "two"), ("score", "three")):
-        ledger.note(asked={kind: question})
+    for kind, request_id in (("update", "one"), ("update", "two"), ("update", "two"), ("score", "three")):
+        ledger.note(asked={kind: request_id})
     assert ledger.different("update", "two") == 2
     assert ledger.different("update", "three") == 3
     assert ledger.different("score", "three") == 1
 
 
-def test_a_torn_line_of_the_ledger_costs_no_other(tmp_path: Path) -> None:
-    """After a power cut in the middle of a line the next line begins anew, and all whole ones are read."""
+def test_an_incomplete_ledger_line_affects_no_other(tmp_path: Path) -> None:
+    """After a line cut by a power failure, the next entry starts a new line, and all complete lines are read."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.note(asked={"update": "one"})
-    for torn in (b'{"asked": {"upd', b"\x00\xff", b'{"asked": {"update": "lost"}'):
-        ledger.path.write_bytes(ledger.path.read_bytes() + torn)
+    for incomplete in (b'{"asked": {"upd', b"\x00\xff", b'{"asked": {"update": "lost"}'):
+        ledger.path.write_bytes(ledger.path.read_bytes() + incomplete)
         ledger.note(asked={"update": "two"})
     assert ledger.different("update", "one") == 2
 
@@ -271,7 +271,7 @@ RELAXED = settings(suppress_health_check=[HealthCheck.too_slow])
 @RELAXED
 @given(st.dictionaries(TEXT, JSON, max_size=3), st.dictionaries(st.text("abc", min_size=1), st.binary(), max_size=3))
 def test_a_message_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[str, bytes]) -> None:
-    """Words and payloads survive Flower's records."""
+    """Fields and payloads survive the conversion to Flower's records."""
     message = unpacked(packed(Message(words, payloads)), 1 << 20)
     assert message.payloads == payloads
     assert message.fields == json.loads(json.dumps(words))
@@ -280,16 +280,16 @@ def test_a_message_arrives_as_it_was_sent(words: dict[str, Any], payloads: dict[
 @RELAXED
 @given(JSON)
 def test_a_task_that_cannot_be_read_is_refused(content: Any) -> None:
-    """Any JSON in the place of a task is a task or our own error."""
+    """Any JSON in place of a task raises WaffleError."""
     try:
         Request.from_json(content)
     except WaffleError:
         return
-    raise AssertionError("a task needs more than that")
+    raise AssertionError("a task requires more fields")
 
 
-def test_keys_are_of_a_curve_that_flower_takes(folder: Path) -> None:
-    """Node keys are NIST P-384, in OpenSSH's form."""
+def test_node_keys_use_a_curve_that_flower_accepts(folder: Path) -> None:
+    """Node keys are NIST P-384 keys in OpenSSH format."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
     membership.join(folder / "sites" / "north")
@@ -302,14 +302,14 @@ def test_keys_are_of_a_curve_that_flower_takes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["operator", "server", "ca", "all", "../x", "a b"])
-def test_names_that_no_site_may_have(name: str, folder: Path, tmp_path: Path) -> None:
-    """A site called as one of the server's keys would overwrite it."""
+def test_reserved_site_names(name: str, folder: Path, tmp_path: Path) -> None:
+    """A site named like one of the server's keys would overwrite that key, so the name is rejected."""
     assert refusal(membership.add_site, folder, name)
     assert (folder / "keys" / "operator.pub").read_bytes().startswith(b"ssh-ed25519")
 
 
-def test_key_files_that_are_none(folder: Path, tmp_path: Path) -> None:
-    """A FIFO does not hang, a huge file is not read, and of a key only the key is kept."""
+def test_invalid_key_files(folder: Path, tmp_path: Path) -> None:
+    """A FIFO does not block, a huge file is not read, and only the key itself is stored."""
     import os
 
     os.mkfifo(tmp_path / "fifo")
@@ -318,6 +318,6 @@ def test_key_files_that_are_none(folder: Path, tmp_path: Path) -> None:
     public = folder / "sites" / "north" / "node.pub"
     (tmp_path / "large").write_bytes(public.read_bytes().strip() + b" " + b"x" * (1 << 20))
     assert "not the public key" in refusal(membership.accept_key, folder, "north", tmp_path / "large")
-    (tmp_path / "talks").write_bytes(public.read_bytes().strip() + b" \x1b[2Jhello\n")
-    membership.accept_key(folder, "north", tmp_path / "talks")
+    (tmp_path / "commented").write_bytes(public.read_bytes().strip() + b" \x1b[2Jhello\n")
+    membership.accept_key(folder, "north", tmp_path / "commented")
     assert (folder / "keys" / "north.pub").read_bytes() == public.read_bytes()

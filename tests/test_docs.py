@@ -1,4 +1,4 @@
-"""The documentation runs, and its figures are those of the committed records."""
+"""The examples of the documentation run, and its numbers match the committed records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_examples_train(
     page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Python example of the page runs in a folder with tables of two hospitals, and prints twenty rounds."""
+    """The Python example of the page runs on tables of two hospitals and prints twenty rounds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hospitals").mkdir()
     for name, n in (("north", 40), ("south", 12)):
@@ -54,30 +54,30 @@ def test_examples_train(
     assert len(capsys.readouterr().out.splitlines()) == 20
 
 
-def test_the_estimator_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The snippet of docs/predict-export.md runs as it stands, and prints predictions and weights."""
+def test_the_example_of_the_estimator_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The snippet of docs/predict-export.md runs unchanged and prints predictions and weights."""
     (snippet,) = blocks(ROOT / "docs" / "predict-export.md", "python")
     exec(snippet, {})
-    said, weights = capsys.readouterr().out.splitlines()
-    assert "(3, 2)" in said
+    predictions, weights = capsys.readouterr().out.splitlines()
+    assert "(3, 2)" in predictions
     assert all(name in weights for name in ("north", "south", "west"))
 
 
-def marked(pattern: re.Pattern[str]) -> list[Any]:
-    """Every marked table of the docs, as parameters of a test."""
+def marked_tables(pattern: re.Pattern[str]) -> list[Any]:
+    """Every marked table of the docs, as test parameters."""
     found = ((page, match) for page in PAGES for match in pattern.finditer(page.read_text()))
     return [pytest.param(match, id=f"{page.name}-{match['record']}") for page, match in found]
 
 
 def command_lines() -> list[Any]:
-    """Every `waffle` command line of the docs, as parameters of a test."""
+    """Every `waffle` command line of the docs, as test parameters."""
     lines = ((page, line) for page in PAGES for block in blocks(page, "(?:sh)?") for line in block.splitlines())
     return [pytest.param(line, id=f"{page.name}-{line}") for page, line in lines if line.startswith("waffle ")]
 
 
 @pytest.mark.parametrize("line", command_lines())
 def test_commands_in_the_docs_exist(line: str) -> None:
-    """Every `waffle` command line in the docs names a real command, and real flags of it."""
+    """Every `waffle` command line in the docs uses an existing command and existing flags."""
     words = shlex.split(line, comments=True)
     assert words[1] in COMMANDS
     flags = {word for word in words if word.startswith("--")}
@@ -91,22 +91,22 @@ def test_commands_in_the_docs_exist(line: str) -> None:
         assert flags <= {*_flags(Settings), *_flags(DecisionFlags), *_flags(Runtime), *_flags(ProgressFlags)}
 
 
-@pytest.mark.parametrize("match", marked(TABLE))
-def test_tables_in_the_docs_are_the_records(match: re.Match[str]) -> None:
-    """A table between its marks is what its committed record gives, to the last digit."""
+@pytest.mark.parametrize("match", marked_tables(TABLE))
+def test_tables_in_the_docs_match_the_records(match: re.Match[str]) -> None:
+    """A marked table equals that of its committed record."""
     assert match["table"].strip() == to_markdown(read_runs([ROOT / match["record"]])).strip()
 
 
-@pytest.mark.parametrize("match", marked(POPULATION))
-def test_populations_in_the_docs_are_the_records(match: re.Match[str]) -> None:
-    """A table of a whole federation is what its committed record gives."""
+@pytest.mark.parametrize("match", marked_tables(POPULATION))
+def test_population_tables_match_the_records(match: re.Match[str]) -> None:
+    """A table of a whole federation equals that of its committed record."""
     runs = read_runs([ROOT / match["record"]])
     assert match["table"].strip() == every_alice.to_markdown(runs, match["measure"]).strip()
 
 
-@pytest.mark.parametrize("match", marked(METHODS))
-def test_tables_of_all_methods_are_the_records(match: re.Match[str]) -> None:
-    """A table with a row for each method is what its committed record gives."""
+@pytest.mark.parametrize("match", marked_tables(METHODS))
+def test_method_tables_match_the_records(match: re.Match[str]) -> None:
+    """A table with one row per method equals that of its committed record."""
     found = by_method(read_runs([ROOT / match["record"]]), match["protocol"])  # type: ignore[arg-type]
     assert match["table"].strip() == found.strip()
 
@@ -124,7 +124,7 @@ def test_every_line_of_the_paper_is_mapped(mark: str) -> None:
     assert re.search(rf"^\| {re.escape(mark)} \|", (ROOT / "docs" / "paper.md").read_text(), re.MULTILINE)
 
 
-def test_the_map_names_what_exists() -> None:
+def test_names_in_the_paper_map_exist() -> None:
     """Functions, files and tests that docs/paper.md names exist."""
     text = (ROOT / "docs" / "paper.md").read_text()
     code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py"))
@@ -140,7 +140,7 @@ def test_the_map_names_what_exists() -> None:
 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_every_method_has_a_page(method: str) -> None:
-    """docs/algorithms has a page for each method, which names its file and its command."""
+    """docs/algorithms has a page per method, which names its file and its command."""
     page = (ROOT / "docs" / "algorithms" / f"{method}.md").read_text()
     assert f"src/waffle_fl/algorithms/{method.replace('-', '_')}.py" in page
     assert f"waffle run {method}" in page
@@ -148,26 +148,26 @@ def test_every_method_has_a_page(method: str) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.name)
 def test_experiment_files_are_valid(file: Path) -> None:
-    """Every experiment file reads without a complaint."""
+    """Every experiment file can be read."""
     assert all(experiment.methods for experiment in load_experiments(file))
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_exist() -> None:
     """Relative links in the docs point to files that exist."""
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-def test_nothing_names_this_machine() -> None:
-    """No file of the project names an absolute path of the machine it was made on."""
+def test_no_file_contains_local_paths() -> None:
+    """No file of the project contains an absolute path of the machine it was made on."""
     private = re.compile(r"/(?:work|root|home/\w+)/")
     for path in [*SOURCE.rglob("*.py"), *PAGES, *(ROOT / "tests").glob("*.py"), *(ROOT / "results").glob("*.jsonl")]:
         if path != Path(__file__):
             assert not private.search(path.read_text()), path
 
 
-def test_the_page_on_speed_is_its_records() -> None:
+def test_the_page_on_speed_matches_its_records() -> None:
     """docs/speed.md is what benchmarks/page.py writes from the committed records."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.page import page
@@ -176,20 +176,21 @@ def test_the_page_on_speed_is_its_records() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(p for p in SOURCE.rglob("*.py") if "What it gains" in p.read_text()), ids=str)
-def test_gains_that_modules_state_are_measured(module: Path) -> None:
-    """A gain in a module's docstring is one of the record of the ablation."""
+def test_gains_in_docstrings_are_measured(module: Path) -> None:
+    """A gain stated in the docstring of a module is in the record of the ablation."""
     record = [json.loads(line) for line in (ROOT / "results" / "ablation.jsonl").read_text().splitlines()]
     known = {(line["workload"], round(gain, 1)) for line in record for gain in line["gains"].values()}
     text = re.search(r"What it gains  (.*?)\n(?:\"\"\"|\n)", module.read_text(), re.DOTALL)
     assert text
-    stated = re.findall(r"([\d.]+) x on (?:the |a )?([\w -]+(?:, APFL|, 10,000 test images)?)", text[1])
-    assert stated
-    for gain, workload in stated:
+    claimed_gains = re.findall(r"([\d.]+) x on (?:the |a )?([\w -]+(?:, APFL|, 10,000 test images)?)", text[1])
+    assert claimed_gains
+    for gain, workload in claimed_gains:
         found = [value for name, value in known if name.removeprefix("a ") == workload.strip()]
         assert any(abs(value - float(gain)) <= 0.05 + 0.01 * value for value in found), (gain, workload, found)
 
 
-def test_the_page_on_speed_does_without_peers() -> None:
+def test_the_page_on_speed_needs_no_peers() -> None:
+    """Without records of other libraries the section on them is empty."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.cpu import _apart
     from benchmarks.page import peers
@@ -197,8 +198,8 @@ def test_the_page_on_speed_does_without_peers() -> None:
     assert peers({"lenet5": _apart([], 1.0), "digits": _apart([], 1.0)}) == ""
 
 
-def test_the_table_of_exposed_rows_is_its_record() -> None:
-    """docs/deploy.md quotes results/exposure.jsonl."""
+def test_the_table_of_exposed_rows_matches_its_record() -> None:
+    """The table in docs/deploy.md equals results/exposure.jsonl."""
     record = [json.loads(line) for line in (ROOT / "results" / "exposure.jsonl").read_text().splitlines()]
     rows = [
         f"| {line['weights']} | {line['rows']} | {100 * line['share']:.1f} % | {100 * line['random']:.1f} % | "

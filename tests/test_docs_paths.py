@@ -1,4 +1,4 @@
-"""Every path of the repository that the documents cite in backticks exists."""
+"""Every path of the repository that the docs cite in backticks exists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FOLDERS = ("src", "tests", "docs", "benchmarks", "experiments", "packaging", "re
 PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b")  # docs/algorithms/NAME.md
 
 
-def cited(text: str) -> set[str]:
-    """Words in backticks, outside of code blocks, that begin with a folder of the repository, or name a test file."""
+def cited_paths(text: str) -> set[str]:
+    """Paths in backticks, outside of code blocks, that start with a folder of the repository or name a test file."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     words = re.findall(r"`([\w.*+-]+(?:/[\w.*+-]*)*)`", prose)
     paths = {word for word in words if word.split("/")[0] in FOLDERS and "/" in word}
@@ -24,17 +24,17 @@ def cited(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_cited_paths_exist(page: Path) -> None:
-    """A file, a folder, or a pattern that matches one."""
+    """Every cited path is an existing file or folder, or a pattern that matches one."""
     text = page.read_text(encoding="utf-8")
-    assert [path for path in sorted(cited(text)) if not any(ROOT.glob(path.rstrip("/")))] == []
+    assert [path for path in sorted(cited_paths(text)) if not any(ROOT.glob(path.rstrip("/")))] == []
 
 
-def test_paths_are_told_from_other_words() -> None:
-    """Paths of a user's folders, placeholders and code blocks are no paths of the repository."""
+def test_other_text_is_not_a_path() -> None:
+    """Paths of user folders, placeholders and code blocks are not paths of the repository."""
     text = "`tests/gone.py` `runs/x` `docs/NAME.md` `test_gone.py` `results/*.jsonl` `tests`\n```\n`src/x`\n```\n"
-    assert cited(text) == {"tests/gone.py", "tests/test_gone.py", "results/*.jsonl"}
+    assert cited_paths(text) == {"tests/gone.py", "tests/test_gone.py", "results/*.jsonl"}
 
 
 def test_many_paths_are_checked() -> None:
-    """The documents cite dozens of paths: were none found, nothing would be checked."""
-    assert sum(len(cited(page.read_text(encoding="utf-8"))) for page in PAGES) > 30
+    """The docs cite more than 30 paths, so the check is not empty."""
+    assert sum(len(cited_paths(page.read_text(encoding="utf-8"))) for page in PAGES) > 30

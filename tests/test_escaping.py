@@ -1,4 +1,4 @@
-"""No text of a run folder, of data or of a user is markup or script in a page that we write."""
+"""No text from a run folder, data or a user becomes markup or script in a generated page."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PAYLOADS = [
     "${window.pwned = 1}`",
 ]
 EVIL = "".join(PAYLOADS)
-PLAIN = EVIL.replace("/", "")  # where a path would be cut
-ELEMENTS = {"index.html": 2, "decision.html": 3}  # scripts of our own
+PLAIN = EVIL.replace("/", "")  # without path separators
+ELEMENTS = {"index.html": 2, "decision.html": 3}  # number of our own script elements
 
 
 class Elements(HTMLParser):
-    """What a browser would make of a page: its elements, their attributes, and what stands in scripts."""
+    """The elements, attributes and texts that a browser would parse from a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Elements(HTMLParser):
 
 
 def check(page: Path) -> Elements:
-    """The elements of a page, none of which came out of a text."""
+    """Return the elements of a page after checking that none came from a text."""
     found = Elements(page.read_text())
     assert found.tags.count("script") == ELEMENTS[page.name]
     assert not {"img", "svg", "iframe"} & set(found.tags)
@@ -59,7 +59,7 @@ def check(page: Path) -> Elements:
     return found
 
 
-def evil(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -67,7 +67,7 @@ def evil(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on data of one's own, with the runs it is compared with."""
+    """Return a run on user data with its baselines."""
     folder = tmp_path_factory.mktemp("compared")
     data = folder_of_tables(folder / "data", numbers=False)
     line = ["run", "waffle", "--data", data, "--target", "outcome", "--alice", "north", "--rounds", "4", "--quiet"]
@@ -78,12 +78,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def poisoned(compared: Path, tmp_path: Path) -> Path:
-    """The same folder as somebody sends it who wants to run code in the reader's browser."""
+    """Return the same folder with scripts and markup in all of its texts."""
     run = Path(shutil.copytree(compared, tmp_path / "run"))
     for folder in (run, run / "local", run / "fedavg"):
         agents = [f"{PLAIN} {i}" for i in range(3)]
-        evil(folder / "config.json", lambda c: c["settings"].update(alice=EVIL, data=PLAIN, model=EVIL))
-        evil(
+        edit_json(folder / "config.json", lambda c: c["settings"].update(alice=EVIL, data=PLAIN, model=EVIL))
+        edit_json(
             folder / "provenance.json",
             lambda c: c.update(
                 agents=agents,  # noqa: B023
@@ -97,9 +97,9 @@ def poisoned(compared: Path, tmp_path: Path) -> Path:
                 binding={**dict.fromkeys(c["binding"], EVIL)},
             ),
         )
-        evil(folder / "result.json", lambda c: c.update(rounds=EVIL, message=EVIL))
+        edit_json(folder / "result.json", lambda c: c.update(rounds=EVIL, message=EVIL))
         seal(folder)
-    evil(run / "distances.json", lambda c: c.update(names=[f"{PLAIN} {i}" for i in range(3)]))
+    edit_json(run / "distances.json", lambda c: c.update(names=[f"{PLAIN} {i}" for i in range(3)]))
     return run
 
 
@@ -110,7 +110,7 @@ def pages_of(run: Path) -> list[Path]:
 
 
 def test_nothing_in_a_run_folder_is_markup_in_its_pages(poisoned: Path) -> None:
-    """Rounds, agents, classes, settings, bindings, notes and title are texts in the report and the decision page."""
+    """Rounds, agents, classes, settings, bindings, notes and title appear as text in both pages."""
     report, decision = pages_of(poisoned)
     shown = check(report)
     assert EVIL in "".join(shown.texts)
@@ -121,18 +121,18 @@ def test_nothing_in_a_run_folder_is_markup_in_its_pages(poisoned: Path) -> None:
 
 
 def test_a_status_is_a_text(poisoned: Path) -> None:
-    """`status` of result.json stands in the report page as it is written, and runs nothing."""
+    """The `status` of result.json appears in the report page as text."""
     for folder in (poisoned, poisoned / "local", poisoned / "fedavg"):
-        evil(folder / "result.json", lambda content: content.update(status=EVIL))
+        edit_json(folder / "result.json", lambda content: content.update(status=EVIL))
         seal(folder)
     shown = waffle("report", poisoned / "local", "--out", poisoned / "page")
     assert shown.code == 0, shown.err
     assert EVIL in "".join(check(poisoned / "page" / "index.html").texts)
 
 
-def test_tables_for_papers_hold_no_markup(poisoned: Path) -> None:
-    """Markdown and LaTeX hold an agent's name without HTML, other columns or commands."""
-    evil(poisoned / "local" / "config.json", lambda c: c["settings"].update(alice=r"<b>a|b</b>\input{x}_$&%"))
+def test_exported_tables_contain_no_markup(poisoned: Path) -> None:
+    """Markdown and LaTeX tables contain an agent's name without HTML, extra columns or commands."""
+    edit_json(poisoned / "local" / "config.json", lambda c: c["settings"].update(alice=r"<b>a|b</b>\input{x}_$&%"))
     seal(poisoned / "local")
     assert waffle("report", poisoned / "local", "--out", poisoned / "page").code == 0
     markdown = (poisoned / "page" / "table.md").read_text()
@@ -143,38 +143,38 @@ def test_tables_for_papers_hold_no_markup(poisoned: Path) -> None:
     assert r"\textbackslash{}input\{x\}\_\$\&\%" in latex
 
 
-def test_a_script_ends_where_it_ends() -> None:
-    """JSON inside a script element holds no sign with which one could begin or end an element."""
+def test_json_in_a_script_cannot_close_the_script() -> None:
+    """JSON inside a script element contains no character that could open or close an element."""
     text = script_json({EVIL: [EVIL, {"x": EVIL}]})
     assert "<" not in text
     assert json.loads(text) == {EVIL: [EVIL, {"x": EVIL}]}
 
 
 def test_no_script_runs_in_a_browser(poisoned: Path) -> None:
-    """Chromium draws both pages, charts and all, and nothing of the payloads runs."""
+    """Chromium draws both pages with their charts, and no payload runs."""
     with launched() as browser:
         for page in pages_of(poisoned):
             tab = browser.new_context(offline=True).new_page()
-            asked: list[str] = []
-            tab.on("request", lambda request: asked.append(request.url))  # noqa: B023
-            tab.on("dialog", lambda dialog: asked.append(dialog.message))  # noqa: B023
+            requests: list[str] = []
+            tab.on("request", lambda request: requests.append(request.url))  # noqa: B023
+            tab.on("dialog", lambda dialog: requests.append(dialog.message))  # noqa: B023
             tab.goto(page.as_uri())
             tab.wait_for_selector("body[data-charts]", timeout=60_000)
             for chart in tab.locator("svg, canvas").all():
                 if chart.is_visible():
-                    chart.hover()  # the tooltip holds names too
+                    chart.hover()  # the tooltip contains names too
             assert tab.evaluate("window.pwned") is None
-            assert asked == [page.as_uri()]
+            assert requests == [page.as_uri()]
 
 
-def test_every_page_is_written_by_a_module_that_is_tested_here() -> None:
-    """HTML is written by these modules alone; another one belongs into these tests."""
+def test_only_known_modules_write_html() -> None:
+    """Only these modules write HTML; a new one must be added to these tests."""
     root = Path(waffle_fl.__file__).parent
-    makers = {
+    writers = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if any(mark in node.value for mark in ("<td", "<p>", "<p ", "<section", "<html", "<script", "<div", "<dt>"))
     }
-    assert makers == {"report/page.py", "report/tables.py", "decision/page.py", "decision/markup.py"}
+    assert writers == {"report/page.py", "report/tables.py", "decision/page.py", "decision/markup.py"}

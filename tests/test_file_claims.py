@@ -1,4 +1,4 @@
-"""Claims that experiment files state, the runs they vary, and `waffle bench FILE --check`."""
+"""Claims in experiment files, `vary` tables, and `waffle bench FILE --check`."""
 
 from __future__ import annotations
 
@@ -71,30 +71,30 @@ def clone(tmp_path: Path) -> Path:
 
 
 def finished(config: RunConfig, accuracy: float, late: float | None = None) -> FinishedRun:
-    """A run that reached an accuracy in every round, or another one late."""
+    """A run with one accuracy in every round, and optionally another one in the last three rounds."""
     values = [accuracy] * 47 + [accuracy if late is None else late] * 3
     rounds: list[dict[str, Any]] = [{"round": r, "accuracy": value} for r, value in enumerate(values, start=1)]
     if config.settings.attack != "none":
         rounds = [{**line, "attackers_weight": 0.2, "backdoor": 0.9} for line in rounds]
-    told = {"best": {"round": 1, "accuracy": max(values)}, "last": {"round": 50, "accuracy": values[-1]}}
+    scores = {"best": {"round": 1, "accuracy": max(values)}, "last": {"round": 50, "accuracy": values[-1]}}
     provenance = {"binding": {"data": config.settings.split, "device": "none"}, "test_samples": 100}
-    return FinishedRun(Path(config.label), config, provenance, {"status": "finished", **told}, rounds)
+    return FinishedRun(Path(config.label), config, provenance, {"status": "finished", **scores}, rounds)
 
 
 def recorded(clone: Path, **odd: Any) -> Part:
-    """The record of the small file: 0.9 everywhere but where `odd`, a pair of (filter, run), says otherwise."""
+    """Write a record of the small file with accuracy 0.9; `case` = (filter, accuracies) changes the runs that match."""
     part = read_part(clone, "small")
     runs = []
     for config in part.planned().values():
-        wanted, accuracies = odd.get("case", ({"method": "nobody"}, ()))
-        values = accuracies if matches(config, wanted) else (0.9 + 0.001 * config.settings.seed,)
+        condition, accuracies = odd.get("case", ({"method": "no such method"}, ()))
+        values = accuracies if matches(config, condition) else (0.9 + 0.001 * config.settings.seed,)
         runs.append(finished(config, *values))
     (clone / "results" / "small.jsonl").write_text("".join(f"{line}\n" for line in condense(runs, "accuracy")))
     return read_part(clone, "small")
 
 
-def test_values_that_vary(clone: Path) -> None:
-    """[vary] makes one experiment of each combination, named by its values; `method.option` reaches an option."""
+def test_vary_makes_one_experiment_per_combination(clone: Path) -> None:
+    """[vary] makes one experiment per combination of values; `method.option` sets an option."""
     found = {e.name: e for e in load_experiments(clone / "experiments" / "small.toml")}
     assert len(found) == 2 + 8 + 2
     one = found["small/attacked/sign-flip-3/3/standard"]
@@ -103,7 +103,7 @@ def test_values_that_vary(clone: Path) -> None:
 
 
 def test_vary_needs_lists(tmp_path: Path) -> None:
-    """A single value in [vary] is told."""
+    """A single value in [vary] is refused."""
     file = tmp_path / "x.toml"
     file.write_text('methods = ["waffle"]\n[vary]\nguard = "off"\n')
     assert "expected lists" in refusal(load_experiments, file)
@@ -113,16 +113,16 @@ def check(clone: Path) -> int:
     return main(["bench", str(clone / "experiments" / "small.toml"), "--check", "--json"])
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
 
 
 def test_claims_that_hold(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a whole record that holds them, every claim is told with its closest case, and the exit code is 0."""
+    """With a complete record every claim holds, is printed with its closest case, and the exit code is 0."""
     recorded(clone)
     assert check(clone) == 0
-    found = told(capsys)
+    found = printed(capsys)
     assert found["problems"] == []
     assert [claim["holds"] for claim in found["claims"]] == [True, True, True]
     assert "16 of 16 hold" in found["claims"][1]["numbers"]
@@ -139,33 +139,33 @@ def test_claims_that_hold(clone: Path, capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_claims_that_fail(clone: Path, capsys: pytest.CaptureFixture[str], case: Any, broken: str) -> None:
-    """A cell that misses its bound, at either moment, fails its claim and no other, and the exit code is 1."""
+    """A cell that misses its bound, at either round, fails its claim and no other; the exit code is 1."""
     recorded(clone, case=case)
     assert check(clone) == 1
-    assert [claim["claim"] for claim in told(capsys)["claims"] if not claim["holds"]] == [broken]
+    assert [claim["claim"] for claim in printed(capsys)["claims"] if not claim["holds"]] == [broken]
 
 
-def test_no_record_holds_nothing(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a record the check fails, and says what is missing."""
+def test_no_claim_holds_without_a_record(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a record the check fails and reports what is missing."""
     assert check(clone) == 1
-    found = told(capsys)
+    found = printed(capsys)
     assert "not complete" in found["problems"][0]
     assert not any(claim["holds"] for claim in found["claims"])
     assert "no complete record of 4 of 4 cells" in found["claims"][0]["numbers"]
 
 
-def test_claims_wait_for_all_rivals_and_seeds(clone: Path) -> None:
-    """Nothing holds before every method that a cell is compared with, and every seed of it, is in the record."""
+def test_claims_need_all_methods_and_seeds(clone: Path) -> None:
+    """A claim does not hold until every compared method and every seed is in the record."""
     part = recorded(clone)
     claims, name = read_claims(clone / "experiments" / "small.toml"), next(iter(part.runs))
-    for gone in (lambda run: run.config.method == "waffle", lambda run: run.config.settings.seed == 1):
-        few = replace(part, runs={**part.runs, name: [run for run in part.runs[name] if not gone(run)]})
-        assert any("no complete record of" in verdict.numbers for verdict in check_claims(claims, few))
+    for removed in (lambda run: run.config.method == "waffle", lambda run: run.config.settings.seed == 1):
+        incomplete = replace(part, runs={**part.runs, name: [run for run in part.runs[name] if not removed(run)]})
+        assert any("no complete record of" in verdict.numbers for verdict in check_claims(claims, incomplete))
     assert all(verdict.holds for verdict in check_claims(claims, part))
 
 
-def test_a_round_that_is_not_kept_is_told(clone: Path) -> None:
-    """A claim about a round that the record leaves out is no claim about nothing."""
+def test_a_claim_on_a_round_without_a_record_is_refused(clone: Path) -> None:
+    """A claim on a round that the record does not keep is refused; a diverged run counts as 0."""
     config = next(iter(read_part(clone, "small").planned().values()))
     run = replace(finished(config, 0.9), rounds=[])
     assert "does not keep" in refusal(accuracies, [run], 0.5)
@@ -173,7 +173,7 @@ def test_a_round_that_is_not_kept_is_told(clone: Path) -> None:
 
 
 def test_exceptions_are_named_and_needed(clone: Path) -> None:
-    """A named exception excuses its cells and no others; one that nothing needs fails the claim."""
+    """A named exception covers its cells only; an exception that is not needed fails the claim."""
     case = ({"guard": "standard", "attack": "backdoor", "method": "fedavg"}, (0.5,))
     part = recorded(clone, case=case)
     claim = read_claims(clone / "experiments" / "small.toml")[1]
@@ -186,15 +186,15 @@ def test_exceptions_are_named_and_needed(clone: Path) -> None:
     assert "is not needed" in other.numbers
 
 
-def test_a_misspelt_claim_is_told(tmp_path: Path) -> None:
-    """A key that no claim has is told with the nearest one."""
+def test_a_misspelt_claim_key_is_refused(tmp_path: Path) -> None:
+    """An unknown key of a claim is refused with the nearest known key."""
     file = tmp_path / "x.toml"
     file.write_text('[[claims]]\nclaim = "x"\nof = {}\nwihtin = 1\n')
     assert "did you mean within" in refusal(read_claims, file)
 
 
-def test_the_same_but_for(clone: Path) -> None:
-    """Settings and options of a run can be changed by name, and nothing else changes."""
+def test_changed_replaces_settings_and_options(clone: Path) -> None:
+    """`changed` replaces settings and options by name and changes nothing else."""
     config = next(iter(read_part(clone, "small").planned().values()))
     other = changed(config, {"guard": "standard", "aggregation": "median"})
     assert other.settings == replace(config.settings, guard="standard")
@@ -203,8 +203,8 @@ def test_the_same_but_for(clone: Path) -> None:
     assert "did you mean guard" in refusal(changed, config, {"gaurd": "standard"})
 
 
-def test_a_claim_compares_with_something_else(clone: Path) -> None:
-    """A claim that would hold a run against itself, or against a score that it does not have, is refused."""
+def test_impossible_comparisons_are_refused(clone: Path) -> None:
+    """A claim that compares a run with itself, or uses a score that the run lacks, is refused."""
     part, (claim, *_) = recorded(clone), read_claims(clone / "experiments" / "small.toml")
     same = replace(claim, against={"guard": "standard"})
     assert "with itself" in refusal(check_claims, [same], part)
@@ -213,8 +213,8 @@ def test_a_claim_compares_with_something_else(clone: Path) -> None:
     )
 
 
-def test_a_run_that_diverged_ends_at_nothing(clone: Path) -> None:
-    """By the last round a run that diverged before it has no accuracy, by the best one it has."""
+def test_a_diverged_run_has_no_last_accuracy(clone: Path) -> None:
+    """A diverged run has accuracy 0 by the last round, and its best accuracy by the best round."""
     config = next(iter(read_part(clone, "small").planned().values()))
     run = finished(config, 0.9)
     run = replace(run, result={**run.result, "status": "diverged"})
@@ -222,14 +222,14 @@ def test_a_run_that_diverged_ends_at_nothing(clone: Path) -> None:
     assert accuracies([run], "best") == [0.9]
 
 
-def test_a_file_is_a_study_of_its_own(clone: Path) -> None:
-    """`python -m paper NAME` takes any file in experiments/; what is none is told."""
+def test_every_experiment_file_is_a_study(clone: Path) -> None:
+    """`python -m paper NAME` accepts any file in experiments/ and refuses other names."""
     assert list(read_study(clone, "small")) == ["small"]
     assert "unknown study" in refusal(read_study, clone, "smal")
 
 
 def test_the_gates_of_the_robustness_file() -> None:
-    """The file's gates are 0.5 point without and 1.5 points under each attack that is not adaptive, at both moments."""
+    """The gates are 0.5 points without attack and 1.5 points under each non-adaptive attack, at both rounds."""
     free, held = read_claims(ROOT / "experiments" / "robustness.toml")
     assert (free.within, held.within) == (0.5, 1.5)
     assert tuple(free.at) == tuple(held.at) == (0.94, 1.0)
@@ -238,13 +238,13 @@ def test_the_gates_of_the_robustness_file() -> None:
 
 
 @pytest.mark.parametrize("name", RECORD_PAGES)
-def test_pages_that_state_claims_are_their_records(name: str) -> None:
-    """Each page of RECORD_PAGES has the tables of its committed record, and lists missing runs."""
+def test_record_pages_match_their_records(name: str) -> None:
+    """Each page of RECORD_PAGES has the tables of its committed record and lists missing runs."""
     assert (ROOT / "docs" / f"{name}.md").read_text() == with_tables(ROOT, name)
 
 
 def test_tables_of_a_record(clone: Path) -> None:
-    """With a record the page has every table: accuracies in both rounds, weights, backdoors and rules."""
+    """The page has every table: accuracies in both rounds, weights, backdoors and rules."""
     part = recorded(clone)
     text = "\n".join(robustness_tables.tables(part, ()))
     assert "| sign-flip(3) | 3 | 90.2 → 90.2 | 90.2 → 90.2 |" in text or "| sign-flip(3) | 3 | 90.1" in text
@@ -253,8 +253,8 @@ def test_tables_of_a_record(clone: Path) -> None:
     assert "20.0 → 20.0" in text
 
 
-def test_what_attacks_cost_is_counted(clone: Path) -> None:
-    """Cases that lie more than 1.5 points below the honest run are counted by method and guard, the dearest named."""
+def test_costly_attacks_are_counted(clone: Path) -> None:
+    """Cases over 1.5 points below the honest run are counted per method and guard, and the worst one is named."""
     case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
     part = recorded(clone, case=(case, (0.5,)))
     text = "\n".join(
@@ -265,8 +265,8 @@ def test_what_attacks_cost_is_counted(clone: Path) -> None:
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
 
 
-def test_how_far_methods_lie_behind_the_best(clone: Path) -> None:
-    """A method that is behind by more than a deviation of the best one is not near it; its page has its columns."""
+def test_standings_measure_the_distance_from_the_best(clone: Path) -> None:
+    """A method more than one deviation behind the best is not near it; its page lists its columns."""
     configs = [
         RunConfig(method=method, settings=Settings(data="mnist", split=split, seed=seed))
         for method in ("fedavg", "local")

@@ -25,8 +25,8 @@ def test_the_help_lists_only_new_names(command: str) -> None:
         assert old not in words
 
 
-def test_old_names_become_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also in the form --flag=value, and only for the command that had the flag; each prints one note on stderr."""
+def test_old_names_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Old names are replaced, also in the form --flag=value, for their command only, with one note each on stderr."""
     assert replace_old_flags(["--over", "omega", "--together=2"], "tune waffle") == [
         "--only",
         "omega",
@@ -56,12 +56,12 @@ def test_a_run_still_takes_alone(tmp_path: Path) -> None:
 
 
 def test_flags_that_default_to_true_are_suggested() -> None:
-    """A misspelt --no-baselines is answered with the right name."""
+    """A misspelt --no-baselines is refused with the right name."""
     assert "did you mean --no-baselines?" in refusal(waffle("run", "waffle", "--no-baseline"))
 
 
 def test_parse_replaces_old_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command gets the renaming through `parse`."""
+    """`parse` replaces old flags for every command."""
 
     @dataclass(frozen=True)
     class Flags:
@@ -76,7 +76,7 @@ def test_parse_replaces_old_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_the_paper_module_still_takes_anew() -> None:
-    """`python -m paper` does not use `parse`: it accepts --anew by itself, and its help lists --rerun only."""
+    """`python -m paper` accepts --anew without `parse`, and its help lists --rerun only."""
     root = Path(__file__).parent.parent
     line = [sys.executable, "-m", "paper", "mnist", "--share", "0/1"]
     done = subprocess.run([*line, "--anew"], capture_output=True, text=True, cwd=root)

@@ -1,8 +1,8 @@
-"""Attackers against a running federation, played against real processes: each of these worked on an earlier version.
+"""Attacks on a running federation of real processes; each of them succeeded against an earlier version.
 
-stranger        reaches the server's port, and has no key and no certificate
-ca holder       has `ca.crt` besides, which every site has
-operator        holds the server, and with it the operator's key
+unknown client  reaches the server's port; has no key and no certificate
+ca holder       also has `ca.crt`, which every site has
+operator        controls the server and has the operator's key
 local user      has an account on the machine of a site or of the server
 """
 
@@ -31,7 +31,7 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from flower_harness import Deployment, asked, federation, processes_in
+from flower_harness import Deployment, federation, processes_in, run_arguments
 from waffle_fl.deploy import membership
 from waffle_fl.deploy.control_client import ControlClient
 from waffle_fl.deploy.gateway import FLEET
@@ -44,21 +44,21 @@ SITES = ("a", "b")
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A server and two sites, up and connected."""
+    """Start a server and two sites and wait until the sites are connected."""
     folder = federation(tmp_path_factory.mktemp("attacked") / "federation", SITES)
     with deployed(Deployment(folder)) as deployment:
         deployment.wait_until(lambda: all(node.status == "online" for node in ControlClient(folder).nodes()))
         yield deployment
 
 
-class Anyone:
-    """No certificate is asked for, none is shown."""
+class AnonymousClient:
+    """A client that presents no client certificate."""
 
     def __init__(self, kind: Any, address: str, ca: bytes | None = None) -> None:
         self.kind, self.address, self.ca = kind, address, ca
 
     def status(self, call: str, request: Any) -> int:
-        """The HTTP status with which a call is answered; 200 is success."""
+        """Return the HTTP status of a call; 200 is success."""
         chain = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
         if self.ca:
             client = self.kind.from_server_address(self.address, False, self.ca, chain)
@@ -73,13 +73,13 @@ class Anyone:
         return 200
 
 
-def doors(deployment: Deployment) -> tuple[str, str]:
+def addresses(deployment: Deployment) -> tuple[str, str]:
     s = read_server(deployment.folder)
     return f"127.0.0.1:{s.port}", f"127.0.0.1:{s.local_port}"
 
 
-def raw(address: str, target: str, headers: str) -> bytes:
-    """What is answered to a request that no client library would write."""
+def raw_response(address: str, target: str, headers: str) -> bytes:
+    """Return the response to a request that no client library would send."""
     host, port = address.split(":")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -88,47 +88,50 @@ def raw(address: str, target: str, headers: str) -> bytes:
         return secure.recv(4096)
 
 
-def task() -> AcquireTaskRequest:
+def task_request() -> AcquireTaskRequest:
     return AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP, TaskType.CLIENT_APP])
 
 
-def test_a_stranger_cannot_act_as_the_server(running: Deployment) -> None:
-    """The port that sites reach serves nothing but the Fleet API: no task can be taken, no run started."""
-    public, _ = doors(running)
-    stranger = Anyone(RuntimeHttpClient, public)
-    assert stranger.status("AcquireTask", task()) == 404
-    control = Anyone(ControlHttpClient, public)
+def test_an_unknown_client_cannot_act_as_the_server(running: Deployment) -> None:
+    """The public port serves only the Fleet API: an unknown client can take no task and start no run."""
+    public, _ = addresses(running)
+    client = AnonymousClient(RuntimeHttpClient, public)
+    assert client.status("AcquireTask", task_request()) == 404
+    control = AnonymousClient(ControlHttpClient, public)
     assert control.status("ListNodes", ListNodesRequest()) == 404
     assert control.status("StartRun", StartRunRequest()) == 404
 
 
-def test_a_stranger_on_the_server_s_machine_has_no_secret(running: Deployment) -> None:
-    """On loopback the Runtime API wants Flower's secret, and the Control API the operator's."""
-    _, local = doors(running)
+def test_local_apis_require_their_secrets(running: Deployment) -> None:
+    """On loopback the Runtime API requires Flower's secret and the Control API requires the operator's."""
+    _, local = addresses(running)
     ca = (running.folder / "keys" / "ca.crt").read_bytes()
     for certificate in (None, ca):
-        assert Anyone(RuntimeHttpClient, local, certificate).status("AcquireTask", task()) in (401, 403)
-        control = Anyone(ControlHttpClient, local, certificate)
+        assert AnonymousClient(RuntimeHttpClient, local, certificate).status("AcquireTask", task_request()) in (
+            401,
+            403,
+        )
+        control = AnonymousClient(ControlHttpClient, local, certificate)
         assert control.status("ListNodes", ListNodesRequest()) == 403
         assert control.status("StartRun", StartRunRequest()) == 403
 
 
-def test_no_site_is_expelled_or_admitted_through_the_port(running: Deployment) -> None:
-    """With ca.crt alone no site is removed and none is added; all stay connected."""
-    public, local = doors(running)
+def test_ca_certificate_alone_cannot_change_membership(running: Deployment) -> None:
+    """A client that only has ca.crt can neither remove nor add a site."""
+    public, local = addresses(running)
     ca = (running.folder / "sites" / "a" / "ca.crt").read_bytes()
     nodes = ControlClient(running.folder).nodes()
     for address in (public, local):
-        control = Anyone(ControlHttpClient, address, ca)
+        control = AnonymousClient(ControlHttpClient, address, ca)
         for node in nodes:
             assert control.status("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id)) in (403, 404)
         assert control.status("RegisterNode", RegisterNodeRequest(public_key=b"mine", name="evil")) in (403, 404)
     assert {node.name: node.status for node in ControlClient(running.folder).nodes()} == dict.fromkeys(SITES, "online")
 
 
-def test_the_public_port_answers_the_fleet_calls_alone(running: Deployment) -> None:
-    """Every other path is not there: documentation, health, registration by a site itself, and tricks with paths."""
-    public, _ = doors(running)
+def test_public_port_serves_only_fleet_calls(running: Deployment) -> None:
+    """Every other path returns 404: documentation, health, registration by a site and path traversal."""
+    public, _ = addresses(running)
     paths = ["/", "/docs", "/openapi.json", "/health", "/v1/fleet/register-node", "/v1/fleet/unregister-node"]
     paths += ["/v1/fleet/../control/list-nodes", "/v1/fleet/%2e%2e/control/list-nodes", "//v1/control/list-nodes"]
     paths += ["/v1/fleet/pull-messages/../../control/start-run", "/v1/runtime/get-nodes", "/v1/runtime/push-messages"]
@@ -136,42 +139,45 @@ def test_the_public_port_answers_the_fleet_calls_alone(running: Deployment) -> N
         for path in paths:
             for method in ("GET", "POST"):
                 assert client.request(method, f"https://{public}{path}", content=b"x").status_code == 404, path
-        for path in FLEET:  # these are there, and want a key
+        for path in FLEET:  # these exist and require a key
             assert client.post(f"https://{public}{path}", content=b"").status_code in (400, 401, 403, 415, 422), path
     key = base64.b64encode(wire_form(running.folder / "keys" / "a.pub")).decode()
     for length in (f"Content-Length: {1 << 40}", "Transfer-Encoding: chunked"):
-        assert raw(public, "/v1/fleet/push-object", length).split(b" ")[1] == b"401"
-        assert raw(public, "/v1/fleet/push-object", f"flwr-public-key: {key}\r\n{length}").split(b" ")[1] == b"413"
+        assert raw_response(public, "/v1/fleet/push-object", length).split(b" ")[1] == b"401"
+        assert (
+            raw_response(public, "/v1/fleet/push-object", f"flwr-public-key: {key}\r\n{length}").split(b" ")[1]
+            == b"413"
+        )
 
 
-def test_a_raw_request_finds_no_way_around(running: Deployment) -> None:
-    """Whatever a client writes as its Host, its target or its protocol, the socket decides."""
-    public, local = doors(running)
+def test_raw_requests_cannot_bypass_the_port_check(running: Deployment) -> None:
+    """The socket decides which API is served, not the Host header, the target or the protocol of a request."""
+    public, local = addresses(running)
     tricks = f"Host: {local}\r\nX-Forwarded-Port: {local.split(':')[1]}\r\nContent-Length: 0"
     for target in (
         "/v1/control/list-nodes",
         f"https://{local}/v1/control/list-nodes",
         "/v1/fleet/;/../control/start-run",
     ):
-        assert raw(public, target, tricks).split(b" ")[1] in (b"404", b"400"), target
+        assert raw_response(public, target, tricks).split(b" ")[1] in (b"404", b"400"), target
 
 
 def test_a_local_process_cannot_take_a_site_s_task(running: Deployment) -> None:
-    """The SuperNode's Runtime API wants the site's secret too."""
+    """The SuperNode's Runtime API requires the site's secret."""
     site = read_site(running.folder / "sites" / "a")
     client = RuntimeHttpClient(f"http://127.0.0.1:{site.port}", interceptors=[
         RuntimeVersionHttpInterceptor(component_name="SuperExec")
     ])  # fmt: skip
     for _ in range(20):
         with pytest.raises(httpx.HTTPStatusError) as refused:
-            client.AcquireTask(task())
+            client.AcquireTask(task_request())
         assert refused.value.response.status_code in (401, 403)
     client.close()
 
 
 def test_no_secret_is_on_a_command_line(running: Deployment, tmp_path: Path) -> None:
-    """While a run goes on, no process listing shows a token, a key or a secret."""
-    run = running.start_run(*asked(2, tmp_path / "run", agents=2))
+    """During a run, no process listing shows a token, a key or a secret."""
+    run = running.start_run(*run_arguments(2, tmp_path / "run", agents=2))
     secrets = [(running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")]
     seen: set[str] = set()
     while run.poll() is None:
@@ -188,9 +194,9 @@ def test_no_secret_is_on_a_command_line(running: Deployment, tmp_path: Path) -> 
     assert not [line for line in seen if re.search(r"\b[0-9a-f]{40,}\b", line)]
 
 
-def test_files_are_for_their_owner_alone(running: Deployment, tmp_path: Path) -> None:
-    """Models, states, ledgers, the database and surveys are 0600 in folders 0700."""
-    assert running.finish_run(*asked(2, tmp_path / "modes", agents=2)) == 0
+def test_files_are_readable_by_their_owner_only(running: Deployment, tmp_path: Path) -> None:
+    """Models, states, ledgers, the database and surveys have mode 0600, their folders 0700."""
+    assert running.finish_run(*run_arguments(2, tmp_path / "modes", agents=2)) == 0
     folder = running.folder
     secret = [
         folder / "superlink.db",
@@ -210,7 +216,7 @@ def test_files_are_for_their_owner_alone(running: Deployment, tmp_path: Path) ->
 
 
 def test_the_server_never_holds_a_site_s_private_key(tmp_path: Path) -> None:
-    """`init` makes no key of a site; the site makes its own, and only the public part goes to the server."""
+    """`init` creates no site key; each site creates its own and sends only the public part to the server."""
     folder = tmp_path / "federation"
     membership.init(folder, ["north"], "127.0.0.1", 9443, "127.0.0.1")
     files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "keys"]
@@ -225,25 +231,25 @@ def test_the_server_never_holds_a_site_s_private_key(tmp_path: Path) -> None:
     assert not [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == private]
 
 
-def test_a_stolen_superlink_gets_no_answers(running: Deployment, tmp_path: Path) -> None:
-    """A ServerApp of one's own, with Flower's secret but without the operator's key, gets no answer and costs nothing.
+def test_sites_refuse_requests_without_the_operator_key(running: Deployment, tmp_path: Path) -> None:
+    """A ServerApp with Flower's secret but without the operator's key gets no answer and spends no budget.
 
-    It reaches the sites through the real SuperLink; each refuses, spends no budget, and writes that down.
+    It reaches the sites through the real SuperLink; each site refuses and records the refusal in its ledger.
     """
     import shutil
 
     from waffle_fl.deploy.keys import make_operator_key
 
     real = running.folder / "keys" / "operator.key"
-    kept = real.read_bytes()
+    real_key = real.read_bytes()
     ledgers = {name: running.folder / "sites" / name / "ledger.jsonl" for name in SITES}
     before = {name: path.read_bytes() if path.exists() else b"" for name, path in ledgers.items()}
     make_operator_key(real, tmp_path / "stolen.pub")
     try:
-        assert "not signed by an operator key" in running.refuses(*asked(1, tmp_path / "theft", agents=2))
+        assert "not signed by an operator key" in running.run_error(*run_arguments(1, tmp_path / "theft", agents=2))
     finally:
         shutil.rmtree(tmp_path / "theft", ignore_errors=True)
-        real.write_bytes(kept)
+        real.write_bytes(real_key)
     for name, path in ledgers.items():
         added = [json.loads(line) for line in path.read_bytes()[len(before[name]) :].splitlines()]
         assert [sorted(line) for line in added] == [["previous", "rejected", "time"]] * len(added)
@@ -251,7 +257,7 @@ def test_a_stolen_superlink_gets_no_answers(running: Deployment, tmp_path: Path)
 
 
 def test_a_site_can_be_admitted_again(running: Deployment) -> None:
-    """A site that was revoked, or removed at the SuperLink, comes back with the same key."""
+    """A site that was revoked, or removed at the SuperLink, can be admitted again with the same key."""
     folder, link = running.folder, ControlClient(running.folder)
     node = next(node for node in link.nodes() if node.name == "b")
     link.unregister(node.node_id)
@@ -274,8 +280,8 @@ def half(r, rounds):
 
 
 @pytest.mark.flower
-def test_an_operator_gets_no_values_and_no_imports(tmp_path: Path) -> None:
-    """Ages leave real sites neither as categories nor as classes, and no module that a run names is read there."""
+def test_operator_gets_no_values_and_sites_import_no_modules(tmp_path: Path) -> None:
+    """Ages leave real sites neither as categories nor as classes, and sites import no module that a run names."""
     tables = tmp_path / "tables"
     tables.mkdir()
     for name, shift in (("north", 0), ("south", 3)):
@@ -302,7 +308,7 @@ def test_an_operator_gets_no_values_and_no_imports(tmp_path: Path) -> None:
                 ),
             ]
         ):
-            assert words in deployment.refuses(*common, *flags, "--out", tmp_path / f"run-{k}")
+            assert words in deployment.run_error(*common, *flags, "--out", tmp_path / f"run-{k}")
     seen = [path.name for path in canary.iterdir() if path.suffix != ".py"]
     assert not [name for name in seen if "sites" in name], seen
     for name in ("north", "south"):

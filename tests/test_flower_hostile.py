@@ -1,4 +1,4 @@
-"""A site's rules against a server that asks for more than it may: its messages go straight to `Site.answer`."""
+"""A site's rules against a malicious server: requests go directly to `Site.answer`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from waffle_fl.tensorfile import pack
 ROWS = 40
 
 
-def table(path: Path, rows: int = ROWS, people: int = ROWS) -> None:
-    """Patients with a name each, two numbers, a ward to predict."""
+def table(path: Path, rows: int = ROWS, names: int = ROWS) -> None:
+    """Write a table of patients with a name, two numbers and a ward to predict."""
     lines = ["name,age,dose,ward"]
     for i in range(rows):
-        lines.append(f"patient{i % people},{20 + i * 7 % 60},{(i * 13 % 11) / 3:.3f},{'AB'[(i * i + i // 3) % 2]}")
+        lines.append(f"patient{i % names},{20 + i * 7 % 60},{(i * 13 % 11) / 3:.3f},{'AB'[(i * i + i // 3) % 2]}")
     path.write_text("\n".join(lines))
 
 
@@ -63,10 +63,10 @@ def config(method: str = "fedavg", options: dict[str, Any] | None = None, **sett
 
 
 class Server:
-    """Whoever holds the server: what he asks of one site under one run's name and config."""
+    """A malicious server that sends requests to one site under one run name and config."""
 
-    def __init__(self, site: Path, asked: RunConfig, run: str = "run") -> None:
-        self.site, self.run, self.config = site, run, asked
+    def __init__(self, site: Path, requested: RunConfig, run: str = "run") -> None:
+        self.site, self.run, self.config = site, run, requested
         self.key = load_operator_key(site.parent.parent / "keys" / OPERATOR_KEY)
 
     def send(self, payloads: dict[str, bytes] | None = None, **words: Any) -> Message:
@@ -75,74 +75,76 @@ class Server:
         return Site(self.site).answer(sign(request, self.key, "north"))
 
     def survey(self) -> Survey:
-        def ask(stage: Stage, known: dict[str, Any]) -> Answers:
+        def answers_at(stage: Stage, known: dict[str, Any]) -> Answers:
             words = self.send(stage=stage, known=known).fields
             if "error" in words:
                 raise WaffleError(words["error"])
             return {"north": dict(words)}
 
-        return survey(ask, self.config.settings)
+        return survey(answers_at, self.config.settings)
 
-    def course(self, facts: Survey) -> ServerRun:
+    def server_run(self, facts: Survey) -> ServerRun:
         s = self.config.settings
         model = FlatModel(
             builder(s.model, s.data, facts.shape, facts.outputs), loss=cross_entropy, precision=s.precision
         )
         algorithm = for_model(self.config.algorithm(), model.layers)
         samples = (facts.samples["north"],)
-        steps = (s.epochs * -(-samples[0] // s.batch_size),)
+        steps = (s.steps(samples[0]),)
         plan = RunPlan(
             self.run, "course", algorithm, ("north",), 0, samples, steps, s.rounds, s.batch_size, "off", "north"
         )
         return ServerRun(plan, model, initial_run_state(algorithm, model, s.seed, 1))
 
-    def order(self, facts: Survey, course: ServerRun, *tasks: tuple[dict[str, Any], bytes], **words: Any) -> Message:
-        """These tasks in one message, honest in all besides."""
-        spec = {"known": facts.known, "digest": facts.digests["north"], "model": course.model.fingerprint()}
+    def send_tasks(
+        self, facts: Survey, server_run: ServerRun, *tasks: tuple[dict[str, Any], bytes], **words: Any
+    ) -> Message:
+        """Send these tasks in one otherwise honest message."""
+        spec = {"known": facts.known, "digest": facts.digests["north"], "model": server_run.model.fingerprint()}
         payloads = {str(task["course"]): payload for task, payload in tasks}
         return self.send(payloads, **{**spec, "tasks": [task for task, _ in tasks], **words})
 
 
-class Scene(NamedTuple):
-    """A site that has been surveyed, and the first task of a run."""
+class SurveyedSite(NamedTuple):
+    """A surveyed site and the first task of a run."""
 
     server: Server
     facts: Survey
-    course: ServerRun
+    server_run: ServerRun
     task: dict[str, Any]
     payload: bytes
 
-    def order(self, payload: bytes | None = None, **changes: Any) -> Message:
-        """The first task with these fields changed."""
-        return self.server.order(self.facts, self.course, ({**self.task, **changes}, payload or self.payload))
+    def send_tasks(self, payload: bytes | None = None, **changes: Any) -> Message:
+        """Send the first task with these fields changed."""
+        return self.server.send_tasks(self.facts, self.server_run, ({**self.task, **changes}, payload or self.payload))
 
-    def said(self, payload: bytes | None = None, **changes: Any) -> dict[str, Any]:
-        return next(iter(self.order(payload, **changes).fields["courses"].values()))  # type: ignore[no-any-return]
+    def answer(self, payload: bytes | None = None, **changes: Any) -> dict[str, Any]:
+        return next(iter(self.send_tasks(payload, **changes).fields["courses"].values()))  # type: ignore[no-any-return]
 
     def other_models(self) -> Iterator[bytes]:
-        """Payloads with other models in them."""
+        """Yield payloads with other models."""
         tensors = load(self.payload)
         for k in range(1, 1000):
             yield pack({name: value + 0.01 * k for name, value in tensors.items()}, {})
 
 
-def scene(site: Path, asked: RunConfig | None = None, run: str = "run") -> Scene:
-    server = Server(site, asked or config())
+def surveyed_site(site: Path, requested: RunConfig | None = None, run: str = "run") -> SurveyedSite:
+    server = Server(site, requested or config())
     server.run = run
     facts = server.survey()
-    course = server.course(facts)
-    task, payload = course.request_for(0)
-    return Scene(server, facts, course, task.to_json(), payload)
+    server_run = server.server_run(facts)
+    task, payload = server_run.request_for(0)
+    return SurveyedSite(server, facts, server_run, task.to_json(), payload)
 
 
 @pytest.fixture
-def first(site: Path) -> Scene:
-    people(site)
-    return scene(site)
+def first(site: Path) -> SurveyedSite:
+    write_patients(site)
+    return surveyed_site(site)
 
 
-def people(site: Path, count: int = 4, rows: int = ROWS) -> None:
-    """The site's table anew, with so many different names in it."""
+def write_patients(site: Path, count: int = 4, rows: int = ROWS) -> None:
+    """Write the site's table with this many different names."""
     table(site / "data" / "north.csv", rows, count)
 
 
@@ -162,13 +164,13 @@ AIM = {"columns": [], "target": "ward", "task": "classification", "classes": ["A
         ({}, {"stage": "columns", "known": {"aim": AIM, "kinds": {"age": "numeric", "name": "categorical"}}}),
     ],
 )
-def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words: dict[str, Any], site: Path) -> None:
-    """Names of patients are refused by the site itself, as target or as column, in one line without any of them."""
+def test_columns_with_too_many_texts_are_refused(settings: dict[str, Any], words: dict[str, Any], site: Path) -> None:
+    """A site refuses to send patient names, as target or as column, with an error that contains none of them."""
     lines = [f"patient{i},{i / 7:.3f},{i % 5},{'AB'[i % 2]}" for i in range(150)]
     (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
-    said = json.dumps(Server(site, config(**settings)).send(**words).fields)
-    assert "more than 100 different texts, which do not leave this site" in said
-    assert "patient" not in said
+    answer = json.dumps(Server(site, config(**settings)).send(**words).fields)
+    assert "more than 100 different texts, which do not leave this site" in answer
+    assert "patient" not in answer
 
 
 @pytest.mark.parametrize(
@@ -178,11 +180,11 @@ def test_more_texts_than_may_be_categories_stay(settings: dict[str, Any], words:
         ("ward", {"stage": "columns", "known": {"aim": AIM, "kinds": {"name": "categorical"}}}),
     ],
 )
-def test_an_identifier_stays_however_few_there_are(target: str, words: dict[str, Any], site: Path) -> None:
-    """A text of its own in every row is a name, also where the site has few rows."""
-    said = json.dumps(Server(site, config(target=target)).send(**words).fields)
-    assert "column 'name' has a different text in every row, which do not leave this site" in said
-    assert "patient" not in said
+def test_a_unique_text_per_row_is_refused(target: str, words: dict[str, Any], site: Path) -> None:
+    """A column with a different text in every row does not leave the site, even if the site has few rows."""
+    answer = json.dumps(Server(site, config(target=target)).send(**words).fields)
+    assert "column 'name' has a different text in every row, which do not leave this site" in answer
+    assert "patient" not in answer
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,8 @@ def test_an_identifier_stays_however_few_there_are(target: str, words: dict[str,
     [{"split_seed": 1}, {"test_share": 0.26}, {"validation": 0.1}, {"target": "name"}, {"categorical": ("dose",)}],
 )
 def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> None:
-    """Means under another split would give single rows by subtraction: the data is summarised in one way only."""
-    people(site)
+    """The site summarises its data in one way only, since means under two splits would reveal single rows."""
+    write_patients(site)
     Server(site, config()).survey()
     for run in ("run", "another"):
         other = Server(site, config(**settings), run)
@@ -205,8 +207,8 @@ def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> Non
 
 
 def test_the_same_survey_is_free(site: Path) -> None:
-    """Runs of other methods, seeds and Alices on the same data, read alike, ask nothing new."""
-    people(site)
+    """Runs with other methods, seeds and Alices on the same data do not count as new surveys."""
+    write_patients(site)
     facts = [Server(site, config(m, seed=k), f"run-{k}").survey() for k, m in enumerate(("waffle", "ditto", "local"))]
     assert len({json.dumps(found.prepared) for found in facts}) == 1
 
@@ -220,9 +222,9 @@ def test_the_same_survey_is_free(site: Path) -> None:
         {"aim": AIM, "kinds": {"age": "categorical"}},
     ],
 )
-def test_other_questions_within_a_survey_are_refused(known: dict[str, Any], site: Path) -> None:
-    """What the server itself says of target, classes and kinds of columns is part of the one survey."""
-    people(site)
+def test_a_changed_request_within_a_survey_is_refused(known: dict[str, Any], site: Path) -> None:
+    """The server's target, classes and column kinds cannot change within a survey."""
+    write_patients(site)
     server = Server(site, config())
     server.survey()
     assert set(server.send(stage="columns", known=known).fields) == {"error", "software"}
@@ -230,33 +232,33 @@ def test_other_questions_within_a_survey_are_refused(known: dict[str, Any], site
 
 @pytest.mark.parametrize(("rows", "refused"), [(5, True), (7, False)])
 def test_few_rows_are_not_summarised(rows: int, refused: bool, site: Path) -> None:
-    """A mean of fewer than five training rows does not leave."""
-    people(site, rows=rows)
+    """A mean over fewer than five training rows does not leave the site."""
+    write_patients(site, rows=rows)
     change(site / "site.toml", targets=["ward"])
-    said = Server(site, config()).send(stage="counts", known={"aim": AIM}).fields
-    assert said.get("error", "") == (
+    answer = Server(site, config()).send(stage="counts", known={"aim": AIM}).fields
+    assert answer.get("error", "") == (
         "this site has fewer than 5 training rows, too few to summarise" if refused else ""
     )
 
 
-def test_few_rows_score_no_model(site: Path) -> None:
-    """Fewer than five held-out rows tell nothing of a model: it would tell their labels."""
-    people(site, rows=12)
+def test_few_held_out_rows_give_no_score(site: Path) -> None:
+    """A site with fewer than five held-out rows sends no score, which would reveal their labels."""
+    write_patients(site, rows=12)
     change(site / "site.toml", targets=["ward"])
-    assert scene(site).said(examine=True, round=0) == {
+    assert surveyed_site(site).answer(examine=True, round=0) == {
         "error": "this site has fewer than 5 held-out rows, too few to score a model"
     }
 
 
-def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
-    """The server cannot have a column counted twice, left out, or made of more texts than may be categories."""
+def test_a_preparation_must_match_the_site_s_columns(first: SurveyedSite) -> None:
+    """The server can neither repeat nor omit a column, nor add more categories than allowed."""
     prepared = first.facts.prepared
     assert prepared is not None
     columns = prepared["columns"]
     many = [{**columns[0], "categories": [str(i) for i in range(101)]}, *columns[1:]]
     for changed in ({"columns": columns[1:]}, {"columns": [*columns, columns[0]]}, {"columns": many}):
         known = {**first.facts.known, "prepared": {**prepared, **changed}}
-        reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+        reply = first.server.send_tasks(first.facts, first.server_run, (first.task, first.payload), known=known)
         assert "error" in reply.fields["courses"]["course"]
 
 
@@ -271,107 +273,109 @@ def test_a_preparation_is_of_the_site_s_own_columns(first: Scene) -> None:
         *({"examine": 1}, {"final": "yes"}, {"restored": None}, {"more": 1}),
     ],
 )
-def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: Scene) -> None:
-    """What a server writes into a task becomes neither a path nor anything but what the field is for."""
+def test_every_field_of_a_task_has_its_type(changes: dict[str, Any], first: SurveyedSite) -> None:
+    """A task field of another type is rejected, and none becomes a path."""
     with pytest.raises(WaffleError):
         Request.from_json({**first.task, **changes})
     before = sorted(first.server.site.parent.rglob("*"))
-    assert first.order(**changes).fields["error"] == "failed at the site (WaffleError); see the site's own log"
+    assert first.send_tasks(**changes).fields["error"] == "failed at the site (WaffleError); see the site's own log"
     assert sorted(first.server.site.parent.rglob("*")) == before
 
 
-def test_a_final_model_is_not_written_over(first: Scene) -> None:
-    """Neither another run nor another final model of the same run takes the place of one that is kept."""
+def test_a_final_model_is_not_overwritten(first: SurveyedSite) -> None:
+    """A stored final model is replaced neither by another run nor by another final model of the same run."""
     models = first.server.site / "models"
     final = {"round": 0, "final": True}
-    assert "metrics" in first.said(**final)
-    kept = (models / "run-course" / "model.safetensors").read_bytes()
+    assert "metrics" in first.answer(**final)
+    original = (models / "run-course" / "model.safetensors").read_bytes()
     other = next(first.other_models())
-    assert "metrics" in first.said(other, **final)
-    assert "metrics" in first.said(**final)
-    clash = scene(first.server.site, run="run-course")
-    assert "metrics" in clash.said(other, course="2", **final)
-    assert (models / "run-course" / "model.safetensors").read_bytes() == kept
+    assert "metrics" in first.answer(other, **final)
+    assert "metrics" in first.answer(**final)
+    clash = surveyed_site(first.server.site, run="run-course")
+    assert "metrics" in clash.answer(other, course="2", **final)
+    assert (models / "run-course" / "model.safetensors").read_bytes() == original
     assert sorted(path.name for path in models.iterdir()) == ["run-course", "run-course-2", "run-course.2"]
 
 
 @pytest.mark.parametrize("task", [{}, {"round": 0, "examine": True}, {"round": 0, "final": True}])
-def test_rules_hold_without_training(task: dict[str, Any], first: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that is not allowed is not scored either, and a module that is not allowed is never imported."""
+def test_rules_apply_to_requests_without_training(
+    task: dict[str, Any], first: SurveyedSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disallowed method is not scored, and a disallowed module is not imported."""
     canary = first.server.site / "canary"
     (canary / "modules").mkdir(parents=True)
-    (canary / "modules" / "hostile_module.py").write_text(f"open({str(canary / 'sung')!r}, 'w')")
+    (canary / "modules" / "hostile_module.py").write_text(f"open({str(canary / 'imported')!r}, 'w')")
     monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
     change(first.server.site / "site.toml", methods=["fedavg"])
     first.server.config = config("ditto")
-    assert "takes part in fedavg, not in ditto" in first.order(**task).fields["error"]
+    assert "takes part in fedavg, not in ditto" in first.send_tasks(**task).fields["error"]
     first.server.config = config(model="hostile_module:build")
-    assert "does not import 'hostile_module:build'" in first.order(**task).fields["error"]
-    assert not (canary / "sung").exists()
+    assert "does not import 'hostile_module:build'" in first.send_tasks(**task).fields["error"]
+    assert not (canary / "imported").exists()
 
 
 @pytest.mark.parametrize("task", [{}, {"round": 0, "examine": True}, {"round": 0, "final": True}])
-def test_different_questions_are_counted(task: dict[str, Any], first: Scene) -> None:
-    """Of a round with other models only so many updates leave, or scores, as `rounds` says; the same again is free."""
+def test_different_requests_are_counted(task: dict[str, Any], first: SurveyedSite) -> None:
+    """At most `rounds` different updates or scores leave the site; repeating a request is free."""
     change(first.server.site / "site.toml", rounds=2)
     models = first.other_models()
-    asked = [first.payload, next(models)]
-    for payload in (*asked, *asked):
-        assert "error" not in first.said(payload, **task)
-    assert "answers at most 2 rounds in total" in first.said(next(models), **task)["error"]
+    payloads = [first.payload, next(models)]
+    for payload in (*payloads, *payloads):
+        assert "error" not in first.answer(payload, **task)
+    assert "answers at most 2 rounds in total" in first.answer(next(models), **task)["error"]
     assert (
         "answers at most 2 rounds in total"
-        in scene(first.server.site, config(seed=2), "new").said(next(models), **task)["error"]
+        in surveyed_site(first.server.site, config(seed=2), "new").answer(next(models), **task)["error"]
     )
 
 
 @pytest.mark.parametrize("changes", [{"attempt": 1}, {"round": 2}, {"alice": "south"}])
-def test_another_attempt_is_another_question(changes: dict[str, Any], first: Scene) -> None:
-    """Other batches, another round or another Alice tell more of the rows: each is one more."""
+def test_another_attempt_is_another_request(changes: dict[str, Any], first: SurveyedSite) -> None:
+    """Another attempt, round or Alice counts as one more request."""
     change(first.server.site / "site.toml", rounds=1)
-    assert "error" not in first.said()
-    assert "error" not in first.said(course="again")
-    assert "answers at most 1 rounds in total" in first.said(**changes)["error"]
+    assert "error" not in first.answer()
+    assert "error" not in first.answer(course="again")
+    assert "answers at most 1 rounds in total" in first.answer(**changes)["error"]
 
 
-def test_a_resumed_server_asks_the_same(site: Path) -> None:
-    """A round asked for again without its score, or with the state that the site holds, is the same question."""
-    people(site)
+def test_a_resumed_server_repeats_its_request(site: Path) -> None:
+    """A round requested again without its score, or with the state that the site holds, is the same request."""
+    write_patients(site)
     change(site / "site.toml", rounds=1)
-    begun = scene(site, config("scaffold"))
-    begun.course.lost.add(0)
-    restored, payload = begun.course.request_for(0)
+    begun = surveyed_site(site, config("scaffold"))
+    begun.server_run.lost.add(0)
+    restored, payload = begun.server_run.request_for(0)
     assert restored.restored
-    for said in (begun.said(examine=True), begun.said(), begun.said(payload, restored=True)):
-        assert "error" not in said
-    assert "answers at most 1 rounds in total" in begun.said(attempt=1)["error"]
+    for answer in (begun.answer(examine=True), begun.answer(), begun.answer(payload, restored=True)):
+        assert "error" not in answer
+    assert "answers at most 1 rounds in total" in begun.answer(attempt=1)["error"]
 
 
-def test_an_honest_run_of_so_many_rounds(site: Path) -> None:
-    """A run of R rounds fits into rounds = R, its scores and its final model too, and the whole of it again is free."""
-    people(site)
+def test_an_honest_run_fits_its_round_limit(site: Path) -> None:
+    """A run of R rounds with scores and final model fits rounds = R, and repeating it is free."""
+    write_patients(site)
     change(site / "site.toml", rounds=2)
     for _ in range(2):
-        honest = scene(site)
-        course = honest.course
+        honest = surveyed_site(site)
+        server_run = honest.server_run
         for _ in range(3):
-            task, payload = course.request_for(0)
-            reply = honest.server.order(honest.facts, course, (task.to_json(), payload))
-            course.receive(0, reply.fields["courses"]["course"], reply.payloads.get("course"))
-            course.advance(1)
-        assert course.finished
+            task, payload = server_run.request_for(0)
+            reply = honest.server.send_tasks(honest.facts, server_run, (task.to_json(), payload))
+            server_run.receive(0, reply.fields["courses"]["course"], reply.payloads.get("course"))
+            server_run.advance(1)
+        assert server_run.finished
 
 
-def test_what_is_not_finite_tells_nothing(first: Scene) -> None:
-    """An update with one infinite number leaves as NaN from end to end, however long it is."""
+def test_a_non_finite_update_leaves_as_nan(first: SurveyedSite) -> None:
+    """An update with one infinite number leaves the site as NaN throughout, whatever its norm."""
     change(first.server.site / "site.toml", max_norm=1e-9)
     tensors = load(first.payload)
     name = max(tensors, key=lambda each: tensors[each].numel())
     tensors[name].view(-1)[0] = torch.inf
-    reply = first.order(pack(tensors, {}))
+    reply = first.send_tasks(pack(tensors, {}))
     sent = load(reply.payloads["course"])
     assert sent["dy"].isnan().all()
-    assert first.said() == {"error": "the update's norm is too large to leave this site, which allows 1e-09"}
+    assert first.answer() == {"error": "the update's norm is too large to leave this site, which allows 1e-09"}
 
 
 class Up(NamedTuple):
@@ -381,8 +385,8 @@ class Up(NamedTuple):
     chosen: Tensor
 
 
-def test_all_of_an_update_is_measured(site: Path) -> None:
-    """Every tensor but the statistics has to be short enough, and each is blanked if any number is not finite."""
+def test_the_norm_limit_covers_every_tensor(site: Path) -> None:
+    """The norm limit applies to every tensor but the statistics; one non-finite number blanks them all."""
     policy = replace(read_site(site).policy, max_norm=1.0)
     short, long = torch.full((1, 3), 0.1), torch.full((1, 3), 1e200, dtype=torch.float64)
     chosen = torch.tensor([[1]])
@@ -396,7 +400,7 @@ def test_all_of_an_update_is_measured(site: Path) -> None:
 
 
 def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
-    """Whatever breaks before or in an answer is told by its kind: Flower never sees an exception of ours."""
+    """Every exception at a site leaves as its type only, and Flower sees no exception of the package."""
     good = packed(Message({"software": software()}))
     for folder, content in ((tmp_path / "gone", good), (site, {"words": 1}), (site, None)):
         reply = answered(folder, content)
@@ -406,18 +410,18 @@ def test_no_exception_leaves_with_its_text(site: Path, tmp_path: Path) -> None:
     assert answered(site, good).fields["error"].startswith("failed at the site (WaffleError)")
 
 
-def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
-    """What cannot be written down does not leave."""
+def test_nothing_leaves_without_a_ledger_entry(first: SurveyedSite) -> None:
+    """If the ledger cannot be written, nothing leaves the site."""
     path = first.server.site / "ledger.jsonl"
     path.unlink()
     path.mkdir()
-    reply = first.order()
+    reply = first.send_tasks()
     assert reply.payloads == {}
     assert reply.fields["error"].startswith("failed at the site (")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         config(epochs=10**12),
         config(batch_size=10**9),
@@ -427,24 +431,26 @@ def test_the_ledger_that_cannot_be_written(first: Scene) -> None:
     ],
     ids=lambda each: each.method,
 )
-def test_work_is_bounded(asked: RunConfig, first: Scene) -> None:
-    """Steps, batches and copies of the model beyond what the site allows are refused before any is made."""
-    first.server.config = asked
-    assert "this site" in first.said()["error"]
+def test_work_is_bounded(requested: RunConfig, first: SurveyedSite) -> None:
+    """Steps, batches and model copies beyond the site's limits are refused before any is created."""
+    first.server.config = requested
+    assert "this site" in first.answer()["error"]
 
 
-def test_messages_are_bounded(first: Scene) -> None:
-    """A message of more megabytes than the site allows is not read, nor are copies of a model beyond them made."""
+def test_messages_are_bounded(first: SurveyedSite) -> None:
+    """A message above the site's size limit is not read, and model copies beyond it are not created."""
     change(first.server.site / "site.toml", max_mb=1)
-    assert first.order(bytes(2 << 20)).fields["error"] == "a message needs more than the 1 MB that this site allows"
+    assert (
+        first.send_tasks(bytes(2 << 20)).fields["error"] == "a message needs more than the 1 MB that this site allows"
+    )
     first.server.config = config("ifca", {"clusters": 10**5})
-    assert first.said()["error"] == "this model needs more than the 1 MB that this site allows"
+    assert first.answer()["error"] == "this model needs more than the 1 MB that this site allows"
 
 
-def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
-    """With alice = all each run has its own error, and the ledger records what left."""
+def test_a_refused_run_does_not_affect_others(first: SurveyedSite) -> None:
+    """With alice = all each run has its own error, and the ledger records what left the site."""
     broken = ({**first.task, "course": "broken"}, b"rubbish")
-    reply = first.server.order(first.facts, first.course, broken, (first.task, first.payload))
+    reply = first.server.send_tasks(first.facts, first.server_run, broken, (first.task, first.payload))
     assert reply.fields["courses"].keys() == {"broken", "course"}
     assert reply.fields["courses"]["broken"]["error"].startswith("the server's payload cannot be read")
     assert reply.payloads.keys() == {"course"}
@@ -452,31 +458,33 @@ def test_one_course_that_is_refused_costs_no_other(first: Scene) -> None:
     assert "update" not in lines["broken"]
     assert lines["broken"]["said"] == reply.fields["courses"]["broken"]
     assert lines["course"]["update"]["bytes"] == len(reply.payloads["course"])
-    twice = first.server.order(first.facts, first.course, (first.task, first.payload), (first.task, first.payload))
+    twice = first.server.send_tasks(
+        first.facts, first.server_run, (first.task, first.payload), (first.task, first.payload)
+    )
     assert twice.fields["error"] == "a message contains two requests for the same run"
 
 
-def test_the_ledger_has_all_that_was_said(first: Scene) -> None:
-    """Scores, final metrics and refusals stand in the ledger as they left."""
-    score = first.said(round=0, examine=True)
-    metrics = first.said(round=0, final=True)
+def test_the_ledger_records_every_reply(first: SurveyedSite) -> None:
+    """The ledger records scores, final metrics and refusals as they left the site."""
+    score = first.answer(round=0, examine=True)
+    metrics = first.answer(round=0, final=True)
     first.server.run = "../evil"
-    refusal = first.order().fields["error"]
-    said = [line.get("said") for line in ledger(first.server.site)[-3:]]
-    assert said == [score, metrics, {"error": refusal}]
+    refusal = first.send_tasks().fields["error"]
+    answer = [line.get("said") for line in ledger(first.server.site)[-3:]]
+    assert answer == [score, metrics, {"error": refusal}]
     assert metrics["metrics"]["accuracy"] >= 0
 
 
 def test_one_answer_at_a_time(site: Path) -> None:
-    """While one process answers, another waits: neither counts without the other."""
-    own = Site(site).ledger
-    with own.alone(), (site / ".ledger.jsonl.lock").open("ab") as stream, pytest.raises(BlockingIOError):
+    """While one process answers, another waits, so that both are counted."""
+    site_ledger = Site(site).ledger
+    with site_ledger.alone(), (site / ".ledger.jsonl.lock").open("ab") as stream, pytest.raises(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
+def test_a_dry_run_reports_refusals(site: Path) -> None:
     """The dry run reports a run that the site would refuse."""
-    people(site)
+    write_patients(site)
     change(site / "site.toml", max_norm=1e-9)
     with pytest.raises(
         WaffleError, match="this site would refuse the request, or fail: the update's norm is too large to leave"
@@ -484,50 +492,50 @@ def test_a_dry_run_says_what_would_be_refused(site: Path) -> None:
         list(dry_run(site, config()))
 
 
-def test_the_values_of_a_numeric_column_stay(site: Path) -> None:
-    """A server that calls ages or doses categories gets none of them, unless the site lists the column itself."""
-    people(site)
+def test_values_of_a_numeric_column_do_not_leave(site: Path) -> None:
+    """A server that declares ages or doses categorical gets no values unless site.toml lists the column."""
+    write_patients(site)
     for name in ("age", "dose"):
-        said = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).fields
-        assert said["error"] == (
+        answer = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {name: "categorical"}}).fields
+        assert answer["error"] == (
             f"column {name!r} holds numbers, and their values do not leave this site: to allow it, list the column "
             "under categorical in its site.toml"
         )
     change(site / "site.toml", categorical=["dose"], min_count=1, surveys=9)
     listed = Server(site, config(min_category=1))
-    said = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).fields
-    assert "0.333" in said["categories"]["dose"]
+    answer = listed.send(stage="columns", known={"aim": AIM, "kinds": {"dose": "categorical"}}).fields
+    assert "0.333" in answer["categories"]["dose"]
 
 
 @pytest.mark.parametrize("target", ["age", "dose", "name"])
 def test_the_values_of_a_column_do_not_leave_as_classes(target: str, site: Path) -> None:
     """Naming another column as the target does not make its distinct values leave."""
-    people(site, 12)
-    asked = Server(site, config(target=target, task="classification"))
-    said = json.dumps(asked.send(stage="hello", known={}).fields)
-    assert "error" in said
-    assert "patient" not in said
-    assert "3.333" not in said
+    write_patients(site, 12)
+    server = Server(site, config(target=target, task="classification"))
+    answer = json.dumps(server.send(stage="hello", known={}).fields)
+    assert "error" in answer
+    assert "patient" not in answer
+    assert "3.333" not in answer
     change(site / "site.toml", targets=["ward"])
-    assert "lets runs predict ward" in asked.send(stage="hello", known={}).fields["error"]
+    assert "lets runs predict ward" in server.send(stage="hello", known={}).fields["error"]
     assert (
         "lets runs predict ward"
         in (Server(site, config(target="age", task="regression")).send(stage="hello", known={}).fields["error"])
     )
 
 
-def test_a_rare_category_stays(site: Path) -> None:
-    """A category, or a class, that fewer rows have than the site's rule says does not leave."""
-    table(site / "data" / "north.csv", rows=38, people=4)
+def test_a_rare_category_does_not_leave(site: Path) -> None:
+    """A category or class with fewer rows than the site's minimum does not leave."""
+    table(site / "data" / "north.csv", rows=38, names=4)
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("\nrare1,33,1.5,A\nrare2,34,1.6,B\n")
-    told = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
-    assert "patient0" in told["categories"]["name"]
-    assert "rare" not in json.dumps(told)
-    curious = Server(site, config(min_category=1), "curious")
+    reply = Server(site, config()).send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
+    assert "patient0" in reply["categories"]["name"]
+    assert "rare" not in json.dumps(reply)
+    lenient = Server(site, config(min_category=1), "curious")
     change(site / "site.toml", surveys=9)
-    said = curious.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
-    assert "fewer than 5 rows does not leave this site: run with --min-category 5" in said["error"]
+    answer = lenient.send(stage="columns", known={"aim": AIM, "kinds": {"name": "categorical"}}).fields
+    assert "fewer than 5 rows does not leave this site: run with --min-category 5" in answer["error"]
     with (site / "data" / "north.csv").open("a") as stream:
         stream.write("patient0,33,1.5,C\n")
     assert (
@@ -547,64 +555,65 @@ def test_a_rare_category_stays(site: Path) -> None:
         {"kind": "categorical", "categories": ["20"]},
     ],
 )
-def test_made_up_means_are_not_believed(changes: dict[str, Any], first: Scene) -> None:
-    """A preparation that no rows with this site's among them can have is refused before anything is trained."""
+def test_impossible_means_are_refused(changes: dict[str, Any], first: SurveyedSite) -> None:
+    """A preparation that is impossible given this site's rows is refused before training."""
     prepared = first.facts.prepared
     assert prepared is not None
     columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
-    reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
-    said = reply.fields["courses"]["course"]["error"]
-    assert "the server's" in said or "holds numbers, and" in said
+    reply = first.server.send_tasks(first.facts, first.server_run, (first.task, first.payload), known=known)
+    answer = reply.fields["courses"]["course"]["error"]
+    assert "the server's" in answer or "holds numbers, and" in answer
     assert not reply.payloads
 
 
-def test_categories_that_were_told_cannot_be_left_out(first: Scene) -> None:
+def test_reported_categories_cannot_be_omitted(first: SurveyedSite) -> None:
+    """A preparation without a category that this site reported is refused."""
     prepared = first.facts.prepared
     assert prepared is not None
     columns = [
         {**c, "categories": c["categories"][1:]} if c["kind"] == "categorical" else c for c in prepared["columns"]
     ]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
-    reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+    reply = first.server.send_tasks(first.facts, first.server_run, (first.task, first.payload), known=known)
     assert "lacks categories that this site reported" in reply.fields["courses"]["course"]["error"]
 
 
 @pytest.mark.parametrize("where", ["omega", "psi", "model", "aggregation"])
-def test_nothing_that_a_request_names_is_imported(where: str, first: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules come first: a module that site.toml does not list is not even looked for, wherever it is named."""
+def test_no_unlisted_module_is_imported(where: str, first: SurveyedSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that site.toml does not list is not imported, whichever setting names it."""
     canary = first.server.site / "canary"
     (canary / "modules").mkdir(parents=True)
-    (canary / "modules" / "hostile_rule.py").write_text(f"open({str(canary / 'sung')!r}, 'w')\nbuild = print")
+    (canary / "modules" / "hostile_rule.py").write_text(f"open({str(canary / 'imported')!r}, 'w')\nbuild = print")
     monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
     content = config("waffle").to_json()
     part = "settings" if where in content["settings"] else "options"
     content[part][where] = "hostile_rule:build"
     reply = first.server.send(stage="hello", known={}, config=content)
     assert "does not import 'hostile_rule:build'" in reply.fields["error"]
-    assert not (canary / "sung").exists()
+    assert not (canary / "imported").exists()
     assert "hostile_rule" not in sys.modules
 
 
 def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> None:
-    """One step from chosen weights hands over the rows; the site's floor and its look at the model refuse that."""
+    """One step from chosen weights would reveal the rows; min_steps and max_exposed refuse such requests."""
     rng = random.Random(1)
     lines = [f"p{i % 4},{rng.gauss(50, 12):.2f},{rng.gauss(3, 1):.3f},{'AB'[i % 2]}" for i in range(80)]
     (site / "data" / "north.csv").write_text("\n".join(["name,age,dose,ward", *lines]))
-    asked = config(model="mlp", batch_size=64, precision="float64")
+    requested = config(model="mlp", batch_size=64, precision="float64")
     change(site / "site.toml", min_steps=1, max_exposed=1.0)
-    trapped = scene(site, asked)
-    payload = pack({**load(trapped.payload), "x": imprint(trapped.course.model)[None]}, {})
-    update = load(trapped.order(payload).payloads["course"])["dy"].reshape(-1)
-    rows = Site(site).data.federation(asked.settings, 0, trapped.facts.known)
+    trapped = surveyed_site(site, requested)
+    payload = pack({**load(trapped.payload), "x": imprint(trapped.server_run.model)[None]}, {})
+    update = load(trapped.send_tasks(payload).payloads["course"])["dy"].reshape(-1)
+    rows = Site(site).data.federation(requested.settings, 0, trapped.facts.known)
     train = rows.x[rows.train[0]].double()
-    assert recovered(trapped.course.model, update, train) >= len(train) // 3
+    assert recovered(trapped.server_run.model, update, train) >= len(train) // 3
 
     change(site / "site.toml", min_steps=2)
-    assert "fewer than 2 reveals too much about its rows" in trapped.said(payload, round=2)["error"]
+    assert "fewer than 2 reveals too much about its rows" in trapped.answer(payload, round=2)["error"]
     change(site / "site.toml", min_steps=1, max_exposed=0.1)
-    assert "its update would reveal them" in trapped.said(payload, round=3)["error"]
-    assert "error" not in scene(site, asked, "honest").said(round=4)
+    assert "its update would reveal them" in trapped.answer(payload, round=3)["error"]
+    assert "error" not in surveyed_site(site, requested, "honest").answer(round=4)
 
 
 @pytest.mark.parametrize("stage", ["counts", "columns", "train"])
@@ -618,57 +627,57 @@ def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> N
         ({"target": "ward"}, {"classes": ["A", "B", *(str(i) for i in range(200))]}),
     ],
 )
-def test_the_server_s_word_on_the_target_is_not_believed(
+def test_the_server_cannot_redefine_the_target(
     stage: str, settings: dict[str, Any], aim: dict[str, Any], site: Path
 ) -> None:
-    """Numbers cannot be declared classes, whose weights would each hold a row; in no stage, `hello` skipped or not."""
-    people(site)
+    """At no stage can the server declare numbers as classes, whose weights would each hold one row."""
+    write_patients(site)
     change(site / "site.toml", surveys=9)
     server = Server(site, config(**settings))
     facts = server.survey()
     assert facts.prepared is not None
     changed = {**facts.prepared, **aim}
     if stage == "train":
-        course = server.course(facts)
-        task, payload = course.request_for(0)
+        server_run = server.server_run(facts)
+        task, payload = server_run.request_for(0)
         known = {**facts.known, "prepared": changed}
-        reply = server.order(facts, course, (task.to_json(), payload), known=known)
-        said = reply.fields["courses"]["course"]["error"]
+        reply = server.send_tasks(facts, server_run, (task.to_json(), payload), known=known)
+        answer = reply.fields["courses"]["course"]["error"]
     else:
         reply = server.send(stage=stage, known={"aim": {**changed, "columns": []}, "kinds": {"age": "numeric"}})
-        said = reply.fields["error"]
-    assert "the server" in said or "cannot be classes" in said
+        answer = reply.fields["error"]
+    assert "the server" in answer or "cannot be classes" in answer
     assert not reply.payloads
 
 
 def test_a_target_that_is_not_listed_is_refused_in_every_stage(site: Path) -> None:
-    """Leaving out the first question does not help."""
-    people(site)
+    """Skipping the first stage does not bypass the list of targets."""
+    write_patients(site)
     change(site / "site.toml", targets=["ward"])
     for stage in ("hello", "counts", "columns"):
         aim = {**AIM, "target": "name", "classes": [f"patient{i}" for i in range(4)]}
-        said = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).fields
-        assert "lets runs predict ward, not 'name'" in said["error"]
+        answer = Server(site, config(target="name")).send(stage=stage, known={"aim": aim, "kinds": {}}).fields
+        assert "lets runs predict ward, not 'name'" in answer["error"]
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"kind": "other", "categories": ["20"]}, {"kind": None}, {"mean": "0"}, {"rows": 1e18}, {"rows": 10**18}],
 )
-def test_every_field_of_a_preparation_has_its_type(changes: dict[str, Any], first: Scene) -> None:
-    """A kind that nobody knows is no way around the rules, and no number of rows makes any mean possible."""
+def test_every_field_of_a_preparation_has_its_type(changes: dict[str, Any], first: SurveyedSite) -> None:
+    """An unknown column kind, or an implausible number of rows, does not bypass the rules."""
     prepared = first.facts.prepared
     assert prepared is not None
     columns = [{**c, **changes} if c["name"] == "age" else c for c in prepared["columns"]]
     known = {**first.facts.known, "prepared": {**prepared, "columns": columns}}
-    reply = first.server.order(first.facts, first.course, (first.task, first.payload), known=known)
+    reply = first.server.send_tasks(first.facts, first.server_run, (first.task, first.payload), known=known)
     assert "error" in reply.fields["courses"]["course"]
     assert not reply.payloads
 
 
 @pytest.mark.parametrize("named", ["this:", "antigravity:x y", "this:s:d", ":this"])
-def test_nothing_with_a_colon_is_imported(named: str, first: Scene) -> None:
-    """Whatever the import would be made of, `imports` must list it word for word."""
+def test_no_import_outside_the_list(named: str, first: SurveyedSite) -> None:
+    """`imports` must list an import exactly."""
     for part, where in (("options", "omega"), ("options", "psi"), ("settings", "model")):
         content = config("waffle").to_json()
         content[part][where] = named

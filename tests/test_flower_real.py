@@ -1,4 +1,4 @@
-"""Flower's own processes on loopback, with TLS and a key for each site: the same bits, and what becomes of a kill."""
+"""Flower's own processes on loopback with TLS and one key per site: same bits as the simulator, also after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flower_harness import SITES, Deployment, asked, bits, federation, processes_in, simulated, small
+from flower_harness import (
+    SITES,
+    Deployment,
+    bits,
+    federation,
+    processes_in,
+    run_arguments,
+    run_simulation,
+    small_config,
+)
 from waffle_fl.deploy.local_cluster import PATIENCE, deployed
 
 
@@ -23,24 +32,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    """F16: a run over Flower, TLS and authentication ends in the simulator's model and record, bit for bit."""
+    """F16: a run over Flower, TLS and authentication ends with the simulator's model and record bit for bit."""
     with deployed(Deployment(folder)) as deployment:
-        assert deployment.finish_run(*asked(2, tmp_path / "run")) == 0
-    assert bits(tmp_path / "run")[:2] == bits(simulated(small(2), tmp_path / "twin"))[:2]
+        assert deployment.finish_run(*run_arguments(2, tmp_path / "run")) == 0
+    assert bits(tmp_path / "run")[:2] == bits(run_simulation(small_config(2), tmp_path / "reference"))[:2]
 
 
-def hears() -> None:
-    """A shell lets what it starts in the background ignore Ctrl-C, and its children inherit that."""
+def restore_sigint() -> None:
+    """Restore the default SIGINT handler; a shell makes background processes and their children ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.flower
 def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
-    """Ctrl-C ends the demonstration with all of its processes."""
+    """Ctrl-C ends the demonstration and all of its processes."""
     out, log = tmp_path / "demo", tmp_path / "log"
     command = [sys.executable, "-m", "waffle_fl", "deploy", "demo", "--out", str(out)]
     with log.open("wb") as stream:
-        running = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=hears)
+        running = subprocess.Popen(
+            command, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=restore_sigint
+        )
     try:
         end = time.monotonic() + PATIENCE
         while "all sites are online" not in log.read_text():
@@ -55,7 +66,7 @@ def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
         running.wait(timeout=PATIENCE)
     assert "stopped the run, the server and its sites" in log.read_text()
     end = time.monotonic() + 60
-    while processes_in(out) and time.monotonic() < end:  # Flower's own helpers see that their parent is gone
+    while processes_in(out) and time.monotonic() < end:  # Flower's helpers end once their parent has ended
         time.sleep(0.5)
     assert processes_in(out) == []
 
@@ -63,10 +74,10 @@ def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
 @pytest.mark.flower
 @pytest.mark.parametrize("victim", ["site", "ServerApp", "SuperLink"])
 def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) -> None:
-    """F4, F5, F6: a site, the ServerApp or the SuperLink killed in a round: the resumed run ends in the same bits."""
+    """F4, F5, F6: a run whose site, ServerApp or SuperLink was killed resumes to the same bits."""
     out = tmp_path / "run"
     with deployed(Deployment(folder)) as deployment:
-        running = deployment.start_run(*asked(3, out))
+        running = deployment.start_run(*run_arguments(3, out))
         deployment.wait_for_rounds(out, 1)
         if victim == "site":
             deployment.kill("b")
@@ -78,7 +89,7 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
                 assert number is not None
                 os.kill(number, signal.SIGKILL)
                 assert running.wait(timeout=900) == 2
-                assert "the ServerApp ended without a result" in deployment.said(0)
+                assert "the ServerApp ended without a result" in deployment.output_since(0)
             else:
                 deployment.kill("server")
                 running.terminate()
@@ -88,22 +99,22 @@ def test_f4_f5_f6_killed_and_resumed(victim: str, folder: Path, tmp_path: Path) 
             if victim == "SuperLink":
                 deployment.start_server()
             assert deployment.finish_run("resume", out) == 0
-    assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]
+    assert bits(out)[:2] == bits(run_simulation(small_config(3), tmp_path / "reference"))[:2]
 
 
 @pytest.mark.flower
-def test_resume_watches_what_goes_on(folder: Path, tmp_path: Path) -> None:
-    """Where only the watching has ended, `resume` watches the ServerApp that goes on, and starts no other."""
+def test_resume_watches_a_running_server_app(folder: Path, tmp_path: Path) -> None:
+    """If only the watching command ended, `resume` watches the running ServerApp and starts no other."""
     out = tmp_path / "run"
     with deployed(Deployment(folder)) as deployment:
-        deployment.start_run(*asked(3, out))
+        deployment.start_run(*run_arguments(3, out))
         deployment.wait_for_rounds(out, 1)
         deployment.kill("run")
-        at_work = deployment.server_app()
+        running_app = deployment.server_app()
         resumed = deployment.start_run("resume", out)
         deployment.wait_for_rounds(out, 2)
-        assert deployment.server_app() == at_work is not None
+        assert deployment.server_app() == running_app is not None
         assert resumed.wait(timeout=2 * PATIENCE) == 0
         del deployment.processes["run"]
-        assert deployment.server_app() in (at_work, None)
-    assert bits(out)[:2] == bits(simulated(small(3), tmp_path / "twin"))[:2]
+        assert deployment.server_app() in (running_app, None)
+    assert bits(out)[:2] == bits(run_simulation(small_config(3), tmp_path / "reference"))[:2]

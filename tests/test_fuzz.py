@@ -1,7 +1,7 @@
-"""Ten thousand random or damaged inputs for each parser: they are read rightly or refused in one line, never else.
+"""Ten thousand random or damaged inputs per parser: each is read correctly or refused in one line.
 
-Run as a program, this file feeds the pickles of the python version of CIFAR-10 to their reader: they get a process of
-their own, so that one that kills its reader fails a test and not the tests.
+Run as a program, this file feeds pickles to the reader of the python version of CIFAR-10. They are read in a separate
+process, so that a crash of the reader fails one test and does not stop the test session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIGABYTE = 1 << 30
 
 
 class Tally:
-    """How many inputs were read, how many refused, and the first input of each kind that did neither."""
+    """Counts of inputs read and refused, and the first input of each kind of failure."""
 
     def __init__(self) -> None:
         self.read, self.refused = 0, 0
@@ -112,7 +112,7 @@ def idx_inputs(rng: random.Random) -> Iterator[bytes]:
 
 
 def test_idx(tmp_path: Path) -> None:
-    """Ten thousand damaged idx files are refused in one line, or read as 3 x 4 x 5 bytes; a sound one is read."""
+    """Ten thousand damaged idx files are refused in one line or read as 3 x 4 x 5 bytes."""
     path = tmp_path / "fuzz.gz"
     path.write_bytes(gzip.compress(struct.pack(">HBB3I", 0, 8, 3, *SHAPE) + BODY))
     assert read_idx(path, SHAPE).tobytes() == BODY
@@ -129,7 +129,7 @@ def test_idx(tmp_path: Path) -> None:
 
 
 def test_cifar_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand damaged binary batches are refused in one line, or read with labels 0 to 9; a sound one is read."""
+    """Ten thousand damaged binary batches are refused in one line or read with labels 0 to 9."""
     n = 2
     monkeypatch.setattr(cifar, "IMAGES", n)
     rng = random.Random(2)
@@ -205,7 +205,7 @@ def pickle_inputs(rng: random.Random) -> Iterator[bytes]:
 
 
 def feed_pickles(folder: Path) -> None:
-    """Read every input under a limit on memory, and print the tally; what is being read lies in `latest`."""
+    """Read every input under a memory limit and print the tally; `latest` holds the current input."""
     warnings.simplefilter("error")
     cifar.IMAGES = 2
     if Path("/proc/self/statm").exists():
@@ -229,7 +229,7 @@ def feed_pickles(folder: Path) -> None:
 
 
 def test_cifar_python(tmp_path: Path) -> None:
-    """Ten thousand damaged or hostile pickles are refused in one line, or read as a batch, and kill nobody."""
+    """Ten thousand damaged or malicious pickles are refused in one line or read as a batch, without a crash."""
     done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
     latest = (tmp_path / "latest").read_bytes()
     assert done.returncode == 0, f"ended with {done.returncode} {done.stderr[-500:]} at {latest[:400]!r}"
@@ -302,7 +302,7 @@ def toml_inputs(rng: random.Random) -> Iterator[bytes]:
 
 
 def test_toml(tmp_path: Path) -> None:
-    """Ten thousand damaged experiment files are refused in one line, or read as an experiment; a sound one is read."""
+    """Ten thousand damaged experiment files are refused in one line or read as an experiment."""
     path = tmp_path / "fuzz.toml"
     path.write_text(EXPERIMENT)
     sound = load_experiment(path)
@@ -332,7 +332,7 @@ def test_toml(tmp_path: Path) -> None:
     ],
 )
 def test_hard_toml(tmp_path: Path, text: str) -> None:
-    """Valid TOML that is too large, too deep or of no use is refused in one line."""
+    """Valid TOML that is too large, too deep or not an experiment is refused in one line."""
     path = tmp_path / "hard.toml"
     path.write_text(f'methods = ["waffle"]\n{text}\n')
     tally = Tally()
@@ -356,7 +356,7 @@ def sound_payload() -> bytes:
 
 
 def edited(rng: random.Random, payload: bytes) -> bytes:
-    """The payload after an edit of one value in its header, which stays valid JSON."""
+    """The payload after changing one value in its header, which stays valid JSON."""
     length = int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8 : 8 + length])
     name = rng.choice(list(header))
@@ -375,7 +375,7 @@ def edited(rng: random.Random, payload: bytes) -> bytes:
             shape = rng.choice(([0], [0, 2**62], [0, 2**62, 2**62], [0] + [1] * 70, [2**62, 0, 4], [2**40, "x"]))
             kind = rng.choice(("F32", "F64", "I64", "BOOL"))
             header["dc"] = {"dtype": kind, "shape": shape, "data_offsets": [stop, stop]}
-            if rng.random() < 0.8:  # keep the file dense, so that only the odd shape is wrong
+            if rng.random() < 0.8:  # keep the file dense, so that only the changed shape is wrong
                 plain = pack(TEMPLATE, {"round": "3"})
                 size = int.from_bytes(plain[:8], "little")
                 header = json.loads(plain[8 : 8 + size])
@@ -401,7 +401,7 @@ def safetensors_inputs(rng: random.Random) -> Iterator[bytes]:
 
 
 def test_safetensors() -> None:
-    """Ten thousand damaged payloads are refused in one line, or give the very tensors; a sound one is read."""
+    """Ten thousand damaged payloads are refused in one line or give the original tensors."""
     metadata, tensors = unpack(sound_payload(), TEMPLATE, IGNORED)
     assert metadata["round"] == "3"
     assert all(torch.equal(tensors[name], TEMPLATE[name]) for name in TEMPLATE)
@@ -418,7 +418,7 @@ def test_safetensors() -> None:
 
 
 def test_safetensors_header() -> None:
-    """Ten thousand damaged headers are refused in one line, or their entries fill the file; a sound one is read."""
+    """Ten thousand damaged headers are refused in one line, or their entries fill the file."""
     sound = sound_payload()
     assert set(parse_header(sound, len(sound))) == {*TEMPLATE, "dc", "__metadata__"}
     tally = Tally()
@@ -441,7 +441,7 @@ def test_safetensors_header() -> None:
     ],
 )
 def test_ignored_tensor_of_impossible_shape_is_refused(shape: list[int]) -> None:
-    """W6: a tensor that is ignored anyway cannot break the reader by its shape."""
+    """W6: an ignored tensor with an impossible shape is refused."""
     plain = pack(TEMPLATE, {})
     size = int.from_bytes(plain[:8], "little")
     header, body = json.loads(plain[8 : 8 + size]), plain[8 + size :]
@@ -454,7 +454,7 @@ def test_ignored_tensor_of_impossible_shape_is_refused(shape: list[int]) -> None
     assert not tally.offences, tally.report()
 
 
-def test_hostile_name_cannot_break_the_line() -> None:
+def test_a_line_break_in_a_tensor_name_is_escaped() -> None:
     """P8: a line break in the name of a tensor does not reach the message."""
     text = json.dumps({"a\nwaffle: all is well": {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]}}).encode()
     content = struct.pack("<Q", len(text)) + text + b"\x01"

@@ -1,4 +1,4 @@
-"""The GPU benchmark runs without data, and reports a missing GPU in one line."""
+"""The GPU benchmark runs without data, and refuses in one line without a GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WAFFLE_DATA", str(tmp_path))
 
 
-def test_noise_stands_in_for_mnist() -> None:
-    """Without the published files, files of noise with their shapes are read as MNIST and marked as unverified."""
+def test_noise_replaces_mnist() -> None:
+    """Without the published files, files of noise with their shapes are read as MNIST and marked unverified."""
     with gpu.runtime_for("cpu") as runtime:
         noise = load("mnist", runtime.data_dir, runtime.allow_unverified)
     assert (noise.x_train.shape, noise.x_test.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
@@ -32,7 +32,7 @@ def test_noise_stands_in_for_mnist() -> None:
 
 
 def test_the_table_runs_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has an entry for every method and split, and says that its data are noise."""
+    """The table has one cell per method and split, and states that its data is noise."""
     monkeypatch.setattr(gpu, "METHODS", ("local", "fedavg"))
     small = replace(gpu.MNIST, rounds=1, samples_per_agent=8, agents=2, model="linear", precision="float32")
     result = gpu.table(settings=small, seeds=(1,), device="cpu")
@@ -41,8 +41,8 @@ def test_the_table_runs_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_there_is_one_line() -> None:
-    """On a machine without CUDA the command exits with code 2 and one line."""
+def test_without_a_gpu_the_benchmark_is_refused() -> None:
+    """Without CUDA the command exits with 2 and one line."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     line = [sys.executable, "-m", "benchmarks.gpu", "table"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""A finished run is used: new data is predicted, and the exported program says what the run itself said."""
+"""Inference with a finished run: predictions on new data, and exported programs that give the run's predictions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ HEADER = "age,sex,ill"
 
 def rows(seed: int, n: int, target: bool = True) -> list[list[Any]]:
     rng = np.random.default_rng(seed)
-    made = []
+    lines = []
     for i in range(n):
         ill = i % 2
-        made.append(
+        lines.append(
             [f"{rng.normal(40 + 25 * ill, 5):.2f}", "fm"[i % 3 == 0], *(["yes" if ill else "no"] if target else [])]
         )
-    return made
+    return lines
 
 
 def write(path: Path, lines: list[list[Any]], header: str = HEADER) -> Path:
@@ -50,12 +50,14 @@ def trained(folder: Path, *arguments: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs on arrays, on tables of classes and of numbers, and with BatchNorm."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on arrays, on tables for classification and regression, and with BatchNorm."""
     folder = tmp_path_factory.mktemp("runs")
     trained(folder / "digits", "--data", "digits", "--samples-per-agent", "40")
     trained(folder / "exact", "--data", "synthetic", "--samples-per-agent", "40", "--precision", "float64")
-    trained(folder / "lenet", "--data", "digits", "--samples-per-agent", "40", "--model", "test_inference:normalised")
+    trained(
+        folder / "lenet", "--data", "digits", "--samples-per-agent", "40", "--model", "test_inference:batch_norm_model"
+    )
     for task in ("ill", "cost"):
         data = folder / task
         data.mkdir()
@@ -68,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def normalised(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+def batch_norm_model(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     """A small convolutional network with running statistics."""
     return torch.nn.Sequential(
         torch.nn.Conv2d(shape[0], 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(),
@@ -79,13 +81,13 @@ def normalised(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
 RUNS = ["digits", "exact", "lenet", "ill-run", "cost-run"]
 
 
-def test_samples(run: Path) -> torch.Tensor:
-    """Alice's own test samples, as the run saw them."""
+def alice_test_samples(run: Path) -> torch.Tensor:
+    """Alice's test samples, as the run used them."""
     federation = federation_of(read_run(run).config.settings)
     return federation.x[federation.test[federation.alice]]
 
 
-test_samples.__test__ = False  # type: ignore[attr-defined]
+alice_test_samples.__test__ = False  # type: ignore[attr-defined]
 
 
 def csv_rows(text: str) -> list[list[str]]:
@@ -96,18 +98,18 @@ def csv_rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_opened_run_says_what_it_said(made: Path, name: str) -> None:
-    """The model read back gives the run's own predictions, and the run's own metrics follow from them."""
-    run = open_run(made / name, trust=name == "lenet")
-    said = load_file(made / name / "predictions.safetensors")
-    output = run.outputs(test_samples(made / name))
-    torch.testing.assert_close(output, said["output"], rtol=1e-5, atol=1e-5)
-    assert to_predictions(run, said["output"], said["target"]).metrics == run.run.result["metrics"]
+def test_an_opened_run_gives_its_predictions(runs: Path, name: str) -> None:
+    """The loaded model gives the predictions and metrics of the run."""
+    run = open_run(runs / name, trust=name == "lenet")
+    recorded = load_file(runs / name / "predictions.safetensors")
+    output = run.outputs(alice_test_samples(runs / name))
+    torch.testing.assert_close(output, recorded["output"], rtol=1e-5, atol=1e-5)
+    assert to_predictions(run, recorded["output"], recorded["target"]).metrics == run.run.result["metrics"]
 
 
-def test_a_table_is_predicted_row_by_row(made: Path, tmp_path: Path) -> None:
-    """One line a row, in order: the class and the probability of each; the metrics are told beside."""
-    shown = waffle("predict", made / "ill-run", write(tmp_path / "new.csv", rows(9, 12)))
+def test_a_table_is_predicted_row_by_row(runs: Path, tmp_path: Path) -> None:
+    """The output has one line per row, in order, with the class and its probabilities; stderr has the metrics."""
+    shown = waffle("predict", runs / "ill-run", write(tmp_path / "new.csv", rows(9, 12)))
     header, *lines = csv_rows(shown.out)
     assert shown.code == 0
     assert header == ["prediction", "p(no)", "p(yes)"]
@@ -118,37 +120,37 @@ def test_a_table_is_predicted_row_by_row(made: Path, tmp_path: Path) -> None:
     assert "12 rows: accuracy " in shown.err
 
 
-def test_the_target_and_the_order_of_columns_do_not_matter(made: Path, tmp_path: Path) -> None:
-    """Without its target, with columns in another order and one more, a table is predicted alike."""
-    full = waffle("predict", made / "ill-run", write(tmp_path / "full.csv", rows(9, 12)))
+def test_the_target_and_the_order_of_columns_do_not_matter(runs: Path, tmp_path: Path) -> None:
+    """A missing target, another order of columns and an additional column do not change the predictions."""
+    full = waffle("predict", runs / "ill-run", write(tmp_path / "full.csv", rows(9, 12)))
     turned = [[sex, "note", age] for age, sex in rows(9, 12, target=False)]
-    bare = waffle("predict", made / "ill-run", write(tmp_path / "bare.csv", turned, "sex,note,age"))
+    bare = waffle("predict", runs / "ill-run", write(tmp_path / "bare.csv", turned, "sex,note,age"))
     assert (bare.code, bare.out, bare.err) == (0, full.out, "")
 
 
-def test_parquet_is_predicted_as_csv(made: Path, tmp_path: Path) -> None:
-    """The same rows as Parquet give the same lines."""
+def test_parquet_is_predicted_as_csv(runs: Path, tmp_path: Path) -> None:
+    """The same rows as Parquet give the same predictions."""
     pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     lines = rows(9, 12)
     columns = {"age": [float(a) for a, _, _ in lines], "sex": [s for _, s, _ in lines], "ill": [y for *_, y in lines]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "new.parquet")
-    from_csv = waffle("predict", made / "ill-run", write(tmp_path / "new.csv", lines))
-    assert waffle("predict", made / "ill-run", tmp_path / "new.parquet").out == from_csv.out
+    from_csv = waffle("predict", runs / "ill-run", write(tmp_path / "new.csv", lines))
+    assert waffle("predict", runs / "ill-run", tmp_path / "new.parquet").out == from_csv.out
 
 
-def test_numbers_are_predicted_in_the_target_s_unit(made: Path, tmp_path: Path) -> None:
-    """A regression gives one number a row, and its error in the same unit."""
+def test_regression_predicts_in_the_unit_of_the_target(runs: Path, tmp_path: Path) -> None:
+    """A regression gives one number per row, and its error in the same unit."""
     lines = [[age, sex, 1000 + 50 * float(age)] for age, sex, _ in rows(9, 12)]
-    shown = waffle("predict", made / "cost-run", write(tmp_path / "new.csv", lines, "age,sex,cost"), "--json")
-    told = strict(shown.out)
-    errors = [p["prediction"] - line[2] for p, line in zip(told["predictions"], lines, strict=True)]
-    assert told["metrics"]["rmse"] == pytest.approx(float(np.sqrt(np.mean(np.square(errors)))), rel=1e-4)
-    assert 1000 < told["predictions"][0]["prediction"] < 8000
+    shown = waffle("predict", runs / "cost-run", write(tmp_path / "new.csv", lines, "age,sex,cost"), "--json")
+    printed = strict(shown.out)
+    errors = [p["prediction"] - line[2] for p, line in zip(printed["predictions"], lines, strict=True)]
+    assert printed["metrics"]["rmse"] == pytest.approx(float(np.sqrt(np.mean(np.square(errors)))), rel=1e-4)
+    assert 1000 < printed["predictions"][0]["prediction"] < 8000
 
 
-def test_a_large_number_keeps_its_digits(tmp_path: Path) -> None:
-    """Where targets are far from 0 beside their deviation, as times are, the run and predict tell one error."""
+def test_large_targets_keep_their_precision(tmp_path: Path) -> None:
+    """For targets far from 0, such as times, the run and predict report the same error."""
     data = tmp_path / "times"
     data.mkdir()
     for k, name in enumerate(("north", "south")):
@@ -157,29 +159,29 @@ def test_a_large_number_keeps_its_digits(tmp_path: Path) -> None:
     run = read_run(trained(tmp_path / "run", "--data", str(data), "--target", "time", "--batch-size", "8"))
     rmse = run.result["metrics"]["rmse"]
     assert rmse == pytest.approx(run.result["last"]["rmse"], rel=1e-4)
-    said = load_file(tmp_path / "run" / "predictions.safetensors")
-    opened = open_run(run.folder).outputs(test_samples(run.folder))
-    torch.testing.assert_close(opened, said["output"], rtol=0, atol=1e-3)
+    recorded = load_file(tmp_path / "run" / "predictions.safetensors")
+    opened = open_run(run.folder).outputs(alice_test_samples(run.folder))
+    torch.testing.assert_close(opened, recorded["output"], rtol=0, atol=1e-3)
     new = [[age, sex, f"{1.7e9 + 2 * float(age)}"] for age, sex, _ in rows(9, 12)]
     shown = waffle("predict", run.folder, write(tmp_path / "new.csv", new, "age,sex,time"), "--json")
-    told = strict(shown.out)
-    errors = [p["prediction"] - float(line[2]) for p, line in zip(told["predictions"], new, strict=True)]
-    assert told["metrics"]["rmse"] == pytest.approx(float(np.sqrt(np.mean(np.square(errors)))), rel=1e-4)
+    printed = strict(shown.out)
+    errors = [p["prediction"] - float(line[2]) for p, line in zip(printed["predictions"], new, strict=True)]
+    assert printed["metrics"]["rmse"] == pytest.approx(float(np.sqrt(np.mean(np.square(errors)))), rel=1e-4)
 
 
-def test_arrays_are_predicted(made: Path, tmp_path: Path) -> None:
-    """x in .npy, or in .npz with y to measure against; --out takes the lines, --json the rest."""
-    x = test_samples(made / "digits").numpy()[:6]
-    target = load_file(made / "digits" / "predictions.safetensors")["target"][:6]
+def test_arrays_are_predicted(runs: Path, tmp_path: Path) -> None:
+    """.npy gives x, .npz may add y for metrics; --out writes the lines, and --json prints one document."""
+    x = alice_test_samples(runs / "digits").numpy()[:6]
+    target = load_file(runs / "digits" / "predictions.safetensors")["target"][:6]
     np.save(tmp_path / "x.npy", x)
     np.savez(tmp_path / "x.npz", x=x, y=target.numpy())
-    plain = waffle("predict", made / "digits", tmp_path / "x.npy")
-    told = strict(waffle("predict", made / "digits", tmp_path / "x.npz", "--json").out)
-    assert [p["prediction"] for p in told["predictions"]] == [line[0] for line in csv_rows(plain.out)[1:]]
-    assert sum(told["predictions"][0]["probabilities"].values()) == pytest.approx(1)
-    shown = waffle("predict", made / "digits", tmp_path / "x.npz", "--out", tmp_path / "p.csv")
+    plain = waffle("predict", runs / "digits", tmp_path / "x.npy")
+    printed = strict(waffle("predict", runs / "digits", tmp_path / "x.npz", "--json").out)
+    assert [p["prediction"] for p in printed["predictions"]] == [line[0] for line in csv_rows(plain.out)[1:]]
+    assert sum(printed["predictions"][0]["probabilities"].values()) == pytest.approx(1)
+    shown = waffle("predict", runs / "digits", tmp_path / "x.npz", "--out", tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_text() == plain.out
-    assert shown.out == f"6 rows: accuracy {told['metrics']['accuracy']:.4f}, " + shown.out.split(", ", 1)[1]
+    assert shown.out == f"6 rows: accuracy {printed['metrics']['accuracy']:.4f}, " + shown.out.split(", ", 1)[1]
 
 
 WRONG_TABLES = {
@@ -195,11 +197,11 @@ WRONG_TABLES = {
 
 
 @pytest.mark.parametrize("what", WRONG_TABLES)
-def test_wrong_tables_are_refused(made: Path, tmp_path: Path, what: str) -> None:
-    """One line that names the place, exit code 2, and no file."""
+def test_wrong_tables_are_refused(runs: Path, tmp_path: Path, what: str) -> None:
+    """A wrong table is refused in one line with the position, and no file is written."""
     text, word = WRONG_TABLES[what]
     (tmp_path / "new.csv").write_text(text)
-    shown = waffle("predict", made / "ill-run", tmp_path / "new.csv", "--out", tmp_path / "p.csv")
+    shown = waffle("predict", runs / "ill-run", tmp_path / "new.csv", "--out", tmp_path / "p.csv")
     assert word in refusal(shown)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["new.csv"]
 
@@ -224,27 +226,27 @@ WRONG_ARRAYS = {
 
 
 @pytest.mark.parametrize("what", WRONG_ARRAYS)
-def test_wrong_arrays_are_refused(made: Path, tmp_path: Path, what: str) -> None:
-    """The same for arrays."""
+def test_wrong_arrays_are_refused(runs: Path, tmp_path: Path, what: str) -> None:
+    """A wrong array is refused in one line, and no file is written."""
     make, word = WRONG_ARRAYS[what]
     make(tmp_path / "x.npz")
-    assert word in refusal(waffle("predict", made / "digits", tmp_path / "x.npz"))
+    assert word in refusal(waffle("predict", runs / "digits", tmp_path / "x.npz"))
 
 
-def test_the_kind_of_file_must_fit_the_run(made: Path, tmp_path: Path) -> None:
-    """A run on tables takes no arrays, and one on arrays no table."""
+def test_the_kind_of_file_must_fit_the_run(runs: Path, tmp_path: Path) -> None:
+    """A run on tables refuses arrays, and a run on arrays refuses tables."""
     np.save(tmp_path / "x.npy", np.zeros((1, 3)))
-    assert "trained on tables" in refusal(waffle("predict", made / "ill-run", tmp_path / "x.npy"))
-    assert "trained on arrays" in refusal(waffle("predict", made / "digits", write(tmp_path / "x.csv", rows(0, 2))))
+    assert "trained on tables" in refusal(waffle("predict", runs / "ill-run", tmp_path / "x.npy"))
+    assert "trained on arrays" in refusal(waffle("predict", runs / "digits", write(tmp_path / "x.csv", rows(0, 2))))
 
 
 @pytest.mark.parametrize("command", [("predict", "x.npy"), ("export",)])
-def test_a_run_that_has_no_model_is_refused(made: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
-    """No run at all, an unfinished one, a diverged one, a damaged model: each is told in one line."""
+def test_a_run_that_has_no_model_is_refused(runs: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A missing, unfinished, diverged or damaged run is refused in one line."""
     name, *rest = command
     run = tmp_path / "run"
     assert "is not a run folder" in refusal(waffle(name, run, *rest))
-    shutil.copytree(made / "digits", run)
+    shutil.copytree(runs / "digits", run)
     content = bytearray((run / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (run / "model.safetensors").write_bytes(content)
@@ -258,8 +260,8 @@ def test_a_run_that_has_no_model_is_refused(made: Path, tmp_path: Path, command:
 # ------------------------------------------------------------------------------------------------------------ export
 
 
-def answer(path: Path, x: torch.Tensor) -> torch.Tensor:
-    """What an exported program says, run without this library."""
+def output_of(path: Path, x: torch.Tensor) -> torch.Tensor:
+    """The output of an exported program, computed without this library."""
     if path.suffix == ".pt2":
         return torch.export.load(path).module()(x)
     if path.suffix == ".pt":
@@ -271,25 +273,25 @@ def answer(path: Path, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit")
 @pytest.mark.parametrize("form", ["exported", "torchscript", "onnx"])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_program_says_what_the_run_said(made: Path, tmp_path: Path, name: str, form: str) -> None:
-    """A program of any format gives the run's own predictions, for any number of rows."""
+def test_exported_programs_give_the_runs_predictions(runs: Path, tmp_path: Path, name: str, form: str) -> None:
+    """A program of any format gives the run's predictions, for any number of rows."""
     if form == "onnx":
         for package in ("onnx", "onnxscript"):
             pytest.importorskip(package, reason=f"--format onnx needs {package}")
-    shown = waffle("export", made / name, "--out", tmp_path / "out", "--format", form, "--trust")
+    shown = waffle("export", runs / name, "--out", tmp_path / "out", "--format", form, "--trust")
     assert (shown.code, shown.err) == (0, "")
     _, program, _ = map(Path, shown.out.splitlines())
-    said = load_file(made / name / "predictions.safetensors")["output"]
-    x = test_samples(made / name).to(open_run(made / name, trust=True).dtype)
-    torch.testing.assert_close(answer(program, x), said, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(answer(program, x[:1]), said[:1], rtol=1e-5, atol=1e-5)
+    recorded = load_file(runs / name / "predictions.safetensors")["output"]
+    x = alice_test_samples(runs / name).to(open_run(runs / name, trust=True).dtype)
+    torch.testing.assert_close(output_of(program, x), recorded, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output_of(program, x[:1]), recorded[:1], rtol=1e-5, atol=1e-5)
 
 
-def test_the_card_tells_all(made: Path, tmp_path: Path) -> None:
+def test_the_card_is_complete(runs: Path, tmp_path: Path) -> None:
     """The card holds method, Alice, metrics, digests, contributors, preprocessing, classes, versions, limits."""
-    strict(waffle("export", made / "ill-run", "--out", tmp_path, "--format", "none", "--json").out)
+    strict(waffle("export", runs / "ill-run", "--out", tmp_path, "--format", "none", "--json").out)
     card = json.loads((tmp_path / "card.json").read_text())
-    run = read_run(made / "ill-run")
+    run = read_run(runs / "ill-run")
     assert (card["method"], card["alice"], card["classes"]) == ("waffle", "south", ["no", "yes"])
     assert card["metrics"] == {**run.result["metrics"], "test_samples": run.provenance["test_samples"]}
     assert (card["data"]["digest"], card["results_version"]) == (
@@ -303,38 +305,38 @@ def test_the_card_tells_all(made: Path, tmp_path: Path) -> None:
     assert set(card["software"]) == {"waffle-fl", "python", "torch"}
     assert "for south" in card["intended_use"]
     assert any("10 test samples of south" in limit for limit in card["limits"])
-    assert str(made) not in json.dumps(card)  # no path of the machine it was made on
+    assert str(runs) not in json.dumps(card)  # the card has no local path
 
 
-def test_a_second_format_joins_the_first(made: Path, tmp_path: Path) -> None:
-    """The card names every file of the model that lies beside it, by its digest."""
+def test_the_card_lists_all_formats(runs: Path, tmp_path: Path) -> None:
+    """The card lists the digest of every model file in the folder."""
     for form in ("exported", "none"):
-        waffle("export", made / "digits", "--out", tmp_path, "--format", form)
+        waffle("export", runs / "digits", "--out", tmp_path, "--format", form)
     assert list(json.loads((tmp_path / "card.json").read_text())["files"]) == ["model.safetensors", "model.pt2"]
 
 
-def test_a_model_that_cannot_be_followed_is_told(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exporter's failure is one line, and nothing is written."""
+def test_a_failed_export_is_refused(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of the exporter is refused in one line, and nothing is written."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("data-dependent\ncontrol flow")
 
     monkeypatch.setattr(torch.export, "export", fail)
-    shown = waffle("export", made / "digits", "--out", tmp_path / "out")
+    shown = waffle("export", runs / "digits", "--out", tmp_path / "out")
     assert "data-dependent control flow): choose another --format" in refusal(shown)
     assert not (tmp_path / "out").exists()
 
 
-def test_onnx_says_what_it_needs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_names_the_missing_package(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its packages, --format onnx names the extra to install."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnxscript" else find(name, *a))
-    assert 'onnxscript: pip install "waffle-fl[onnx]"' in refusal(waffle("export", made / "digits", "--format", "onnx"))
+    assert 'onnxscript: pip install "waffle-fl[onnx]"' in refusal(waffle("export", runs / "digits", "--format", "onnx"))
 
 
-def test_a_run_of_an_older_waffle_is_told(made: Path, tmp_path: Path) -> None:
-    """A run folder that does not say what a sample looks like cannot be opened."""
-    shutil.copytree(made / "digits", tmp_path / "run")
+def test_a_run_of_an_older_version_is_refused(runs: Path, tmp_path: Path) -> None:
+    """A run folder without the shape of a sample cannot be opened."""
+    shutil.copytree(runs / "digits", tmp_path / "run")
     content = json.loads((tmp_path / "run" / "provenance.json").read_text())
     del content["sample"]
     (tmp_path / "run" / "provenance.json").write_text(json.dumps(content))
@@ -342,9 +344,9 @@ def test_a_run_of_an_older_waffle_is_told(made: Path, tmp_path: Path) -> None:
         open_run(tmp_path / "run")
 
 
-def test_the_program_needs_torch_alone(made: Path, tmp_path: Path) -> None:
-    """The exported program runs in a process that never heard of this library."""
-    waffle("export", made / "digits", "--out", tmp_path)
+def test_the_program_needs_torch_alone(runs: Path, tmp_path: Path) -> None:
+    """The exported program runs in a process without this library."""
+    waffle("export", runs / "digits", "--out", tmp_path)
     code = (
         "import sys, torch; sys.modules['waffle_fl'] = None; "
         f"print(tuple(torch.export.load({str(tmp_path / 'model.pt2')!r}).module()(torch.zeros(3, 1, 8, 8)).shape))"

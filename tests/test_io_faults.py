@@ -1,4 +1,4 @@
-"""Files that are none, folders that are not synced, grids that are endless, memory that runs out."""
+"""I/O faults: FIFOs and devices in place of files, missing folder syncs, huge grids, and lack of memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LINE = ["--data", "synthetic", "--model", "linear", "--samples-per-agent", "20",
 
 
 @contextmanager
-def within(seconds: int) -> Iterator[None]:
-    """Fail if the body hangs."""
+def time_limit(seconds: int) -> Iterator[None]:
+    """Fail if the body takes longer than this many seconds."""
 
-    def late(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError(f"still waiting after {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(seconds)
     try:
         yield
@@ -49,15 +49,15 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def refused(*arguments: str | Path) -> str:
-    """The one line of a command that does not hang."""
-    with within(20):
+def error_of(*arguments: str | Path) -> str:
+    """Return the one-line error of a command that must not hang."""
+    with time_limit(20):
         return refusal(waffle(*arguments))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on arrays."""
+    """Return the folder of a finished run on arrays."""
     folder = tmp_path_factory.mktemp("run") / "run"
     assert waffle("run", "local", *LINE, "--quiet", "--out", folder).code == 0
     return folder
@@ -65,11 +65,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Callable[[str], Path]:
-    def made(name: str) -> Path:
+    def make_fifo(name: str) -> Path:
         os.mkfifo(tmp_path / name)
         return tmp_path / name
 
-    return made
+    return make_fifo
 
 
 # --- FIFOs and devices
@@ -77,13 +77,13 @@ def fifo(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", ["x.npz", "x.npy"])
 def test_a_fifo_of_samples_is_refused(run: Path, fifo: Callable[[str], Path], name: str) -> None:
-    """`waffle predict RUN FIFO` says what it is, and does not wait for ever."""
-    assert "is a FIFO" in refused("predict", run, fifo(name))
+    """`waffle predict RUN FIFO` fails with an error and does not wait."""
+    assert "is a FIFO" in error_of("predict", run, fifo(name))
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.parquet", "/dev/zero", "/dev/stdin"])
 def test_a_fifo_or_device_as_a_table_is_refused(tmp_path: Path, fifo: Callable[[str], Path], name: str) -> None:
-    """A run on tables takes no device either, which may have no end."""
+    """A FIFO or device in place of a table is rejected, since it may have no end."""
     data = tables(tmp_path / "data")
     line = ["run", "local", "--data", data, "--target", "y", "--alice", "north", "--rounds", "1", "--quiet"]
     assert waffle(*line, "--out", tmp_path / "run").code == 0
@@ -95,7 +95,7 @@ def test_a_fifo_or_device_as_a_table_is_refused(tmp_path: Path, fifo: Callable[[
         path = fifo("stdin.csv")
     else:
         path = fifo(name)
-    assert "expected a regular file" in refused("predict", tmp_path / "run", path)
+    assert "expected a regular file" in error_of("predict", tmp_path / "run", path)
 
 
 def tables(folder: Path) -> Path:
@@ -109,34 +109,34 @@ def tables(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["west.csv", "west.npz", "west.parquet"])
 def test_an_agent_whose_file_is_a_fifo_is_named(tmp_path: Path, name: str) -> None:
-    """It is neither waited for nor passed over as if the agent were not there."""
+    """A FIFO in place of an agent's file is an error; the run neither waits for it nor ignores the agent."""
     data = tables(tmp_path / "data")
     if name.endswith("npz"):
         for path in data.iterdir():
             path.unlink()
     os.mkfifo(data / name)
-    line = refused("run", "local", "--data", data, "--target", "" if name.endswith("npz") else "y", "--out", "run")
+    line = error_of("run", "local", "--data", data, "--target", "" if name.endswith("npz") else "y", "--out", "run")
     assert f"{data / name} is a FIFO" in line
 
 
 def test_an_image_that_is_a_fifo_is_named(tmp_path: Path) -> None:
-    """Folders of images are read file by file, and only files."""
+    """A FIFO in a folder of images is an error."""
     pytest.importorskip("PIL")
     for name in ("a", "b"):
         (tmp_path / "data" / "north" / name).mkdir(parents=True)
         os.mkfifo(tmp_path / "data" / "north" / name / "x.png")
-    assert "is a FIFO" in refused("run", "local", "--data", tmp_path / "data", "--out", "run")
+    assert "is a FIFO" in error_of("run", "local", "--data", tmp_path / "data", "--out", "run")
 
 
 @pytest.mark.parametrize("command", ["bench", "tune", "report"])
 def test_a_fifo_as_an_experiment_a_space_or_a_record_is_refused(fifo: Callable[[str], Path], command: str) -> None:
-    """Files that are given by name are files."""
+    """Arguments that name a file must name a regular file."""
     lines: dict[str, Callable[[], list[str | Path]]] = {
         "bench": lambda: ["bench", fifo("grid.toml")],
         "tune": lambda: ["tune", "fedavg", *LINE, "--space", fifo("space.toml"), "--out", "tune"],
         "report": lambda: ["report", fifo("record.jsonl")],
     }
-    assert "is a FIFO" in refused(*lines[command]())
+    assert "is a FIFO" in error_of(*lines[command]())
 
 
 NAMES = ["config.json", "provenance.json", "result.json", "rounds.jsonl", "manifest.json", ".lock"]
@@ -144,13 +144,13 @@ NAMES = ["config.json", "provenance.json", "result.json", "rounds.jsonl", "manif
 
 @pytest.mark.parametrize("name", [*NAMES, "checkpoint-00000002.safetensors"])
 def test_a_fifo_in_a_run_folder_does_not_hang_a_resume(tmp_path: Path, name: str) -> None:
-    """Whatever file of a run on its way is a FIFO, resume ends: in one line, or from the checkpoint before."""
+    """If a file of an unfinished run is a FIFO, resume fails in one line or uses the previous checkpoint."""
     folder = tmp_path / "run"
     settings = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 3}
     execute([(check_run("local", settings, {}), folder)], Runtime(checkpoint_seconds=0), until=2)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with within(30):
+    with time_limit(30):
         shown = waffle("resume", folder, "--quiet")
     if name.startswith("checkpoint"):
         assert shown.code == 0
@@ -160,7 +160,7 @@ def test_a_fifo_in_a_run_folder_does_not_hang_a_resume(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", ["model.safetensors", *NAMES[:-1]])
 def test_a_fifo_in_a_finished_run_does_not_hang_a_prediction(run: Path, tmp_path: Path, name: str) -> None:
-    """Predict reads files and nothing else."""
+    """predict reads only regular files of a run folder."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in run.iterdir():
@@ -168,35 +168,35 @@ def test_a_fifo_in_a_finished_run_does_not_hang_a_prediction(run: Path, tmp_path
             (copy / path.name).write_bytes(path.read_bytes())
     os.mkfifo(copy / name)
     np.save(tmp_path / "x.npy", np.zeros((1, 20), np.float32))
-    line = refused("predict", copy, tmp_path / "x.npy")
+    line = error_of("predict", copy, tmp_path / "x.npy")
     assert "is a FIFO" in line or "no config.json" in line
 
 
-# --- rename and unlink, and then the folder
+# --- folder sync after rename and unlink
 
 
 def test_every_rename_and_unlink_of_a_run_is_followed_by_a_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the first file of a run to its last, a folder is synced after its entries have changed."""
+    """A run syncs its folder after each change of the folder's entries."""
     events: list[tuple[str, Path]] = []
     fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 
-    def synced(handle: int) -> None:
+    def record_fsync(handle: int) -> None:
         events.append(("sync", Path(f"/proc/self/fd/{handle}").readlink()))
         fsync(handle)
 
-    def replaced(path: Path, target: Path) -> Path:
+    def record_replace(path: Path, target: Path) -> Path:
         events.append(("rename", path.parent))
         return replace(path, target)
 
-    def unlinked(path: Path, missing_ok: bool = False) -> None:
+    def record_unlink(path: Path, missing_ok: bool = False) -> None:
         events.append(("unlink", path.parent))
         unlink(path, missing_ok=missing_ok)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", replaced)
-    monkeypatch.setattr(Path, "unlink", unlinked)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_replace)
+    monkeypatch.setattr(Path, "unlink", record_unlink)
     folder = tmp_path / "run"
     assert waffle("run", "local", *LINE, "--checkpoint-seconds", "0", "--quiet", "--out", folder).code == 0
     for kind in ("rename", "unlink"):
@@ -208,7 +208,7 @@ def test_every_rename_and_unlink_of_a_run_is_followed_by_a_sync(
 
 
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EINVAL means that it cannot; a real fault is raised."""
+    """EINVAL from fsync on a folder is ignored; other errors are raised."""
 
     def failing(number: int) -> Callable[[int], None]:
         def fsync(handle: int) -> None:
@@ -225,8 +225,8 @@ def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, monk
         write_atomically(tmp_path / "file", b"")
 
 
-def test_removing_nothing_is_nothing(tmp_path: Path) -> None:
-    """Several files go with one sync of their folder, none with none."""
+def test_remove_deletes_all_given_files(tmp_path: Path) -> None:
+    """remove deletes all given files and accepts none."""
     remove()
     for name in "ab":
         (tmp_path / name).write_text("")
@@ -237,19 +237,19 @@ def test_removing_nothing_is_nothing(tmp_path: Path) -> None:
 # --- [vary]
 
 
-def test_a_trillion_combinations_are_refused_at_once(tmp_path: Path) -> None:
-    """Twelve lists of ten values are counted, not built."""
+def test_a_trillion_combinations_are_rejected_at_once(tmp_path: Path) -> None:
+    """Twelve lists of ten values are counted without being expanded."""
     names = ["lr", "momentum", "weight_decay", "batch_size", "epochs", "seed", "rounds", "agents"]
     names += ["waffle.clip", "waffle.eta_g", "waffle.correction", "split_seed"]
     lists = "\n".join(f'"{name}" = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]' for name in names)
     (tmp_path / "grid.toml").write_text(f'methods = ["waffle"]\n[vary]\n{lists}\n')
-    line = refused("bench", tmp_path / "grid.toml", "--dry-run")
+    line = error_of("bench", tmp_path / "grid.toml", "--dry-run")
     assert "1,000,000,000,000 combinations" in line
     assert f"at most {MAX_COMBINATIONS:,}" in line
 
 
 def test_a_few_combinations_are_planned(tmp_path: Path) -> None:
-    """The limit is far from any grid that is meant."""
+    """A grid below the limit is planned."""
     (tmp_path / "grid.toml").write_text('methods = ["local"]\n[vary]\nlr = [0.1, 0.2]\nbatch_size = [8, 16, 32]\n')
     shown = waffle("bench", tmp_path / "grid.toml", "--dry-run")
     assert (shown.code, len(shown.out.splitlines())) == (0, 6)
@@ -267,10 +267,10 @@ SHORTAGES = {
 
 @pytest.mark.parametrize("kind", SHORTAGES)
 def test_out_of_memory_is_one_line_and_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A step of round 3 that finds no memory ends the command with 2; the same command goes on to the same bits."""
+    """Lack of memory in round 3 exits with code 2, and the same command resumes to the same bits."""
     simulate = experiment.execution.simulate
 
-    def short(*arguments: Any, **options: Any) -> Iterator[Any]:
+    def fail_in_round_3(*arguments: Any, **options: Any) -> Iterator[Any]:
         for i, outcomes in enumerate(simulate(*arguments, **options)):
             if i == 2:
                 raise SHORTAGES[kind]
@@ -279,14 +279,16 @@ def test_out_of_memory_is_one_line_and_resumable(tmp_path: Path, monkeypatch: py
     folder = tmp_path / "run"
     line = ["run", "scaffold", *LINE, "--quiet", "--checkpoint-seconds", "1000", "--out"]
     with monkeypatch.context() as patch:
-        patch.setattr(experiment.execution, "simulate", short)
+        patch.setattr(experiment.execution, "simulate", fail_in_round_3)
         text = refusal(waffle(*line, folder))
     assert "out of memory" in text
     assert "run the same command again" in text
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-00000002.safetensors"]
     assert waffle(*line, folder).code == 0
-    assert waffle(*line, tmp_path / "whole").code == 0
-    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert waffle(*line, tmp_path / "uninterrupted").code == 0
+    assert (folder / "model.safetensors").read_bytes() == (
+        tmp_path / "uninterrupted" / "model.safetensors"
+    ).read_bytes()
 
 
 HOG = """
@@ -311,7 +313,7 @@ def build(shape, classes):
 
 
 def test_a_real_limit_of_memory_is_one_line_and_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process under RLIMIT_AS that asks for more in its third round ends in one line, and is resumed."""
+    """A process that exceeds RLIMIT_AS in its third round fails in one line and can be resumed."""
     (tmp_path / "hog_model.py").write_text(HOG)
     folder = tmp_path / "run"
     for name, value in {"PYTHONPATH": str(tmp_path), "HOG_LOG": str(folder / "rounds.jsonl")}.items():
@@ -332,23 +334,23 @@ def test_a_real_limit_of_memory_is_one_line_and_resumable(tmp_path: Path, monkey
 
 
 def test_a_worker_without_memory_is_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    """A worker that finds no memory says nothing itself; one with a fault of its own does."""
+    """A worker that lacks memory prints no traceback; one with another error does."""
 
     def work(share: int, r: int, attempt: int) -> None:
         if share:
             raise MemoryError if r == 1 else ZeroDivisionError
 
-    for r, told in ((1, False), (2, True)):
+    for r, has_traceback in ((1, False), (2, True)):
         workers = Workers(work, 2)
         with pytest.raises(RuntimeError, match="training process ended") as caught:
             workers(r, 0)
         workers.close()
-        assert is_shortage(caught.value) is not told
-        assert ("Traceback" in capfd.readouterr().err) is told
+        assert is_shortage(caught.value) is not has_traceback
+        assert ("Traceback" in capfd.readouterr().err) is has_traceback
 
 
 def test_other_errors_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug is not taken for want of memory."""
+    """Other errors are not reported as lack of memory."""
 
     def wrong(*_: Any, **__: Any) -> Iterator[Any]:
         raise RuntimeError("shapes differ")

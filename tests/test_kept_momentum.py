@@ -102,15 +102,15 @@ def config(method: str) -> Any:
 
 @pytest.mark.parametrize("method", ["fedavg", "waffle", "apfl", "fedrep", "ifca"])
 def test_sites_keep_the_same_velocity_as_the_simulator(method: str, tmp_path: Path) -> None:
-    from flower_harness import bits, conduct, federation, simulated
+    from flower_harness import bits, federation, run_job, run_simulation
 
-    conduct(federation(tmp_path / "federation", ("a", "b", "c")), config(method), tmp_path / "run")
-    assert bits(tmp_path / "run")[:2] == bits(simulated(config(method), tmp_path / "simulated"))[:2]
+    run_job(federation(tmp_path / "federation", ("a", "b", "c")), config(method), tmp_path / "run")
+    assert bits(tmp_path / "run")[:2] == bits(run_simulation(config(method), tmp_path / "reference"))[:2]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "waffle"])
 def test_lost_state_restarts_momentum_at_zero(method: str, tmp_path: Path) -> None:
-    from flower_harness import Grid, conduct, federation
+    from flower_harness import Grid, federation, run_job
     from waffle_fl.records import read_rounds
 
     folder = federation(tmp_path / "federation", ("a", "b", "c"))
@@ -121,7 +121,7 @@ def test_lost_state_restarts_momentum_at_zero(method: str, tmp_path: Path) -> No
         return reply
 
     grid = Grid(folder, delete_state)
-    conduct(folder, config(method), tmp_path / "run", grid)
+    run_job(folder, config(method), tmp_path / "run", grid)
     lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
     assert len(lines) == 4
     reasons = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]

@@ -1,4 +1,4 @@
-"""The live page and the metrics of a deployment: they show the numbers of the run folders, and no text is markup."""
+"""The live page and the metrics of a deployment show the numbers of the run folders, and no text becomes markup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("flwr")
 
 from browser import launched
 from conftest import refusal
-from flower_harness import conduct, federation, small
+from flower_harness import federation, run_job, small_config
 from waffle_fl.deploy import live_page, membership, settings_files
 from waffle_fl.deploy.control_client import ControlClient, Node
 from waffle_fl.deploy.jobs import Job
@@ -31,24 +31,24 @@ from waffle_fl.records import read_json, write_json
 
 SITES = ("north", "south", "west")
 EVIL = "\"><img src=x onerror='window.pwned = 1'><script>window.pwned = 1</script>"
-ODD = EVIL + '\u202e\ud800\n{job="x"} 1\\'  # and what breaks a line, a label, or an encoding
+ODD = EVIL + '\u202e\ud800\n{job="x"} 1\\'  # also breaks a line, a label or an encoding
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A federation with two finished jobs: one Alice and three rounds, then every site as Alice and two rounds."""
+    """Return a federation with two finished jobs: one Alice with three rounds, and every site as Alice with two."""
     root = tmp_path_factory.mktemp("watched")
     folder = federation(root / "fed", SITES)
     for name in SITES:
         settings_files.change(folder / "sites" / name / "site.toml", max_exposed=1.0)
     for name, rounds, alice in (("first", 3, "0"), ("every", 2, "all")):
-        conduct(folder, small(rounds, alice=alice), root / name).update_state(status="finished", waiting=[])
+        run_job(folder, small_config(rounds, alice=alice), root / name).update_state(status="finished", waiting=[])
     return root
 
 
 @pytest.fixture
 def root(trained: Path, tmp_path: Path) -> Path:
-    """A copy that the test may change."""
+    """Return a copy that the test may change."""
     shutil.copytree(trained, tmp_path / "copy")
     for age, name in enumerate(("every", "first")):
         path = tmp_path / "copy" / "fed" / "jobs" / f"{name}.json"
@@ -75,14 +75,14 @@ def get(
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     try:
         connection.request(method, path, headers=headers)
-        answer = connection.getresponse()
-        return answer, answer.read().decode()
+        response = connection.getresponse()
+        return response, response.read().decode()
     finally:
         connection.close()
 
 
 def parsed(text: str) -> dict[tuple[str, ...], float]:
-    """The samples by metric name and label values."""
+    """Return the samples by metric name and label values."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[tuple[str, ...], float] = {}
@@ -97,8 +97,8 @@ def parsed(text: str) -> dict[tuple[str, ...], float]:
 
 
 def metrics(server: live_page.Server) -> dict[tuple[str, ...], float]:
-    answer, text = get(server, "/metrics")
-    assert answer.status == 200
+    response, text = get(server, "/metrics")
+    assert response.status == 200
     return parsed(text)
 
 
@@ -121,11 +121,11 @@ def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     monkeypatch.setattr(ControlClient, "nodes", lambda self: nodes)
 
 
-def test_the_state_is_that_of_the_run_folders(trained: Path) -> None:
-    """Newest job first; every round of every Alice; no path and no secret."""
+def test_the_state_matches_the_run_folders(trained: Path) -> None:
+    """/state.json lists the newest job first with every round of every Alice, and no path and no secret."""
     with served(trained / "fed") as server:
-        answer, text = get(server, "/state.json")
-    assert answer.headers["Content-Type"] == "application/json"
+        response, text = get(server, "/state.json")
+    assert response.headers["Content-Type"] == "application/json"
     state = json.loads(text)
     assert state["server"] == "stopped"
     assert state["federation"] == "fed"
@@ -151,12 +151,12 @@ def test_the_state_is_that_of_the_run_folders(trained: Path) -> None:
 
 
 def test_the_metrics_are_the_last_lines_of_the_logs(trained: Path) -> None:
-    """/metrics equals the last lines of rounds.jsonl, for one Alice and for several, in both formats."""
+    """/metrics equals the last lines of rounds.jsonl for one Alice and for several, in both formats."""
     with served(trained / "fed") as server:
-        answer, text = get(server, "/metrics")
+        response, text = get(server, "/metrics")
         openmetrics, other = get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
         state = json.loads(get(server, "/state.json")[1])
-    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    assert response.headers["Content-Type"].startswith("text/plain; version=")
     assert openmetrics.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
     assert other.endswith("# EOF\n")
     found = parsed(text)
@@ -166,10 +166,10 @@ def test_the_metrics_are_the_last_lines_of_the_logs(trained: Path) -> None:
         assert found["waffle_job_running", job] == 0
         assert found["waffle_job_round", job] == found["waffle_job_rounds", job] == rounds
     runs = {job["name"]: job["runs"] for job in state["jobs"]}
-    places = {"first": [trained / "first"], "every": sorted((trained / "every").iterdir())}
-    for job, folders_of in places.items():
-        assert len(runs[job]) == len(folders_of)
-        for run, folder in zip(runs[job], folders_of, strict=True):
+    runs_of_jobs = {"first": [trained / "first"], "every": sorted((trained / "every").iterdir())}
+    for job, run_folders in runs_of_jobs.items():
+        assert len(runs[job]) == len(run_folders)
+        for run, folder in zip(runs[job], run_folders, strict=True):
             last = logged(folder)[-1]
             assert found["waffle_job_accuracy", job, run["alice"]] == last["accuracy"]
             assert found["waffle_job_loss", job, run["alice"]] == last["loss"]
@@ -182,7 +182,7 @@ def test_the_metrics_are_the_last_lines_of_the_logs(trained: Path) -> None:
 
 
 def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job runs while a process holds its lock, and is listed first; a site is identified by its key."""
+    """A job whose lock is held is running and listed first; a site is identified by its key."""
     folder = root / "fed"
     membership.add_site(folder, "late")
     membership.revoke(folder, "west")
@@ -212,7 +212,7 @@ def test_a_running_job_and_every_state_of_a_site(root: Path, monkeypatch: pytest
 
 
 def test_a_long_history_is_thinned_out() -> None:
-    """At most POINTS rounds, evenly spaced, including the last one; screening is counted over all rounds."""
+    """At most POINTS evenly spaced rounds are sent, including the last; screenings are counted over all rounds."""
     lines = [{"round": r, "accuracy": r / 1001, "weights": {"a": 1.0}, "screened": {"a": "x"}} for r in range(1, 1002)]
     run = live_page._run("a", lines)
     assert 150 < len(run["rounds"]) <= live_page.POINTS
@@ -225,18 +225,18 @@ def test_a_long_history_is_thinned_out() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/state.json", "/metrics", "/nothing"])
-def test_every_answer_has_the_security_headers(trained: Path, path: str) -> None:
+def test_every_response_has_the_security_headers(trained: Path, path: str) -> None:
     with served(trained / "fed") as server:
-        answer, text = get(server, path)
-    assert answer.status == (404 if path == "/nothing" else 200)
-    policy = answer.headers["Content-Security-Policy"].split("; ")
+        response, text = get(server, path)
+    assert response.status == (404 if path == "/nothing" else 200)
+    policy = response.headers["Content-Security-Policy"].split("; ")
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
     assert "unsafe" not in " ".join(policy)
-    assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert answer.headers["Referrer-Policy"] == "no-referrer"
-    assert answer.headers["Cache-Control"] == "no-store"
-    assert "Python" not in answer.headers["Server"]
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Referrer-Policy"] == "no-referrer"
+    assert response.headers["Cache-Control"] == "no-store"
+    assert "Python" not in response.headers["Server"]
     assert str(trained) not in text
 
 
@@ -249,12 +249,12 @@ def test_host_names_methods_and_paths_are_checked(trained: Path) -> None:
             assert get(server, "/", Host=host)[0].status == 200
         for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1:{port + 1}", "localhost", f"[::1]:{port}", ""):
             for path in ("/", "/state.json", "/metrics"):
-                answer, text = get(server, path, Host=host)
-                assert answer.status == 403
+                response, text = get(server, path, Host=host)
+                assert response.status == 403
                 assert text == f"open http://127.0.0.1:{port}; a tunnel must use the same port at both ends\n"
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "<script>"):
-            answer, text = get(server, "/state.json", method)
-            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+            response, text = get(server, "/state.json", method)
+            assert (response.status, response.headers["Allow"]) == (405, "GET")
             assert text == "only GET is answered here\n"
         assert get(server, "/", "HEAD")[0].status == 405
         for path in ("/../server.toml", "/keys/control.secret", "/state.json/", f"http://127.0.0.1:{port}/"):
@@ -262,13 +262,13 @@ def test_host_names_methods_and_paths_are_checked(trained: Path) -> None:
 
 
 def test_errors_at_start(trained: Path, tmp_path: Path) -> None:
-    folder, said = trained / "fed", list[str]()
+    folder, output = trained / "fed", list[str]()
     with live_page.listening(folder, 0) as server:
-        text = refusal(live_page.serve, folder, server.server_port, said.append)
+        text = refusal(live_page.serve, folder, server.server_port, output.append)
     assert text == f"port {server.server_port} on 127.0.0.1 is in use: choose another one with --port"
-    assert refusal(live_page.serve, folder, 70000, said.append) == "--port: expected 0 to 65535, got 70000"
-    assert "server.toml" in refusal(live_page.serve, tmp_path, 0, said.append)
-    assert not said
+    assert refusal(live_page.serve, folder, 70000, output.append) == "--port: expected 0 to 65535, got 70000"
+    assert "server.toml" in refusal(live_page.serve, tmp_path, 0, output.append)
+    assert not output
 
 
 def test_without_prometheus_client_the_page_still_works(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,21 +277,21 @@ def test_without_prometheus_client_the_page_still_works(trained: Path, monkeypat
     ]:
         monkeypatch.setitem(sys.modules, name, None)
     with served(trained / "fed") as server:
-        answer, text = get(server, "/metrics")
-        assert answer.status == 501
+        response, text = get(server, "/metrics")
+        assert response.status == 501
         assert text == f"{live_page.NO_PROMETHEUS}\n"
         assert [get(server, path)[0].status for path in ("/", "/state.json")] == [200, 200]
 
 
 def test_a_slow_read_delays_requests_by_a_bounded_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read at a time; the page loads meanwhile, and /state.json returns the last state and its age."""
+    """During a read the page loads, and /state.json returns the last state and its age."""
     monkeypatch.setattr(live_page, "PATIENCE", 0.1)
     monkeypatch.setattr(live_page, "FRESH", 0.0)
-    go_on, reads = threading.Event(), []
+    unblock, reads = threading.Event(), []
 
     def slow() -> dict[str, Any]:
         reads.append(1)
-        assert go_on.wait(30)
+        assert unblock.wait(30)
         return {**live_page.NOTHING, "time": time.time() - 5, "server": "running"}
 
     with served(trained / "fed") as server:
@@ -302,36 +302,36 @@ def test_a_slow_read_delays_requests_by_a_bounded_time(trained: Path, monkeypatc
         assert get(server, "/metrics")[0].status == 503
         assert get(server, "/")[0].status == 200
         assert len(reads) == 1
-        go_on.set()
+        unblock.set()
         monkeypatch.setattr(live_page, "PATIENCE", 30)
         state = json.loads(get(server, "/state.json")[1])
         assert (state["server"], state["problem"]) == ("running", "")
-        go_on.clear()
+        unblock.clear()
         monkeypatch.setattr(live_page, "PATIENCE", 0.1)
         again = json.loads(get(server, "/state.json")[1])
         assert again["server"] == "running"
         assert again["age"] >= 5
-        go_on.set()
+        unblock.set()
 
 
 def test_many_requests_share_a_read() -> None:
-    """A read that takes long enough for all requests to arrive answers every one of them."""
+    """Requests that arrive during a read share its result."""
     reads: list[int] = []
-    asked = threading.Semaphore(0)
+    arrived = threading.Semaphore(0)
 
     def read() -> dict[str, Any]:
         reads.append(1)
         for _ in range(20):
-            assert asked.acquire(timeout=30)
+            assert arrived.acquire(timeout=30)
         return {**live_page.NOTHING, "time": time.time()}
 
     snapshots = live_page.Snapshots(read)
 
-    def ask() -> None:
-        asked.release()
+    def request_state() -> None:
+        arrived.release()
         snapshots.latest()
 
-    threads = [threading.Thread(target=ask) for _ in range(20)]
+    threads = [threading.Thread(target=request_state) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -350,8 +350,8 @@ def test_read_errors_are_reported_and_recovered_from(root: Path, monkeypatch: py
         state = json.loads(get(server, "/state.json")[1])
         assert state["problem"].startswith("fed/server.toml is not valid TOML: ")
         assert len(state["jobs"]) == 2  # the last state that could be read
-        answer, text = get(server, "/metrics")
-        assert (answer.status, text) == (503, state["problem"] + "\n")
+        response, text = get(server, "/metrics")
+        assert (response.status, text) == (503, state["problem"] + "\n")
         monkeypatch.setattr(live_page, "overview", lambda folder: 1 / 0)
         problem = json.loads(get(server, "/state.json")[1])["problem"]
         assert problem == "the folder cannot be read: ZeroDivisionError: division by zero"
@@ -377,7 +377,7 @@ def poison(root: Path) -> None:
 
 
 def test_hostile_text_is_cleaned(root: Path) -> None:
-    """Single printable lines reach the page, and the metrics stay well-formed."""
+    """Texts reach the page as single printable lines, and the metrics stay well-formed."""
     poison(root)
     with served(root / "fed") as server:
         state, found = json.loads(get(server, "/state.json")[1]), metrics(server)
@@ -406,33 +406,33 @@ def test_the_page_holds_no_data_and_needs_no_other_file() -> None:
 
 @contextmanager
 def browsing(server: live_page.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
-    """The page in headless Chromium, and its console messages, errors, dialogs and requests to other addresses."""
+    """Open the page in headless Chromium and yield it with console messages, errors, dialogs and outside requests."""
     address = f"http://127.0.0.1:{server.server_port}/"
     with launched() as browser:
-        tab, complaints = browser.new_context(**options).new_page(), list[str]()
+        tab, problems = browser.new_context(**options).new_page(), list[str]()
         tab.set_default_timeout(60_000)
         tab.add_init_script(
             "document.addEventListener('securitypolicyviolation', (e) => console.error('CSP', e.violatedDirective))"
         )
-        tab.on("console", lambda message: complaints.append(message.text))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("dialog", lambda dialog: complaints.append(dialog.message))
+        tab.on("console", lambda message: problems.append(message.text))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("dialog", lambda dialog: problems.append(dialog.message))
         tab.on(
             "request",
-            lambda request: None if request.url.startswith((address, "data:")) else complaints.append(request.url),
+            lambda request: None if request.url.startswith((address, "data:")) else problems.append(request.url),
         )
         tab.goto(address)
         tab.wait_for_selector("body[data-ready]")
-        yield tab, complaints
+        yield tab, problems
         browser.close()
 
 
 def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress, both charts and all sites are shown; a new round appears in place, without a reload."""
+    """The page shows progress, both charts and all sites; a new round appears without a reload."""
     folder = root / "fed"
     connect(monkeypatch, folder, "north", "south")
     job = Job.open(folder, "first")
-    with job.exclusive(), served(folder) as server, browsing(server) as (tab, complaints):
+    with job.exclusive(), served(folder) as server, browsing(server) as (tab, problems):
         job.update_state(status="running", round=3, waiting=["west"])
         card = tab.locator(".job").first
         card.get_by_text("Waiting for west.").wait_for()
@@ -481,14 +481,14 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
             "(text) => document.querySelector('.readout').textContent.startsWith(text)", arg=expected, timeout=5000
         )
         assert tab.title() == "4/3 first – waffle"
-        assert not complaints
+        assert not problems
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_on_a_phone_and_with_several_alices(trained: Path, scheme: str) -> None:
-    """No horizontal scrolling at 400 pixels; one tab per Alice, by mouse and keyboard; a stopped server is reported."""
+    """At 400 pixels nothing scrolls sideways, each Alice has a tab, and a stopped server is reported."""
     options = {"viewport": {"width": 400, "height": 800}, "color_scheme": scheme}
-    with served(trained / "fed") as server, browsing(server, **options) as (tab, complaints):
+    with served(trained / "fed") as server, browsing(server, **options) as (tab, problems):
         assert tab.evaluate("document.documentElement.scrollWidth") == 400
         assert "The server does not answer" in tab.locator("#banner").inner_text()
         card = tab.locator(".job").first
@@ -514,7 +514,7 @@ def test_the_page_on_a_phone_and_with_several_alices(trained: Path, scheme: str)
         assert tab.evaluate("document.documentElement.scrollWidth") == 1200
         ink, page = tab.evaluate("['color', 'backgroundColor'].map((key) => getComputedStyle(document.body)[key])")
         assert (luminance(ink) < luminance(page)) == (scheme == "light")
-        assert not complaints
+        assert not problems
 
 
 def luminance(color: str) -> int:
@@ -525,7 +525,7 @@ def test_no_text_runs_in_the_browser(root: Path) -> None:
     """Names, reasons and errors that contain markup are shown as text."""
     poison(root)
     shutil.rmtree(root / "every")
-    with served(root / "fed") as server, browsing(server) as (tab, complaints):
+    with served(root / "fed") as server, browsing(server) as (tab, problems):
         tab.locator(".job > summary").filter(has_text="first").click()
         card = tab.locator(".job").filter(has_text="first").first
         card.locator('[data-chart="weights"]').hover()
@@ -534,20 +534,20 @@ def test_no_text_runs_in_the_browser(root: Path) -> None:
         assert EVIL in card.locator(".screened").inner_text()
         assert tab.evaluate("window.pwned") is None
         assert tab.evaluate("document.querySelectorAll('img, iframe, main script').length") == 0
-        assert not complaints
+        assert not problems
 
 
 def test_no_jobs_yet_and_a_watch_that_has_ended(tmp_path: Path) -> None:
-    """An empty federation shows the command to start with; a page whose server has ended says so."""
+    """An empty federation shows the command to start with; the page reports when its server has ended."""
     folder = federation(tmp_path / "fed", SITES)
     with live_page.listening(folder, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            with browsing(server) as (tab, complaints):
+            with browsing(server) as (tab, problems):
                 assert "waffle deploy run" in tab.locator("#no-jobs").inner_text()
                 assert tab.locator(".job").count() == 0
-                assert not complaints
+                assert not problems
                 server.shutdown()
                 server.server_close()
                 tab.get_by_text("waffle deploy watch does not answer").wait_for()
@@ -561,10 +561,10 @@ def test_the_command_ends_quietly_with_ctrl_c(trained: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
-            said = process.stdout.readline()
-            port = said.partition("http://127.0.0.1:")[2].partition(",")[0]
+            output = process.stdout.readline()
+            port = output.partition("http://127.0.0.1:")[2].partition(",")[0]
             address = f"http://127.0.0.1:{port}"
-            assert said == f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it\n"
+            assert output == f"the page is at {address}, metrics at {address}/metrics; Ctrl-C ends it\n"
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)
         finally:

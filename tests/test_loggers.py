@@ -1,4 +1,4 @@
-"""The loggers, read back with the real packages: every round is there once, also after an interruption."""
+"""The loggers, read back with the real packages: every round is logged once, also after an interruption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = ("--data", "synthetic", "--model", "linear", "--samples-per-agent", "20"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of its own, and no tracking server from outside."""
+    """A temporary working folder, without a tracking server from the environment."""
     monkeypatch.chdir(tmp_path)
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def events(folder: Path) -> Any:
-    """The scalars in a folder of event files."""
+    """The scalars of a folder of event files."""
     module = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="reading events needs tensorboard"
     )
@@ -45,13 +45,13 @@ def mlflow() -> Any:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Stop once, after so many rounds, as Ctrl-C would; nothing but the last round is saved then."""
+    """Interrupt once after the given round, as Ctrl-C does, without a checkpoint."""
     log = experiment.execution.log
 
     def stopping(job: Any, outcome: Any, listener: Listener) -> None:
         log(job, outcome, listener)
         if outcome.round == after:
-            job.latest = None  # as if the process had died before it saved anything
+            job.latest = None  # as if the process had died before it saved a checkpoint
             monkeypatch.setattr(experiment.execution, "log", log)
             raise experiment.Interrupted(2)
 
@@ -59,7 +59,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 
 def test_tensorboard_has_every_round(here: Path) -> None:
-    """Accuracy, losses and one weight an agent, by name, at the steps 1 to 4."""
+    """Accuracy, losses and one weight per agent, by name, are logged at the steps 1 to 4."""
     pytest.importorskip("tensorboard", reason="logging to TensorBoard needs tensorboard")
     shown = waffle("run", "waffle", *SMALL, "--validation", "0.2", "--quiet", "--out", "run", "--log", "tensorboard")
     assert shown.code == 0, shown.err
@@ -75,8 +75,8 @@ def test_tensorboard_has_every_round(here: Path) -> None:
     assert [e.value for e in found.Scalars("weight/agent 1")] == [pytest.approx(line["weights"][1]) for line in rounds]
 
 
-def test_tensorboard_goes_on_after_an_interruption(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run shows each round once, those before the interruption too."""
+def test_tensorboard_after_an_interruption(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run shows each round once, including those before the interruption."""
     pytest.importorskip("tensorboard", reason="logging to TensorBoard needs tensorboard")
     command = ("run", "waffle", *SMALL, "--quiet", "--out", "run", "--log", "tensorboard")
     interrupt(monkeypatch, after=3)
@@ -86,7 +86,7 @@ def test_tensorboard_goes_on_after_an_interruption(here: Path, monkeypatch: pyte
 
 
 def test_mlflow_has_params_metrics_and_artifacts(here: Path, mlflow: Any) -> None:
-    """A run in ./mlruns with every setting, every round, the model and the result."""
+    """A run in ./mlruns has every setting, every round, the model and the result."""
     shown = waffle("run", "waffle", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
     assert shown.code == 0, shown.err
     client = mlflow.MlflowClient(tracking_uri=(here / "mlruns").as_uri())
@@ -107,8 +107,8 @@ def test_mlflow_has_params_metrics_and_artifacts(here: Path, mlflow: Any) -> Non
     assert {"model.safetensors", "result.json"} <= {a.path for a in client.list_artifacts(run.info.run_id)}
 
 
-def test_mlflow_goes_on_after_an_interruption(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run goes on in the same MLflow run, and logs no round twice."""
+def test_mlflow_after_an_interruption(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run continues the same MLflow run and logs no round twice."""
     command = ("run", "waffle", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
     interrupt(monkeypatch, after=3)
     assert waffle(*command).code == 130
@@ -120,8 +120,8 @@ def test_mlflow_goes_on_after_an_interruption(here: Path, mlflow: Any, monkeypat
     assert sorted(m.step for m in client.get_metric_history(run_id, "loss")) == [1, 2, 3, 4]
 
 
-def test_mlflow_goes_where_it_is_told(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are heeded."""
+def test_mlflow_environment_variables(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are respected."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (here / "elsewhere").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "wards")
     assert waffle("run", "local", *SMALL, "--quiet", "--out", "run", "--log", "mlflow").code == 0
@@ -131,8 +131,8 @@ def test_mlflow_goes_where_it_is_told(here: Path, mlflow: Any, monkeypatch: pyte
     assert not (here / "mlruns").exists()
 
 
-def test_a_server_that_refuses_is_told(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What MLflow says is one line, before any training."""
+def test_a_tracking_error_is_one_line(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of MLflow is refused in one line, before training."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     shown = waffle("run", "local", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
     assert "MLflow at nonsense://nowhere" in refusal(shown)
@@ -156,7 +156,7 @@ def test_bench_logs_every_run_to_both(here: Path, mlflow: Any) -> None:
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow")])
 def test_an_absent_package_is_named(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
-    """Without the package: one line with the extra to install, and no run folder."""
+    """Without the package one line names the extra to install, and no run folder is created."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError):
         importlib.import_module(module)
@@ -165,11 +165,11 @@ def test_an_absent_package_is_named(here: Path, monkeypatch: pytest.MonkeyPatch,
     assert not (here / "run").exists()
 
 
-def test_several_listeners_hear_all() -> None:
-    """What one is told, each is told."""
+def test_every_listener_receives_every_event() -> None:
+    """A ListenerGroup forwards each event to each listener."""
     received: list[str] = []
 
-    class Ear(Listener):
+    class RecordingListener(Listener):
         def planned(self, *_: Any) -> None:
             received.append("planned")
 
@@ -182,7 +182,7 @@ def test_several_listeners_hear_all() -> None:
         def warned(self, message: str) -> None:
             received.append(message)
 
-    several: Any = ListenerGroup([Ear(), Ear()])
+    several: Any = ListenerGroup([RecordingListener(), RecordingListener()])
     several.planned([], 0)
     several.advanced(None, {})
     several.ended(None, {})

@@ -1,4 +1,4 @@
-"""A run folder is what it was, or its user is told: every attack here is played against the real commands."""
+"""A changed run folder is detected: every attack here runs against the real commands."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ ROUNDS = 4
 JSON = ("config.json", "provenance.json", "preprocessing.json", "result.json")
 
 
-def chosen(**settings: Any) -> RunConfig:
+def run_config(**settings: Any) -> RunConfig:
     given = {"data": "synthetic", "model": "linear", "rounds": ROUNDS, "samples_per_agent": 20, **settings}
     return check_run("waffle", given, {})
 
 
-def paused(folder: Path, rounds: int = 2, **settings: Any) -> Path:
-    """A run on its way, with a checkpoint of each round."""
-    execute([(chosen(**settings), folder)], Runtime(checkpoint_seconds=0), until=rounds)
+def paused_run(folder: Path, rounds: int = 2, **settings: Any) -> Path:
+    """Create an unfinished run with one checkpoint per round."""
+    execute([(run_config(**settings), folder)], Runtime(checkpoint_seconds=0), until=rounds)
     return folder
 
 
-def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a JSON file as an editor would."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
-def reversed_classes(run: Path) -> None:
-    edited(run / "provenance.json", lambda content: content["classes"].reverse())
+def reverse_classes(run: Path) -> None:
+    edit_json(run / "provenance.json", lambda content: content["classes"].reverse())
 
 
-def rewritten(path: Path) -> None:
-    """Another state in a tensor file, its own digest made anew."""
+def rewrite_tensors(path: Path) -> None:
+    """Change the tensors in a file and recompute its digest."""
     tensors = load_file(path)
     length = int.from_bytes(path.read_bytes()[:8], "little")
     metadata = json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"]
@@ -72,7 +72,7 @@ def bits(folder: Path) -> tuple[bytes, bytes]:
 
 @pytest.fixture(scope="module")
 def hospital(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on tables, the runs it is compared with, and new patients beside it."""
+    """Return the folder of a finished run on tables, its baselines and a table of new patients."""
     folder = tmp_path_factory.mktemp("hospital")
     (folder / "data").mkdir()
     for k, name in enumerate(("north", "south")):
@@ -86,7 +86,7 @@ def hospital(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(hospital: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be tampered with."""
+    """Return a copy of the run that a test may change."""
     return Path(shutil.copytree(hospital / "run", tmp_path / "run"))
 
 
@@ -104,14 +104,14 @@ def commands(run: Path, patients: Path) -> dict[str, list[str | Path]]:
     }
 
 
-# --- files that were changed
+# --- changed files
 
 
 def test_reversed_classes_do_not_swap_diagnoses(run: Path, patients: Path) -> None:
-    """With `classes` reversed in provenance.json predict refuses; --force goes on, says so, and answers otherwise."""
-    sound = waffle("predict", run, patients)
-    assert (sound.code, sound.out.splitlines()[0]) == (0, "prediction,p(no),p(yes)")
-    reversed_classes(run)
+    """With `classes` reversed in provenance.json predict fails; --force warns and uses the changed order."""
+    original = waffle("predict", run, patients)
+    assert (original.code, original.out.splitlines()[0]) == (0, "prediction,p(no),p(yes)")
+    reverse_classes(run)
     line = refusal(waffle("predict", run, patients))
     assert f"{run / 'provenance.json'} was changed or damaged" in line
     assert "--force" in line
@@ -125,7 +125,7 @@ def test_reversed_classes_do_not_swap_diagnoses(run: Path, patients: Path) -> No
 @pytest.mark.parametrize("command", ["predict", "export", "report", "resume"])
 @pytest.mark.parametrize("name", [*JSON, "rounds.jsonl"])
 def test_an_edited_file_is_refused_by_every_command(run: Path, patients: Path, name: str, command: str) -> None:
-    """One byte more in a file that decides something is one line and exit code 2, and nothing is written."""
+    """One extra byte in a listed file is a one-line error with exit code 2, and nothing is written."""
     with (run / name).open("ab") as stream:
         stream.write(b"\n")
     before = sorted(path.name for path in run.iterdir())
@@ -138,11 +138,11 @@ def test_an_edited_file_is_refused_by_every_command(run: Path, patients: Path, n
 
 @pytest.mark.parametrize("name", JSON)
 def test_a_file_that_was_removed_or_added_is_refused(run: Path, patients: Path, name: str) -> None:
-    """A missing file is named, and so is one that the run never wrote."""
-    kept = (run / name).read_bytes()
+    """A missing file and a file that the run never wrote are both named."""
+    original_bytes = (run / name).read_bytes()
     (run / name).unlink()
     assert name in refusal(waffle("predict", run, patients)) or name in ("config.json", "result.json")
-    (run / name).write_bytes(kept)
+    (run / name).write_bytes(original_bytes)
     assert waffle("predict", run, patients).err.count("note") == 0
     (run / "manifest.json").unlink()
     (run / name).rename(run / "elsewhere")
@@ -153,34 +153,34 @@ def test_a_file_that_was_removed_or_added_is_refused(run: Path, patients: Path, 
 
 @pytest.mark.parametrize("command", ["predict", "export"])
 def test_a_rewritten_model_is_refused(run: Path, patients: Path, command: str) -> None:
-    """A model whose own unkeyed digest is right is not believed."""
-    rewritten(run / "model.safetensors")
+    """A changed model is rejected although its own unkeyed digest is correct."""
+    rewrite_tensors(run / "model.safetensors")
     assert "model.safetensors was changed" in refusal(waffle(*commands(run, patients)[command]))
 
 
 def test_rewritten_predictions_are_refused_by_the_report(run: Path, patients: Path) -> None:
-    """The decision page is made from predictions that are what the runs wrote."""
-    rewritten(run / "local" / "predictions.safetensors")
+    """The report rejects predictions that differ from what the runs wrote."""
+    rewrite_tensors(run / "local" / "predictions.safetensors")
     assert "predictions.safetensors was changed" in refusal(waffle("report", run, "--out", run / "page"))
     shown = waffle("report", run, "--out", run / "page", "--force")
     assert shown.code == 0
     assert "predictions.safetensors was changed" in shown.err
 
 
-def test_a_bench_does_not_reuse_a_run_that_was_changed(tmp_path: Path) -> None:
-    """Finished runs of a grid are checked before they are counted as done."""
+def test_bench_does_not_reuse_a_changed_run(tmp_path: Path) -> None:
+    """Finished runs of a grid are verified before they are reused."""
     grid = tmp_path / "grid.toml"
     grid.write_text('methods = ["fedavg", "local"]\ndata = "synthetic"\nmodel = "linear"\nrounds = 2\n')
     line = ["bench", grid, "--out", tmp_path / "runs", "--quiet", "--json"]
     assert waffle(*line).code == 0
     result = tmp_path / "runs" / "synthetic-C-fedavg-1" / "result.json"
-    edited(result, lambda content: content["best"].update(accuracy=1.0))
+    edit_json(result, lambda content: content["best"].update(accuracy=1.0))
     assert str(result) in refusal(waffle(*line))
     assert waffle(*line, "--force").code == 0
 
 
-def test_a_search_does_not_go_on_from_a_log_that_was_changed(tmp_path: Path) -> None:
-    """A trial's rounds, also of one that was given up, are checked before they are judged again."""
+def test_tune_does_not_continue_from_a_changed_log(tmp_path: Path) -> None:
+    """The logged rounds of every trial, also of pruned ones, are verified before they are used again."""
     pytest.importorskip("optuna")
     line = ["tune", "fedavg", "--data", "synthetic", "--model", "linear", "--rounds", "4", "--samples-per-agent", "20"]
     line += ["--only", "lr", "--out", str(tmp_path / "tune"), "--quiet", "--parallel-trials", "1", "--trials"]
@@ -190,13 +190,13 @@ def test_a_search_does_not_go_on_from_a_log_that_was_changed(tmp_path: Path) -> 
     assert str(log) in refusal(waffle(*line, "2"))
 
 
-# --- a run on its way
+# --- unfinished runs
 
 
 def test_an_edited_learning_rate_is_not_resumed(tmp_path: Path) -> None:
-    """`waffle resume` refuses a config that was edited; --force goes on, and the record says so."""
-    folder = paused(tmp_path / "run")
-    edited(folder / "config.json", lambda content: content["settings"].update(lr=0.4))
+    """`waffle resume` rejects an edited config; --force continues, and the record lists the change."""
+    folder = paused_run(tmp_path / "run")
+    edit_json(folder / "config.json", lambda content: content["settings"].update(lr=0.4))
     assert "config.json was changed" in refusal(waffle("resume", folder, "--quiet"))
     assert not (folder / "result.json").exists()
     assert waffle("resume", folder, "--quiet", "--force").code == 0
@@ -207,19 +207,19 @@ def test_an_edited_learning_rate_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["newest", "both"])
 def test_a_rewritten_checkpoint_is_not_resumed(tmp_path: Path, which: str) -> None:
-    """A checkpoint with a right digest of its own, but another than was listed, is refused."""
-    folder = paused(tmp_path / "run", 3)
+    """A checkpoint with a correct own digest that differs from the manifest is rejected."""
+    folder = paused_run(tmp_path / "run", 3)
     first, last = sorted(folder.glob("checkpoint-*"))
-    kept = last.read_bytes()
-    rewritten(last)
+    original_bytes = last.read_bytes()
+    rewrite_tensors(last)
     if which == "both":
-        rewritten(first)
+        rewrite_tensors(first)
     assert f"{last} was changed" in refusal(waffle("resume", folder, "--quiet"))
     if which == "newest":
-        last.write_bytes(kept)
+        last.write_bytes(original_bytes)
         assert waffle("resume", folder, "--quiet").code == 0
-        execute([(chosen(), tmp_path / "whole")], Runtime())
-        assert bits(folder) == bits(tmp_path / "whole")
+        execute([(run_config(), tmp_path / "uninterrupted")], Runtime())
+        assert bits(folder) == bits(tmp_path / "uninterrupted")
     else:
         shown = waffle("resume", folder, "--force")
         assert shown.code == 0
@@ -227,48 +227,48 @@ def test_a_rewritten_checkpoint_is_not_resumed(tmp_path: Path, which: str) -> No
 
 
 def test_a_checkpoint_of_another_round_is_not_resumed(tmp_path: Path) -> None:
-    """An old checkpoint under the name of a newer one is another file."""
-    folder = paused(tmp_path / "run", 3)
+    """An old checkpoint under the name of a newer one is rejected."""
+    folder = paused_run(tmp_path / "run", 3)
     first, last = sorted(folder.glob("checkpoint-*"))
     last.write_bytes(first.read_bytes())
     assert f"{last} was changed" in refusal(waffle("resume", folder, "--quiet"))
 
 
-def test_rounds_that_were_edited_are_not_resumed(tmp_path: Path) -> None:
-    """The rounds before a checkpoint are what was written; those after it, and half a line, are cut off as ever."""
-    folder = paused(tmp_path / "run")
+def test_edited_rounds_are_not_resumed(tmp_path: Path) -> None:
+    """Edited rounds before a checkpoint are rejected; later rounds and a partial line are cut off as usual."""
+    folder = paused_run(tmp_path / "run")
     log = folder / "rounds.jsonl"
-    sound = log.read_bytes()
-    log.write_bytes(sound.replace(b'"accuracy":0', b'"accuracy":1', 1))
+    original = log.read_bytes()
+    log.write_bytes(original.replace(b'"accuracy":0', b'"accuracy":1', 1))
     assert f"{log} was changed" in refusal(waffle("resume", folder, "--quiet"))
-    log.write_bytes(sound + b'{"round":3,"accuracy":1.0}\n{"rou')
+    log.write_bytes(original + b'{"round":3,"accuracy":1.0}\n{"rou')
     assert waffle("resume", folder, "--quiet").code == 0
-    execute([(chosen(), tmp_path / "whole")], Runtime())
-    assert bits(folder) == bits(tmp_path / "whole")
+    execute([(run_config(), tmp_path / "uninterrupted")], Runtime())
+    assert bits(folder) == bits(tmp_path / "uninterrupted")
 
 
-def test_a_folder_is_sound_before_and_after_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever a process dies, what it leaves is no tampering: from the first file to the last, and when forced."""
-    folder, whole = tmp_path / "run", tensorfile.write_atomically
+def test_a_folder_is_valid_before_and_after_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies at any write leaves a folder that passes verification, also when forced."""
+    folder, real_write = tmp_path / "run", tensorfile.write_atomically
     seen: list[str] = []
 
     def check(when: str) -> None:
         finding = inspect(folder, ("model.safetensors", "predictions.safetensors")) if seen else None
         assert finding is None, (when, finding)
 
-    def watching(path: Path, content: bytes) -> None:
+    def checked_write(path: Path, content: bytes) -> None:
         check(f"before {path.name}")
-        whole(path, content)
+        real_write(path, content)
         seen.append(path.name)
         check(f"after {path.name}")
 
     for module in (records, tensorfile, manifest):
-        monkeypatch.setattr(module, "write_atomically", watching)
-    paused(folder, 2)
+        monkeypatch.setattr(module, "write_atomically", checked_write)
+    paused_run(folder, 2)
     newest = max(folder.glob("checkpoint-*"))
-    os.truncate(newest, 50)  # it goes back to the one before, and cuts its log
-    execute([(chosen(lr=0.2), folder)], Runtime(checkpoint_seconds=0, force=True), until=3)
-    execute([(chosen(lr=0.2), folder)], Runtime(checkpoint_seconds=0))
+    os.truncate(newest, 50)  # the run resumes from the previous checkpoint and truncates its log
+    execute([(run_config(lr=0.2), folder)], Runtime(checkpoint_seconds=0, force=True), until=3)
+    execute([(run_config(lr=0.2), folder)], Runtime(checkpoint_seconds=0))
     assert {"manifest.json", "config.json", "rounds.jsonl", "result.json", "model.safetensors"} <= set(seen)
     assert seen[0] == "manifest.json"
     listed = json.loads((folder / "manifest.json").read_text())["files"]
@@ -277,26 +277,26 @@ def test_a_folder_is_sound_before_and_after_every_write(tmp_path: Path, monkeypa
 
 
 def test_the_manifest_lists_a_file_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that cannot write a file keeps the digest of the old one and resumes."""
-    folder = paused(tmp_path / "run")
-    whole = records.write_atomically
+    """A run that cannot write a file keeps the digest of the old one and can be resumed."""
+    folder = paused_run(tmp_path / "run")
+    real_write = records.write_atomically
 
-    def full(path: Path, content: bytes) -> None:
+    def write_without_space(path: Path, content: bytes) -> None:
         if path.name == "result.json":
             raise OSError(28, "No space left on device")
-        whole(path, content)
+        real_write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_atomically", full)
+        patch.setattr(records, "write_atomically", write_without_space)
         with pytest.raises(WaffleError, match="No space left"):
-            execute([(chosen(), folder)], Runtime())
+            execute([(run_config(), folder)], Runtime())
     assert inspect(folder) is None
     assert waffle("resume", folder, "--quiet").code == 0
-    execute([(chosen(), tmp_path / "whole")], Runtime())
-    assert bits(folder) == bits(tmp_path / "whole")
+    execute([(run_config(), tmp_path / "uninterrupted")], Runtime())
+    assert bits(folder) == bits(tmp_path / "uninterrupted")
 
 
-# --- code that a folder names
+# --- code named in a run folder
 
 HOSTILE = """
 from pathlib import Path
@@ -313,8 +313,8 @@ def half(r, rounds):
 
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that appears when the module `hostile_code` is imported, which any command could do."""
-    canary, modules = tmp_path / "sung", tmp_path / "modules"
+    """Return a file that exists once the importable module `hostile_code` was imported."""
+    canary, modules = tmp_path / "imported", tmp_path / "modules"
     modules.mkdir()
     (modules / "hostile_code.py").write_text(HOSTILE.format(canary=str(canary)))
     monkeypatch.syspath_prepend(str(modules))
@@ -325,11 +325,11 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("command", ["predict", "export", "resume"])
 @pytest.mark.parametrize("flags", [(), ("--force",), ("--trust",)])
-def test_a_module_in_a_tampered_folder_is_never_imported(
+def test_a_module_in_a_changed_folder_is_never_imported(
     run: Path, patients: Path, canary: Path, command: str, flags: tuple[str, ...]
 ) -> None:
-    """Neither --force nor --trust alone imports what somebody wrote into config.json."""
-    edited(run / "config.json", lambda content: content["settings"].update(model="hostile_code:build"))
+    """Neither --force nor --trust alone imports a module that was written into config.json."""
+    edit_json(run / "config.json", lambda content: content["settings"].update(model="hostile_code:build"))
     line = refusal(waffle(*commands(run, patients)[command], *flags))
     assert ("hostile_code:build" in line and "--trust" in line) or "config.json was changed" in line
     assert not canary.exists()
@@ -339,8 +339,8 @@ def test_a_module_in_a_tampered_folder_is_never_imported(
 def test_a_schedule_in_a_folder_is_imported_only_with_trust(
     run: Path, patients: Path, canary: Path, command: str
 ) -> None:
-    """Omega may name a function: reading the config would import it, and does not, even if the folder is sealed."""
-    edited(run / "config.json", lambda content: content["options"].update(omega="hostile_code:half"))
+    """A function named as omega is not imported without --trust, even if the folder is sealed."""
+    edit_json(run / "config.json", lambda content: content["options"].update(omega="hostile_code:half"))
     seal(run)
     assert "omega = 'hostile_code:half'" in refusal(waffle(*commands(run, patients)[command]))
     assert not canary.exists()
@@ -348,8 +348,8 @@ def test_a_schedule_in_a_folder_is_imported_only_with_trust(
     assert canary.exists()
 
 
-def test_a_record_imports_nothing_either(run: Path, patients: Path, canary: Path, tmp_path: Path) -> None:
-    """A .jsonl record that names a schedule is refused by the report unless it is trusted."""
+def test_a_record_is_not_imported_without_trust(run: Path, patients: Path, canary: Path, tmp_path: Path) -> None:
+    """A .jsonl record that names a schedule function is rejected by the report without --trust."""
     record = tmp_path / "record.jsonl"
     alone = shutil.copytree(run, tmp_path / "alone", ignore=shutil.ignore_patterns("local", "fedavg"))
     assert waffle("report", alone, "--record", record, "--out", tmp_path / "page").code == 0
@@ -358,8 +358,8 @@ def test_a_record_imports_nothing_either(run: Path, patients: Path, canary: Path
     assert not canary.exists()
 
 
-def test_a_model_of_ones_own_needs_no_trust_in_ones_own_command(canary: Path, tmp_path: Path) -> None:
-    """`waffle run --model module:name` trains and goes on; resume, predict and export of its folder ask for --trust."""
+def test_the_run_command_needs_no_trust_for_its_model(canary: Path, tmp_path: Path) -> None:
+    """`waffle run --model module:name` needs no --trust; resume and export of its folder do."""
     line = ["run", "local", "--data", "synthetic", "--model", "hostile_code:build", "--rounds", "2", "--quiet"]
     assert waffle(*line, "--out", tmp_path / "run").code == 0
     assert waffle(*line, "--out", tmp_path / "run").code == 0
@@ -368,17 +368,17 @@ def test_a_model_of_ones_own_needs_no_trust_in_ones_own_command(canary: Path, tm
     assert "--trust" in refusal(waffle("export", tmp_path / "run"))
     shown = waffle("export", tmp_path / "run", "--trust", "--format", "none")
     assert (shown.code, shown.err) == (0, "")
-    assert waffle("report", tmp_path / "run").code == 0  # which builds no model
+    assert waffle("report", tmp_path / "run").code == 0  # the report builds no model
     with pytest.raises(WaffleError, match="trust=True"):
         open_run(tmp_path / "run")
     assert open_run(tmp_path / "run", trust=True).shape == (20,)
 
 
-# --- who signed
+# --- signatures
 
 
-def resigned(run: Path, key: bytes | None = None) -> None:
-    """A manifest with right digests, as one makes it who can write the folder but has no key, or has another."""
+def rewrite_manifest(run: Path, key: bytes | None = None) -> None:
+    """Write a manifest with correct digests, unsigned or signed with another key."""
     path = run / "manifest.json"
     content = json.loads(path.read_text())
     for name in content["files"]:
@@ -392,16 +392,16 @@ def resigned(run: Path, key: bytes | None = None) -> None:
 
 
 @pytest.mark.parametrize("command", ["predict", "export", "report", "resume"])
-def test_a_manifest_that_was_rewritten_too_is_refused(run: Path, patients: Path, command: str) -> None:
-    """Who makes the digests anew but has not the user's key is found out."""
-    reversed_classes(run)
-    resigned(run)
+def test_a_rewritten_manifest_is_refused(run: Path, patients: Path, command: str) -> None:
+    """Recomputed digests without the user's key are detected."""
+    reverse_classes(run)
+    rewrite_manifest(run)
     assert "manifest.json was changed after it was signed" in refusal(waffle(*commands(run, patients)[command]))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 1}', '{"schema": 2, "key": "", "files": {}, "hmac": ""}'])
 def test_a_damaged_manifest_is_refused(run: Path, patients: Path, content: str) -> None:
-    """What is no manifest is one line, and --force goes on."""
+    """An invalid manifest is a one-line error, and --force continues."""
     (run / "manifest.json").write_text(content)
     assert "manifest.json" in refusal(waffle("predict", run, patients))
     assert waffle("predict", run, patients, "--force").code == 0
@@ -411,7 +411,7 @@ def test_a_damaged_manifest_is_refused(run: Path, patients: Path, content: str) 
 def test_a_folder_from_another_machine_is_used_with_a_note(
     run: Path, patients: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user's key cannot be checked: one line says so, and the command goes on; changes are still found."""
+    """A signature with another user's key causes one note, and changes are still detected."""
     monkeypatch.setenv("WAFFLE_STATE_DIR", str(tmp_path / "other"))
     line = [word for word in commands(run, patients)[command] if word != "--quiet"]
     shown = waffle(*line)
@@ -424,8 +424,8 @@ def test_a_folder_from_another_machine_is_used_with_a_note(
 
 
 def test_resuming_a_run_from_another_machine_signs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who goes on with a run vouches for it from then on."""
-    folder = paused(tmp_path / "run")
+    """Resuming a run signs it with the current user's key."""
+    folder = paused_run(tmp_path / "run")
     monkeypatch.setenv("WAFFLE_STATE_DIR", str(tmp_path / "other"))
     assert waffle("resume", folder, "--quiet").code == 0
     assert inspect(folder) is None
@@ -433,8 +433,8 @@ def test_resuming_a_run_from_another_machine_signs_it(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("command", ["predict", "export", "report", "resume"])
 def test_a_folder_without_a_manifest_is_refused(run: Path, patients: Path, command: str) -> None:
-    """Removing the manifest does not get a changed folder past the check; the one line says what --force does."""
-    reversed_classes(run)
+    """Removing the manifest does not bypass the check; the error explains --force."""
+    reverse_classes(run)
     for path in (run, run / "local", run / "fedavg"):
         (path / "manifest.json").unlink()
     line = refusal(waffle(*commands(run, patients)[command]))
@@ -445,7 +445,7 @@ def test_a_folder_without_a_manifest_is_refused(run: Path, patients: Path, comma
 
 @pytest.mark.parametrize("command", ["predict", "export", "report"])
 def test_a_folder_without_a_manifest_is_used_with_force(run: Path, patients: Path, command: str) -> None:
-    """With --force a run of an older version is used, and one line says that nothing vouches for it."""
+    """With --force a run of an older version is used, and one note says that it has no manifest."""
     for path in (run, run / "local", run / "fedavg"):
         (path / "manifest.json").unlink()
     shown = waffle(*commands(run, patients)[command], "--force")
@@ -456,16 +456,16 @@ def test_a_folder_without_a_manifest_is_used_with_force(run: Path, patients: Pat
 
 
 def test_a_folder_without_results_needs_no_manifest(tmp_path: Path) -> None:
-    """A config alone decides nothing yet: it is a warning."""
+    """A folder with only a config causes a warning."""
     (tmp_path / "config.json").write_text("{}")
-    told: list[str] = []
-    verify(tmp_path, warn=told.append)
-    assert ["older version without a manifest" in line for line in told] == [True]
+    warnings_seen: list[str] = []
+    verify(tmp_path, warn=warnings_seen.append)
+    assert ["older version without a manifest" in line for line in warnings_seen] == [True]
 
 
 def test_resuming_a_folder_without_a_manifest_writes_one(tmp_path: Path) -> None:
-    """A run of an older version is sealed when it is forced once, half-done or finished, and ends in the same bits."""
-    folder = paused(tmp_path / "run")
+    """Forcing an older run once, unfinished or finished, writes its manifest and gives the same bits."""
+    folder = paused_run(tmp_path / "run")
     with (folder / "rounds.jsonl").open("ab") as log:
         log.write(b'{"half')
     (folder / "manifest.json").unlink()
@@ -474,8 +474,8 @@ def test_resuming_a_folder_without_a_manifest_writes_one(tmp_path: Path) -> None
     assert shown.code == 0
     assert "has no manifest.json" in shown.words
     assert "has no manifest.json" in str(json.loads((folder / "provenance.json").read_text())["forced"])
-    execute([(chosen(), tmp_path / "whole")], Runtime())
-    assert bits(folder) == bits(tmp_path / "whole")
+    execute([(run_config(), tmp_path / "uninterrupted")], Runtime())
+    assert bits(folder) == bits(tmp_path / "uninterrupted")
     assert inspect(folder, ("model.safetensors",)) is None
     (folder / "manifest.json").unlink()
     assert "has no manifest.json" in waffle("resume", folder, "--force").words
@@ -487,8 +487,8 @@ def test_resuming_a_folder_without_a_manifest_writes_one(tmp_path: Path) -> None
 CONCURRENT = "from waffle_fl.user_key import user_key; print(user_key().hex())"
 
 
-def test_the_key_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None:
-    """Processes that need a key at the same time get the same one; nobody else may read it."""
+def test_the_key_is_created_once_and_private(tmp_path: Path) -> None:
+    """Concurrent processes get the same key, and only its user may read it."""
     environment = {**os.environ, "WAFFLE_STATE_DIR": str(tmp_path / "state")}
     line = [sys.executable, "-c", CONCURRENT]
     pipe = subprocess.PIPE
@@ -499,8 +499,8 @@ def test_the_key_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None:
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
 
 
-def test_where_the_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """$WAFFLE_STATE_DIR, else $XDG_STATE_HOME, else the usual place in the home."""
+def test_the_location_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is in $WAFFLE_STATE_DIR, else in $XDG_STATE_HOME, else in ~/.local/state."""
     assert str(state_dir()) == os.environ["WAFFLE_STATE_DIR"]
     monkeypatch.delenv("WAFFLE_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -510,8 +510,8 @@ def test_where_the_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert state_dir() == tmp_path / "home" / ".local" / "state" / "waffle-fl"
 
 
-def test_a_damaged_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key file that holds no key is named, and not overwritten."""
+def test_an_invalid_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid key file is named and not overwritten."""
     monkeypatch.setenv("WAFFLE_STATE_DIR", str(tmp_path))
     (tmp_path / FILE).write_text("no key")
     line = refusal(waffle("run", "local", "--data", "synthetic", "--rounds", "1", "--out", tmp_path / "run"))
@@ -519,12 +519,12 @@ def test_a_damaged_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / FILE).read_text() == "no key"
 
 
-def test_without_a_place_for_a_key_runs_are_made_unsigned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no key can be kept the digests are written all the same, and readers are told."""
-    (tmp_path / "file").write_text("in the way")
+def test_runs_are_unsigned_if_no_key_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no key can be stored, the manifest has digests only and its finding is "unsigned"."""
+    (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("WAFFLE_STATE_DIR", str(tmp_path / "file" / "state"))
     assert user_key() is None
-    folder = paused(tmp_path / "run")
+    folder = paused_run(tmp_path / "run")
     assert waffle("resume", folder, "--quiet").code == 0
     finding = inspect(folder)
     assert finding
@@ -534,8 +534,8 @@ def test_without_a_place_for_a_key_runs_are_made_unsigned(tmp_path: Path, monkey
 # --- from Python
 
 
-def test_seal_and_verify_are_for_code_that_writes_its_own_folders(tmp_path: Path) -> None:
-    """A sealed folder verifies; a changed one is an error, with force a warning; large files count if named."""
+def test_seal_and_verify(tmp_path: Path) -> None:
+    """A changed folder raises an error, with force a warning; large files are checked if named."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -551,18 +551,18 @@ def test_seal_and_verify_are_for_code_that_writes_its_own_folders(tmp_path: Path
         verify(folder, ("model.safetensors",))
     with pytest.warns(UserWarning, match="used because of"):
         verify(folder, ("model.safetensors",), force=True)
-    told: list[str] = []
-    verify(folder, ("model.safetensors",), force=True, warn=told.append)
-    assert len(told) == 1
+    warnings_seen: list[str] = []
+    verify(folder, ("model.safetensors",), force=True, warn=warnings_seen.append)
+    assert len(warnings_seen) == 1
 
 
 def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`open_run` raises for a changed folder, and warns of one whose signature cannot be checked."""
+    """`open_run` raises for a changed folder and warns if the signature cannot be checked."""
     assert open_run(run).classes == ("no", "yes")
     monkeypatch.setenv("WAFFLE_STATE_DIR", str(tmp_path / "other"))
     with pytest.warns(UserWarning, match="another key"):
         open_run(run)
-    reversed_classes(run)
+    reverse_classes(run)
     with pytest.raises(WaffleError, match=r"provenance\.json was changed"):
         open_run(run)
     with pytest.warns(UserWarning, match="used because of"):
@@ -570,9 +570,9 @@ def test_open_run_warns_and_forces(run: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_many_folders_are_one_note(tmp_path: Path) -> None:
-    """A forced report on many runs of an older version says so once."""
+    """A forced report on many runs without a manifest prints one note."""
     folders = [tmp_path / f"run-{seed}" for seed in (1, 2, 3)]
-    execute([(chosen(seed=seed), folder) for seed, folder in enumerate(folders, 1)], Runtime())
+    execute([(run_config(seed=seed), folder) for seed, folder in enumerate(folders, 1)], Runtime())
     for folder in folders:
         (folder / "manifest.json").unlink()
     shown = waffle("report", tmp_path, "--out", tmp_path / "page", "--force")
@@ -582,12 +582,12 @@ def test_many_folders_are_one_note(tmp_path: Path) -> None:
     assert "2 more runs have none either" in line
 
 
-def test_a_new_run_lists_its_config_before_it_has_one(tmp_path: Path) -> None:
-    """A process that died after its first write left a manifest alone: the folder is as good as new."""
-    with Run.opened(tmp_path / "run", chosen(), {"binding": {}}):
+def test_a_folder_with_only_a_manifest_is_a_new_run(tmp_path: Path) -> None:
+    """A process that died after its first write left only a manifest, and the folder can be used again."""
+    with Run.opened(tmp_path / "run", run_config(), {"binding": {}}):
         pass
     for name in ("config.json", "provenance.json", "rounds.jsonl"):
         (tmp_path / "run" / name).unlink()
-    with Run.opened(tmp_path / "run", chosen(lr=0.3), {"binding": {}}) as run:
+    with Run.opened(tmp_path / "run", run_config(lr=0.3), {"binding": {}}) as run:
         assert run.findings == []
     assert inspect(tmp_path / "run") is None

@@ -1,4 +1,4 @@
-"""`waffle --help` and `waffle --version` import no torch, and the menu says what the commands say of themselves."""
+"""`waffle --help` and `waffle --version` import no torch, and the menu shows the docstrings of the commands."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ except SystemExit as stop:
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["--help"], 0), (["-h"], 0), (["--version"], 0), ([], 2), (["rum"], 2)], ids=str
 )
-def test_help_imports_nothing_large(arguments: list[str], code: int) -> None:
-    """Neither torch nor numpy nor what draws charts is imported to print the help, the version or a misspelt name."""
+def test_help_imports_no_large_packages(arguments: list[str], code: int) -> None:
+    """Printing the help, the version or a misspelt name imports neither torch, numpy nor chart packages."""
     done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [code, []]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_menu_is_what_the_commands_say(name: str) -> None:
-    """Each command exists, and its line in the menu is the first of its docstring."""
+def test_the_menu_shows_the_docstrings(name: str) -> None:
+    """Each command exists, and its menu line is the first line of its docstring."""
     command = COMMANDS[name]
     function = getattr(import_module(f"waffle_fl.cli.{command.module}"), command.function)
     assert (function.__doc__ or "").splitlines()[0] == command.summary

@@ -1,4 +1,4 @@
-"""Metrics agree with scikit-learn's."""
+"""Metrics against scikit-learn's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ sklearn = pytest.importorskip("sklearn.metrics")
 
 
 @given(st.integers(2, 4), st.integers(4, 60), st.integers(0, 10**6), st.booleans())
-def test_agrees_with_scikit_learn(classes: int, samples: int, seed: int, ties: bool) -> None:
-    """Accuracy, balanced accuracy, AUC and log loss of random predictions, also with ties."""
+def test_metrics_match_scikit_learn(classes: int, samples: int, seed: int, ties: bool) -> None:
+    """Accuracy, balanced accuracy, AUC and log loss of random predictions, with ties, match scikit-learn's."""
     rng = np.random.default_rng(seed)
     output = rng.integers(0, 3, (samples, classes)) if ties else rng.standard_normal((samples, classes))
     target = np.concatenate([np.arange(classes), rng.integers(0, classes, samples - classes)])[:samples]
@@ -33,7 +33,7 @@ def test_agrees_with_scikit_learn(classes: int, samples: int, seed: int, ties: b
 
 
 @given(st.integers(2, 60), st.sampled_from([1.0, 30.0, 1000.0]), st.integers(0, 10**6))
-def test_record_and_page_have_the_same_auc(samples: int, scale: float, seed: int) -> None:
+def test_auc_matches_that_of_the_decision_page(samples: int, scale: float, seed: int) -> None:
     """The AUC of two classes equals the decision page's, also for outputs so large that softmax would tie."""
     rng = np.random.default_rng(seed)
     output, target = scale * rng.standard_normal((samples, 2)), np.arange(samples) % 2
@@ -43,14 +43,15 @@ def test_record_and_page_have_the_same_auc(samples: int, scale: float, seed: int
     assert measure(torch.tensor(apart), torch.tensor(target))["auc"] == 1.0
 
 
-def test_undefined_metrics_are_none() -> None:
-    """D9: with one class AUC is None; the other metrics are defined."""
+def test_auc_of_one_class_is_none() -> None:
+    """D9: with one class the AUC is None; the other metrics are defined."""
     found = measure(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0]))
     assert found["auc"] is None
     assert found["accuracy"] == found["balanced_accuracy"] == 0.5
     assert auc(torch.tensor([[float("nan"), 0.0], [0.0, 1.0]]), torch.tensor([0, 1])) is None
 
 
-def test_numbers() -> None:
+def test_rmse() -> None:
+    """The only metric of a regression is the RMSE."""
     found = measure(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 0.0]))
     assert found == {"rmse": pytest.approx(5**0.5)}

@@ -1,7 +1,7 @@
-"""The image, the Compose files, the systemd units and the Helm chart follow their schemas and keep what they promise.
+"""The image, the Compose files, the systemd units and the Helm chart match their schemas and are restricted.
 
 None of them is started here: there is no container runtime, no systemd and no cluster. Helm renders the chart, the
-schemas of Compose and of the Kubernetes API validate the results, systemd-analyze and hadolint check the rest.
+schemas of Compose and of the Kubernetes API validate the results, and systemd-analyze and hadolint check the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGING = ROOT / "packaging"
 CHART = PACKAGING / "helm" / "waffle-fl"
 DOCKERFILE = PACKAGING / "docker" / "Dockerfile"
 UNITS = {"waffle-server": "server /var/lib/waffle/federation", "waffle-site@": "site /var/lib/waffle/sites/%i"}
-SERVICES = {"server": [9443], "site": []}  # the ports that each publishes
+SERVICES = {"server": [9443], "site": []}  # published ports
 USER = 10001
 KUBERNETES = "1.33"
 FULL = {
@@ -53,7 +53,7 @@ NAMES = [f"{role}-{'full' if values else 'default'}" for role, values in RELEASE
 
 
 def tool(name: str) -> str:
-    """A command of this environment or of the machine; skip the test where there is none."""
+    """Return a command of this environment or machine; skip the test if there is none."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"no {name} on this machine")
@@ -65,7 +65,7 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
 
 
 def rendered(role: str, values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The objects that `helm template` makes of these values."""
+    """Return the objects that `helm template` creates from these values."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump({"role": role, **values}))
     done = run(tool("helm"), "template", "north", CHART, "--namespace", "hospital", "--values", file)
@@ -79,7 +79,7 @@ def by_kind(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """The instructions of a Dockerfile with their arguments, in order."""
+    """Yield the instructions of a Dockerfile with their arguments, in order."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         if line.strip():
@@ -113,8 +113,8 @@ def test_the_image_is_pinned_unprivileged_and_without_secrets() -> None:
     assert not re.search(r"(?i)(secret|password|token|\.key)\b", DOCKERFILE.read_text())
 
 
-def test_the_image_gets_only_what_it_is_made_of() -> None:
-    """Everything is kept from the builder but the paths that COPY names, and those exist."""
+def test_the_build_context_holds_only_what_is_copied() -> None:
+    """The build context contains only the paths that COPY names, and those exist."""
     lines = (PACKAGING / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     admitted = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
@@ -142,7 +142,7 @@ def test_a_compose_file_follows_the_specification(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", SERVICES)
-def test_a_compose_service_is_confined(role: str) -> None:
+def test_a_compose_service_is_restricted(role: str) -> None:
     (service,) = yaml.safe_load((PACKAGING / "compose" / f"{role}.yaml").read_text())["services"].values()
     assert service["command"] == ["deploy", role, "/var/lib/waffle"]
     assert [int(port.split(":")[-1]) for port in service.get("ports", [])] == SERVICES[role]
@@ -162,7 +162,7 @@ def test_a_compose_service_is_confined(role: str) -> None:
 
 
 def unit(name: str) -> dict[str, list[str]]:
-    """The settings of a unit file; a key may occur more than once."""
+    """Return the settings of a unit file; a key may occur more than once."""
     found: dict[str, list[str]] = {}
     for line in (PACKAGING / "systemd" / f"{name}.service").read_text().splitlines():
         if line and line[0] not in "#[":
@@ -173,7 +173,7 @@ def unit(name: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
-    """`systemd-analyze verify` finds nothing, and the exposure that it computes is low."""
+    """`systemd-analyze verify` reports nothing, and the computed exposure is low."""
     analyze = tool("systemd-analyze")
     text = (PACKAGING / "systemd" / f"{name}.service").read_text()
     file = tmp_path / f"{name}{'north' if name.endswith('@') else ''}.service"
@@ -187,7 +187,7 @@ def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
 
 
 def test_systemd_analyze_finds_a_mistake(tmp_path: Path) -> None:
-    """The check above is one: a misspelt setting and a missing command are reported."""
+    """systemd-analyze reports a misspelt setting and a missing command."""
     file = tmp_path / "wrong.service"
     file.write_text("[Service]\nProtectSytem=strict\nExecStart=/nowhere/waffle\n")
     done = run(tool("systemd-analyze"), "verify", "--man=no", file)
@@ -196,7 +196,7 @@ def test_systemd_analyze_finds_a_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_unit_is_confined(name: str) -> None:
+def test_a_unit_is_restricted(name: str) -> None:
     found = {key: value[-1] for key, value in unit(name).items()}
     folder = UNITS[name].split()[1]
     assert found["ExecStart"] == f"/opt/waffle/bin/waffle deploy {UNITS[name]}"
@@ -234,7 +234,7 @@ def test_the_chart_s_values_follow_its_schema() -> None:
 
 
 def test_the_chart_has_the_package_s_version() -> None:
-    """The default tag of the image, in the chart, in the Compose files and in the Dockerfile's example."""
+    """The chart and the Dockerfile's example use the package version as image tag."""
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == waffle_fl.__version__
     assert f"waffle-fl:{waffle_fl.__version__} " in DOCKERFILE.read_text()
 
@@ -252,7 +252,7 @@ def test_helm_rejects_values_outside_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize(("role", "values"), RELEASES, ids=NAMES)
-def test_the_kubernetes_api_knows_every_field(role: str, values: dict[str, Any], tmp_path: Path) -> None:
+def test_the_kubernetes_schema_accepts_every_field(role: str, values: dict[str, Any], tmp_path: Path) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     validate = kubernetes_validate.validate
     for document in rendered(role, values, tmp_path):
@@ -301,7 +301,7 @@ def test_the_chart_s_objects_fit_together(role: str, values: dict[str, Any], tmp
 
 @pytest.mark.parametrize(("role", "values"), RELEASES, ids=NAMES)
 def test_a_pod_is_restricted(role: str, values: dict[str, Any], tmp_path: Path) -> None:
-    """The `restricted` profile of the Pod Security Standards, a read-only root file system, no API token, no key."""
+    """Pods meet the `restricted` Pod Security Standard and have a read-only root, no API token and no key."""
     objects = rendered(role, values, tmp_path)
     pod = by_kind(objects)["StatefulSet"]["spec"]["template"]["spec"]
     context = pod["securityContext"]
@@ -323,8 +323,8 @@ def test_a_pod_is_restricted(role: str, values: dict[str, Any], tmp_path: Path) 
     assert "Secret" not in {o["kind"] for o in objects}
 
 
-def test_network_policies_admit_the_one_connection(tmp_path: Path) -> None:
-    """From the sites to the server's port; nothing to a site, nothing from the server, names from the cluster's DNS."""
+def test_network_policies_allow_one_connection(tmp_path: Path) -> None:
+    """Only connections from the sites to the server's port, and DNS lookups of the sites, are allowed."""
     server = by_kind(rendered("server", {}, tmp_path))["NetworkPolicy"]["spec"]
     site = by_kind(rendered("site", {}, tmp_path))["NetworkPolicy"]["spec"]
     assert server["policyTypes"] == site["policyTypes"] == ["Ingress", "Egress"]
@@ -348,7 +348,7 @@ def test_metrics_are_off_by_default(tmp_path: Path) -> None:
 # --- page ---
 
 
-def test_the_page_says_what_was_not_run() -> None:
+def test_the_page_states_what_was_not_run() -> None:
     page = (ROOT / "docs" / "install-server.md").read_text()
     assert "have not been run" in page
     mentioned = set(re.findall(r"packaging/[\w./@-]+\w", page))

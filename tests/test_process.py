@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, starved of disk space or led astray, as real processes: rows P1-P3, P10 and P11."""
+"""Real processes that are killed, stopped, out of disk space or diverging: rows P1-P3, P10 and P11."""
 
 import contextlib
 import json
@@ -31,14 +31,14 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.starts
 
 
 def start(*arguments: str | Path, preexec: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    """The real command, in a process of its own."""
+    """Start the real command in its own process."""
     line = [sys.executable, "-m", "waffle_fl", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT, preexec_fn=preexec)
 
 
 def waffle(*arguments: str | Path, preexec: Callable[[], None] | None = None) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the real command."""
+    """Run the real command and return (exit code, stdout, stderr)."""
     process = start(*arguments, preexec=preexec)
     out, err = process.communicate(timeout=100)
     return process.returncode, out, err
@@ -49,7 +49,7 @@ def run(method: str, folder: Path, *flags: str) -> list[str]:
 
 
 def logged(folder: Path) -> int:
-    """Whole lines in a log that may be growing."""
+    """Return the number of complete lines in a log that may be growing."""
     try:
         return (folder / "rounds.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def wait_for_rounds(process: subprocess.Popen[str], folder: Path, rounds: int) -
 
 
 def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any] | None]:
-    """The final model, every round but for its wall-clock time, and the result."""
+    """Return the final model, every round without its wall-clock time, and the result."""
     text = (folder / "rounds.jsonl").read_text()
     assert text.endswith("\n")
     lines = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
@@ -74,7 +74,7 @@ def one_line(err: str) -> bool:
     return err.startswith("waffle: ") and err.count("\n") == 1 and err.endswith("\n")
 
 
-def small(method: str, **settings: Any) -> RunConfig:
+def small_config(method: str, **settings: Any) -> RunConfig:
     given = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 8, **settings}
     return check_run(method, given, {})
 
@@ -85,9 +85,9 @@ def finish(config: RunConfig, folder: Path, **runtime: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unbroken WAFFLE run by the real command."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an uninterrupted WAFFLE run by the real command."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     code, _, err = waffle(*run("waffle", folder, "--checkpoint-seconds", "0"))
     assert (code, err) == (0, "")
     return folder
@@ -95,7 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
-    """(exit code, stderr, folder) of a WAFFLE run that SIGTERM stopped before its first regular checkpoint."""
+    """Return (exit code, stderr, folder) of a WAFFLE run that SIGTERM stopped before its first regular checkpoint."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     process = start(*run("waffle", folder, "--checkpoint-seconds", "1000"))
     wait_for_rounds(process, folder, 3)
@@ -105,8 +105,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
 
 
 @pytest.fixture
-def half(stopped: tuple[int, str, Path], tmp_path: Path) -> Path:
-    """A copy of the stopped run, to go on with."""
+def unfinished(stopped: tuple[int, str, Path], tmp_path: Path) -> Path:
+    """Return a copy of the stopped run that a test may resume."""
     shutil.copytree(stopped[2], tmp_path / "run")
     return tmp_path / "run"
 
@@ -134,7 +134,7 @@ def logged(folder):
 
 
 def fork(work, prepare=lambda: None):
-    """The pid of a child that does this work."""
+    """Return the pid of a child process that does this work."""
     pid = os.fork()
     if pid:
         return pid
@@ -153,19 +153,19 @@ def fork(work, prepare=lambda: None):
 
 
 def start(arguments):
-    """The pid of a child that runs this command line as `waffle` would."""
+    """Return the pid of a child process that runs this command line as `waffle` would."""
     sys.argv = ["waffle", *arguments]
     return fork(cli.main)
 
 
 def ended(pid, block=False):
-    """Its exit code, or None while it runs."""
+    """Return the exit code of a child, or None while it runs."""
     found, status = os.waitpid(pid, 0 if block else os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 
 def kill_at(pid, moment):
-    """Kill the child when the moment has come, unless it has ended before; say whether it was killed."""
+    """Kill the child when moment() is true and return whether it was killed before its end."""
     while not moment():
         if ended(pid) is not None:
             return False
@@ -180,7 +180,7 @@ def after(seconds):
 
 
 def in_round(folder, r, seconds):
-    """So many seconds after round r was logged."""
+    """Return a condition that is true this many seconds after round r was logged."""
     due = []
 
     def moment():
@@ -206,7 +206,7 @@ for number in numbers:
     pid = start(arguments)
     if number % 5:  # anywhere between the first and the last round
         moment = in_round(folder, rng.randrange(1, rounds - 2), rng.uniform(0, duration / rounds))
-    else:  # any time at all, start-up and end included
+    else:  # any time, start-up and end included
         moment = after(rng.uniform(0, duration))
     report = {"number": number, "every": every, "killed": kill_at(pid, moment), "logged": logged(folder)}
     report["partial"] = report["logged"] >= 1 and not (folder / "result.json").exists()
@@ -219,14 +219,14 @@ for number in numbers:
 
 
 def kill_and_resume(tmp_path: Path, method: str, count: int, lanes: int = 2) -> list[dict[str, Any]]:
-    """Let each lane kill its share of the runs, and return what they report."""
+    """Kill each lane's share of the runs, resume them, and return their reports."""
     script = tmp_path / "kills.py"
     script.write_text(KILLS)
     command = ["run", method, *SETTINGS, "--quiet"]
     processes = []
     for lane in range(lanes):
-        order = json.dumps([command, ROUNDS, str(tmp_path), list(range(lane, count, lanes))])
-        line = [sys.executable, str(script), order]
+        arguments_json = json.dumps([command, ROUNDS, str(tmp_path), list(range(lane, count, lanes))])
+        line = [sys.executable, str(script), arguments_json]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT))
     reports = []
@@ -238,20 +238,20 @@ def kill_and_resume(tmp_path: Path, method: str, count: int, lanes: int = 2) -> 
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.thorough)])
-def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, whole: Path, tmp_path: Path) -> None:
-    """WAFFLE runs killed by SIGKILL and resumed by the same command all end as the unbroken run does."""
+def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, uninterrupted: Path, tmp_path: Path) -> None:
+    """WAFFLE runs killed by SIGKILL and resumed by the same command end like the uninterrupted run."""
     reports = kill_and_resume(tmp_path, "waffle", kills)
     assert len(reports) == kills
     assert sum(report["partial"] for report in reports) >= kills / 2
     assert [report for report in reports if report["code"] != 0] == []
-    expected = bits(whole)
+    expected = bits(uninterrupted)
     assert [r for r in reports if bits(tmp_path / f"run-{r['number']}")[1:] != expected[1:]] == []
     assert [r for r in reports if bits(tmp_path / f"run-{r['number']}")[0] != expected[0]] == []
     assert list(tmp_path.glob("run-*/checkpoint-*")) == []
 
 
 def test_runs_with_state_at_the_agents_resume_to_the_same_bits(tmp_path: Path) -> None:
-    """APFL, whose agents keep models of their own, survives SIGKILL as WAFFLE does."""
+    """APFL runs, whose agents have their own models, survive SIGKILL too."""
     reports = kill_and_resume(tmp_path, "apfl", 4, lanes=1)
     assert sum(report["partial"] for report in reports) >= 2
     assert [report["code"] for report in reports] == [0] * 4
@@ -266,26 +266,26 @@ from waffle_fl.config import check_run
 
 settings = {"data": "synthetic", "model": "linear", "samples_per_agent": 20, "rounds": 3}
 config, out = check_run("scaffold", settings, {}), Path(sys.argv[1])
-whole = tensorfile.write_atomically
-whole_append = records.Run.append
+real_write = tensorfile.write_atomically
+real_append = records.Run.append
 
 
 def dying(point, phase):
-    """Let the process die at its point-th write: in its middle, or just after it."""
+    """Return a function that makes the process die during or just after its point-th write."""
     calls = iter(range(1, 10**6))
 
     def write(path, content):
         if next(calls) != point:
-            return whole(path, content)
+            return real_write(path, content)
         if phase == "half":
             path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
         else:
-            whole(path, content)
+            real_write(path, content)
         os._exit(9)
 
     def append(run, measured):
         if next(calls) != point:
-            return whole_append(run, measured)
+            return real_append(run, measured)
         line = records.json_line(measured)
         run._log.append(line[: len(line) // 2] if phase == "half" else line)
         os._exit(9)
@@ -315,7 +315,7 @@ for every in (0, 1000):
 
 
 def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
-    """A run that dies in the middle of, or after, each file it writes and each line it logs resumes exactly."""
+    """A run that dies during or after any file write or log line resumes exactly."""
     script, out = tmp_path / "steps.py", tmp_path / "runs"
     script.write_text(STEPS)
     out.mkdir()
@@ -337,7 +337,7 @@ def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_exits_with_143(stopped: tuple[int, str, Path]) -> None:
-    """SIGTERM ends a run after its round, with a checkpoint of that round, one line and exit code 143."""
+    """SIGTERM ends a run after its round with a checkpoint, a one-line message and exit code 143."""
     code, err, folder = stopped
     assert code == 143
     assert one_line(err)
@@ -348,15 +348,15 @@ def test_sigterm_saves_and_exits_with_143(stopped: tuple[int, str, Path]) -> Non
     assert not (folder / "result.json").exists()
 
 
-def test_a_run_that_sigterm_stopped_is_resumed_exactly(whole: Path, half: Path) -> None:
-    """`waffle resume` takes a stopped run to the bits of the unbroken one."""
-    code, _, err = waffle("resume", half, "--quiet")
+def test_a_run_that_sigterm_stopped_is_resumed_exactly(uninterrupted: Path, unfinished: Path) -> None:
+    """`waffle resume` takes a stopped run to the bits of the uninterrupted one."""
+    code, _, err = waffle("resume", unfinished, "--quiet")
     assert (code, err) == (0, "")
-    assert bits(half) == bits(whole)
+    assert bits(unfinished) == bits(uninterrupted)
 
 
-def test_sigint_saves_and_the_same_command_goes_on_even_if_it_is_killed(whole: Path, tmp_path: Path) -> None:
-    """Ctrl-C exits with 130; the same command goes on; killed in its turn it is resumed to the unbroken bits."""
+def test_sigint_saves_and_the_same_command_resumes_even_after_a_kill(uninterrupted: Path, tmp_path: Path) -> None:
+    """Ctrl-C exits with 130, and a run interrupted and then killed resumes to the uninterrupted bits."""
     folder = tmp_path / "run"
     command = run("waffle", folder, "--checkpoint-seconds", "1000")
     process = start(*command)
@@ -375,7 +375,7 @@ def test_sigint_saves_and_the_same_command_goes_on_even_if_it_is_killed(whole: P
     assert not (folder / "result.json").exists()
     code, _, err = waffle("resume", folder, "--quiet")
     assert (code, err) == (0, "")
-    assert bits(folder) == bits(whole)
+    assert bits(folder) == bits(uninterrupted)
 
 
 INTERRUPTED_IMPORT = """
@@ -394,7 +394,7 @@ main()
 
 
 def test_ctrl_c_while_the_program_loads_is_no_traceback(tmp_path: Path) -> None:
-    """Ctrl-C in the seconds in which torch is imported ends the command with 130 and one line."""
+    """Ctrl-C while torch is imported exits with code 130 and no traceback."""
     line = [sys.executable, "-c", INTERRUPTED_IMPORT, str(tmp_path / "run")]
     done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert "Traceback" not in done.stderr
@@ -405,33 +405,33 @@ def test_ctrl_c_while_the_program_loads_is_no_traceback(tmp_path: Path) -> None:
 
 
 def file_limit(size: int) -> Callable[[], None]:
-    """No file may grow beyond this, as if the disk were full."""
+    """Return a function that limits file sizes, as if the disk were full."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_checkpoint_that_finds_no_space_leaves_the_one_before(whole: Path, half: Path) -> None:
-    """When a checkpoint cannot be written the run stops with one line and 2; the one before is intact and resumes."""
-    (before,) = half.glob("checkpoint-*")
-    content, rounds = before.read_bytes(), logged(half)
+def test_a_failed_checkpoint_write_keeps_the_previous_one(uninterrupted: Path, unfinished: Path) -> None:
+    """If a checkpoint cannot be written the run exits with code 2, and the previous one is intact and resumes."""
+    (before,) = unfinished.glob("checkpoint-*")
+    content, rounds = before.read_bytes(), logged(unfinished)
     size = len(content) // 2
-    assert size > 2 * (half / "rounds.jsonl").stat().st_size
-    command = run("waffle", half, "--checkpoint-seconds", "0")
+    assert size > 2 * (unfinished / "rounds.jsonl").stat().st_size
+    command = run("waffle", unfinished, "--checkpoint-seconds", "0")
     code, _, err = waffle(*command, preexec=file_limit(size))
     assert code == 2
     assert one_line(err)
-    assert str(half) in err
+    assert str(unfinished) in err
     assert "File too large" in err
-    assert [path.name for path in half.glob("*checkpoint-*")] == [before.name]
+    assert [path.name for path in unfinished.glob("*checkpoint-*")] == [before.name]
     assert before.read_bytes() == content
-    assert logged(half) >= rounds
-    assert not (half / "result.json").exists()
+    assert logged(unfinished) >= rounds
+    assert not (unfinished / "result.json").exists()
     assert waffle(*command)[0] == 0
-    assert bits(half) == bits(whole)
+    assert bits(unfinished) == bits(uninterrupted)
 
 
 @contextlib.contextmanager
 def disk_full(size: int) -> Iterator[None]:
-    """For a while no file of this process may grow beyond this."""
+    """Limit the file size of this process temporarily."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -440,19 +440,19 @@ def disk_full(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_log_that_finds_no_space_stops_the_run(tmp_path: Path) -> None:
-    """When a round cannot be logged the run stops with an error of ours, and goes on once there is space."""
-    config = small("waffle")
-    finish(config, tmp_path / "whole")
+def test_a_failed_log_write_stops_the_run(tmp_path: Path) -> None:
+    """If a round cannot be logged the run stops with a WaffleError and resumes once there is space."""
+    config = small_config("waffle")
+    finish(config, tmp_path / "uninterrupted")
     with disk_full(4000), pytest.raises(WaffleError, match=r"cannot write to .*: File too large"):
         finish(config, tmp_path / "run")
     assert 0 < len(read_rounds(tmp_path / "run" / "rounds.jsonl")) < 8
     finish(config, tmp_path / "run")
-    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+    assert bits(tmp_path / "run") == bits(tmp_path / "uninterrupted")
 
 
 class Halt(Exception):
-    """Ends a run in its middle."""
+    """Raised to end a run before its last round."""
 
 
 class HaltAfterRound3(Listener):
@@ -461,10 +461,10 @@ class HaltAfterRound3(Listener):
             raise Halt
 
 
-def test_a_log_that_cannot_be_cut_back_is_left_whole(tmp_path: Path) -> None:
-    """When there is no space to cut the log back on resuming, that is an error of ours and nothing is lost."""
-    config = small("waffle")
-    finish(config, tmp_path / "whole")
+def test_a_log_that_cannot_be_truncated_is_kept(tmp_path: Path) -> None:
+    """If the log cannot be truncated on resuming, a WaffleError is raised and nothing is lost."""
+    config = small_config("waffle")
+    finish(config, tmp_path / "uninterrupted")
     with pytest.raises(Halt):
         execute([(config, tmp_path / "run")], Runtime(), HaltAfterRound3())
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
@@ -473,7 +473,7 @@ def test_a_log_that_cannot_be_cut_back_is_left_whole(tmp_path: Path) -> None:
         finish(config, tmp_path / "run")
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
     finish(config, tmp_path / "run")
-    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+    assert bits(tmp_path / "run") == bits(tmp_path / "uninterrupted")
 
 
 # --- P10: the clock
@@ -481,7 +481,7 @@ def test_a_log_that_cannot_be_cut_back_is_left_whole(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Another time zone, for a while."""
+    """Set another time zone during a test."""
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     yield
@@ -490,8 +490,8 @@ def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a wall clock that runs backwards by a day a call, a run gives the same bits and logs sane times."""
-    config = small("waffle")
+    """With a wall clock that goes back one day per call, a run gives the same bits and logs valid times."""
+    config = small_config("waffle")
     finish(config, tmp_path / "steady")
     clock = iter(range(2_000_000_000, 0, -86_400))
     with monkeypatch.context() as patch:
@@ -503,9 +503,9 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_time_zone_changes_nothing(tmp_path: Path, tokyo: None) -> None:
-    """A run in another time zone gives the same bits, and a run may be halted in one zone and resumed in another."""
+    """Runs in different time zones give the same bits, and a run may be resumed in another zone."""
     assert time.tzname[0] == "JST"
-    config = small("apfl")
+    config = small_config("apfl")
     finish(config, tmp_path / "tokyo")
     os.environ["TZ"] = "America/Anchorage"
     time.tzset()
@@ -516,13 +516,13 @@ def test_a_time_zone_changes_nothing(tmp_path: Path, tokyo: None) -> None:
 
 # --- P11: divergence
 
-OVERFLOW = small("local", lr=1.0, weight_decay=3.0, rounds=400)  # each step doubles the model
+OVERFLOW = small_config("local", lr=1.0, weight_decay=3.0, rounds=400)  # each step doubles the model
 
 
 def test_a_step_size_that_diverges_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`waffle run local --lr 1e38` stops with exit code 2 and one line that names the round and the agent."""
+    """`waffle run local --lr 1e38` exits with code 2 and one line that names the round and the agent."""
     folder = tmp_path / "run"
     monkeypatch.setattr(sys, "argv", ["waffle", *run("local", folder, "--model", "linear", "--lr", "1e38")])
     with pytest.raises(SystemExit) as stop:
@@ -538,7 +538,7 @@ def test_a_step_size_that_diverges_is_one_line(
 
 
 def test_the_rounds_before_a_divergence_are_kept(tmp_path: Path) -> None:
-    """A run that grows until it overflows keeps every finite round and a result that names the first that was not."""
+    """A run that overflows keeps every finite round, and its result names the first non-finite one."""
     result = finish(OVERFLOW, tmp_path / "run")
     rounds = read_rounds(tmp_path / "run" / "rounds.jsonl")
     last = len(rounds)
@@ -552,28 +552,28 @@ def test_the_rounds_before_a_divergence_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0, 1000], ids=["often", "never due"])
 def test_the_last_good_checkpoint_of_a_diverged_run_is_kept(tmp_path: Path, seconds: float) -> None:
-    """After a divergence the state of the round before it is there, whenever the last regular checkpoint was due."""
+    """After a divergence the state of the round before it is saved, whatever the checkpoint interval."""
     result = finish(OVERFLOW, tmp_path / "run", checkpoint_seconds=seconds)
     checkpoints = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert checkpoints[-1:] == [f"checkpoint-{result['rounds']:08d}.safetensors"]
 
 
 def test_a_diverged_run_stays_diverged(tmp_path: Path) -> None:
-    """Asking again for a diverged run trains nothing and gives the same result."""
+    """Running a diverged run again trains nothing and returns the same result."""
     first = finish(OVERFLOW, tmp_path / "run")
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
     assert finish(OVERFLOW, tmp_path / "run") == first
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == before
 
 
-def simulated(*specs: RunSpec, rounds: int = 6) -> list[list[Outcome]]:
+def simulate_runs(*specs: RunSpec, rounds: int = 6) -> list[list[Outcome]]:
     federation = specs[0].federation
     model = FlatModel(builder("linear", "synthetic", federation.shape, len(federation.class_names)))
     return list(simulate(specs, model, rounds=rounds))
 
 
-def poison(row: int, since: int) -> Callable[[Any, int], Any]:
-    """Make an agent's update NaN from a round on."""
+def nan_update(row: int, since: int) -> Callable[[Any, int], Any]:
+    """Return a function that makes an agent's update NaN from a round on."""
 
     def tamper(up: Any, r: int) -> Any:
         if r < since:
@@ -587,10 +587,10 @@ def poison(row: int, since: int) -> Callable[[Any, int], Any]:
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "weight-erosion", "waffle", "apfl", "ditto"])
 def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> None:
-    """Agent 3's updates, NaN from round 2 on, are rejected and recorded, and every round of the run is finite."""
-    config = small(method)
-    spec = RunSpec(config.algorithm(), federation_of(config.settings), 1, tamper=poison(3, since=2))
-    outcomes = [outcome for (outcome,) in simulated(spec)]
+    """Agent 3's NaN updates from round 2 on are rejected and recorded, and every round of the run is finite."""
+    config = small_config(method)
+    spec = RunSpec(config.algorithm(), federation_of(config.settings), 1, tamper=nan_update(3, since=2))
+    outcomes = [outcome for (outcome,) in simulate_runs(spec)]
     assert len(outcomes) == 6
     assert [outcome.error for outcome in outcomes] == [None] * 6
     assert "screened" not in outcomes[0].measured
@@ -603,20 +603,20 @@ def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> Non
     assert all(torch.isfinite(field).all() for part in final for field in part if field.is_floating_point())
 
 
-def test_the_divergence_of_one_run_does_not_stop_its_neighbour() -> None:
-    """Of two runs in one stack the one whose Alice diverges in round 3 drops out; the other's bits are as if alone."""
-    config = small("waffle")
+def test_the_divergence_of_one_run_does_not_affect_a_stacked_run() -> None:
+    """Of two stacked runs the one whose Alice diverges in round 3 drops out; the other's bits are unchanged."""
+    config = small_config("waffle")
     federation = federation_of(config.settings)
-    sound = RunSpec(config.algorithm(), federation, 1)
-    sick = RunSpec(config.algorithm(), federation, 2, tamper=poison(0, since=3))
-    alone = [outcome for (outcome,) in simulated(sound)]
-    together = simulated(sick, sound)
+    healthy = RunSpec(config.algorithm(), federation, 1)
+    diverging = RunSpec(config.algorithm(), federation, 2, tamper=nan_update(0, since=3))
+    alone = [outcome for (outcome,) in simulate_runs(healthy)]
+    together = simulate_runs(diverging, healthy)
     assert [len(outcomes) for outcomes in together] == [2, 2, 2, 1, 1, 1]
     error = together[2][0].error
     assert error is not None
     assert "round 3: the training of Alice (agent 0) diverged" in str(error)
-    beside = [outcomes[-1] for outcomes in together]
-    assert all(outcome.index == 1 and outcome.error is None for outcome in beside)
-    for a, b in zip(alone, beside, strict=True):
+    stacked = [outcomes[-1] for outcomes in together]
+    assert all(outcome.index == 1 and outcome.error is None for outcome in stacked)
+    for a, b in zip(alone, stacked, strict=True):
         assert {**a.measured, "seconds": 0} == {**b.measured, "seconds": 0}
         assert torch.equal(a.state.server.x, b.state.server.x)

@@ -1,4 +1,4 @@
-"""Run folders: what is written and what is read back."""
+"""Run folders: writing, reading back and rejecting invalid files."""
 
 import json
 import os
@@ -37,19 +37,19 @@ from waffle_fl.tensorfile import MAX_HEADER, pack, read_tensors, write_tensors
 
 
 def test_best_is_the_first_of_the_best_rounds() -> None:
-    """Of rounds with the same best accuracy the earliest is reported."""
+    """`best` is the earliest of the rounds with the best accuracy."""
     rounds = [line(1, accuracy=0.2), line(2, accuracy=0.9), line(3, accuracy=0.9), line(4, accuracy=0.4)]
     assert summary(rounds, "finished")["best"] == {"round": 2, "accuracy": 0.9}
 
 
 def test_last_is_the_last_round() -> None:
-    """The last protocol reports the last round, however bad it is."""
+    """`last` is the last round, whatever its accuracy."""
     rounds = [line(1, accuracy=0.9), line(2, accuracy=0.1)]
     assert summary(rounds, "finished")["last"] == {"round": 2, "accuracy": 0.1}
 
 
 def test_selected_is_chosen_by_validation_and_reports_the_test_accuracy() -> None:
-    """Validation accuracy chooses the round, a smaller validation loss breaks ties, the earlier round the rest."""
+    """Ties in validation accuracy are broken by the smaller validation loss, then by the earlier round."""
     rounds = [
         line(1, accuracy=0.99, validation_accuracy=0.5, validation_loss=0.1),
         line(2, accuracy=0.60, validation_accuracy=0.8, validation_loss=0.4),
@@ -60,30 +60,30 @@ def test_selected_is_chosen_by_validation_and_reports_the_test_accuracy() -> Non
 
 
 def test_without_validation_nothing_is_selected() -> None:
-    """A run without validation data reports best and last alone."""
+    """A run without validation data reports only best and last."""
     result = summary([line(1)], "finished")
     assert {"best", "last"} <= set(result)
     assert "selected" not in result
 
 
-def test_rounds_without_a_finite_loss_score_nothing() -> None:
-    """A round whose loss is no finite number is neither best nor last, but it is counted."""
+def test_rounds_without_a_finite_loss_are_not_scored() -> None:
+    """A round without a finite loss is neither best nor last, but it is counted."""
     result = summary([line(1, accuracy=0.3), line(2, accuracy=0.9, loss=None)], "diverged", "round 3")
     assert result["best"] == result["last"] == {"round": 1, "accuracy": 0.3}
     assert (result["status"], result["message"], result["rounds"]) == ("diverged", "round 3", 2)
 
 
-def test_rounds_of_which_no_score_was_told() -> None:
-    """A round of which a site told no accuracy, or none but its loss, is neither best nor last."""
+def test_rounds_without_an_accuracy_are_not_scored() -> None:
+    """A round whose site reported no accuracy is neither best nor last."""
     rounds = [line(1, accuracy=None), line(2, accuracy=0.3), {"round": 3, "loss": 0.1}]
     result = summary(rounds, "finished")
     assert result["best"] == result["last"] == {"round": 2, "accuracy": 0.3}
-    untold = line(3, accuracy=0.9, validation_accuracy=None, validation_loss=0.1)
-    assert summary([*rounds[:2], untold], "finished")["selected"] == {"round": 3, "accuracy": 0.9}
+    unvalidated = line(3, accuracy=0.9, validation_accuracy=None, validation_loss=0.1)
+    assert summary([*rounds[:2], unvalidated], "finished")["selected"] == {"round": 3, "accuracy": 0.9}
 
 
-def test_a_run_that_scored_nothing_has_a_status_alone() -> None:
-    """The summary of no rounds claims no accuracy."""
+def test_a_run_without_rounds_has_only_a_status() -> None:
+    """The summary of no rounds contains no accuracy."""
     assert summary([], "diverged") == {"schema": 1, "status": "diverged", "rounds": 0}
 
 
@@ -115,8 +115,8 @@ GOOD = b'{"round":1}\n{"round":2}\n'
         "huge number", "deep nesting",
     ],
 )  # fmt: skip
-def test_a_log_is_read_up_to_its_first_flaw(tmp_path: Path, tail: bytes) -> None:
-    """Whole rounds before the first half line, garbage or gap are read, and nothing after it."""
+def test_a_log_is_read_up_to_its_first_invalid_line(tmp_path: Path, tail: bytes) -> None:
+    """Only complete rounds before the first partial line, garbage or gap are read."""
     path = tmp_path / "rounds.jsonl"
     path.write_bytes(GOOD + tail)
     assert read_rounds(path) == [{"round": 1}, {"round": 2}]
@@ -127,8 +127,8 @@ def test_a_missing_log_is_empty(tmp_path: Path) -> None:
     assert read_rounds(tmp_path / "rounds.jsonl") == []
 
 
-def test_a_half_line_is_cut_off_before_the_next_round_is_added(tmp_path: Path) -> None:
-    """Resuming cuts the log back to the checkpoint, so that half lines and later rounds are written anew."""
+def test_a_partial_line_is_removed_before_the_next_round_is_added(tmp_path: Path) -> None:
+    """Resuming truncates the log to the checkpoint, so partial lines and later rounds are written again."""
     folder = recorded(tmp_path / "run", (1, 2), rounds=3)
     with (folder / "rounds.jsonl").open("ab") as log:
         log.write(b'{"round":4,"accu')
@@ -140,7 +140,7 @@ def test_a_half_line_is_cut_off_before_the_next_round_is_added(tmp_path: Path) -
     assert (folder / "rounds.jsonl").read_bytes().count(b"\n") == 3
 
 
-def test_without_a_checkpoint_the_log_starts_anew(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_log_starts_empty(tmp_path: Path) -> None:
     """A run that died before its first checkpoint starts at round 0 with an empty log."""
     folder = recorded(tmp_path / "run", (), rounds=2)
     assert resumed(folder) == (0, None, [])
@@ -149,7 +149,7 @@ def test_without_a_checkpoint_the_log_starts_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b'{"round":1}\n', b'garbage\n{"round":2}\n'])
 def test_a_log_that_lacks_rounds_before_its_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
-    """A checkpoint without the rounds that led to it is an error, not a run with holes."""
+    """A checkpoint whose log lacks earlier rounds is an error."""
     folder = recorded(tmp_path / "run", (1, 2), rounds=2)
     (folder / "rounds.jsonl").write_bytes(content)
     with pytest.raises(WaffleError, match=r"rounds\.jsonl lacks rounds before 2"):
@@ -157,7 +157,7 @@ def test_a_log_that_lacks_rounds_before_its_checkpoint_is_refused(tmp_path: Path
 
 
 def test_numbers_that_are_not_finite_never_reach_the_log(tmp_path: Path) -> None:
-    """NaN is no JSON, so a round that holds one is refused and the log stays readable."""
+    """NaN is not valid JSON, so a round that contains it is rejected and the log stays readable."""
     folder = tmp_path / "run"
     with Run.opened(folder, config(), BINDING) as run:
         run.append(line(1))
@@ -174,7 +174,7 @@ def test_numbers_that_are_not_finite_never_reach_the_log(tmp_path: Path) -> None
 def test_a_fault_while_writing_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, where: str
 ) -> None:
-    """Whatever interrupts the writing of a file, its old content is whole."""
+    """If writing a file is interrupted, its old content is intact."""
 
     def fail(*_: object) -> None:
         raise fault
@@ -192,7 +192,7 @@ def test_a_fault_while_writing_leaves_the_old_file(
 
 
 def test_a_full_disk_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When writing fails for want of space, the half-written copy is removed."""
+    """If there is no space to write a file, the partial copy is removed."""
     path = tmp_path / "file"
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -201,8 +201,8 @@ def test_a_full_disk_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_serialised_leaves_the_old_file(tmp_path: Path) -> None:
-    """Content that is no JSON fails before the file is touched."""
+def test_unserialisable_content_leaves_the_old_file(tmp_path: Path) -> None:
+    """Content that is not JSON fails before the file is changed."""
     path = tmp_path / "config.json"
     records.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -211,13 +211,13 @@ def test_what_cannot_be_serialised_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_the_same_tensors_make_the_same_file() -> None:
-    """A file is a function of its content: equal tensors and metadata give equal bytes every time."""
+    """Equal tensors and metadata give equal bytes."""
     assert len({pack(state(3), {"round": "3"}) for _ in range(40)}) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000], ids=str)
 def test_a_damaged_json_file_is_named(tmp_path: Path, content: bytes) -> None:
-    """A record that is no JSON object is an error that names the file."""
+    """The error for a record that is not a JSON object names the file."""
     path = tmp_path / "result.json"
     path.write_bytes(content)
     with pytest.raises(WaffleError, match=r"result\.json"):
@@ -228,7 +228,7 @@ def test_a_damaged_json_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    """Old checkpoints are removed once two newer ones are safe, and the newest is the one that is read."""
+    """Only the two newest checkpoints are kept, and the newest is read."""
     folder = recorded(tmp_path / "run", (1, 2, 3, 4), rounds=5)
     assert sorted(p.name for p in folder.glob("checkpoint-*")) == [checkpoint(folder, r).name for r in (3, 4)]
     r, tensors, warnings = resumed(folder)
@@ -239,7 +239,7 @@ def test_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
-    """Round 10 is newer than round 9, and round 100 newer than both."""
+    """Checkpoints are ordered by round number, not by name."""
     folder = recorded(tmp_path / "run", (9, 10, 100), rounds=100)
     assert sorted(p.name for p in folder.glob("checkpoint-*")) == [checkpoint(folder, r).name for r in (10, 100)]
     assert resumed(folder)[0] == 100
@@ -267,10 +267,10 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """A bit flip or a truncation of the newest checkpoint is noticed, warned of, and the one before it is used."""
+    """A bit flip or truncation of the newest checkpoint is detected with a warning, and the previous one is used."""
     folder = recorded(tmp_path / "run", (2, 4), rounds=5)
     damage(checkpoint(folder, 4))
     r, tensors, warnings = resumed(folder)
@@ -285,7 +285,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_two_damaged_checkpoints_are_an_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Without a sound checkpoint a run is not silently started anew: the error names the folder and its log is kept."""
+    """Without a valid checkpoint a run does not restart: the error names the folder, and the log is kept."""
     folder = recorded(tmp_path / "run", (2, 4), rounds=5)
     damage(checkpoint(folder, 2))
     damage(checkpoint(folder, 4))
@@ -297,15 +297,15 @@ def test_two_damaged_checkpoints_are_an_error(tmp_path: Path, damage: Callable[[
 
 
 def test_no_single_bit_flip_in_a_header_goes_unnoticed(tmp_path: Path) -> None:
-    """Each bit of a checkpoint's header, flipped, is refused or changes nothing: neither tensors nor the round."""
+    """A flipped bit in a checkpoint's header is rejected or changes neither tensors nor round."""
     path = tmp_path / "checkpoint-00000038.safetensors"
     tensors = state(38)
     write_tensors(path, {"round": "38"}, tensors)
-    sound = path.read_bytes()
-    believed = []
+    original = path.read_bytes()
+    undetected = []
     for position in range(8 + header_length(path)):
         for bit in range(8):
-            path.write_bytes(sound)
+            path.write_bytes(original)
             flipped(path, position, bit)
             try:
                 metadata, found = read_tensors(path, TEMPLATE)
@@ -313,12 +313,12 @@ def test_no_single_bit_flip_in_a_header_goes_unnoticed(tmp_path: Path) -> None:
             except (WaffleError, KeyError, ValueError):
                 continue
             if r != 38 or any(not torch.equal(found[name], tensors[name]) for name in tensors):
-                believed.append(r)
-    assert believed == []
+                undetected.append(r)
+    assert undetected == []
 
 
-def test_a_damaged_checkpoint_does_not_take_the_place_of_a_sound_one(tmp_path: Path) -> None:
-    """After the retreat from a damaged checkpoint, the newest two sound ones are kept as before."""
+def test_a_damaged_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> None:
+    """After falling back from a damaged checkpoint, the two newest valid ones are kept."""
     folder = recorded(tmp_path / "run", (4, 9), rounds=9)
     os.truncate(checkpoint(folder, 9), 50)
     with Run.opened(folder, config(), BINDING) as run:
@@ -330,24 +330,24 @@ def test_a_damaged_checkpoint_does_not_take_the_place_of_a_sound_one(tmp_path: P
     assert resumed(folder)[0] == 6
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    """A real run whose newest checkpoint is damaged ends with the bits of the unbroken run, and says so."""
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    """A run with a damaged newest checkpoint warns and ends with the bits of the uninterrupted run."""
     chosen = config()
-    finish(tmp_path / "whole", chosen)
+    finish(tmp_path / "uninterrupted", chosen)
     folder = halted(tmp_path / "broken", chosen, after=4, checkpoint_seconds=0)
     flipped(checkpoint(folder, 4), -1)
     watcher = Watcher()
     finish(folder, chosen, watcher)
     assert watcher.rounds == [4, 5, 6]
     assert any(checkpoint(folder, 4).name in warning for warning in watcher.warnings)
-    assert bits(folder) == bits(tmp_path / "whole")
+    assert bits(folder) == bits(tmp_path / "uninterrupted")
 
 
-# --- what a checkpoint may hold (P7, P8)
+# --- content of a checkpoint (P7, P8)
 
 
 class Bomb:
-    """A pickle that makes a file when it is loaded."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -358,7 +358,7 @@ class Bomb:
 
 @pytest.mark.parametrize("kind", ["pickle", "torch zip", "torch legacy"])
 def test_a_pickle_named_as_checkpoint_is_refused_and_never_loaded(tmp_path: Path, kind: str) -> None:
-    """A pickle is no safetensors file, whatever its name, and what it would do does not happen."""
+    """A pickle is not a safetensors file, whatever its name, and its code does not run."""
     canary = tmp_path / "canary"
     folder = recorded(tmp_path / "run", (), rounds=1)
     path = checkpoint(folder, 1)
@@ -373,7 +373,7 @@ def test_a_pickle_named_as_checkpoint_is_refused_and_never_loaded(tmp_path: Path
         pickle.loads(path.read_bytes())
     else:
         torch.load(path.rename(tmp_path / "bomb.pt"), weights_only=False)
-    assert canary.exists(), "the bomb must be live, or this test shows nothing"
+    assert canary.exists(), "the pickle must create the file when loaded, or this test proves nothing"
 
 
 def raw(header: Any, data: bytes = b"") -> bytes:
@@ -386,7 +386,7 @@ def entry(shape: list[Any], begin: int, stop: int, dtype: str = "F32") -> dict[s
 
 
 def changed(**tensors: Tensor | None) -> bytes:
-    """A sound file whose tensors are the template's but for these."""
+    """Return a valid file with the template's tensors except for these."""
     names = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
     content = {**TEMPLATE, **names}
     return pack({name: t for name, t in content.items() if t is not None}, {"round": "1"})
@@ -433,10 +433,10 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_file_that_is_not_this_state_is_refused_before_allocation(
+def test_a_file_of_another_state_is_rejected_before_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: Callable[[], bytes]
 ) -> None:
-    """Names, shapes, types and sizes are compared with the run's own before a tensor is made of the file."""
+    """Names, shapes, types and sizes are compared with the run's before a tensor is created from the file."""
 
     def load(_: bytes) -> None:
         pytest.fail("a tensor was made")
@@ -455,8 +455,8 @@ def test_a_file_that_is_not_this_state_is_refused_before_allocation(
     [save(TEMPLATE, {"round": "1"}), save(TEMPLATE, {"round": "1", "digest": "0" * 32}), save(TEMPLATE)],
     ids=["no digest", "another digest", "no metadata"],
 )
-def test_a_file_without_its_own_digest_is_refused(tmp_path: Path, payload: bytes) -> None:
-    """A file of the right names and shapes still needs the digest of its content."""
+def test_a_file_without_a_correct_digest_is_rejected(tmp_path: Path, payload: bytes) -> None:
+    """A file with correct names and shapes still needs the digest of its content."""
     path = tmp_path / "checkpoint-00000001.safetensors"
     path.write_bytes(payload)
     with pytest.raises(WaffleError, match="does not match its digest"):
@@ -465,7 +465,7 @@ def test_a_file_without_its_own_digest_is_refused(tmp_path: Path, payload: bytes
 
 @pytest.mark.parametrize("metadata", [{}, {"round": "soon"}, {"round": ""}], ids=["no round", "a word", "nothing"])
 def test_a_checkpoint_without_a_round_is_refused(tmp_path: Path, metadata: dict[str, str]) -> None:
-    """A sound file that does not say which round it holds is no checkpoint."""
+    """A valid file that has no round number is not a checkpoint."""
     folder = recorded(tmp_path / "run", (1,), rounds=2)
     write_tensors(checkpoint(folder, 2), metadata, state(2))
     r, _, warnings = resumed(folder)
@@ -473,7 +473,7 @@ def test_a_checkpoint_without_a_round_is_refused(tmp_path: Path, metadata: dict[
 
 
 def test_a_file_larger_than_the_state_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of a terabyte is refused by its size, unread."""
+    """A checkpoint of a terabyte is rejected by its size without being read."""
     path = tmp_path / "checkpoint-00000001.safetensors"
     path.write_bytes(changed())
     os.truncate(path, 1 << 40)

@@ -1,4 +1,4 @@
-"""Tables and the page, from run folders and from committed records; the page in a real browser."""
+"""Tables and the report page from run folders and committed records, also in a real browser."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_means_and_deviations_by_hand() -> None:
 
 
 def test_the_best_of_a_row_is_bold() -> None:
-    """Methods that share the highest printed mean are both bold; a diverged run says so."""
+    """Methods that share the highest printed mean are both bold; a diverged run is marked."""
     text = to_markdown(RUNS)
     assert "| A | **92.00 ± 2.83** | **92.00 ± 0.00** |" in text
     assert "| B* |  | **50.00 (diverged)** |" in text
 
 
 def test_csv_is_unrounded() -> None:
-    """The CSV holds one line a cell and protocol, with all digits."""
+    """The CSV holds one line per cell and protocol, with all digits."""
     rows = list(csv.DictReader(io.StringIO(to_csv(RUNS))))
     assert len(rows) == 6
     row = next(r for r in rows if r["protocol"] == "best" and r["method"] == "fedavg")
@@ -82,8 +82,8 @@ def test_csv_is_unrounded() -> None:
     assert row["seeds"] == "2"
 
 
-def test_latex_compiles_by_eye() -> None:
-    """The LaTeX table has one row a split, bold bests, and as many columns as methods."""
+def test_the_latex_table() -> None:
+    """The LaTeX table has one row per split, one column per method, and the best in bold."""
     text = to_latex(RUNS)
     assert r"\begin{tabular}{lrr}" in text
     assert r"A & $\mathbf{92.00 \pm 2.83}$ & $\mathbf{92.00 \pm 0.00}$ \\" in text
@@ -91,12 +91,12 @@ def test_latex_compiles_by_eye() -> None:
 
 
 def test_a_condensed_record_gives_the_same_tables(runs: Path, tmp_path: Path) -> None:
-    """Runs written as one JSON line each give the tables of their folders, and weights of the first seed."""
-    whole = read_runs([runs])
+    """A condensed record gives the tables of its run folders, and the weights of the first seed."""
+    plain = read_runs([runs])
     record = tmp_path / "record.jsonl"
-    record.write_text("\n".join(condense(whole)) + "\n")
+    record.write_text("\n".join(condense(plain)) + "\n")
     again = read_runs([record])
-    assert to_csv(again) == to_csv(whole)
+    assert to_csv(again) == to_csv(plain)
     assert {(r.config.method, r.config.settings.seed) for r in again if "weights" in r.rounds[0]} == {
         ("weight-erosion", 1),
         ("waffle", 1),
@@ -106,7 +106,7 @@ def test_a_condensed_record_gives_the_same_tables(runs: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("content", ["", "{}\n", "rubbish\n", '{"run": 1}\n', "[]\n"])
 def test_a_bad_record_is_refused(content: str, tmp_path: Path) -> None:
-    """A record that is none is refused in one line."""
+    """An invalid record is refused in one line."""
     path = tmp_path / "record.jsonl"
     path.write_text(content)
     with pytest.raises(WaffleError, match=r"^[^\n]+$"):
@@ -114,7 +114,7 @@ def test_a_bad_record_is_refused(content: str, tmp_path: Path) -> None:
 
 
 def test_the_page_is_self_contained(runs: Path, tmp_path: Path) -> None:
-    """The page loads nothing from anywhere, and beside it lie the tables and each chart as PNG and PDF."""
+    """The page loads no external resource, and its folder has the tables and each chart as PNG and PDF."""
     page = write_report(read_runs([runs]), tmp_path, "A title & more")
     text = page.read_text()
     assert "A title &amp; more" in text
@@ -126,7 +126,7 @@ def test_the_page_is_self_contained(runs: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_renders_in_a_browser(runs: Path, tmp_path: Path) -> None:
-    """In a real browser without a network every chart renders, and nothing complains on the console."""
+    """In a real browser without a network every chart renders, without console messages."""
     page = write_report(read_runs([runs]), tmp_path / "report", "Page", images=False)
     with launched() as browser:
         tab, complaints = browser.new_context(offline=True).new_page(), list[str]()
@@ -140,13 +140,13 @@ def test_the_page_renders_in_a_browser(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["table.csv", "accuracy.png", "index.html"])
 def test_a_file_that_cannot_be_written_is_named(name: str, runs: Path, tmp_path: Path) -> None:
-    """One line says which, whatever stands in its place."""
+    """A file that cannot be written is refused in one line with its path."""
     (tmp_path / name).mkdir()
     assert f"cannot write {tmp_path / name}: " in refusal(write_report, read_runs([runs]), tmp_path, "title")
 
 
 def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:
-    """Runs that differ in more than method, split and seed have a row of their own, which names what differs."""
+    """Runs with other settings have a separate row that states the difference."""
     other = RunConfig(method="waffle", settings=Settings(split="A", seed=3, lr=0.5))
     odd = FinishedRun(Path("odd"), other, {}, RUNS[0].result, RUNS[0].rounds)
     write_report([*RUNS, odd], tmp_path, "odd", images=False)
@@ -157,7 +157,7 @@ def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:
 
 
 def test_a_seed_that_never_finished_a_round_counts_as_diverged() -> None:
-    """A run that diverged in its first round stays in the count and marks its cell."""
+    """A run that diverged in its first round counts as a seed and marks its cell."""
     lost = replace(finished("fedavg", "A", 3, 0.0, "diverged"), result={"status": "diverged", "rounds": 0}, rounds=[])
     cell = scores([*RUNS, lost], "best")["A", "fedavg"]
     assert (cell.seeds, cell.diverged) == (3, 1)
@@ -175,15 +175,15 @@ TABLES = st.fixed_dictionaries(
 
 
 @given(before=TABLES, now=TABLES)
-def test_tables_are_told_by_their_changes(before: Any, now: Any) -> None:
-    """What changed since the line before, laid over it, is the line itself; nothing is told of what stayed."""
-    told = since(before, now)
-    assert after(before, json.loads(json.dumps(told))) == now
+def test_changes_between_tables_restore_the_table(before: Any, now: Any) -> None:
+    """Applying the changes to the previous tables gives the current ones; equal tables have no changes."""
+    changes = since(before, now)
+    assert after(before, json.loads(json.dumps(changes))) == now
     assert since(now, now) == {}
 
 
 def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
-    """A record that keeps no rounds still gives the tables, digit by digit."""
+    """A record without rounds gives the same tables."""
     record = tmp_path / "record.jsonl"
     record.write_text("\n".join(condense(RUNS, "none")) + "\n")
     assert all(not run.rounds for run in read_runs([record]))
@@ -191,12 +191,12 @@ def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
 
 
 def test_a_record_of_late_rounds(tmp_path: Path) -> None:
-    """It keeps the rounds at 0.94 R and at R, of methods that weigh agents all; a run that diverged has neither."""
+    """It keeps rounds 0.94 R and R, and all rounds of methods with weights; a diverged run keeps none."""
     rounds = [{"round": r, "accuracy": r / 200, "loss": 1.0} for r in range(1, RUNS[0].config.settings.rounds + 1)]
-    whole, weighing = (replace(run, rounds=rounds) for run in (RUNS[0], RUNS[2]))
+    plain, weighing = (replace(run, rounds=rounds) for run in (RUNS[0], RUNS[2]))
     diverged = replace(RUNS[1], rounds=rounds[:50], result={**RUNS[1].result, "status": "diverged"})
     record = tmp_path / "record.jsonl"
-    record.write_text("\n".join(condense([whole, weighing, diverged], "late")) + "\n")
+    record.write_text("\n".join(condense([plain, weighing, diverged], "late")) + "\n")
     late, every, none = read_runs([record])
     assert [line["round"] for line in late.rounds] == [94, 100]
     assert [line["round"] for line in every.rounds] == list(range(1, 101))
@@ -207,14 +207,14 @@ def test_a_record_of_late_rounds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("details", ["accuracy", "late", "none"])
 def test_a_page_from_a_sparse_record(details: Any, tmp_path: Path) -> None:
-    """A record without details still gives a page: the charts show what there is."""
+    """A record without details gives a page with the available charts."""
     record = tmp_path / "record.jsonl"
     record.write_text("\n".join(condense(RUNS, details)) + "\n")
     assert write_report(read_runs([record]), tmp_path / "report", "sparse").exists()
 
 
 def test_a_federation_in_one_table() -> None:
-    """Mean over agents and worst agent, over seeds, and the share of agents that do better than alone."""
+    """The table has the mean and worst agent over seeds, and the share of agents better than Local."""
 
     def run(method: str, alice: str, seed: int, auc: float | None) -> FinishedRun:
         found = finished(method, "C", seed, 0.9)
@@ -226,7 +226,7 @@ def test_a_federation_in_one_table() -> None:
     runs = [
         run(m, alice, seed, auc) for (m, seed), found in scores.items() for alice, auc in zip("xy", found, strict=True)
     ]
-    runs += [run("local", "z", 1, None)]  # one class alone has no AUC
+    runs += [run("local", "z", 1, None)]  # a single class has no AUC
     *_, local, waffle = every_alice.to_markdown(runs, "auc").splitlines()
     assert local == "| Local | 62.50 ± 3.54 | 55.00 ± 7.07 | – |"
     assert waffle == "| WAFFLE | **75.00 ± 7.07** | **70.00 ± 14.14** | 75% |"

@@ -1,4 +1,4 @@
-"""The foot of a report names the network that was trained and how many samples it was tested on."""
+"""The footer of a report names the trained network and the number of test samples."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8), "sy
 
 
 @pytest.mark.parametrize("data", SHAPES)
-def test_the_name_of_a_model_builds_what_auto_builds(data: str) -> None:
-    """The resolved name gives the network that `auto` gives."""
+def test_the_resolved_model_is_that_of_auto(data: str) -> None:
+    """The resolved model name builds the same network as `auto`."""
     named = model_name(Settings(data=data), SHAPES[data])
     assert named != "auto"
     assert str(builder(named, data, SHAPES[data], 10)()) == str(builder("auto", data, SHAPES[data], 10)())
     assert model_name(Settings(data=data, model="linear"), SHAPES[data]) == "linear"
 
 
-def test_a_run_keeps_the_name_of_its_model(tmp_path: Path) -> None:
+def test_a_run_records_its_model(tmp_path: Path) -> None:
     """provenance.json names the network, and the page prints it."""
     config = RunConfig(method="local", settings=Settings(data="synthetic", rounds=2))
     execute([(config, tmp_path / "run")], Runtime(device="cpu"))
@@ -50,20 +50,20 @@ def measured_on(split: str, samples: int | None) -> FinishedRun:
         ([measured_on("A", None)], "<dd>not known</dd>"),
     ],
 )
-def test_test_samples_are_those_of_each_row(runs: list[FinishedRun], text: str, tmp_path: Path) -> None:
-    """Where splits differ in the number of test samples, the page says which has how many."""
+def test_test_samples_are_listed_per_split(runs: list[FinishedRun], text: str, tmp_path: Path) -> None:
+    """When splits differ in the number of test samples, the page lists the number of each."""
     assert text in write_report(runs, tmp_path, "title", images=False).read_text()
 
 
 def test_an_old_record_names_its_model(tmp_path: Path) -> None:
-    """mnist-6000 was made before the name was kept: the page says lenet5, and 949 test samples for split C."""
+    """A record without a model name gets it from its settings: lenet5, with 949 test samples in split C."""
     text = write_report(read_runs([RESULTS / "mnist-6000.jsonl"]), tmp_path, "title", images=False).read_text()
     assert "<dd>lenet5, 61,706 parameters</dd>" in text
     assert "949 in C" in text
     assert "auto" not in text[text.index("Where this comes from") : text.index("All runs")]
 
 
-def test_facts_that_differ_are_all_told() -> None:
+def test_facts_that_differ_are_all_listed() -> None:
     """Runs with two learning rates have both on the page."""
     one = finished("local", "A", 1, 0.9)
     two = replace(one, config=replace(one.config, settings=replace(one.config.settings, lr=0.5)))

@@ -1,4 +1,4 @@
-"""Every committed record of runs becomes a page; runs that differ in a setting are told apart, never refused."""
+"""Every committed record of runs gives a page; runs that differ in a setting have separate rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def holds_runs(path: Path) -> bool:
-    """Does the record's first line hold the config of a run?"""
+    """Return whether the record's first line holds the config of a run."""
     with path.open(encoding="utf-8") as stream:
         return "tables" in json.loads(stream.readline())
 
@@ -26,13 +26,13 @@ RECORDS = [path.stem for path in sorted(RESULTS.glob("*.jsonl")) if holds_runs(p
 
 
 def test_there_are_records() -> None:
-    """The records of the paper's two studies are among those that are read."""
+    """The records of the paper's two studies are among those that are tested."""
     assert {"mnist", "mnist-6000", "cifar10", "robustness", "beyond"} <= set(RECORDS)
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_record_becomes_a_page(name: str, tmp_path: Path) -> None:
-    """The page has a row for every split and variant, and each cell averages runs that differ in their seed alone."""
+    """The page has a row per split and variant, and the runs of a cell differ in their seed only."""
     runs = with_variants(read_condensed(RESULTS / f"{name}.jsonl"))
     text = write_report(runs, tmp_path, name, images=False).read_text(encoding="utf-8")
     assert all(f"<tr><th>{row}</th>" in text for row in rows_of(runs))
@@ -49,8 +49,8 @@ def with_options(run: FinishedRun, **options: object) -> FinishedRun:
     return replace(run, config=replace(run.config, options=options))
 
 
-def test_options_tell_rows_apart() -> None:
-    """A row names an option that is not the default; a method without the option stays in the row of the default."""
+def test_options_separate_rows() -> None:
+    """A row states an option that is not the default; methods without the option stay in the default row."""
     low = with_options(finished("waffle", "A", 1, 0.5), denominator="range")
     runs = with_variants([*RUNS, low])
     assert rows_of(runs) == ["A", "A, denominator range", "B*"]
@@ -63,7 +63,7 @@ def test_options_tell_rows_apart() -> None:
 
 
 def test_a_setting_that_differs_by_split_is_a_remark() -> None:
-    """Seeds of permutations that only starred splits have leave the rows as they are."""
+    """A setting that differs by split only gives a remark, not more rows."""
     star = finished("waffle", "B*", 1, 0.5)
     settings = replace(star.config.settings, permutation_seed=1)
     runs = with_variants([RUNS[0], replace(star, config=replace(star.config, settings=settings))])
@@ -72,13 +72,13 @@ def test_a_setting_that_differs_by_split_is_a_remark() -> None:
 
 
 def test_runs_that_are_alike_need_no_remark() -> None:
-    """Rows keep their names where nothing differs."""
+    """Runs with equal settings keep their rows and give no remark."""
     assert with_variants(RUNS) == RUNS
     assert remarks(RUNS) == []
 
 
-def test_charts_of_many_rows_say_what_they_show() -> None:
-    """A table of many rows has charts of the first ones, and the caption says so."""
+def test_charts_of_many_rows_show_the_first() -> None:
+    """Charts of a table with many rows show the first ones, and the caption states it."""
     runs = [
         replace(run, config=replace(run.config, settings=replace(run.config.settings, alice=str(i))))
         for i in range(MOST_ROWS + 5)

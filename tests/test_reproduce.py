@@ -1,4 +1,4 @@
-"""The reproduction: the paper's numbers, records that belong to their configs, claims that can fail, and pages."""
+"""The reproduction: the paper's numbers, committed records, claims and generated pages."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def runs() -> list[FinishedRun]:
 # ---------------------------------------------------------------------------------------------------- the paper itself
 
 
-def test_the_paper_s_table() -> None:
-    """Sixty cells, in percent; a few of them by heart."""
+def test_the_papers_table() -> None:
+    """The paper's table has sixty cells, in percent."""
     assert {data: len(cells) for data, cells in TABLE.items()} == {"mnist": 30, "cifar10": 30}
     assert TABLE["mnist"]["C", "waffle"] == (99.0, 0.08)
     assert TABLE["mnist"]["A*", "fedavg"] == (13.37, 3.21)
@@ -87,14 +87,14 @@ def test_the_paper_s_table() -> None:
 @pytest.mark.parametrize(
     ("file", "data"), [("mnist", "mnist"), ("mnist-6000", "mnist"), ("cifar10-printed", "cifar10")]
 )
-def test_erosion_has_the_paper_s_p_d(file: str, data: str) -> None:
+def test_weight_erosion_has_the_papers_p_d(file: str, data: str) -> None:
     """The experiment files hold the paper's p_d for each distribution."""
     (experiment,) = load_experiments(ROOT / "experiments" / f"{file}.toml")
     assert experiment.options["weight-erosion"]["p_d"] == P_D[data]
 
 
-def test_the_files_hold_the_paper_s_settings() -> None:
-    """Step size, batch, rounds, momentum and decay are the paper's, and WAFFLE has its slope everywhere."""
+def test_experiment_files_hold_the_papers_settings() -> None:
+    """Step size, batch size, rounds, momentum, weight decay and WAFFLE's slope are the paper's."""
     for name, expected in {
         "mnist": (100, 32, 0.1, 0.0, 0.0),
         "mnist-6000": (100, 32, 0.1, 0.0, 0.0),
@@ -105,7 +105,7 @@ def test_the_files_hold_the_paper_s_settings() -> None:
         assert (s.rounds, s.batch_size, s.lr, s.momentum, s.weight_decay) == expected
         assert set(METHODS) <= set(experiment.methods)
         assert experiment.splits == SPLITS
-        own = {"compared": "directions"} if name == "cifar10" else {}  # what the page says of it, and nothing else
+        own = {"compared": "directions"} if name == "cifar10" else {}  # the only departure, as the results page states
         assert experiment.options.get("waffle", {}) == own
     assert Scaffold().clip == 2.0
     assert commands.ALGORITHMS["waffle"]().omega == f"sigmoid({SLOPE})"  # type: ignore[attr-defined]
@@ -115,17 +115,17 @@ def test_the_files_hold_the_paper_s_settings() -> None:
 
 
 @pytest.mark.parametrize("study", ["mnist", "cifar10"])
-def test_committed_records_belong_to_their_configs(study: str) -> None:
-    """Nothing is wrong with the committed records but what may be missing from them."""
+def test_committed_records_match_their_configs(study: str) -> None:
+    """The committed records have no problem other than missing runs."""
     assert [line for line in problems(read_study(ROOT, study)) if "not complete" not in line] == []
 
 
-def doctored(runs: list[FinishedRun], **changes: Any) -> list[FinishedRun]:
+def with_first_changed(runs: list[FinishedRun], **changes: Any) -> list[FinishedRun]:
     return [replace(runs[0], **changes), *runs[1:]]
 
 
-def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: Path) -> None:
-    """Unplanned, missing and duplicate runs, other data, and a result that does not match its rounds are found."""
+def test_problems_of_a_record_are_reported(runs: list[FinishedRun], tmp_path: Path) -> None:
+    """Unplanned, missing and duplicate runs, other data, and results that do not match their rounds are reported."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
     first = runs[0]
@@ -134,13 +134,13 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: 
     better = {**first.result, "best": {"round": 1, "accuracy": 1.0}}
     worse = {**first.result, "best": {"round": 0, "accuracy": 0.5}}
     cases = {
-        "belong to no config": doctored(runs, config=other),
+        "belong to no config": with_first_changed(runs, config=other),
         "not complete": runs[1:],
         "occurs twice": [*runs, first],
-        "saw different data": doctored(runs, provenance={**first.provenance, "binding": binding}),
-        "does not match its rounds": doctored(runs, result=better),
-        "not match its rounds": doctored(runs, result=worse),
-        "match its rounds": doctored(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
+        "saw different data": with_first_changed(runs, provenance={**first.provenance, "binding": binding}),
+        "does not match its rounds": with_first_changed(runs, result=better),
+        "not match its rounds": with_first_changed(runs, result=worse),
+        "match its rounds": with_first_changed(runs, rounds=[{**first.rounds[-1], "accuracy": 0.1}]),
     }
     for expected, content in cases.items():
         record_of(tmp_path, "mnist-6000").write_text("".join(f"{line}\n" for line in condense(content)))
@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_record_is_told(runs: list[FinishedRun], tmp_path: 
         assert any(expected in line for line in found), (expected, found)
 
 
-def test_more_seeds_than_asked_are_welcome(runs: list[FinishedRun], tmp_path: Path) -> None:
+def test_additional_seeds_are_accepted(runs: list[FinishedRun], tmp_path: Path) -> None:
     """A record may hold a sixth seed."""
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     (tmp_path / "results").mkdir()
@@ -163,8 +163,8 @@ def test_more_seeds_than_asked_are_welcome(runs: list[FinishedRun], tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-def test_missing_runs_are_made_and_kept(clone: Path) -> None:
-    """What is missing is run, variant by variant; a second call finds nothing to do; the records belong."""
+def test_missing_runs_are_run_and_recorded(clone: Path) -> None:
+    """Missing runs are run and recorded; a second call changes nothing."""
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), "tiny/plain/B")
     part = read_part(clone, "tiny")
     assert {name: len(found) for name, found in part.runs.items()} == {"tiny/plain": 4, "tiny/clipped": 0}
@@ -179,8 +179,8 @@ def test_missing_runs_are_made_and_kept(clone: Path) -> None:
     assert not (clone / "elsewhere").exists()
 
 
-def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
-    """A study of a data set by name with alice = "all" plans, makes and keeps a run for each agent."""
+def test_alice_all_plans_one_run_per_agent(clone: Path) -> None:
+    """A study with alice = "all" plans, runs and records one run per agent."""
     text = 'methods = ["fedavg"]\nsplits = ["B"]\nalice = "all"\nagents = 3\nrounds = 1\nsamples_per_agent = 20\n'
     (clone / "experiments" / "tiny.toml").write_text(text)
     cells = ["tiny/B/fedavg/1", "tiny/B for 1/fedavg/1", "tiny/B for 2/fedavg/1"]
@@ -192,8 +192,8 @@ def test_every_alice_has_a_cell_of_her_own(clone: Path) -> None:
     assert problems({"tiny": part}) == []
 
 
-def test_processes_share_a_study(clone: Path) -> None:
-    """Shares are whole columns and make up the study; processes that make them at the same time lose no run."""
+def test_concurrent_shares_complete_a_study(clone: Path) -> None:
+    """Shares are whole columns; processes that run them concurrently complete the study."""
     planned = read_part(clone, "tiny").planned()
     shares = [running._share(planned, k, 3) for k in (1, 2, 3)]
     assert sorted(name for share in shares for name in share) == sorted(planned)
@@ -205,8 +205,8 @@ def test_processes_share_a_study(clone: Path) -> None:
     assert not read_part(clone, "tiny").missing()
 
 
-def test_who_comes_later_takes_nobody_else_s_share(clone: Path) -> None:
-    """A share stays the same however much of the study is done by then."""
+def test_shares_do_not_depend_on_progress(clone: Path) -> None:
+    """A share contains the same runs however much of the study is done."""
     for k in (1, 2):
         run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), share=(k, 2))
         done = {cell_of(name, run.config) for name, runs in read_part(clone, "tiny").runs.items() for run in runs}
@@ -215,43 +215,43 @@ def test_who_comes_later_takes_nobody_else_s_share(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])
-def test_a_share_that_is_none(share: str, clone: Path) -> None:
-    """A share out of range is one line and exit code 2."""
+def test_a_share_out_of_range_is_refused(share: str, clone: Path) -> None:
+    """A share out of range is refused with one line and exit code 2."""
     command = [sys.executable, "-m", "paper", "tiny", f"--share={share}"]
     found = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "expected --share K/N" in found.stderr
 
 
-def test_what_has_ended_is_kept_meanwhile(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has ended is in the record before the others have, and the listener hears of all."""
+def test_finished_runs_are_recorded_while_others_train(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run is recorded before the others finish, and the listener receives every event."""
     monkeypatch.setattr(running, "FLUSH_SECONDS", 0.0)
     seen: list[int] = []
 
-    class Counting(Listener):
+    class CountingListener(Listener):
         def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None:
             seen.append(len(read_part(clone, "tiny").all_runs))
 
-    run_missing(clone, "tiny", clone / "runs", Runtime(stack=1), Counting())
+    run_missing(clone, "tiny", clone / "runs", Runtime(stack=1), CountingListener())
     assert len(seen) == 12
     assert seen[:3] == [0, 1, 2]
 
 
-def test_a_run_that_ends_beside_another_is_kept_while_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two runs that end together the second waits for the next minute, not for the next run to end."""
-    now, kept = [0.0], list[float]()
+def test_finished_runs_are_flushed_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that end together are flushed at most once per minute, also while the next run trains."""
+    now, flush_times = [0.0], list[float]()
     monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
-    keeper = running._SavingListener(Listener(), lambda: kept.append(now[0]))
+    listener = running._SavingListener(Listener(), lambda: flush_times.append(now[0]))
     config = RunConfig(method="fedavg", settings=Settings())
     for now[0] in (100.0, 100.1):
-        keeper.ended(config, {})
+        listener.ended(config, {})
     for now[0] in (130.0, 161.0, 300.0):
-        keeper.advanced(config, {})
-    assert kept == [100.0, 161.0]
+        listener.advanced(config, {})
+    assert flush_times == [100.0, 161.0]
 
 
-def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
-    """A finished run of another results version is reported, and does not enter the record."""
+def test_runs_of_another_results_version_are_not_recorded(clone: Path) -> None:
+    """A finished run of another results version is reported and not recorded."""
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener())
     record_of(clone, "tiny").unlink()
     about = next((clone / "runs").rglob("provenance.json"))
@@ -260,48 +260,48 @@ def test_runs_of_another_results_version_are_not_kept(clone: Path) -> None:
     seal(about.parent)
     received: list[str] = []
 
-    class Hearing(Listener):
+    class RecordingListener(Listener):
         def warned(self, message: str) -> None:
             received.append(message)
 
-    run_missing(clone, "tiny", clone / "runs", Runtime(), Hearing())
+    run_missing(clone, "tiny", clone / "runs", Runtime(), RecordingListener())
     assert len(read_part(clone, "tiny").missing()) == 1
     assert any("used other software" in message for message in received)
 
 
-def test_running_stops_in_time_and_goes_on(clone: Path) -> None:
-    """Out of time a study stops after a round, its runs saved; the same call ends in the record of an unbroken one."""
+def test_a_study_stops_at_its_time_limit_and_resumes(clone: Path) -> None:
+    """A study stops at its time limit; the same call resumes it and gives the rounds of an uninterrupted study."""
     with pytest.raises(Interrupted):
         run_missing(clone, "tiny", clone / "runs", Runtime(minutes=1e-9), Listener())
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener())
     broken = record_of(clone, "tiny").read_bytes()
     record_of(clone, "tiny").unlink()
     run_missing(clone, "tiny", clone / "anew", Runtime(), Listener())
-    whole = record_of(clone, "tiny").read_bytes()
+    unbroken = record_of(clone, "tiny").read_bytes()
     assert [json.loads(line)["rounds"] for line in broken.splitlines()] == [
-        json.loads(line)["rounds"] for line in whole.splitlines()
+        json.loads(line)["rounds"] for line in unbroken.splitlines()
     ]
 
 
-def test_seeds_in_place_of_the_file_s(clone: Path) -> None:
-    """Other seeds are run on request and kept beside the file's."""
+def test_seeds_can_be_overridden(clone: Path) -> None:
+    """Other seeds than the file's are run and recorded on request."""
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), "tiny/clipped", seeds=(7,))
     assert {run.config.settings.seed for run in read_part(clone, "tiny").all_runs} == {7}
 
 
-def test_some_methods_alone(clone: Path) -> None:
-    """Named methods are run alone; what is missing of the others stays so."""
-    asked = {config.method for config in read_part(clone, "tiny").planned().values()}
+def test_methods_can_be_selected(clone: Path) -> None:
+    """Only the named methods are run; runs of the other methods stay missing."""
+    methods = {config.method for config in read_part(clone, "tiny").planned().values()}
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("waffle",))
     part = read_part(clone, "tiny")
     assert {run.config.method for run in part.all_runs} == {"waffle"}
-    assert {config.method for config in part.missing().values()} == asked - {"waffle"} != set()
+    assert {config.method for config in part.missing().values()} == methods - {"waffle"} != set()
     text = refusal(run_missing, clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("wafle",))
     assert "no method 'wafle' in tiny, did you mean waffle?" in text
 
 
-def test_runs_are_made_anew_on_request(clone: Path) -> None:
-    """What a record holds already is run again if asked, and takes the older run's place."""
+def test_recorded_runs_are_rerun_on_request(clone: Path) -> None:
+    """A recorded run is run again on request and replaces the earlier run."""
     cell = ("tiny/clipped/B/waffle", (1,))
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), *cell)
     first = record_of(clone, "tiny").read_text()
@@ -310,7 +310,7 @@ def test_runs_are_made_anew_on_request(clone: Path) -> None:
     assert record_of(clone, "tiny").read_text() == first
 
 
-def test_a_cell_that_is_none(clone: Path) -> None:
+def test_an_unknown_cell_is_refused(clone: Path) -> None:
     """An unknown cell is refused in one line, before any work."""
     text = refusal(run_missing, clone, "tiny", clone / "runs", Runtime(), Listener(), "tiny/B/waffle")
     assert "no cell 'tiny/B/waffle'" in text
@@ -318,7 +318,7 @@ def test_a_cell_that_is_none(clone: Path) -> None:
     assert not is_in("mnist/A*/waffle/1", "mnist/A")
 
 
-def test_the_command_for_bare_machines() -> None:
+def test_python_m_paper_needs_a_clone() -> None:
     """python -m paper is refused in one line outside of a clone."""
     command = [sys.executable, "-m", "paper", "mnist"]
     done = subprocess.run(
@@ -334,7 +334,7 @@ def test_the_command_for_bare_machines() -> None:
 
 
 def cells(**means: float) -> dict[tuple[str, str], Score]:
-    """Every cell at 90, but for those given as method or method_split (a star is an x)."""
+    """Accuracies of every cell: 90, except those given as method or method_split (x stands for the star)."""
     found = {(split, method): 0.9 for split in SPLITS for method in (*METHODS, "ditto")}
     for name, value in means.items():
         method, _, split = name.partition("_")
@@ -344,7 +344,7 @@ def cells(**means: float) -> dict[tuple[str, str], Score]:
 
 
 def test_above_by_hand() -> None:
-    """Equal is not above; the closest pair is told, or those that fail."""
+    """Equal is not above; the message names the closest pair, or the pairs that fail."""
     better = cells(waffle=95, local_B=91)
     verdict = claims.above("x", better, ("B", "C"), ("waffle",), ("local", "fedavg"))
     assert verdict == claims.Verdict("x", True, "B: WAFFLE 95.00, Local 91.00")
@@ -356,7 +356,7 @@ def test_above_by_hand() -> None:
 
 
 def test_near_the_best_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One deviation of the best method is allowed; beyond it a cell must be named, and may be named only then."""
+    """One deviation of the best method is allowed; a cell beyond it must be a named exception, and no other may be."""
     monkeypatch.setattr(claims, "EXCEPTIONS", {})
     assert claims.near_the_best("mnist", cells(waffle=94.95, apfl=95.0)).holds
     behind = cells(waffle=95, waffle_A=90, apfl_A=90.2)
@@ -370,7 +370,7 @@ def test_near_the_best_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_distance_from_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.3 point below the paper is allowed on MNIST and not more; 2 points either way on CIFAR-10."""
+    """On MNIST a cell may be at most 0.3 points below the paper, on CIFAR-10 2 points either way."""
     monkeypatch.setattr(claims, "EXCEPTIONS", {})
     printed = {f"waffle_{split.replace('*', 'x')}": TABLE["mnist"][split, "waffle"].mean for split in SPLITS}
     assert claims.not_below_paper("mnist", cells(**printed), 0.3).holds
@@ -383,12 +383,12 @@ def test_distance_from_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("study", ["mnist", "cifar10"])
 def test_no_claim_holds_without_records(study: str) -> None:
-    """Where nothing was run, nothing is claimed."""
+    """Without runs no claim holds."""
     assert not any(verdict.holds for verdict in claims.verdicts(study, []))
 
 
-def test_the_claims_at_6000(runs: list[FinishedRun]) -> None:
-    """The committed record of the full split bears out what is claimed of the smaller one."""
+def test_claims_hold_with_6000_samples(runs: list[FinishedRun]) -> None:
+    """The claims about the smaller split hold for the committed record of the full split."""
     held = {verdict.claim: verdict.holds for verdict in claims.verdicts("mnist", runs)}
     assert held["WAFFLE no more than 0.3 point below the paper in any cell"]
     assert held["WAFFLE and WE above Local, FedAvg, SCAFFOLD and APFL on B and C"]
@@ -412,7 +412,7 @@ def test_five_seeds_cannot_be_significant() -> None:
 
 
 def test_rounds_needed_by_hand(runs: list[FinishedRun]) -> None:
-    """Of 0.5, 0.98, 0.97, 1.0 the second round is the first at 98 % of the end, the fourth at 99 %."""
+    """Of 0.5, 0.98, 0.97, 1.0 the second round first reaches 98 % of the end, the fourth 99 %."""
     rounds = [{"round": r + 1, "accuracy": value} for r, value in enumerate((0.5, 0.98, 0.97, 1.0))]
     apfl = next(run for run in runs if (run.row, run.config.method) == ("A", "apfl"))
     run = replace(apfl, rounds=rounds)
@@ -423,11 +423,11 @@ def test_rounds_needed_by_hand(runs: list[FinishedRun]) -> None:
     assert [(c.splits, c.ours, c.theirs, c.pairs) for c in compared] == [("A", 4, 4, 1), ("all", 4, 4, 1)]
 
 
-# ---------------------------------------------------------------------------------------------------- what is computed
+# ---------------------------------------------------------------------------------------------------- computed records
 
 
-def test_drift_ends_where_theory_says() -> None:
-    """SCAFFOLD ends in the common optimum, WAFFLE near Alice's own, FedAvg beside the first."""
+def test_drift_matches_theory() -> None:
+    """SCAFFOLD ends in the common optimum, WAFFLE near Alice's optimum, FedAvg away from the common optimum."""
     ends = {name: drift.trajectory(algorithm)[0][-1] for name, algorithm in drift.algorithms().items()}
     goal = drift.common_optimum()
     torch.testing.assert_close(ends["scaffold"], goal, atol=1e-4, rtol=0)
@@ -435,8 +435,8 @@ def test_drift_ends_where_theory_says() -> None:
     assert (ends["waffle"] - drift.OPTIMA[0]).norm() < 0.1
 
 
-def test_our_form_under_momentum_is_scaffold_s() -> None:
-    """The loop of the momentum table gives, for the outside form, the models of Scaffold itself."""
+def test_momentum_loop_matches_scaffold() -> None:
+    """For the outside form, the loop of the momentum table gives the models of Scaffold."""
     algorithm = Scaffold(SGD(momentum.LR, momentum.MOMENTUM), clip=0.0)
     server, agents = algorithm.init(Net(drift.START, drift.START[:0]), 3)
     everyone, steps = torch.ones(3, dtype=torch.bool), torch.full((3,), momentum.STEPS)
@@ -450,8 +450,8 @@ def test_our_form_under_momentum_is_scaffold_s() -> None:
         torch.testing.assert_close(server.x, expected)
 
 
-def test_computed_records_are_what_is_computed(clone: Path) -> None:
-    """The committed records of drift, momentum and quadratics are those that the command writes."""
+def test_computed_records_are_reproducible(clone: Path) -> None:
+    """The committed records of drift, momentum and quadratics are what the command writes."""
     compute(clone)
     for name in ("drift", "momentum", "quadratics"):
         assert record_of(clone, name).read_text() == record_of(ROOT, name).read_text()
@@ -465,7 +465,7 @@ def records() -> Records:
     return page.read_records(ROOT)
 
 
-def test_the_page_of_results_is_its_records(records: Records) -> None:
+def test_result_pages_match_their_records(records: Records) -> None:
     """docs/results.md, docs/results-departures.md and each algorithm's results are what `waffle reproduce` writes."""
     assert (ROOT / "docs" / "results.md").read_text() == page.results_page(records)
     assert (ROOT / "docs" / "results-departures.md").read_text() == page.departures_page(records)
@@ -475,10 +475,10 @@ def test_the_page_of_results_is_its_records(records: Records) -> None:
         assert path.read_text() == page.with_results(path.read_text(), records, shifts)
 
 
-@pytest.mark.parametrize("kept", ["local/A", "waffle/C", "weight-erosion/C", "apfl"])
-def test_a_page_of_a_few_runs(kept: str, runs: list[FinishedRun], records: Records) -> None:
-    """Page and figures can be made of any part of the records, and say what is missing."""
-    method, _, row = kept.partition("/")
+@pytest.mark.parametrize("selection", ["local/A", "waffle/C", "weight-erosion/C", "apfl"])
+def test_a_page_from_few_runs(selection: str, runs: list[FinishedRun], records: Records) -> None:
+    """Page and figures can be made from any part of the records, and the page lists what is missing."""
+    method, _, row = selection.partition("/")
     few = [run for run in runs if run.config.method == method and run.row in (row or run.row)]
     part = replace(records.parts["mnist-6000"], runs={"mnist-6000": few})
     some = replace(records, parts={**records.parts, "mnist": replace(part, name="mnist"), "mnist-6000": part})
@@ -486,13 +486,13 @@ def test_a_page_of_a_few_runs(kept: str, runs: list[FinishedRun], records: Recor
     assert all(to_svg(chart()) for _, _, chart in page.pictures(some))
 
 
-def test_what_the_page_says_of_distances(records: Records) -> None:
-    """The figures in the words on CIFAR-10 are the records': who is dropped when, what weights follow, margins."""
+def test_the_text_on_cifar_matches_the_records(records: Records) -> None:
+    """The numbers in the text on CIFAR-10 match the records: rounds of exclusion, weights and margins."""
     tried = {name.rpartition("/")[2]: runs for name, runs in records.parts["cifar10-departures"].runs.items()}
     tried["directions"] = [run for run in records.runs("cifar10") if run.config.method == "waffle"]
 
     def dropped(variant: str) -> list[int]:
-        """The first round in which each agent besides Alice has no weight, on C."""
+        """The first round in which each agent other than Alice has no weight, on C."""
         (run,) = (run for run in tried[variant] if run.row == "C")
         return [next(line["round"] for line in run.rounds if not line["weights"][i]) for i in range(1, 10)]
 
@@ -528,8 +528,8 @@ def test_what_the_page_says_of_distances(records: Records) -> None:
         assert below == pytest.approx(gap, abs=0.06)
 
 
-def test_the_figures_are_their_records(records: Records) -> None:
-    """Every figure is there as text, small, and drawn from the committed records; no other is."""
+def test_figures_match_their_records(records: Records) -> None:
+    """Every figure is a small SVG file drawn from the committed records, and there is no other figure."""
     drawn = {name: to_svg(chart()) for name, _, chart in page.pictures(records)}
     drawn["overview"] = to_svg(page.overview(records.runs("mnist")))
     folder = ROOT / "docs" / "figures"
@@ -542,8 +542,8 @@ def test_the_figures_are_their_records(records: Records) -> None:
 # --------------------------------------------------------------------------------------------------- the waffle command
 
 
-def test_check_says_what_is_missing(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--check exits with 1 and a line for each record that is not whole and each claim that does not hold."""
+def test_check_reports_what_is_missing(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--check exits with 1 and prints one line per incomplete record and per claim that does not hold."""
     shutil.copytree(ROOT / "experiments", clone / "experiments", dirs_exist_ok=True)
     studies.STUDIES["cifar10"] = ("cifar10", "cifar10-printed")
     assert menu.main(["reproduce", "cifar10", "--check"]) == 1
@@ -552,10 +552,10 @@ def test_check_says_what_is_missing(clone: Path, capsys: pytest.CaptureFixture[s
     assert "DOES NOT HOLD: all 30 cells of the paper's table exist" in out
 
 
-def test_check_passes_where_everything_holds(
+def test_check_passes_with_complete_records(
     clone: Path, runs: list[FinishedRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With whole records and claims that hold, --check exits with 0 and tells the numbers, as JSON too."""
+    """With complete records and claims that hold, --check exits with 0 and prints the numbers, also as JSON."""
     shutil.copytree(ROOT / "experiments", clone / "experiments", dirs_exist_ok=True)
     text = (clone / "experiments" / "mnist-6000.toml").read_text().replace(', "ditto"]', "]")
     (clone / "experiments" / "mnist.toml").write_text(text)
@@ -563,7 +563,7 @@ def test_check_passes_where_everything_holds(
     record_of(clone, "mnist").write_text("".join(f"{line}\n" for line in lines))
     studies.STUDIES["mnist"] = ("mnist",)
     monkeypatch.setattr(claims, "PERSONAL", ("weight-erosion", "waffle", "apfl"))
-    monkeypatch.setattr(claims, "EXCEPTIONS", {})  # with 6,000 samples an agent none is needed
+    monkeypatch.setattr(claims, "EXCEPTIONS", {})  # with 6,000 samples per agent none is needed
     assert menu.main(["reproduce", "mnist", "--check"]) == 0
     assert "\nholds: WAFFLE at least 98.2 on A* and 99.5 on B* (A* 99." in capsys.readouterr().out
     assert menu.main(["reproduce", "mnist", "--check", "--json"]) == 0
@@ -573,13 +573,14 @@ def test_check_passes_where_everything_holds(
 def test_the_committed_records_reproduce_the_paper_on_mnist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`waffle reproduce mnist --check` passes on the committed records."""
     monkeypatch.chdir(ROOT)
     assert menu.main(["reproduce", "mnist", "--check"]) == 0
     assert "DOES NOT HOLD" not in capsys.readouterr().out
 
 
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without experiments/ and results/ the command says what it needs; an unknown study names the known ones."""
+    """Outside of a clone the command names the requirement; an unknown study is refused with the known ones."""
     monkeypatch.chdir(tmp_path)
     assert "needs a clone of the repository" in refusal(menu.main, ["reproduce", "mnist"])
     monkeypatch.chdir(ROOT / "docs")

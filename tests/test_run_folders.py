@@ -1,4 +1,4 @@
-"""Run folders: who may open one, and what happens when something about it has changed."""
+"""Run folders: locking, and changes of config, data, code and files."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.records import Run, read_json
 
-# --- one process a folder (P4)
+# --- one process per folder (P4)
 
 HOLDER = """
 import sys, time
@@ -49,10 +49,10 @@ with Run.opened(Path(sys.argv[1]), chosen, {}):
 """
 
 
-def test_the_lock_names_its_holder_and_is_free_after_its_death(
+def test_the_lock_names_its_holder_and_is_freed_by_its_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second process is refused with the holder's pid and host, and let in once the holder was killed by SIGKILL."""
+    """A second process is rejected with the holder's pid and host, and accepted once SIGKILL ended the holder."""
     folder = tmp_path / "run"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
     with holder:
@@ -75,7 +75,7 @@ def test_the_lock_names_its_holder_and_is_free_after_its_death(
 
 
 def test_a_lock_is_freed_when_its_run_fails(tmp_path: Path) -> None:
-    """An error inside a run frees the folder for the next try in the same process."""
+    """An error inside a run frees its folder for the next attempt in the same process."""
     folder = tmp_path / "run"
     with pytest.raises(Halt), Run.opened(folder, config(), BINDING):
         raise Halt
@@ -90,7 +90,7 @@ def bound(**binding: str) -> dict[str, Any]:
 
 
 def test_every_difference_is_listed(tmp_path: Path) -> None:
-    """Going on with another config, data set, code, torch or device is refused with each change, old and new."""
+    """Resuming with another config, data set, code, torch or device fails and lists each old and new value."""
     folder = recorded(tmp_path / "run", (1,), rounds=1)
     before = snapshot(folder)
     other = bound(results_version="2", torch="3", device="H200", data="d1")
@@ -113,7 +113,7 @@ def test_every_difference_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["results_version", "torch", "device", "data"])
 def test_each_binding_is_enough_to_refuse(tmp_path: Path, what: str) -> None:
-    """One changed part of what a run is bound to is enough, and only that part is listed."""
+    """One changed part of the binding is enough to refuse, and only that part is listed."""
     folder = recorded(tmp_path / "run", (1,), rounds=1)
     with (
         pytest.raises(WaffleError, match=rf"another run: provenance\.{what} was '.*', now 'new'; choose"),
@@ -122,8 +122,8 @@ def test_each_binding_is_enough_to_refuse(tmp_path: Path, what: str) -> None:
         pytest.fail("the folder was opened")
 
 
-def test_force_goes_on_and_is_recorded(tmp_path: Path) -> None:
-    """With force a changed run goes on from its checkpoint, and provenance.json lists every forced change."""
+def test_force_continues_and_is_recorded(tmp_path: Path) -> None:
+    """With force a changed run continues from its checkpoint, and provenance.json lists every forced change."""
     folder = recorded(tmp_path / "run", (1, 2), rounds=2)
     with Run.opened(folder, config(lr=0.2), bound(data="new"), force=True) as run:
         assert run.resume(TEMPLATE)[0] == 2
@@ -152,7 +152,7 @@ def test_force_without_a_change_records_nothing(tmp_path: Path) -> None:
 def test_the_command_line_refuses_and_forces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`waffle run` with another step size on a half-done run is one line and exit code 2; with --force it finishes."""
+    """`waffle run` with another step size on an unfinished run exits with code 2; with --force it finishes."""
     folder = halted(tmp_path / "run", config())
     arguments = ["run", "waffle", "--data", "synthetic", "--model", "linear", "--rounds", ROUNDS]
     arguments += ["--samples-per-agent", 20, "--lr", 0.2, "--out", folder, "--quiet"]
@@ -166,23 +166,23 @@ def test_the_command_line_refuses_and_forces(
 
 
 def test_other_data_behind_the_same_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-done run whose data set has changed on disk is refused by the digest of the data."""
+    """An unfinished run whose data set changed on disk is rejected by the data digest."""
     folder = halted(tmp_path / "run", config())
-    sound = experiment.federation_of
+    original_federation_of = experiment.federation_of
 
-    def mended(*arguments: Any) -> Federation:
-        federation = sound(*arguments)
+    def with_changed_label(*arguments: Any) -> Federation:
+        federation = original_federation_of(*arguments)
         y = federation.y.clone()
         y[0] = (y[0] + 1) % 10
         return dataclasses.replace(federation, y=y)
 
-    monkeypatch.setattr(experiment.execution, "federation_of", mended)
+    monkeypatch.setattr(experiment.execution, "federation_of", with_changed_label)
     with pytest.raises(WaffleError, match=r"holds another run: provenance\.data was"):
         finish(folder, config())
 
 
-def test_the_same_pixels_in_another_place_are_other_data() -> None:
-    """The data digest tells images from the same images transposed: equal sums are not equal data."""
+def test_the_data_digest_depends_on_pixel_positions() -> None:
+    """The data digest differs between images and the same images transposed."""
     rng = np.random.default_rng(0)
     x, x_test = (rng.integers(0, 256, (8, 1, 4, 4)).astype(np.float32) for _ in range(2))
     y = np.arange(8) % 2
@@ -192,12 +192,12 @@ def test_the_same_pixels_in_another_place_are_other_data() -> None:
 
 
 def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
-    """A run that goes on with another number of workers is accepted and ends with the bits of the unbroken run."""
+    """A run resumed with another number of workers ends with the bits of the uninterrupted run."""
     chosen = config("scaffold")
-    finish(tmp_path / "whole", chosen, workers=2)
+    finish(tmp_path / "uninterrupted", chosen, workers=2)
     folder = halted(tmp_path / "broken", chosen, workers=1)
     finish(folder, chosen, workers=3)
-    assert bits(folder) == bits(tmp_path / "whole")
+    assert bits(folder) == bits(tmp_path / "uninterrupted")
 
 
 # --- folders that cannot be written to (P9)
@@ -207,9 +207,9 @@ def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
 def test_an_unwritable_folder_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], location: str
 ) -> None:
-    """A run folder that cannot be made is one line and exit code 2 at the start, not at the first save."""
+    """A run folder that cannot be created is a one-line error with exit code 2 before training starts."""
     file = tmp_path / "file"
-    file.write_text("in the way")
+    file.write_text("a file")
     folder = {"a file": file, "under a file": file / "run", "proc": Path("/proc/waffle/run")}[location]
     monkeypatch.setattr(experiment.execution, "simulate", lambda *_, **__: pytest.fail("training began"))
     arguments = ["run", "local", "--data", "synthetic", "--model", "linear", "--rounds", 3, "--quiet"]
@@ -217,7 +217,7 @@ def test_an_unwritable_folder_is_refused_before_training(
     message = capsys.readouterr().err
     assert message.startswith(f"waffle: cannot write to {folder}: ")
     assert message.count("\n") == 1
-    assert file.read_text() == "in the way"
+    assert file.read_text() == "a file"
 
 
 # --- finished runs (P12)
@@ -225,7 +225,7 @@ def test_an_unwritable_folder_is_refused_before_training(
 
 @pytest.mark.parametrize("method", ["waffle", "apfl"])
 def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Asking for a finished run gives the same result, trains nothing and touches no file."""
+    """Running a finished run again returns the same result, trains nothing and changes no file."""
     folder = tmp_path / "run"
     first = finish(folder, config(method))
     before = snapshot(folder)
@@ -240,15 +240,15 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert snapshot(folder) == before
 
 
-def test_a_run_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
-    """Settings and options that its config does not know yet count as their defaults."""
+def test_missing_settings_of_an_older_config_mean_their_defaults(tmp_path: Path) -> None:
+    """Settings and options that an older config lacks count as their defaults."""
     folder = tmp_path / "run"
     first = finish(folder, config("waffle"))
     path = folder / "config.json"
     content = json.loads(path.read_text())
     del content["settings"]["leave_out"], content["settings"]["augment"], content["options"]["eta_g"]
     path.write_text(json.dumps(content))
-    (folder / "manifest.json").unlink()  # it had none either
+    (folder / "manifest.json").unlink()  # that version wrote none
     assert finish(folder, config("waffle"), force=True) == first
 
 
@@ -265,10 +265,10 @@ def test_resuming_a_finished_run_exits_with_0(
     assert snapshot(folder) == before
 
 
-def test_a_finished_run_that_lost_its_log_is_no_crash(
+def test_a_finished_run_with_a_damaged_log_gives_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finished run whose log was damaged later is shown or refused in one line, without a traceback."""
+    """A finished run whose log was damaged is shown or rejected in one line."""
     folder = tmp_path / "run"
     finish(folder, config())
     (folder / "rounds.jsonl").write_bytes(b"garbage\n")
@@ -277,7 +277,7 @@ def test_a_finished_run_that_lost_its_log_is_no_crash(
 
 
 def test_force_never_gives_a_finished_run_a_config_it_was_not_trained_with(tmp_path: Path) -> None:
-    """Forcing another step size on a finished run trains it, or is refused, or leaves its config as it was."""
+    """Forcing another step size on a finished run trains it again, fails, or leaves its config unchanged."""
     folder = tmp_path / "run"
     finish(folder, config(lr=0.1))
     model = (folder / "model.safetensors").read_bytes()
@@ -290,11 +290,11 @@ def test_force_never_gives_a_finished_run_a_config_it_was_not_trained_with(tmp_p
 
 @pytest.mark.parametrize("method", ["local", "fedavg", "scaffold", "weight-erosion", "waffle", "apfl", "ditto"])
 def test_every_method_resumes_to_the_same_bits(tmp_path: Path, method: str) -> None:
-    """A run of any method that was halted twice ends with the model and the log of the unbroken one."""
+    """A run of any method that was halted twice ends with the model and log of the uninterrupted run."""
     chosen = config(method)
-    whole = finish(tmp_path / "whole", chosen)
+    uninterrupted = finish(tmp_path / "uninterrupted", chosen)
     folder = halted(tmp_path / "broken", chosen, after=2)
     halted(folder, chosen, after=5)
-    assert finish(folder, chosen) == whole
-    assert bits(folder) == bits(tmp_path / "whole")
+    assert finish(folder, chosen) == uninterrupted
+    assert bits(folder) == bits(tmp_path / "uninterrupted")
     assert list(folder.glob("checkpoint-*")) == []

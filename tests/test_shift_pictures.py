@@ -1,4 +1,4 @@
-"""Shifts as `waffle data` draws them, and their page in the docs."""
+"""The pictures of shifts drawn by `waffle data`, and their page in the docs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waffle_fl.shifts import KINDS, Covariate, read_shifts
 
 @pytest.mark.parametrize("shift", [*EXAMPLES, "dirichlet(0.5) + rotate(30) + swap(2)"])
 def test_every_shift_is_drawn(shift: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`waffle data` draws a shift, and says who is in which group of it."""
+    """`waffle data` draws a shift and prints the group of each agent."""
     out = tmp_path / "shift.svg"
     assert main(["data", "digits", "--shift", shift, "--agents", "5", "--out", str(out), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -30,14 +30,14 @@ def test_every_shift_is_drawn(shift: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_vectors_are_drawn_as_strips(tmp_path: Path) -> None:
-    """Samples that are no images are drawn too."""
+    """Samples that are not images are drawn as strips."""
     out = tmp_path / "strip.png"
     assert main(["data", "synthetic", "--shift", "scale(0.5)", "--out", str(out), "--quiet"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_pictures_of_the_docs_are_what_their_commands_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every picture of docs/shifts.md is there once, shown, and drawn anew by its command to the same bytes."""
+def test_pictures_of_the_docs_match_their_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every picture of docs/shifts.md is shown once, and its command draws the same bytes."""
     page = (ROOT / "docs" / "shifts.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("docs/shifts").mkdir(parents=True)
@@ -49,14 +49,14 @@ def test_the_pictures_of_the_docs_are_what_their_commands_draw(tmp_path: Path, m
 
 
 def test_the_snippet_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The Python of docs/shifts.md runs as it stands, and prints who is shifted."""
+    """The Python of docs/shifts.md runs unchanged and prints the shifted agents."""
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "shifts.md").read_text(), re.DOTALL)
     exec(snippet, {})
     assert capsys.readouterr().out == f"{(('rotate(30)', (0, 1) * 5),)}\n"
 
 
 def test_the_docs_have_every_shift() -> None:
-    """The table of docs/shifts.md has a row for each kind, and the page draws each."""
+    """The table of docs/shifts.md has one row per kind of shift, and the page shows a picture of each."""
     page = (ROOT / "docs" / "shifts.md").read_text()
     for kind in KINDS:
         assert f"\n| `{kind}(" in page

@@ -1,4 +1,4 @@
-"""Signed requests: what a site obeys, and all that it does not; and the ledger that remembers."""
+"""Signed requests: which ones a site accepts, and the ledger that records them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ KEY = Ed25519PrivateKey.generate()
 REQUEST = Message({"run": "job", "tasks": [{"round": 3}]}, {"course": b"model"})
 
 
-def checked(request: Message, used: Any = (), now: float | None = None, site: str = "north") -> str:
+def verified_nonce(request: Message, used: Any = (), now: float | None = None, site: str = "north") -> str:
     return verify(request, [KEY.public_key()], site, set(used), 900.0, now)
 
 
 def test_an_honest_request_passes_once() -> None:
-    """A request that arrives through Flower's records passes; the same again does not."""
+    """A request passes through Flower's records and is accepted once; a repetition is rejected."""
     signed = unpacked(packed(sign(REQUEST, KEY, "north")), 1 << 20)
-    nonce = checked(signed)
-    assert "answered before" in refusal(checked, signed, used=[nonce])
+    nonce = verified_nonce(signed)
+    assert "answered before" in refusal(verified_nonce, signed, used=[nonce])
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "change",
     [
         lambda r: replace(r, fields={**r.fields, "run": "other"}),
         lambda r: replace(r, fields={**r.fields, "tasks": [{"round": 4}]}),
@@ -59,27 +59,27 @@ def test_an_honest_request_passes_once() -> None:
         lambda r: sign(REQUEST, Ed25519PrivateKey.generate(), "north"),
     ],
 )
-def test_any_change_breaks_the_signature(changed: Any) -> None:
-    """The job, the round, the site, the time, the nonce and every payload are under the signature."""
-    assert "not signed by an operator key" in refusal(checked, changed(sign(REQUEST, KEY, "north")))
+def test_any_change_breaks_the_signature(change: Any) -> None:
+    """The signature covers the job, the round, the site, the time, the nonce and every payload."""
+    assert "not signed by an operator key" in refusal(verified_nonce, change(sign(REQUEST, KEY, "north")))
 
 
-def test_a_request_is_for_one_site_and_one_time() -> None:
-    """A request for another site, of long ago or of the future is refused, though its signature is right."""
+def test_a_request_is_valid_for_one_site_and_a_limited_time() -> None:
+    """A correctly signed request for another site, or too old or too new, is rejected."""
     signed, now = sign(REQUEST, KEY, "north", now=1e9), 1e9
-    assert checked(signed, now=now + 899)
-    assert "addressed to another site" in refusal(checked, signed, site="south", now=now)
+    assert verified_nonce(signed, now=now + 899)
+    assert "addressed to another site" in refusal(verified_nonce, signed, site="south", now=now)
     for off in (-901, 901, 1e12):
-        assert "before or after this site's time" in refusal(checked, signed, now=now + off)
-    odd = sign(Message({"run": "job"}), KEY, "north", now=float("nan"))
-    assert "before or after" in refusal(checked, odd)
+        assert "before or after this site's time" in refusal(verified_nonce, signed, now=now + off)
+    nan_time = sign(Message({"run": "job"}), KEY, "north", now=float("nan"))
+    assert "before or after" in refusal(verified_nonce, nan_time)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5), max_size=4), st.binary())
 def test_no_random_request_passes(words: dict[str, Any], signature: bytes) -> None:
-    """Whatever JSON and bytes come, they are refused in one line."""
+    """Any random JSON and bytes are rejected in one line."""
     with pytest.raises(WaffleError):
-        checked(Message(words, {}, signature))
+        verified_nonce(Message(words, {}, signature))
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_no_random_request_passes(words: dict[str, Any], signature: bytes) -> No
     [(b"", "holds no operator key"), (b"# nothing\n", "holds no operator key"), (b"rubbish\n", "one per operator key")],
 )
 def test_a_site_without_a_readable_operator_key(content: bytes, words: str, tmp_path: Path) -> None:
-    """A site without a readable operator key refuses every request, and says why."""
+    """A site without a readable operator key refuses every request and reports the reason."""
     (tmp_path / "operator.pub").write_bytes(content)
     assert words in refusal(load_trusted_keys, tmp_path / "operator.pub")
 
 
 def test_two_operator_keys_are_trusted_while_one_is_replaced(tmp_path: Path) -> None:
-    """Each line of operator.pub is a key; a request of either passes."""
+    """Each line of operator.pub is a key, and a request signed with either passes."""
     keys = [KEY, Ed25519PrivateKey.generate()]
     lines = [key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for key in keys]
     (tmp_path / "operator.pub").write_bytes(b"# old and new\n" + b"\n".join(lines) + b"\n")
@@ -112,8 +112,8 @@ def site(tmp_path: Path) -> Path:
     return home
 
 
-def test_a_rejected_request_costs_a_line_and_nothing_else(site: Path) -> None:
-    """No budget is spent, nothing is trained or written; the ledger has one line without the sender's words."""
+def test_a_rejected_request_only_adds_a_ledger_line(site: Path) -> None:
+    """A rejected request spends no budget and trains nothing; its ledger line contains none of its text."""
     before = sorted(path.name for path in site.iterdir())
     for signature in (b"", bytes(64)):
         reply = Site(site).answer(Message({"run": "evil", "stage": "hello", "software": "x"}, {}, signature))
@@ -128,8 +128,8 @@ def test_a_rejected_request_costs_a_line_and_nothing_else(site: Path) -> None:
     ]
 
 
-def test_a_recorded_request_is_not_answered_again(site: Path) -> None:
-    """The nonce of an answered request is kept on the disk, so a replay is refused after a restart too."""
+def test_a_replayed_request_is_refused(site: Path) -> None:
+    """The nonces of answered requests are stored on disk, so a replay is refused after a restart too."""
     key = load_operator_key(site.parent.parent / "keys" / "operator.key")
     request = sign(Message({"run": "job"}), key, "north")
     first = Site(site).answer(request).fields["error"]
@@ -138,27 +138,27 @@ def test_a_recorded_request_is_not_answered_again(site: Path) -> None:
 
 
 def test_the_ledger_is_a_chain(tmp_path: Path) -> None:
-    """A line that was changed, removed or added is found; so is a ledger that was cut off or deleted."""
+    """A line that was changed, removed or added is detected, and so is a truncated or deleted ledger."""
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     ledger.check()
     for k in range(4):
         ledger.note(asked={"update": str(k)})
         ledger.check()
-    whole = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     for damaged in (
-        [whole[0].replace(b'"0"', b'"9"'), *whole[1:]],
-        [whole[0], *whole[2:]],
-        [whole[1], whole[0], *whole[2:]],
-        [*whole, json.dumps({"asked": {}, "previous": "00"}).encode() + b"\n"],
-        whole[:2],
+        [lines[0].replace(b'"0"', b'"9"'), *lines[1:]],
+        [lines[0], *lines[2:]],
+        [lines[1], lines[0], *lines[2:]],
+        [*lines, json.dumps({"asked": {}, "previous": "00"}).encode() + b"\n"],
+        lines[:2],
         [],
     ):
         path.write_bytes(b"".join(damaged))
         assert "it is unknown what has left this site" in refusal(ledger.check)
     path.unlink()
     assert "it is missing" in refusal(ledger.check)
-    path.write_bytes(b"".join(whole))
+    path.write_bytes(b"".join(lines))
     ledger.check()
     (tmp_path / ".ledger.jsonl.head").unlink()
     assert "lines are missing" in refusal(ledger.check)
@@ -167,7 +167,7 @@ def test_the_ledger_is_a_chain(tmp_path: Path) -> None:
 def test_a_damaged_ledger_stops_every_answer_until_it_is_accepted(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Deleting the ledger does not reset budgets silently: the site refuses, does not start, and says what to do."""
+    """If the ledger was deleted, the site refuses requests, does not start, and names the flag that accepts it."""
     key = load_operator_key(site.parent.parent / "keys" / "operator.key")
     Site(site).answer(sign(Message({"run": "job"}), key, "north"))
     (site / "ledger.jsonl").unlink()
@@ -183,7 +183,7 @@ def test_a_damaged_ledger_stops_every_answer_until_it_is_accepted(
 
 
 def test_a_crash_between_the_line_and_the_head_is_no_damage(tmp_path: Path) -> None:
-    """The head may be one line behind: then the process died in between, and nothing is missing."""
+    """The head may be one line behind after a crash, and the ledger is still valid."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.note(asked={})
     head = ledger.head.read_bytes()
@@ -192,8 +192,8 @@ def test_a_crash_between_the_line_and_the_head_is_no_damage(tmp_path: Path) -> N
     ledger.check()
 
 
-def test_the_ledger_says_in_words_what_left(site: Path) -> None:
-    """The numbers of a survey stand in the ledger as they left."""
+def test_the_ledger_records_the_numbers_of_a_survey(site: Path) -> None:
+    """The ledger records the numbers of a survey as they left the site."""
     from waffle_fl.config import check_run
     from waffle_fl.deploy.site import software
 

@@ -55,8 +55,8 @@ def test_a_batch_of_one_cannot_be_normalised() -> None:
     model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
     spec = RunSpec(FedAvg(), make_federation((16, 9)), 1)
     with pytest.raises(WaffleError, match="agent 1 has 9 samples"):
-        next(simulate([spec], model, rounds=1, batch_size=BATCH))
-    assert next(simulate([spec], model, rounds=1, batch_size=7))
+        next(simulate([spec], model, rounds=1, batch_size=BATCH, remainder="keep"))
+    assert next(simulate([spec], model, rounds=1, batch_size=BATCH))
 
 
 def test_normalised_models_train() -> None:

@@ -1,4 +1,4 @@
-"""The shape of the code: small classes, and one name for one thing."""
+"""The structure of the code: small classes with unique names, and short test files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import waffle_fl
 
 SOURCE = Path(waffle_fl.__file__).parent
 MOST_MUTABLE = 10
-CONTRACT = {"Server", "Agents", "Local", "Down", "Up", "Info"}  # each method has its own: contract.py
+CONTRACT = {"Server", "Agents", "Local", "Down", "Up", "Info"}  # defined once per method, see contract.py
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAKERS = {"list", "dict", "set", "deque", "defaultdict"}
 
@@ -23,7 +23,7 @@ def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
 
 
 def mutable_attributes(node: ast.ClassDef) -> set[str]:
-    """Attributes that a method assigns after construction, or that hold a container from the start."""
+    """Attributes assigned after construction, or initialised with a container."""
     found = set()
     for method in (part for part in node.body if isinstance(part, ast.FunctionDef)):
         at_start = method.name in ("__init__", "__post_init__")
@@ -44,13 +44,13 @@ def _is_container(value: ast.expr | None) -> bool:
 
 
 def test_no_class_has_more_than_ten_mutable_attributes() -> None:
-    """State that changes is small enough to be seen at once."""
+    """No class has more than ten mutable attributes."""
     many = {f"{path}:{node.name}": sorted(mutable_attributes(node)) for path, node in classes()}
     assert {name: names for name, names in many.items() if len(names) > MOST_MUTABLE} == {}
 
 
-def test_no_class_name_stands_for_two_things() -> None:
-    """Public classes have names of their own, but for the states that every method's file defines."""
+def test_public_class_names_are_unique() -> None:
+    """Public class names are unique, except the states that every method's file defines."""
     places: dict[str, list[str]] = {}
     for path, node in classes():
         if not node.name.startswith("_") and not (path.parts[0] == "algorithms" and node.name in CONTRACT):

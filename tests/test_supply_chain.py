@@ -26,12 +26,12 @@ LOCKS = ROOT / "requirements"
 HASHED = ("deploy.txt", "dev.txt", "torch-cpu.txt")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "macos")
-CUDA = re.compile(r"(nvidia|cuda)-.*|triton")  # of the CUDA build of torch; the lock is for CPUs
+CUDA = re.compile(r"(nvidia|cuda)-.*|triton")  # dependencies of the CUDA build of torch; the lock is for CPUs
 Pins = dict[str, tuple[Requirement, list[str]]]
 
 
 def locked(name: str) -> Pins:
-    """By package, the requirement of a lock file and its hashes; of several, that whose marker holds here."""
+    """Return the requirement and hashes of each package in a lock file whose marker applies here."""
     text = (LOCKS / name).read_text(encoding="utf-8")
     found: Pins = {}
     for line in re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines():
@@ -48,23 +48,23 @@ def pin(requirement: Requirement) -> str:
 
 
 def closure(name: str, extras: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Installed versions of everything that a package requires, itself left out."""
+    """Return the installed versions of everything that a package requires, without the package itself."""
     found: dict[str, str] = {}
-    waiting, seen = [(name, extras)], set()
-    while waiting:
-        package, wanted = waiting.pop()
-        if (package, wanted) in seen:
+    pending, seen = [(name, extras)], set()
+    while pending:
+        package, requested = pending.pop()
+        if (package, requested) in seen:
             continue
-        seen.add((package, wanted))
+        seen.add((package, requested))
         for text in distribution(package).requires or []:
             requirement = Requirement(text)
-            chosen = [{"extra": extra} for extra in wanted] or [{"extra": ""}]
+            chosen = [{"extra": extra} for extra in requested] or [{"extra": ""}]
             if requirement.marker is not None and not any(requirement.marker.evaluate(extra) for extra in chosen):
                 continue
             other = canonicalize_name(requirement.name)
             if not CUDA.fullmatch(other) and other != name:
                 found[other] = version(other)
-                waiting.append((other, frozenset(requirement.extras)))
+                pending.append((other, frozenset(requirement.extras)))
     return found
 
 
@@ -89,12 +89,12 @@ def fetch(*command: str | Path) -> None:
 
 @cache
 def reachable() -> bool:
-    """Whether the smallest question to the index is answered."""
+    """Return whether the index answers a minimal request."""
     command = [tool("uv"), "pip", "compile", "--quiet", "--no-cache", "--no-deps", "-"]
     return not subprocess.run(command, input=b"iniconfig", capture_output=True, check=False).returncode
 
 
-# --- what is locked ---
+# --- content of the locks ---
 
 
 @pytest.mark.parametrize("name", HASHED)
@@ -106,15 +106,15 @@ def test_every_requirement_is_a_pin_with_a_hash(name: str) -> None:
 
 
 def test_no_lock_file_names_an_index() -> None:
-    """Where packages come from is the business of the machine that installs; hashes make it safe."""
+    """The installing machine chooses the package index, and hashes make any index safe."""
     for file in LOCKS.iterdir():
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"(?i)https?:|file:|--(extra-)?index|--find-links|trusted-host| @ ", text), file.name
         assert str(ROOT) not in text
 
 
-def test_a_deployment_is_locked_whole() -> None:
-    """The closure of waffle-fl[flower,parquet] is locked, and installed as it is locked."""
+def test_a_deployment_is_locked_completely() -> None:
+    """The closure of waffle-fl[flower,parquet] is locked and installed at the locked versions."""
     pins = locked("deploy.txt") | locked("torch-cpu.txt")
     found = closure("waffle-fl", frozenset({"flower", "parquet"}))
     assert {"flwr", "cryptography", "torch", "numpy", "grpcio", "pyarrow"} <= set(found)
@@ -128,12 +128,12 @@ def test_a_deployment_is_locked_whole() -> None:
     assert set(pins) == set(found), "locked, and required by nothing"
 
 
-def test_all_else_that_make_setup_installs_is_locked() -> None:
+def test_all_development_dependencies_are_locked() -> None:
     found = closure("waffle-fl", frozenset({"dev"}))
     assert not set(found) - set(locked("dev.txt")) - {"torch"}, "run make lock"
 
 
-def test_one_version_everywhere() -> None:
+def test_development_and_deployment_lock_the_same_versions() -> None:
     """Developers test the versions that are deployed."""
     development = locked("dev.txt")
     assert all(pin(development[name][0]) == pin(requirement) for name, (requirement, _) in locked("deploy.txt").items())
@@ -144,18 +144,18 @@ def test_torch_has_one_version_and_the_dependencies_of_its_cpu_build() -> None:
     text = (LOCKS / "torch-cpu.txt").read_text(encoding="utf-8")
     assert {Version(found).public for found in re.findall(r"^torch==(\S+)", text, re.MULTILINE)} == {release}
     settings = tomllib.loads((LOCKS / "uv.toml").read_text(encoding="utf-8"))["dependency-metadata"]
-    (stated,) = [entry for entry in settings if entry["name"] == "torch"]
-    assert stated["version"] == release
+    (declared,) = [entry for entry in settings if entry["name"] == "torch"]
+    assert declared["version"] == release
     if version("torch") == f"{release}+cpu":
         actual = {str(Requirement(text)) for text in distribution("torch").requires or [] if "extra ==" not in text}
-        assert {str(Requirement(text)) for text in stated["requires-dist"]} == actual
+        assert {str(Requirement(text)) for text in declared["requires-dist"]} == actual
 
 
 # --- the lock fits pyproject.toml, and installs ---
 
 
 def compile_commands() -> list[list[str]]:
-    """The commands of `make lock`, without the environment's folder before uv."""
+    """Return the commands of `make lock` without the path before uv."""
     done = subprocess.run(["make", "--dry-run", "lock"], cwd=ROOT, capture_output=True, text=True, check=True)
     text = done.stdout.replace("\\\n", " ")
     return [line.split("bin/uv ", 1)[1].split() for line in text.splitlines() if "bin/uv pip compile" in line]
@@ -184,7 +184,7 @@ def test_make_lock_changes_no_pin(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_each_python_finds_a_wheel_of_every_package(python: str, platform: str, tmp_path: Path) -> None:
+def test_every_package_has_a_wheel_for_each_python(python: str, platform: str, tmp_path: Path) -> None:
     fetch(
         *(tool("uv"), "pip", "install", "--dry-run", "--target", tmp_path, "--python-version", python),
         *("--python-platform", platform, "--only-binary", ":all:", "--require-hashes", "--no-deps"),
@@ -193,7 +193,7 @@ def test_each_python_finds_a_wheel_of_every_package(python: str, platform: str, 
 
 
 def test_the_lock_installs(tmp_path: Path) -> None:
-    """All of it goes into a new environment, and Flower starts there."""
+    """The lock installs into a new environment, and Flower starts there."""
     venv.create(tmp_path / "new")
     python = tmp_path / "new" / "bin" / "python"
     fetch(
@@ -209,8 +209,8 @@ def test_the_lock_installs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HASHED)
-def test_pip_takes_the_lock_and_finds_it_installed(name: str) -> None:
-    """Nothing is fetched: pip would install no package that this environment does not have."""
+def test_pip_accepts_the_lock_and_finds_it_installed(name: str) -> None:
+    """pip would install no package that this environment lacks; nothing is downloaded."""
     done = run(
         *(sys.executable, "-m", "pip", "install", "--dry-run", "--require-hashes", "--no-deps"),
         *("--requirement", LOCKS / name, "--no-index"),
@@ -222,7 +222,7 @@ def test_pip_takes_the_lock_and_finds_it_installed(name: str) -> None:
 
 
 def test_a_changed_file_is_rejected(tmp_path: Path) -> None:
-    """The same requirement with another hash: pip fetches the file and refuses it."""
+    """pip downloads a file whose hash differs from the lock and rejects it."""
     requirement, hashes = locked("dev.txt")["iniconfig"]
     right, wrong = tmp_path / "right.txt", tmp_path / "wrong.txt"
     right.write_text(f"{requirement} {' '.join(f'--hash=sha256:{value}' for value in hashes)}\n")
@@ -256,12 +256,12 @@ def test_the_sbom_lists_what_a_deployment_installs(tmp_path: Path) -> None:
         {p["value"] for p in component["properties"]} == set(pins[name][1]) for name, component in components.items()
     )
     assert bom["metadata"]["component"]["version"] == version("waffle-fl")
-    (own,) = [node for node in bom["dependencies"] if node["ref"] == bom["metadata"]["component"]["bom-ref"]]
-    assert len(own["dependsOn"]) == 14  # 8 dependencies, 5 of the extra `flower`, pyarrow
+    (root_node,) = [node for node in bom["dependencies"] if node["ref"] == bom["metadata"]["component"]["bom-ref"]]
+    assert len(root_node["dependsOn"]) == 14  # 8 dependencies, 5 of the extra `flower`, pyarrow
     assert str(ROOT) not in file.read_text(encoding="utf-8")
 
 
-def test_the_sbom_and_the_lock_are_of_the_same_extras() -> None:
+def test_the_sbom_and_the_lock_cover_the_same_extras() -> None:
     source = (ROOT / "packaging" / "sbom.py").read_text(encoding="utf-8")
     extras = re.findall(r"--extra (\w+)", " ".join(compile_commands()[1]))
     assert f"EXTRAS = {json.dumps(extras).replace('[', '(').replace(']', ')')}" in source

@@ -1,4 +1,4 @@
-"""waffle tune, with the real Optuna, on small budgets."""
+"""`waffle tune` with the real Optuna, on small budgets."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def recorded(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search of eight trials in two batches, unbroken."""
-    out = tmp_path_factory.mktemp("tune") / "whole"
+def full_search(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted search of eight trials in two batches."""
+    out = tmp_path_factory.mktemp("tune") / "full"
     shown = tune(out, "--trials", "8", "--parallel-trials", "4")
     assert (shown.code, shown.err) == (0, "")
     return out
 
 
-# --- the space
+# --- the search space
 
 
-class Dice:
-    """Draws by a list of fractions."""
+class FixedSampler:
+    """A sampler that uses a list of fractions."""
 
     def __init__(self, fractions: list[float]) -> None:
         self._next = iter(fractions)
@@ -67,25 +67,27 @@ class Dice:
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 @given(fractions=st.lists(st.floats(0, 1), min_size=12, max_size=12))
 @settings(max_examples=25)
-def test_every_draw_is_a_run(method: str, fractions: list[float]) -> None:
-    """Whatever is drawn from a method's default space, it is a config that passes every check."""
-    config = draw_config(space_of(method), RunConfig(method=method, settings=Settings()), Dice(fractions))
+def test_every_sample_is_a_valid_config(method: str, fractions: list[float]) -> None:
+    """Every sample of a method's default space is a valid config."""
+    config = draw_config(space_of(method), RunConfig(method=method, settings=Settings()), FixedSampler(fractions))
     assert check_run(method, {}, config.options).options == config.options
     config.algorithm()
 
 
-def test_a_schedule_is_drawn_with_its_numbers() -> None:
-    """sigmoid(slope, shift) becomes text with both numbers, the shift in rounds, and psi is what omega is."""
-    config = draw_config(space_of("waffle"), RunConfig(method="waffle", settings=Settings()), Dice([0, 0, 1, 0, 0]))
+def test_a_schedule_is_sampled_with_its_parameters() -> None:
+    """sigmoid(slope, shift) becomes text with both numbers, the shift in rounds, and psi equals omega."""
+    config = draw_config(
+        space_of("waffle"), RunConfig(method="waffle", settings=Settings()), FixedSampler([0, 0, 1, 0, 0])
+    )
     assert config.options["omega"] == config.options["psi"] == "sigmoid(1, 30)"
 
 
-def test_what_the_server_alone_reads_is_not_trained() -> None:
-    """Of WAFFLE's space only clip and lr change the training; draws that agree in these share a stack."""
+def test_server_side_options_share_one_training() -> None:
+    """In WAFFLE's space only clip and lr change the training; samples with equal values share a stack."""
     assert training_names(space_of("waffle"), "waffle") == {"clip", "lr"}
     base = RunConfig(method="waffle", settings=Settings())
     a, b = (
-        draw_config(space_of("waffle", only=("omega", "psi")), base, Dice([first, 0.5, 0.5])).algorithm()
+        draw_config(space_of("waffle", only=("omega", "psi")), base, FixedSampler([first, 0.5, 0.5])).algorithm()
         for first in (0, 1)
     )
     assert a != b
@@ -107,15 +109,15 @@ def test_what_the_server_alone_reads_is_not_trained() -> None:
     ],
 )
 def test_a_wrong_space_is_one_line(tmp_path: Path, text: str, expected: str) -> None:
-    """A mistake in the file of a search space is told in one line."""
+    """A mistake in a search space file is refused in one line."""
     file = tmp_path / "space.toml"
     file.write_text(text)
     assert expected in refusal(space_of, "waffle", str(file))
 
 
 @pytest.mark.parametrize("text", ["batch_size = { low = 2, high = 9 }", 'omega = ["sigmoyd(3)"]', "clip = [-1.0, 1.0]"])
-def test_a_value_no_run_could_take_is_told_first(tmp_path: Path, text: str) -> None:
-    """A choice or bound that fails a run's checks is refused before anything is trained."""
+def test_an_invalid_value_is_refused_before_training(tmp_path: Path, text: str) -> None:
+    """A choice or bound that is not valid for a run is refused before training."""
     (tmp_path / "space.toml").write_text(f"[waffle]\n{text}")
     shown = tune(tmp_path / "out", "--space", str(tmp_path / "space.toml"))
     assert shown.code == 2
@@ -123,31 +125,31 @@ def test_a_value_no_run_could_take_is_told_first(tmp_path: Path, text: str) -> N
     assert not (tmp_path / "out").exists()
 
 
-# --- a search
+# --- the search
 
 
-def test_what_it_leaves(whole: Path) -> None:
-    """A table of trials, a chart, a record with the default and every trial, and test data for at most two of them."""
-    lines = recorded(whole)
+def test_the_output_of_a_search(full_search: Path) -> None:
+    """A search writes a table of trials, a chart and a record, and uses test data for at most two trials."""
+    lines = recorded(full_search)
     assert [line["trial"] for line in lines] == ["default", *range(8)]
     assert {line["state"] for line in lines} <= {"finished", "pruned", "diverged"}
-    assert (whole / "trials.png").read_bytes().startswith(b"\x89PNG")
+    assert (full_search / "trials.png").read_bytes().startswith(b"\x89PNG")
     best = max((line for line in lines if line["state"] == "finished"), key=lambda line: line["score"])
     assert {line["trial"] for line in lines if "test_accuracy" in line} == {"default", best["trial"]}
 
 
-def test_the_winner_is_a_run(whole: Path, tmp_path: Path) -> None:
-    """best.toml is an experiment file, whose run scores on validation and test data what the search said."""
-    experiment = load_experiment(whole / "best.toml")
+def test_the_best_trial_can_be_run_again(full_search: Path, tmp_path: Path) -> None:
+    """best.toml is an experiment file whose run has the validation and test scores of the search."""
+    experiment = load_experiment(full_search / "best.toml")
     (result,) = execute(plan(experiment, tmp_path), Runtime())
-    best = max((line for line in recorded(whole) if line["state"] == "finished"), key=lambda line: line["score"])
+    best = max((line for line in recorded(full_search) if line["state"] == "finished"), key=lambda line: line["score"])
     assert result["selected"]["accuracy"] == best["test_accuracy"]
     rounds = read_rounds(next(tmp_path.glob("*/rounds.jsonl")))
     assert max(line["validation_accuracy"] for line in rounds) == best["validation_accuracy"]
 
 
 def test_trials_train_in_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four trials that differ in omega and psi alone are four cells of one simulation."""
+    """Four trials that differ in omega and psi only are trained in one simulation."""
     from waffle_fl.experiment import execution
 
     stacks, simulate = [], execution.simulate
@@ -158,48 +160,48 @@ def test_trials_train_in_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(execution, "simulate", counted)
     assert tune(tmp_path / "out", "--trials", "4", "--pruning", "off").code == 0
-    assert stacks == [1, 4, 4, 4]  # the default; the trials up to each rung and to the end
+    assert stacks == [1, 4, 4, 4]  # the default, then the trials up to each rung and to the end
 
 
-def test_same_seed_same_search(whole: Path, tmp_path: Path) -> None:
-    """Two searches of one seed try the same and find the same; another seed tries something else."""
+def test_the_seed_determines_the_search(full_search: Path, tmp_path: Path) -> None:
+    """Two searches with one seed have the same trials and results; another seed has other trials."""
     assert tune(tmp_path / "a", "--trials", "8").code == 0
-    assert recorded(tmp_path / "a") == recorded(whole)
+    assert recorded(tmp_path / "a") == recorded(full_search)
     assert tune(tmp_path / "b", "--trials", "4", "--seed", "2").code == 0
     assert [line["values"] for line in recorded(tmp_path / "b")[1:]] != [
-        line["values"] for line in recorded(whole)[1:5]
+        line["values"] for line in recorded(full_search)[1:5]
     ]
 
 
-def test_a_longer_search_goes_on(whole: Path, tmp_path: Path) -> None:
-    """Four trials, then eight in the same folder: the first four are left as they are, and all are as in one go."""
+def test_a_search_can_be_extended(full_search: Path, tmp_path: Path) -> None:
+    """Extending a search from four to eight trials keeps the first four and equals one search of eight."""
     assert tune(tmp_path / "out", "--trials", "4").code == 0
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rounds.jsonl")}
     assert tune(tmp_path / "out", "--trials", "8").code == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert recorded(tmp_path / "out") == recorded(whole)
+    assert recorded(tmp_path / "out") == recorded(full_search)
 
 
-@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
-def test_a_search_survives_a_blow(whole: Path, tmp_path: Path, blow: signal.Signals) -> None:
-    """After Ctrl-C or SIGKILL the same command goes on, and ends with the record of the unbroken search."""
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_search_resumes(full_search: Path, tmp_path: Path, signal_number: signal.Signals) -> None:
+    """After Ctrl-C or SIGKILL the same command resumes and gives the record of the uninterrupted search."""
     line = ["tune", "waffle", *SMALL, "--out", tmp_path / "out", "--trials", "8", "--checkpoint-seconds", "0"]
     process = start(*line)
     while not list((tmp_path / "out").glob("trial-000[4-7]")):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.002)
-    process.send_signal(blow)
+    process.send_signal(signal_number)
     _, err = process.communicate(timeout=100)
-    assert process.returncode == (130 if blow == signal.SIGINT else -signal.SIGKILL)
-    assert blow == signal.SIGKILL or "run the same command again" in err
+    assert process.returncode == (130 if signal_number == signal.SIGINT else -signal.SIGKILL)
+    assert signal_number == signal.SIGKILL or "run the same command again" in err
     ended = {p.parent: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("trial-000[0-3]/*/rounds.jsonl")}
     assert tune(tmp_path / "out", "--trials", "8").code == 0
     assert {folder: (folder / "rounds.jsonl").stat().st_mtime_ns for folder in ended} == ended
-    assert recorded(tmp_path / "out") == recorded(whole)
+    assert recorded(tmp_path / "out") == recorded(full_search)
 
 
-def test_the_time_may_end_it(tmp_path: Path) -> None:
-    """When the minutes are spent the best so far is written, and the same command goes on."""
+def test_a_search_stops_at_its_time_limit(tmp_path: Path) -> None:
+    """At the time limit the best trial so far is written, and the same command resumes."""
     assert tune(tmp_path / "out", "--trials", "1").code == 0
     flags = ("--trials", "400", "--minutes", "0.02")
     shown = tune(tmp_path / "out", *flags)
@@ -212,8 +214,8 @@ def test_the_time_may_end_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pruning", ["median", "halving"])
-def test_hopeless_trials_are_given_up(tmp_path: Path, pruning: str) -> None:
-    """Among tiny learning rates most trials are pruned at a rung, and their folders hold no more rounds than that."""
+def test_poor_trials_are_pruned(tmp_path: Path, pruning: str) -> None:
+    """Trials with tiny learning rates are pruned at a rung and keep no checkpoint."""
     (tmp_path / "space.toml").write_text("[fedavg]\nlr = [0.2, 0.000001, 0.000002, 0.000003, 0.000004]")
     flags = ("--space", str(tmp_path / "space.toml"), "--trials", "10", "--pruning", pruning)
     assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
@@ -224,8 +226,8 @@ def test_hopeless_trials_are_given_up(tmp_path: Path, pruning: str) -> None:
         assert not list((tmp_path / "out" / f"trial-{line['trial']:04d}").glob("*/checkpoint-*"))
 
 
-def test_what_was_drawn_before_is_not_trained_again(tmp_path: Path) -> None:
-    """Of ten trials with two values, one of them the default's, one is trained; the others are told the same."""
+def test_repeated_samples_are_not_trained_again(tmp_path: Path) -> None:
+    """Ten trials with two values, one of them the default's, train once; repeated trials reuse the result."""
     (tmp_path / "space.toml").write_text("[fedavg]\nlr = [0.1, 0.2]")
     flags = ("--space", str(tmp_path / "space.toml"), "--trials", "10", "--parallel-trials", "4", "--lr", "0.1")
     assert tune(tmp_path / "out", *flags, method="fedavg").code == 0
@@ -238,8 +240,8 @@ def test_what_was_drawn_before_is_not_trained_again(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_diverging_trial_is_no_winner(tmp_path: Path) -> None:
-    """A learning rate under which Alice's training leaves the finite numbers ends its trial, not the search."""
+def test_a_diverging_trial_does_not_win(tmp_path: Path) -> None:
+    """A learning rate that makes Alice's training diverge ends its trial, not the search."""
     (tmp_path / "space.toml").write_text("[fedavg]\nlr = [1e30, 1e31]")
     shown = tune(tmp_path / "out", "--space", str(tmp_path / "space.toml"), "--trials", "2", method="fedavg")
     assert shown.code == 0
@@ -247,8 +249,8 @@ def test_a_diverging_trial_is_no_winner(tmp_path: Path) -> None:
     assert "no trial beat the default" in shown.out
 
 
-def test_every_agent_is_alice(tmp_path: Path) -> None:
-    """With --alice all a trial is a run for each agent, and its score the mean over them."""
+def test_alice_all_scores_the_mean_over_agents(tmp_path: Path) -> None:
+    """With --alice all a trial has one run per agent, and its score is the mean over agents."""
     flags = ("--alice", "all", "--agents", "3", "--split", "A", "--trials", "2", "--only", "p_d", "--pruning", "off")
     assert tune(tmp_path / "out", *flags, method="weight-erosion").code == 0
     line = recorded(tmp_path / "out")[1]
@@ -262,24 +264,24 @@ def test_every_agent_is_alice(tmp_path: Path) -> None:
     assert [word for word in ("A for 1", "A for 2") if word in shown.out] == ["A for 1", "A for 2"]
 
 
-# --- what a user can mend
+# --- errors
 
 
 def test_no_validation_data(tmp_path: Path) -> None:
-    """Without validation data nothing is searched, and the line says how to get some."""
+    """Without validation data the search is refused with the flag that provides some."""
     shown = tune(tmp_path / "out", "--validation", "0")
     assert shown.code == 2
     assert "such as --validation 0.2" in shown.words
     assert not (tmp_path / "out").exists()
 
 
-def test_another_search_s_folder(whole: Path) -> None:
-    """A folder that holds another search is refused, and left as it is."""
-    before = (whole / "search.json").read_bytes()
-    shown = tune(whole, "--trials", "8", "--split", "A")
+def test_the_folder_of_another_search_is_refused(full_search: Path) -> None:
+    """A folder that holds another search is refused and left unchanged."""
+    before = (full_search / "search.json").read_bytes()
+    shown = tune(full_search, "--trials", "8", "--split", "A")
     assert shown.code == 2
     assert "holds another search" in shown.words
-    assert (whole / "search.json").read_bytes() == before
+    assert (full_search / "search.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -293,14 +295,14 @@ def test_another_search_s_folder(whole: Path) -> None:
     ],
 )
 def test_wrong_flags(tmp_path: Path, flags: list[str], expected: str) -> None:
-    """A wrong flag is one line and exit code 2."""
+    """A wrong flag is refused with exit code 2."""
     shown = tune(tmp_path / "out", *flags)
     assert shown.code == 2
     assert expected in shown.words
 
 
 def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Optuna is not installed, one line says what to install; the other commands never ask for it."""
+    """Without Optuna one line names the extra to install."""
     monkeypatch.setitem(sys.modules, "optuna", None)
     shown = tune(tmp_path / "out")
     assert shown.code == 2
@@ -308,14 +310,14 @@ def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_the_winner_as_a_command() -> None:
-    """The line that is printed for `waffle run` names what is not the default, and nothing else."""
+def test_the_best_trial_as_a_command() -> None:
+    """The printed `waffle run` command has the values that are not the default, and no others."""
     config = check_run("waffle", {"split": "A*", "lr": 0.05, "augment": True}, {"omega": "step(0.2)", "clip": 2.0})
     assert command(config) == "waffle run waffle --split 'A*' --lr 0.05 --augment --omega 'step(0.2)'"
 
 
-def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
-    """A front end is told of each trial when it ends, beside the best so far."""
+def test_the_listener_receives_every_trial(tmp_path: Path) -> None:
+    """The listener receives each trial when it ends, with the best so far."""
     received = []
 
     class Ear(SearchListener):
@@ -328,21 +330,21 @@ def test_the_watcher_hears_of_every_trial(tmp_path: Path) -> None:
     assert received[-1][1] == result.best.score
 
 
-def test_every_space_names_what_exists() -> None:
-    """Each method's space searches hyperparameters of its own or of its training."""
+def test_every_space_has_existing_options() -> None:
+    """Each method's space contains options of the method or lr."""
     for method in ALGORITHMS:
         assert set(space_of(method)) & {*option_types(method), "lr"}
 
 
 def test_a_method_without_a_space_searches_its_step_size() -> None:
-    """A method that states no space of its own is tuned in lr."""
+    """A method that defines no space is tuned in lr."""
     assert set(space_of("fedper")) == {"lr"}
 
 
-def test_the_terminal_tells_how_far_it_is(whole: Path) -> None:
-    """Unless it is quiet a search says on stderr what is done; a search that has ended trains nothing more."""
-    loud = [flag for flag in SMALL if flag != "--quiet"]
-    shown = waffle("tune", "waffle", *loud, "--out", whole, "--trials", "8", "--parallel-trials", "4")
+def test_progress_is_printed(full_search: Path) -> None:
+    """Without --quiet a search prints its progress on stderr; a finished search trains nothing more."""
+    flags = [flag for flag in SMALL if flag != "--quiet"]
+    shown = waffle("tune", "waffle", *flags, "--out", full_search, "--trials", "8", "--parallel-trials", "4")
     assert shown.code == 0
     assert "8 trials of WAFFLE, 8 already done" in shown.err
     assert "default" in shown.out

@@ -1,4 +1,4 @@
-"""Your own data: folders of tables, arrays and images become federations, and every mistake is one line."""
+"""User data: folders of tables, arrays and images become federations, and every mistake is refused in one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read(folder: Path, **options: Any) -> Federation:
 
 
 def test_a_folder_of_tables_is_a_federation(hospitals: Path) -> None:
-    """Agents are called as their files, sizes may differ, Alice is a name, a quarter of the rows is held out."""
+    """Each agent is named after its file, sizes may differ, and a quarter of the rows is held out."""
     found = read(hospitals, alice="south")
     assert found.names == ("north", "south", "tiny")
     assert found.names[found.alice] == "south"
@@ -65,8 +65,8 @@ def test_a_folder_of_tables_is_a_federation(hospitals: Path) -> None:
     assert found.preprocessing.features == ("age", "sex=f", "sex=m", "ward=a", "ward=b", "ward=c")
 
 
-def test_other_files_are_passed_over(hospitals: Path) -> None:
-    """Notes and hidden files beside the tables are no agents."""
+def test_other_files_are_ignored(hospitals: Path) -> None:
+    """Notes and hidden files in the folder are not agents."""
     (hospitals / "README.md").write_text("notes")
     (hospitals / ".hidden.csv").write_text("")
     (hospitals / ".#north.csv").symlink_to("nobody@nowhere")
@@ -75,14 +75,14 @@ def test_other_files_are_passed_over(hospitals: Path) -> None:
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
 def test_other_delimiters_and_a_byte_order_mark(tmp_path: Path, delimiter: str) -> None:
-    """Semicolons, tabs and the mark that spreadsheets put first give the same federation as commas."""
+    """Semicolons, tabs and a byte order mark give the same federation as commas."""
     plain = read(write(tmp_path / "a", n=patients(1), s=patients(2)))
     text = {name: "\ufeff" + patients(seed).replace(",", delimiter) for name, seed in (("n", 1), ("s", 2))}
     assert read(write(tmp_path / "b", **text)).digest() == plain.digest()
 
 
-def test_order_of_rows_and_columns_does_not_matter_to_the_split(tmp_path: Path) -> None:
-    """The rows of a shuffled file are held out all the same."""
+def test_the_split_ignores_the_order_of_rows_and_columns(tmp_path: Path) -> None:
+    """Shuffling rows and columns does not change which rows are held out."""
     header, *rows = patients(1).splitlines()
     forth = read(write(tmp_path / "a", n=patients(1), s=patients(2)))
     back = read(write(tmp_path / "b", n="\n".join([header, *rows[::-1]]), s=patients(2)))
@@ -90,13 +90,13 @@ def test_order_of_rows_and_columns_does_not_matter_to_the_split(tmp_path: Path) 
 
 
 def test_another_split_seed_holds_out_other_rows(hospitals: Path) -> None:
-    """split_seed decides which rows are held out, and the same one decides the same."""
+    """split_seed alone determines which rows are held out."""
     assert read(hospitals).digest() == read(hospitals).digest()
     assert read(hospitals).digest() != read(hospitals, split_seed=1).digest()
 
 
 def test_validation_comes_out_of_training(hospitals: Path) -> None:
-    """A share of the training rows is set apart to select a round, and the test rows stay the same."""
+    """Validation rows are taken from the training rows, and the test rows stay the same."""
     plain, held = read(hospitals), read(hospitals, validation=0.3)
     assert len(held.validation[0]) == 5
     assert len(held.train[0]) == 13
@@ -104,7 +104,7 @@ def test_validation_comes_out_of_training(hospitals: Path) -> None:
 
 
 def test_numbers_are_standardised_by_training_rows_alone(tmp_path: Path) -> None:
-    """Federated means and deviations are those of all training rows together; local ones of each agent's own."""
+    """Federated statistics are those of all training rows together; local ones are those of each agent."""
     folder = write(tmp_path / "d", n=patients(1, 40), s=patients(2, 12).replace(",no", ",no"))
     together, apart = read(folder), read(folder, preprocessing="local")
     pooled = torch.cat([together.x[rows][:, 0] for rows in together.train]).double()
@@ -120,8 +120,8 @@ def test_numbers_are_standardised_by_training_rows_alone(tmp_path: Path) -> None
     assert first.columns[1:] == second.columns[1:]
 
 
-def test_missing_values_are_zero_and_told(tmp_path: Path) -> None:
-    """A missing number becomes 0 and a missing category nothing, each with a 1 in a column that says so."""
+def test_missing_values_have_an_indicator(tmp_path: Path) -> None:
+    """A missing number becomes 0 and a missing category all zeros, each with an indicator column."""
     text = "a,b,y\n1,u,0\n3,v,1\n,u,0\n5,?,1\nNA,v,0\n2,u,1\n4,v,0\n6,u,1\n"
     found = read(write(tmp_path / "d", n=text), target="y", test_share=0.2)
     assert found.preprocessing is not None
@@ -134,7 +134,7 @@ def test_missing_values_are_zero_and_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scope", ["federated", "local"])
 def test_a_column_may_be_missing_entirely_at_one_agent(tmp_path: Path, scope: str) -> None:
-    """An agent that never measured a column still takes part; so does a column that is constant."""
+    """An agent without any value in a column takes part, and so does a constant column."""
     south = "a,b,c,y\n" + "".join(f"{i},,7,{i % 2}\n" for i in range(9))
     north = "a,b,c,y\n" + "".join(f"{i},{i * i},7,{i % 2}\n" for i in range(10, 30))
     found = read(write(tmp_path / "d", north=north, south=south), target="y", preprocessing=scope)
@@ -148,7 +148,7 @@ def test_a_column_may_be_missing_entirely_at_one_agent(tmp_path: Path, scope: st
 
 
 def test_numbers_name_categories_on_request(tmp_path: Path) -> None:
-    """A column named in categorical is one-hot over all agents' values, and 1.0 is 1."""
+    """A column listed in `categorical` is one-hot over the values of all agents, and 1.0 equals 1."""
     north = "a,code,y\n" + "".join(f"{i},{i % 3}.0,{i % 2}\n" for i in range(20))
     south = "a,code,y\n" + "".join(f"{i},{i % 3 + 1},{i % 2}\n" for i in range(30, 60))
     found = read(write(tmp_path / "d", n=north, s=south), target="y", categorical=("code",))
@@ -156,13 +156,13 @@ def test_numbers_name_categories_on_request(tmp_path: Path) -> None:
     assert found.preprocessing.columns[1].categories == ("0", "1", "2", "3")
 
 
-def test_a_held_out_category_that_nobody_trained_on_is_noted(tmp_path: Path) -> None:
-    """It counts as none of the known ones, and the federation says so; prediction refuses it."""
+def test_a_category_absent_from_training_is_noted(tmp_path: Path) -> None:
+    """A category of held-out rows only is encoded as unknown and noted; prediction refuses it."""
     folder = tmp_path / "d"
     for name in ("n", "s"):
         (folder / name).mkdir(parents=True)
         for part, ward in (("train", "a"), ("test", "z")):
-            rows = "".join(f"{hash_free(name, part)}{i},{ward if i else 'a'},{i % 2}\n" for i in range(6))
+            rows = "".join(f"{first_digit(name, part)}{i},{ward if i else 'a'},{i % 2}\n" for i in range(6))
             (folder / name / f"{part}.csv").write_text("age,ward,ill\n" + rows)
     found = read(folder)
     assert found.names == ("n", "s")
@@ -172,13 +172,13 @@ def test_a_held_out_category_that_nobody_trained_on_is_noted(tmp_path: Path) -> 
     assert "'ward' has 'z' in line 3" in text
 
 
-def hash_free(name: str, part: str) -> int:
-    """A leading number of an agent's own, so that no two rows are equal."""
+def first_digit(name: str, part: str) -> int:
+    """A leading digit per agent and part, so that no two rows are equal."""
     return {"ntrain": 1, "ntest": 2, "strain": 3, "stest": 4}[name + part]
 
 
 def test_preprocessing_survives_json(hospitals: Path, tmp_path: Path) -> None:
-    """What a run folder holds transforms a file as the run did, with targets where the file has them."""
+    """Preprocessing read from JSON transforms a file as the run did, with targets if the file has them."""
     found = read(hospitals, alice="north").preprocessing
     assert found is not None
     again = Preprocessing.from_json(json.loads(json.dumps(found.to_json())))
@@ -196,8 +196,8 @@ def test_preprocessing_survives_json(hospitals: Path, tmp_path: Path) -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=8), min_size=1, max_size=5))
-def test_moments_of_agents_are_those_of_all_together(parts: list[list[float]]) -> None:
-    """Joining summaries gives the mean and deviation of the pooled values, to rounding."""
+def test_joined_moments_are_those_of_the_pooled_values(parts: list[list[float]]) -> None:
+    """Joined summaries give the mean and deviation of the pooled values, up to rounding."""
     joined = Moments()
     for part in parts:
         joined = joined.joined(moments(np.array(part)))
@@ -215,7 +215,7 @@ def test_moments_of_agents_are_those_of_all_together(parts: list[list[float]]) -
     st.integers(0, 5),
 )
 def test_hold_out_is_a_partition(rows: list[tuple[bytes, int]], share: float, seed: int) -> None:
-    """Every row is held out or kept, equal rows together, and every class keeps one; the seed decides."""
+    """Rows are held out or kept, equal rows together; every class keeps a row; the seed determines the split."""
     keys = [key + bytes([label]) for key, label in rows]
     classes = np.array([label for _, label in rows], np.int64)
     held, kept = hold_out(keys, classes, share, seed, "test")
@@ -252,7 +252,7 @@ WRONG_TABLES = {
 
 @pytest.mark.parametrize("what", WRONG_TABLES)
 def test_wrong_tables_are_refused(tmp_path: Path, what: str) -> None:
-    """Each mistake in a table is one line that names the file and the place."""
+    """Each mistake in a table is refused in one line with the file and the position."""
     agents, expected = WRONG_TABLES[what]
     assert expected in refusal(
         read, write(tmp_path / "d", **{**({} if "n" in agents else {"n": patients(1)}), **agents})
@@ -261,7 +261,7 @@ def test_wrong_tables_are_refused(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize(("step", "huge"), [(1.0, "1e39"), (1e-9, "3e38")])
 def test_a_test_row_that_would_become_infinite_is_refused(tmp_path: Path, step: float, huge: str) -> None:
-    """A number too large for 32 bits, as it is or in units of the deviation, is told with file, column and line."""
+    """A number too large for float32, before or after standardisation, is refused with file, column and line."""
     (tmp_path / "n").mkdir()
     for part, start, last in (("train", 0, "0"), ("test", 10, huge)):
         rows = "".join(f"{step * (start + i)},{i % 2}\n" for i in range(8))
@@ -271,8 +271,8 @@ def test_a_test_row_that_would_become_infinite_is_refused(tmp_path: Path, step: 
 
 
 @pytest.mark.parametrize("task", ["auto", "classification", "regression"])
-def test_decimal_commas_are_no_categories_and_no_classes(tmp_path: Path, task: str) -> None:
-    """A column of texts like 1,5 is refused with the line, whether it is a feature or the target."""
+def test_decimal_commas_are_refused(tmp_path: Path, task: str) -> None:
+    """A column of texts such as 1,5 is refused with the line, as a feature and as the target."""
     rows = [f"{i},{i % 10};{i % 2}\n" for i in range(30)]
     for header, target, column in (("a;y", "y", "a"), ("y;a", "y", "y")):
         text = refusal(read, write(tmp_path / column, n=header + "\n" + "".join(rows)), target=target, task=task)
@@ -285,8 +285,8 @@ def test_decimal_commas_are_no_categories_and_no_classes(tmp_path: Path, task: s
 
 
 @pytest.mark.parametrize("value", [0.5, 1, 30])
-def test_one_text_among_numbers_makes_no_classes_of_a_target(tmp_path: Path, value: float) -> None:
-    """A target whose cells are mostly numbers is numeric as any column; its texts name classes on request alone."""
+def test_a_text_in_a_numeric_target_is_refused(tmp_path: Path, value: float) -> None:
+    """A target of mostly numbers is numeric; its texts are classes only with task = "classification"."""
     cells = [str(value * (i % 4)) for i in range(40)]
     cells[7:9] = "n.a.", "none"
     folder = write(tmp_path / "d", n="a,y\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)))
@@ -296,7 +296,7 @@ def test_one_text_among_numbers_makes_no_classes_of_a_target(tmp_path: Path, val
 
 
 def test_suffixes_in_capitals(tmp_path: Path) -> None:
-    """WEST.CSV is an agent as north.csv is, and so are TSV and, among arrays, NPZ."""
+    """Suffixes in capitals are accepted: CSV, TSV and NPZ."""
     folder = write(tmp_path / "d", north=patients(1), south=patients(2))
     (folder / "WEST.CSV").write_text(patients(3))
     (folder / "east.TSV").write_text(patients(4).replace(",", "\t"))
@@ -308,8 +308,8 @@ def test_suffixes_in_capitals(tmp_path: Path) -> None:
     assert Federation.from_folder(tmp_path / "e").names == ("A", "b")
 
 
-def test_tabs_alone_part_a_tsv(tmp_path: Path) -> None:
-    """Commas in the names of the columns of a .tsv part nothing."""
+def test_only_tabs_separate_a_tsv(tmp_path: Path) -> None:
+    """Commas in the header of a .tsv file do not separate columns."""
     (tmp_path / "n.tsv").write_text("weight, net, kg\ty\n" + "".join(f"{i}\t{i % 2}\n" for i in range(9)))
     found = read(tmp_path, target="y").preprocessing
     assert found is not None
@@ -318,8 +318,8 @@ def test_tabs_alone_part_a_tsv(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-9, 9), min_size=4, max_size=30), st.integers(0, 9))
-def test_a_number_written_otherwise_is_the_same_row(tmp_path_factory: Any, values: list[int], seed: int) -> None:
-    """1, 1.0 and 1e0 are one row to our split: none is tested on that is trained on."""
+def test_equal_numbers_in_other_notation_are_the_same_row(tmp_path_factory: Any, values: list[int], seed: int) -> None:
+    """1, 1.0 and 1e0 are the same row, so no test row is also a training row."""
     folder = tmp_path_factory.mktemp("d")
     forms = ("{}", "{}.0", "{}e0", "0{}" if min(values) >= 0 else "{}.00")
     rows = [f"{form.format(v)},x,{v % 2}" for v in {*values, 10, 11, 12, 13} for form in forms]
@@ -330,14 +330,14 @@ def test_a_number_written_otherwise_is_the_same_row(tmp_path_factory: Any, value
     assert not parts[1] & parts[2]
 
 
-def test_the_split_of_rows_that_differ_goes_by_their_text(tmp_path: Path) -> None:
-    """The rows that are held out are those that have always been: old records stay valid."""
+def test_the_split_is_stable_across_versions(tmp_path: Path) -> None:
+    """The held-out rows are those of earlier versions, so old records stay valid."""
     found = read(write(tmp_path / "d", n=patients(1)))
     assert found.test[0].tolist() == [2, 3, 6, 9, 19, 20]
 
 
-def test_a_test_row_written_otherwise_is_refused(tmp_path: Path) -> None:
-    """D11: a given test row is somebody's training row though its numbers are written with other digits."""
+def test_a_test_row_in_other_notation_is_refused(tmp_path: Path) -> None:
+    """D11: a test row that equals a training row in other notation is refused."""
     (tmp_path / "n").mkdir()
     (tmp_path / "n" / "train.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(8)))
     (tmp_path / "n" / "test.csv").write_text("y,a\n1.0,7.00\n0,8\n")
@@ -345,14 +345,14 @@ def test_a_test_row_written_otherwise_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_that_does_not_exist(hospitals: Path) -> None:
-    """The nearest column is suggested; without a target the columns are listed."""
+    """An unknown target is refused with the nearest column; without a target the columns are listed."""
     assert refusal(read, hospitals, target="il").endswith("has no column 'il', did you mean ill?")
     assert "one of age, sex, ward, ill" in refusal(Federation.from_folder, hospitals)
     assert "did you mean ward?" in refusal(read, hospitals, categorical=("wards",))
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    """Bytes that are no text, a folder that is none, an empty folder, mixed layouts: one line each."""
+    """Binary content, a missing folder, an empty folder and mixed layouts are refused in one line each."""
     folder = write(tmp_path / "d", n=patients(1))
     (folder / "s.csv").write_bytes(b"\xff\xfe\x00\x01")
     assert "as a table of UTF-8 text" in refusal(read, folder)
@@ -362,30 +362,30 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (folder / "s.csv").unlink()
     np.savez(folder / "s.npz", x=np.ones((4, 2)), y=np.arange(4) % 2)
     assert "mixes arrays and tables" in refusal(read, folder)
-    assert "both called 'n'" in refusal(read, write_twin(tmp_path / "twins"))
+    assert "both called 'n'" in refusal(read, write_duplicate_agent(tmp_path / "twins"))
 
 
-def write_twin(folder: Path) -> Path:
+def write_duplicate_agent(folder: Path) -> Path:
     write(folder, n=patients(1))
     (folder / "n.tsv").write_text(patients(2))
     return folder
 
 
-def test_an_identifier_makes_no_categories(tmp_path: Path) -> None:
-    """A column of names, each its own, is refused: it would be shared, and says nothing."""
+def test_an_identifier_column_is_refused(tmp_path: Path) -> None:
+    """A text column with too many distinct values is refused as a category."""
     text = "name,y\n" + "".join(f"patient {i}x,{i % 2}\n" for i in range(300))
     assert "different texts, at most 100" in refusal(read, write(tmp_path / "d", n=text), target="y")
 
 
 def test_options_are_checked(hospitals: Path) -> None:
-    """Shares outside 0 to 1 and unknown words are refused."""
+    """Shares outside 0 to 1 and unknown option values are refused."""
     assert "test_share" in refusal(read, hospitals, test_share=1.0)
     assert "'federated' or 'local'" in refusal(read, hospitals, preprocessing="global")
     assert "there is no agent 'ann'; the agents are north, south, tiny" in refusal(read, hospitals, alice="ann")
 
 
 def test_test_rows_that_are_training_rows_are_refused(tmp_path: Path) -> None:
-    """D11: a given test table may hold nobody's training rows."""
+    """D11: a test table that holds training rows of any agent is refused."""
     folder = tmp_path / "d"
     for name, seed in (("n", 1), ("s", 2)):
         (folder / name).mkdir(parents=True)
@@ -407,8 +407,8 @@ def prices(seed: int, rows: int) -> str:
     return "area,price\n" + "".join(f"{a:.2f},{2000 * a + rng.normal(0, 3000):.1f}\n" for a in area)
 
 
-def test_regression_learns_and_is_judged_in_its_own_unit(tmp_path: Path) -> None:
-    """A target of many numbers is regressed, in units of its deviation; the error is in the target's unit."""
+def test_regression_error_is_in_the_unit_of_the_target(tmp_path: Path) -> None:
+    """A numeric target is standardised for training; the error is in the unit of the target."""
     found = read(write(tmp_path / "d", n=prices(1, 80), s=prices(2, 30)), target="price", alice="n")
     assert (found.task, found.class_names, found.outputs) == ("regression", (), 1)
     assert found.label_counts().shape == (2, 0)
@@ -419,8 +419,8 @@ def test_regression_learns_and_is_judged_in_its_own_unit(tmp_path: Path) -> None
     assert "accuracy" not in last.measured
 
 
-def test_whole_numbers_are_classes_when_they_are_few(tmp_path: Path) -> None:
-    """Up to twenty whole numbers are classes, in the order of the numbers; the task can be given instead."""
+def test_few_integers_are_classes(tmp_path: Path) -> None:
+    """Up to twenty integers are classes in numeric order; the task can be set explicitly."""
     text = "a,y\n" + "".join(f"{i},{(i % 12)}\n" for i in range(48))
     folder = write(tmp_path / "d", n=text)
     assert read(folder, target="y").class_names == tuple(map(str, range(12)))
@@ -436,7 +436,7 @@ def arrays(seed: int, rows: int = 20, shape: tuple[int, ...] = (3,)) -> tuple[np
 
 
 def test_a_folder_of_npz_is_a_federation(tmp_path: Path) -> None:
-    """Arrays named x_train y_train x_test y_test are taken as they are, x y are split by us."""
+    """Arrays x_train, y_train, x_test, y_test are used as given; x, y are split."""
     x, y = arrays(1)
     np.savez(tmp_path / "given.npz", x_train=x[:15], y_train=y[:15], x_test=x[15:], y_test=y[15:])
     x, y = arrays(2, 12)
@@ -448,7 +448,7 @@ def test_a_folder_of_npz_is_a_federation(tmp_path: Path) -> None:
 
 
 def test_wrong_npz_is_refused(tmp_path: Path) -> None:
-    """NaN, other names, damaged files, one class, flat samples: each one line."""
+    """NaN, other array names, damaged files, a single class and flat samples are refused in one line each."""
     path, (x, y) = tmp_path / "a.npz", arrays(1)
     bad = x.copy()
     bad[3, 1] = np.nan
@@ -472,8 +472,8 @@ def test_wrong_npz_is_refused(tmp_path: Path) -> None:
     assert "are for tables" in refusal(Federation.from_folder, tmp_path, target="y")
 
 
-def test_float_targets_of_arrays_are_regressed(tmp_path: Path) -> None:
-    """In a folder float targets mean regression; integers mean classes."""
+def test_float_targets_of_arrays_mean_regression(tmp_path: Path) -> None:
+    """Float targets mean regression; integers mean classes."""
     x, y = arrays(1)
     np.savez(tmp_path / "a.npz", x=x, y=y / 7)
     found = Federation.from_folder(tmp_path)
@@ -482,7 +482,7 @@ def test_float_targets_of_arrays_are_regressed(tmp_path: Path) -> None:
 
 
 def test_labels_of_arrays_follow_one_rule(tmp_path: Path) -> None:
-    """Few whole floats are classes as in tables; a label of 100 or more is refused in one line, at any size."""
+    """Few integral floats are classes, as in tables; a label of 100 or more is refused in one line."""
     x, y = arrays(1)
     for content, classes in ((y.astype(np.float64), 2), (y * 19.0, 20), (y + 98, 100), (y.astype(">f4"), 2)):
         np.savez(tmp_path / "a.npz", x=x.astype(">f8"), y=content)
@@ -503,8 +503,8 @@ def test_labels_of_arrays_follow_one_rule(tmp_path: Path) -> None:
     assert "expected numeric features" in refusal(Federation.from_folder, tmp_path)
 
 
-def test_any_torch_dataset_will_do() -> None:
-    """A Dataset an agent is split by us, a pair is training and test data; it must have a length and pairs."""
+def test_torch_datasets_are_accepted() -> None:
+    """A Dataset per agent is split, a pair is training and test data; it must have a length and yield pairs."""
     x, y = (torch.from_numpy(a) for a in arrays(1))
     other = TensorDataset(*(torch.from_numpy(a) for a in arrays(2, 6)))
     found = Federation.from_datasets({"ann": TensorDataset(x, y), "bob": (TensorDataset(-x, y), other)}, alice="ann")
@@ -522,8 +522,8 @@ def test_any_torch_dataset_will_do() -> None:
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((5,), "Linear"), ((3, 16), "Conv1d"), ((1, 9, 11), "Conv2d")])
-def test_the_shape_chooses_the_model(shape: tuple[int, ...], kind: str) -> None:
-    """Tables get an MLP, signals a 1-D and images a 2-D CNN, which train on any size."""
+def test_the_shape_selects_the_model(shape: tuple[int, ...], kind: str) -> None:
+    """Tables get an MLP, signals a 1-D CNN and images a 2-D CNN, of any size."""
     agents = {"a": arrays(1, 12, shape), "b": arrays(2, 9, shape)}
     found = Federation.from_arrays(agents)
     model = FlatModel(builder("auto", "folder", found.shape, found.outputs))
@@ -533,7 +533,7 @@ def test_the_shape_chooses_the_model(shape: tuple[int, ...], kind: str) -> None:
 
 
 def test_images_in_folders_by_class(tmp_path: Path) -> None:
-    """agent/class/*.png is a federation; sizes and channels must agree, a damaged file is named."""
+    """agent/class/*.png is a federation; sizes and channels must agree, and a damaged file is named."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     rng = np.random.default_rng(0)
     for agent in ("ann", "bob"):
@@ -555,7 +555,7 @@ def test_images_in_folders_by_class(tmp_path: Path) -> None:
 
 
 def test_parquet_is_a_table(tmp_path: Path) -> None:
-    """A Parquet file gives the federation that the CSV gives."""
+    """A Parquet file gives the same federation as CSV."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, seed in (("n", 1), ("s", 2)):
@@ -571,8 +571,8 @@ def test_parquet_is_a_table(tmp_path: Path) -> None:
     assert "as Parquet" in refusal(read, tmp_path / "parquet")
 
 
-def test_parquet_keeps_to_the_columns_of_its_frame(tmp_path: Path) -> None:
-    """Two columns of one name are refused, pandas' index is none, and times finer than Python's are refused."""
+def test_columns_of_parquet_files(tmp_path: Path) -> None:
+    """Duplicate columns and times finer than Python's are refused; the pandas index is ignored."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     a, y, path = arrow.array(range(12)), arrow.array([i % 2 for i in range(12)]), tmp_path / "n.parquet"
@@ -590,7 +590,7 @@ def test_parquet_keeps_to_the_columns_of_its_frame(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "word"), [("n.parquet", "pyarrow"), ("c/x.png", "Pillow")])
 def test_absent_readers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str) -> None:
-    """Without pyarrow or Pillow one line says what to install."""
+    """Without pyarrow or Pillow one line names the package to install."""
     for module in ("pyarrow", "pyarrow.parquet", "PIL", "PIL.Image"):
         monkeypatch.setitem(sys.modules, module, None)
     for agent in ("ann", "bob"):
@@ -607,7 +607,7 @@ def test_absent_readers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.data
 def test_heart_disease_is_recognised(published: Path) -> None:
-    """The official folder is four hospitals, disease yes or no, of 303, 294, 123 and 200 patients."""
+    """The official folder has four hospitals with 303, 294, 123 and 200 patients and two classes."""
     folder = published / "heart-disease"
     if not folder.is_dir():
         pytest.skip("WAFFLE_DATA has no heart-disease")
@@ -627,7 +627,7 @@ def test_heart_disease_is_recognised(published: Path) -> None:
 
 
 def test_heart_disease_layout(tmp_path: Path) -> None:
-    """Files named processed.NAME.data need no header: thirteen columns and a grade that is 0 or disease."""
+    """Files named processed.NAME.data have no header: thirteen columns and a grade, where 0 means no disease."""
     for name, seed in (("here", 1), ("there", 2)):
         rng = np.random.default_rng(seed)
         ages = rng.integers(30, 70, 20)
@@ -642,8 +642,8 @@ def test_heart_disease_layout(tmp_path: Path) -> None:
     assert "expected 14 cells" in refusal(Federation.from_folder, tmp_path)
 
 
-def test_summaries_alone_decide(hospitals: Path) -> None:
-    """fit sees an agent's training rows only: changing its test rows changes no statistic."""
+def test_fit_uses_training_rows_only(hospitals: Path) -> None:
+    """The statistics of `fit` are those of the training rows given."""
     tables = {name: read_table(hospitals / f"{name}.csv") for name in ("north", "south")}
     aim = aim_of("ill", list(tables.values()), "auto")
     some = {name: table.select(np.arange(5)) for name, table in tables.items()}

@@ -1,4 +1,4 @@
-"""A folder of one's own on the command line: runs, records, reports, and refusals that leave nothing behind."""
+"""User data folders on the command line: runs, records, reports, and refusals that write nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def waffle(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 def test_a_run_on_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    """The run is called after folder and Alice, and holds her preprocessing; names of agents are in its record."""
+    """The run is named after the folder and Alice, and holds her preprocessing and the names of the agents."""
     code, out, _ = waffle(
         capsys, "run", "waffle", "--data", "clinics", "--target", "ill", "--alice", "south", "--rounds", "4", "--quiet"
     )
@@ -64,7 +64,7 @@ def test_a_run_on_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("method", ["waffle", "local", "apfl"])
 def test_a_regression_is_recorded_by_its_error(capsys: pytest.CaptureFixture[str], method: str) -> None:
-    """Rounds, result, metrics and predictions are in the target's own unit, and the report is of errors."""
+    """Rounds, result, metrics and predictions are in the target's unit, and the report shows errors."""
     arguments = ("--data", "flats", "--target", "price", "--rounds", "4", "--validation", "0.2", "--alice", "north")
     code, out, err = waffle(capsys, "run", method, *arguments)
     assert code == 0, err
@@ -77,8 +77,8 @@ def test_a_regression_is_recorded_by_its_error(capsys: pytest.CaptureFixture[str
     assert result["selected"] == {"round": chosen["round"], "rmse": chosen["rmse"]}
     assert result["metrics"]["rmse"] == pytest.approx(result["last"]["rmse"], rel=1e-5)
     template = {"output": torch.empty(8, 1).double(), "target": torch.empty(8).double()}
-    _, said = read_tensors(run / "predictions.safetensors", template)
-    assert said["target"].min() > 1000
+    _, tensors = read_tensors(run / "predictions.safetensors", template)
+    assert tensors["target"].min() > 1000
     assert waffle(capsys, "report", "runs", "--quiet")[0] == 0
     assert "Root mean squared error" in Path("runs/report/table.md").read_text()
 
@@ -107,13 +107,13 @@ def test_the_smaller_error_is_the_better() -> None:
         (("--target", "ill", "--test-share", "1"), "a fraction above 0 and below 1"),
         (("--target", "ill", "--task", "regression"), "'ill' holds numbers, but line 2 has 'n'"),
         (("--target", "ill", "--model", "lenet5"), "takes samples with 3 axes"),
-        (("--target", "ill", "--model", "test_user_data_cli:wrong"), "returns 2 outputs per sample"),
+        (("--target", "ill", "--model", "test_user_data_cli:wrong_output_size"), "returns 2 outputs per sample"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line_and_leave_nothing(
+def test_mistakes_are_one_line_and_write_nothing(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], expected: str
 ) -> None:
-    """Exit code 2, one line on stderr, no run folder."""
+    """A mistake gives exit code 2, one line on stderr and no run folder."""
     code, out, err = waffle(capsys, "run", "fedavg", "--data", "clinics", *arguments)
     lines = [line for line in err.splitlines() if line.strip()]
     assert (code, out, len(lines)) == (2, "", 1), err
@@ -121,12 +121,12 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert not Path("runs").exists()
 
 
-def wrong(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+def wrong_output_size(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     return torch.nn.Linear(shape[0], 7)
 
 
-def test_a_changed_file_is_read_anew() -> None:
-    """In one process the federation follows the files; agents of one folder share its memory."""
+def test_a_changed_file_is_read_again() -> None:
+    """A changed file changes the federation; agents of one folder share its tensors."""
     settings = Settings(data="clinics", target="ill", alice="north")
     before = federation_of(settings)
     assert federation_of(Settings(data="clinics", target="ill", alice="south")).x is before.x
@@ -134,24 +134,24 @@ def test_a_changed_file_is_read_anew() -> None:
     assert federation_of(settings).digest() != before.digest()
 
 
-def test_hidden_files_stop_no_run() -> None:
-    """The dangling link that an editor leaves beside an open file is nobody's data."""
-    Path("clinics/.#north.csv").symlink_to("nobody@nowhere")
+def test_hidden_files_are_ignored() -> None:
+    """A dangling hidden link, as editors leave it, is ignored."""
+    Path("clinics/.#north.csv").symlink_to("user@host.1")
     assert federation_of(Settings(data="clinics", target="ill", alice="north")).agents == 3
 
 
-def test_nobody_is_called_all() -> None:
-    """`all` means every agent, so a file of that name is refused whoever is Alice."""
+def test_an_agent_called_all_is_refused() -> None:
+    """`all` means every agent, so a file of that name is refused for every Alice."""
     Path("clinics/all.csv").write_text(rows(9, 12, False))
     for alice in ("all", "north", "0"):
         text = refusal(federation_of, Settings(data="clinics", target="ill", alice=alice))
         assert text == "clinics has an agent called 'all', which means every agent: give it another name"
 
 
-def test_a_run_without_an_agent_comes_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--leave-out` on data of one's own has its page among those who are left, and exits with 0, also when resumed."""
-    asked = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")
-    code, out, err = waffle(capsys, "run", "waffle", *asked)
+def test_a_run_with_leave_out_finishes(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--leave-out` on a data folder trains the remaining agents and writes the page, also when resumed."""
+    arguments = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")
+    code, out, err = waffle(capsys, "run", "waffle", *arguments)
     run = Path("runs/clinics-waffle-1-without-south")
     assert (code, err) == (0, "")
     assert str(run) in out
@@ -160,13 +160,13 @@ def test_a_run_without_an_agent_comes_to_its_end(capsys: pytest.CaptureFixture[s
     assert waffle(capsys, "resume", str(run), "--quiet")[0] == 0
 
 
-def test_agents_of_any_name_have_folders_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Names beyond ASCII do not meet in one folder; those within it are folders as they are."""
+def test_non_ascii_names_have_separate_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    """Agents with non-ASCII names have separate folders; ASCII names stay readable."""
     Path("医院").mkdir()
     for seed, name in enumerate(("北京", "上海", "north")):
         Path("医院", f"{name}.csv").write_text(rows(seed, 20, False))
-    asked = ("--data", "医院", "--target", "ill", "--rounds", "1", "--quiet")
-    code, _, err = waffle(capsys, "run", "waffle", *asked, "--alice", "all")
+    arguments = ("--data", "医院", "--target", "ill", "--rounds", "1", "--quiet")
+    code, _, err = waffle(capsys, "run", "waffle", *arguments, "--alice", "all")
     assert (code, err) == (0, "")
     (found,) = Path("runs").iterdir()
     alices = [json.loads(path.read_text())["settings"]["alice"] for path in found.glob("*/config.json")]
@@ -177,7 +177,7 @@ def test_agents_of_any_name_have_folders_of_their_own(capsys: pytest.CaptureFixt
     assert len({check_name(label) for label in others}) == 2
 
 
-def test_a_name_that_is_no_folder() -> None:
-    """An unknown data set is refused with the names, and with the hint that it may be a path."""
+def test_a_missing_data_folder_is_refused() -> None:
+    """An unknown data set is refused with the known names and the hint that it may be a path."""
     assert "(or the path of a data folder)" in refusal(federation_of, Settings(data="clinic"))
     assert "there is no folder" in refusal(federation_of, Settings(data="./clinic"))

@@ -1,4 +1,4 @@
-"""Thousands of damaged files of one's own: tables, arrays and images are read or refused in one line, never else."""
+"""Thousands of damaged user files: tables, arrays and images are read or refused in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CELLS = (
 
 
 def feed(path: Path, sound: bytes, seed: int, parse: Callable[[], object]) -> None:
-    """Parse the sound file, and many that are damaged."""
+    """Parse the valid file and many damaged ones."""
     path.write_bytes(sound)
     parse()
     tally, rng = Tally(), random.Random(seed)
@@ -60,7 +60,7 @@ def finite(folder: Path, **options: str) -> None:
 
 @pytest.mark.parametrize("name", ["n.csv", "n.TSV"])
 def test_damaged_tables(tmp_path: Path, name: str) -> None:
-    """Two thousand damaged tables become finite numbers, or one line."""
+    """Two thousand damaged tables give finite numbers or one line."""
     rows = "".join(f"{i * 1.5},{'abc'[i % 3]},{i % 2}\n" for i in range(12))
     text = "a,b,y\n" + rows
     sound = (text.replace(",", "\t") if name.endswith("TSV") else text).encode()
@@ -68,7 +68,7 @@ def test_damaged_tables(tmp_path: Path, name: str) -> None:
 
 
 def test_odd_cells(tmp_path: Path) -> None:
-    """Two thousand tables of odd cells become finite numbers, or one line, with any of them as the target."""
+    """Two thousand tables of unusual cells give finite numbers or one line, with any column as the target."""
     rng, tally = random.Random(2), Tally()
     for _ in range(COUNT):
         few = rng.sample(CELLS, rng.randrange(1, 6))
@@ -84,7 +84,7 @@ def test_odd_cells(tmp_path: Path) -> None:
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
-    """Two thousand damaged Parquet files become finite numbers, or one line."""
+    """Two thousand damaged Parquet files give finite numbers or one line."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     stream = io.BytesIO()
@@ -99,7 +99,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_damaged_arrays(tmp_path: Path, save: Callable[..., None]) -> None:
-    """Two thousand damaged .npz files become finite numbers, or one line."""
+    """Two thousand damaged .npz files give finite numbers or one line."""
     stream = io.BytesIO()
     save(stream, x=np.arange(24.0).reshape(12, 2), y=np.arange(12) % 2)
     feed(tmp_path / "n.npz", stream.getvalue(), 4, lambda: finite(tmp_path))
@@ -107,7 +107,7 @@ def test_damaged_arrays(tmp_path: Path, save: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("name", ["x.npz", "x.npy"])
 def test_damaged_arrays_to_predict(tmp_path: Path, name: str) -> None:
-    """Two thousand damaged files of arrays to predict are read as arrays, or refused in one line."""
+    """Two thousand damaged array files for prediction are read or refused in one line."""
     stream, x = io.BytesIO(), np.arange(24.0).reshape(12, 2)
     np.savez(stream, x=x, y=np.arange(12) % 2) if name.endswith("z") else np.save(stream, x)
     feed(tmp_path / name, stream.getvalue(), 6, lambda: read_arrays(tmp_path / name))
@@ -115,7 +115,7 @@ def test_damaged_arrays_to_predict(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_damaged_images(tmp_path: Path, kind: str) -> None:
-    """Two thousand damaged images become pixels, or one line."""
+    """Two thousand damaged images give pixels or one line."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     stream = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)

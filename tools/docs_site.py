@@ -180,7 +180,7 @@ def methods_page() -> str:
         options = option_types(name)
         parts += [
             f"## {about.title}\n",
-            f"`{name}` ({about.cite}). {summary_of(kind)} [More](../algorithms/{name}.md)\n",
+            f"`{name}`{f' ({about.cite})' if about.cite else ''}. {summary_of(kind)} [More](../algorithms/{name}.md)\n",
             _fields(algorithm_of(name), set(options)) if options else "It has no hyperparameters of its own.\n",
         ]
     return "\n".join(parts)

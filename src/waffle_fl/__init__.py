@@ -14,6 +14,7 @@ PersonalizedClassifier(alice="clinic").fit(federation).predict(X) does all of th
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +84,15 @@ _LAZY_MODULES = {
 }
 
 
+_RENAMED = {"Cell": "RunSpec"}  # public names of the previous release
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return getattr(import_module(f"{__name__}.{_LAZY_MODULES[name]}"), name)
+    if name in _RENAMED:
+        warnings.warn(f"waffle_fl.{name} is now waffle_fl.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name == "__all__":
         return sorted({*_LAZY_MODULES, *_methods()})
     found = _methods().get(name) if name[:1].isupper() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,29 @@ from waffle_fl.augment import crop_and_flip, darkest
 from waffle_fl.federation import Federation
 from waffle_fl.models.flat import Batch
 from waffle_fl.randomness import derive, shuffle
+
+Remainder: TypeAlias = Literal["spread", "keep", "drop"]
+"""What happens to the samples that do not fill a mini-batch: see `batch_sizes`."""
+
+
+def batches_per_epoch(samples: int, batch_size: int, remainder: Remainder) -> int:
+    """Return the number of mini-batches in one pass over an agent's samples."""
+    if remainder == "drop" and samples >= batch_size:
+        return samples // batch_size
+    return -(-samples // batch_size)
+
+
+def batch_sizes(samples: int, batch_size: int, remainder: Remainder) -> list[int]:
+    """Return the sizes of the mini-batches in one pass over an agent's samples.
+
+    `spread` makes ceil(n / batch_size) batches whose sizes differ by at most one, the larger ones first. `keep` fills
+    all batches but the last, as a PyTorch loader does; the last one may be tiny. `drop` leaves the last one out, unless
+    it is the only one.
+    """
+    batches = batches_per_epoch(samples, batch_size, remainder)
+    if remainder == "spread":
+        return [samples // batches + (b < samples % batches) for b in range(batches)]
+    return [min(batch_size, samples - b * batch_size) for b in range(batches)]
 
 
 class BatchPlan(NamedTuple):
@@ -39,9 +62,10 @@ class Batches:
         augment: bool = False,
         rounds: int = 1,
         agents: Sequence[Sequence[int]] | None = None,  # of each federation; None: all
+        remainder: Remainder = "spread",
     ) -> None:
         agents = agents or [range(f.agents) for f in federations]
-        self.batch_size, self.epochs, self.dtype = batch_size, epochs, dtype
+        self.batch_size, self.epochs, self.dtype, self.remainder = batch_size, epochs, dtype, remainder
         self.x, self.y, offsets = _pooled(federations)
         self._border = darkest(self.x) if augment else None
         self.device = self.x.device
@@ -62,15 +86,14 @@ class Batches:
             self._drift_times = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
             later = torch.stack([(f.relabel if f.later is None else f.later)[i] for f, _, _, i in rows])
             self._relabel = torch.cat([self._relabel, later], dim=1)
-        self.steps = [epochs * -(-n // batch_size) for n in self.lengths]
+        self.steps = [epochs * batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
 
     def sizes(self, rows: slice, padded: bool) -> list[int]:
         """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
         if padded:
             return [self.batch_size] * max(self.steps[rows])
         (length,) = set(self.lengths[rows])
-        whole, rest = divmod(length, self.batch_size)
-        return ([self.batch_size] * whole + ([rest] if rest else [])) * self.epochs
+        return batch_sizes(length, self.batch_size, self.remainder) * self.epochs
 
     def plan(self, r: int, attempt: int, rows: slice) -> BatchPlan:
         """Return the order of the samples in round r, for these rows."""
@@ -81,20 +104,30 @@ class Batches:
             shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(self.epochs)
         ]
         t = torch.arange(most, device=self.device)
-        per_epoch = ((length + self.batch_size - 1) // self.batch_size).clamp(min=1)[:, None]
-        within = (t % per_epoch)[:, :, None] * self.batch_size + torch.arange(self.batch_size, device=self.device)
+        per_epoch = (torch.tensor(steps, device=self.device) // self.epochs).clamp(min=1)[:, None]
+        first, end = self._edges(t % per_epoch, per_epoch, length[:, None])
+        within = first[:, :, None] + torch.arange(self.batch_size, device=self.device)
         epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
         order = torch.cat(orders, dim=1).gather(1, position)
         samples = table.gather(1, order).view(within.shape)
         count = torch.tensor(steps, device=self.device)
         active = t < count[:, None]
-        weight = ((within < length[:, None, None]) & active[:, :, None]).to(self.dtype)
+        weight = ((within < end[:, :, None]) & active[:, :, None]).to(self.dtype)
         drifted = weight[:, :, :0].bool()
         if self._drift_times is not None:
             drifted = (self._drift_times[rows].gather(1, order) < r / self._rounds).view(within.shape)
         keys = self._keys("dropout", rows, r, attempt)
         return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, drifted)
+
+    def _edges(self, batch: Tensor, batches: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the mini-batches of these numbers begin and end among a row's shuffled samples: see `batch_sizes`."""
+        if self.remainder == "spread":
+            size, larger = length // batches, length % batches
+            first = batch * size + torch.minimum(batch, larger)
+            return first, first + size + (batch < larger)
+        first = batch * self.batch_size
+        return first, torch.minimum(first + self.batch_size, length)
 
     def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
         keys = [derive(seed, purpose, agent, *words) for seed, agent in self._agent_keys[rows]]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from waffle_fl import attacks
 from waffle_fl.algorithms import SGD, Algorithm, algorithm_of, hyperparameters
+from waffle_fl.batches import Remainder, batches_per_epoch
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
     Parameter,
@@ -31,6 +32,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
+EARLIER = {"remainder": "keep"}  # settings of runs made before the setting existed, if not the default
 ALL_ALICES = "all"  # alice = "all": each agent is Alice once; methods = ["all"]: every method
 
 
@@ -87,7 +89,9 @@ class Settings:
     epochs: int = parameter(1, at_least(1))
     """Local epochs per round."""
     batch_size: int = parameter(32, at_least(1))
-    """Samples per mini-batch."""
+    """Most samples per mini-batch."""
+    remainder: Remainder = "spread"
+    """Samples that fill no mini-batch: spread them over all batches, keep them as a small last batch, or drop them."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
     momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
@@ -111,6 +115,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def steps(self, samples: int) -> int:
+        """Return K_i: the mini-batches of one round at an agent with this many samples."""
+        return self.epochs * batches_per_epoch(samples, self.batch_size, self.remainder)
 
     @property
     def is_own(self) -> bool:
@@ -181,7 +189,7 @@ class RunConfig:
         if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
             raise WaffleError("expected a run's config with `schema`, `method` and `settings`")
         check_schema(content.get("schema"))
-        values = tuples(content["settings"])
+        values = EARLIER | tuples(content["settings"])
         options = content.get("options") or {}
         return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
 
@@ -202,7 +210,7 @@ def completed(content: Any, method: str) -> Any:
     """
     if not isinstance(content, dict) or content.get("method") != method:
         return content
-    defaults = RunConfig(method=method, settings=Settings()).to_json()
+    defaults = RunConfig(method=method, settings=Settings(**EARLIER)).to_json()  # type: ignore[arg-type]
     later = {
         part: {**defaults[part], **content[part]}
         for part in ("settings", "options")

@@ -45,7 +45,7 @@ def dry_run(folder: Path, config: RunConfig) -> Iterator[str]:
             precision=s.precision,
         )
         samples = (facts.samples[name],)
-        steps = (s.epochs * -(-samples[0] // s.batch_size),)
+        steps = (s.steps(samples[0]),)
         algorithm = for_model(config.algorithm(), model.layers)
         plan = RunPlan(
             *("dry-run", config.label, algorithm, (name,), 0, samples, steps, 1, s.batch_size, s.guard, s.alice)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from waffle_fl.batches import batch_sizes
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 
@@ -71,7 +72,7 @@ class Policy:
         A method's integer hyperparameters multiply steps or memory: inner steps, clusters, models sent.
         """
         s = config.settings
-        steps = s.epochs * -(-samples // s.batch_size)
+        steps = s.steps(samples)
         options = config.to_json()["options"].values()
         repeats = math.prod(max(1, number) for number in options if type(number) is int)
         if max(s.batch_size, steps * repeats) > self.max_steps:
@@ -79,7 +80,7 @@ class Policy:
                 f"a round needs more steps, or a batch more rows, than this site's max_steps {self.max_steps}"
             )
         self._check_mb(model_bytes * repeats, "this model")
-        if samples > 0 and min(s.batch_size, samples) < self.min_batch:
+        if samples > 0 and min(batch_sizes(samples, s.batch_size, s.remainder)) < self.min_batch:
             raise Refused(f"this site requires at least {self.min_batch} rows per mini-batch: raise batch_size")
         if 0 < steps < self.min_steps:
             raise Refused(

@@ -227,7 +227,7 @@ class JobRunner:
             names=tuple(self.names[i] for i in members),
             alice=members.index(alice),
             samples=samples,
-            steps=tuple(s.epochs * -(-n // s.batch_size) for n in samples),
+            steps=tuple(s.steps(n) for n in samples),
             rounds=s.rounds,
             batch_size=s.batch_size,
             guard=s.guard,

@@ -208,7 +208,9 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
-        return SiteTrainer(self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment)
+        return SiteTrainer(
+            self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment, s.remainder
+        )
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Train and evaluate as requested, within the site's rules; return (reply, update or model)."""

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
+from waffle_fl.batches import Remainder
 from waffle_fl.constraints import at_least, check_fields, parameter
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
@@ -33,6 +34,7 @@ class RoundSettings:
     epochs: int = parameter(1, at_least(1))
     augment: bool = False
     guard: Guard = "off"
+    remainder: Remainder = "spread"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
+from waffle_fl.batches import Remainder, batch_sizes
 from waffle_fl.engines import loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
@@ -44,6 +45,7 @@ def simulate(
     epochs: int = 1,
     augment: bool = False,
     guard: Guard = "off",
+    remainder: Remainder = "spread",
     workers: int = 0,
     engine: Engine = "fast",
 ) -> Iterator[list[Outcome]]:
@@ -52,7 +54,7 @@ def simulate(
     `start` is the number of rounds that the runs' states have completed. At most `workers` processes share the work on
     a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after another.
     """
-    settings = RoundSettings(rounds, batch_size, epochs, augment, guard)
+    settings = RoundSettings(rounds, batch_size, epochs, augment, guard, remainder)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
     if type(workers) is not int or workers < 0:
@@ -63,7 +65,7 @@ def simulate(
         raise WaffleError("specs: expected at least one RunSpec, got none")
     model = prepared(model, specs[0].federation)
     specs = [fitted(spec, model) for spec in specs]
-    check_model(specs, model, batch_size)
+    check_model(specs, model, batch_size, remainder)
     for spec in specs:
         check_agents(spec.algorithm, spec.federation.agents)
     if engine == "loop":
@@ -85,13 +87,13 @@ def check_stack(specs: Sequence[RunSpec]) -> None:
         )
 
 
-def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int) -> None:
+def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int, remainder: Remainder) -> None:
     """Raise if a model with BatchNorm would get a batch of one sample."""
     if not model.normalises:
         return
     for spec in specs:
         for name, n in zip(spec.federation.names, spec.federation.samples.tolist(), strict=True):
-            if n and (batch_size == 1 or n % batch_size == 1):
+            if n and min(batch_sizes(n, batch_size, remainder)) == 1:
                 raise WaffleError(
                     f"{name} has {n} samples, so with batch size {batch_size} one batch has a single sample, which "
                     "BatchNorm cannot normalise: choose another batch size"

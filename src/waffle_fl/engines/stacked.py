@@ -59,7 +59,7 @@ class StackedBackend:
 
         def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
             shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.rounds)
-            batches = Batches(federations, seeds, *shape, agents)
+            batches = Batches(federations, seeds, *shape, agents, s.remainder)
             losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
             return RowTraining(algorithm, self.model, batches, self._graphs, list(map(len, agents)), cores, losses)
 

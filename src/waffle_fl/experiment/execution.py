@@ -108,7 +108,7 @@ def _open(
     model = model_of(s, federation, runtime, device)
     check_once(s, model, federation)
     spec = fitted(_run_spec(config, federation), model)
-    check_model([spec], model, s.batch_size)
+    check_model([spec], model, s.batch_size, s.remainder)
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
@@ -182,6 +182,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.rounds,
             s.epochs,
             s.batch_size,
+            s.remainder,
             s.augment and ("augment", s.shift),  # crops are padded with the darkest pixel of the whole stack
             s.guard,
             s.precision,
@@ -224,6 +225,7 @@ def _train(
         rounds=s.rounds,
         start=active_runs[0].start,
         batch_size=s.batch_size,
+        remainder=s.remainder,
         epochs=s.epochs,
         augment=s.augment,
         guard=s.guard,

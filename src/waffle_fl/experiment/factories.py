@@ -114,7 +114,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
         notes.append("every layer of this model is personal: this is Local")
     if config.method == "per-fedavg":
         s, needed = config.settings, config.algorithm().batches_per_update  # type: ignore[attr-defined]
-        steps = (s.epochs * -(-n // s.batch_size) for n in federation.samples.tolist())
+        steps = (s.steps(n) for n in federation.samples.tolist())
         short = [name for name, k in zip(federation.names, steps, strict=True) if 0 < k < needed]
         if short:
             notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches per round, which an update needs")
@@ -141,7 +141,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
 def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torch.device) -> FlatModel:
     """Return the model that the settings describe, on its device."""
     build_module = builder(s.model, s.data, federation.shape, federation.outputs)
-    steps = s.rounds * s.epochs * sum(-(-n // s.batch_size) for n in federation.samples.tolist())
+    steps = s.rounds * sum(s.steps(n) for n in federation.samples.tolist())
     worth_compiling = device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
     return FlatModel(
         build_module,

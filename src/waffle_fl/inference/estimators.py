@@ -280,7 +280,8 @@ def _described(value: Any) -> str:
 def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net, list[dict[str, Any]]]:
     s, spec = config.settings, RunSpec(config.algorithm(), agents, config.settings.seed)
     history, state = [], None
-    for (outcome,) in simulate([spec], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs):
+    rounds = simulate([spec], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs, remainder=s.remainder)
+    for (outcome,) in rounds:
         if outcome.error:
             raise outcome.error
         history.append(dict(outcome.measured))

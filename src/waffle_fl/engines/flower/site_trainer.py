@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
-from waffle_fl.batches import Batches
+from waffle_fl.batches import Batches, Remainder
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
@@ -31,11 +31,12 @@ class SiteTrainer:
         batch_size: int,
         epochs: int,
         augment: bool,
+        remainder: Remainder = "spread",
     ) -> None:
         self.model = prepared(model, federation)
         self.algorithm = for_model(algorithm, self.model.layers)
         self.federation = federation.to(model.device, model.dtype)
-        batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment)
+        batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment, remainder=remainder)
         self.steps = batches.steps[0]
         losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
         self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)
