@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import refusal
-from data_support import answer
+from data_support import result_or_message
 from waffle_fl import data
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.config import RunConfig, Settings
@@ -169,7 +169,7 @@ def test_features_that_overflow_single_precision_are_refused() -> None:
     x, y, x_test, y_test = agent(2)
     x = x.astype(np.float64)
     x[4, 1] = 1e39
-    made = answer(federation, bob=(x, y, x_test.astype(np.float64), y_test))
+    made = result_or_message(federation, bob=(x, y, x_test.astype(np.float64), y_test))
     assert "index 4" in made if isinstance(made, str) else bool(made.x.isfinite().all())
 
 

@@ -101,7 +101,7 @@ def config(method: str) -> Any:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "waffle", "apfl", "fedrep", "ifca"])
-def test_sites_keep_the_same_velocity_as_the_simulator(method: str, tmp_path: Path) -> None:
+def test_sites_keep_the_velocity_in_the_simulator_s_bits(method: str, tmp_path: Path) -> None:
     from flower_harness import bits, federation, run_job, run_simulation
 
     run_job(federation(tmp_path / "federation", ("a", "b", "c")), config(method), tmp_path / "run")
@@ -109,7 +109,7 @@ def test_sites_keep_the_same_velocity_as_the_simulator(method: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("method", ["fedavg", "waffle"])
-def test_lost_state_restarts_momentum_at_zero(method: str, tmp_path: Path) -> None:
+def test_a_site_that_lost_its_state_starts_its_momentum_at_zero_and_says_so(method: str, tmp_path: Path) -> None:
     from flower_harness import Grid, federation, run_job
     from waffle_fl.records import read_rounds
 
