@@ -549,7 +549,7 @@ def test_a_vote_of_the_permuted_agents(seed: int, agreed: tuple[float, float]) -
 @quick
 @given(kind=kinds, agents=crowds, n=sizes, seed=numbers)
 def test_other_shifts_keep_the_split(kind: str, agents: int, n: int, seed: int) -> None:
-    """An empty shift, feature shifts and drift do not change which samples an agent holds."""
+    """An empty shift, feature shifts and drift leave every agent's samples unchanged."""
     train, test = labels_of(n, seed), labels_of(n // 2, seed + 1)
     plain = split(train, test, kind, agents=agents, seed=seed)
     if agents > 1:

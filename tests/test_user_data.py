@@ -69,7 +69,7 @@ def test_other_files_are_ignored(hospitals: Path) -> None:
     """Notes and hidden files in the folder are not agents."""
     (hospitals / "README.md").write_text("notes")
     (hospitals / ".hidden.csv").write_text("")
-    (hospitals / ".#north.csv").symlink_to("nobody@nowhere")
+    (hospitals / ".#north.csv").symlink_to("user@host")
     assert read(hospitals).agents == 3
 
 
