@@ -13,7 +13,7 @@ from typing import Any
 from paper import beyond_tables, figures, robustness_tables
 from paper.claims import Verdict
 from paper.overview import overview
-from paper.page_text import CAPTIONS, COLUMNS, DEPARTURES_INTRODUCTION, INTRODUCTION
+from paper.page_text import CAPTIONS, COLUMNS, DEPARTURES_INTRODUCTION, HISTORY, INTRODUCTION
 from paper.sections import (
     Records,
     agreement,
@@ -53,22 +53,36 @@ def read_records(root: Path) -> Records:
 
 def write(root: Path) -> list[Path]:
     """Write every figure and page; return their paths."""
-    records = read_records(root)
-    folder = root / "docs" / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    written = {folder / f"{name}.svg": to_svg(chart()) for name, _, chart in pictures(records)}
+    written = contents(root)
+    for path, text in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return list(written)
+
+
+def stale_pages(root: Path) -> list[str]:
+    """Return one line per figure or page that is not what the records give."""
+    return [
+        f"{path.relative_to(root)} is not what the records give: run python -m paper.page"
+        for path, text in contents(root).items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+def contents(root: Path) -> dict[Path, str]:
+    """Return every figure and page as the records give it."""
+    records, folder = read_records(root), root / "docs" / "figures"
+    made = {folder / f"{name}.svg": to_svg(chart()) for name, _, chart in pictures(records)}
     if records.runs("mnist"):
-        written[folder / "overview.svg"] = to_svg(overview(records.runs("mnist")))
-    written[root / "docs" / "results.md"] = results_page(records)
-    written[root / "docs" / "results-departures.md"] = departures_page(records)
-    written |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in RECORD_PAGES}
+        made[folder / "overview.svg"] = to_svg(overview(records.runs("mnist")))
+    made[root / "docs" / "results.md"] = results_page(records)
+    made[root / "docs" / "results-departures.md"] = departures_page(records)
+    made |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in RECORD_PAGES}
     shifts = read_part(root, beyond_tables.NAME)
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
-        written[path] = with_results(path.read_text(encoding="utf-8"), records, shifts)
-    for path, text in written.items():
-        path.write_text(text, encoding="utf-8")
-    return list(written)
+        made[path] = with_results(path.read_text(encoding="utf-8"), records, shifts)
+    return made
 
 
 def results_page(records: Records) -> str:
@@ -81,6 +95,8 @@ def results_page(records: Records) -> str:
         prose(COLUMNS),
         "## Claims",
         claims_table(records),
+        "## What was changed after seeing results",
+        HISTORY.strip(),
         *data_section(records, "mnist", "mnist", "MNIST, 2,500 samples per agent"),
         *data_section(records, "mnist", "mnist-6000", "MNIST, the full split of 6,000 samples per agent"),
         *data_section(records, "cifar10", "cifar10", "CIFAR-10 with DLA"),

@@ -14,6 +14,7 @@ class Printed(NamedTuple):
 
 SPLITS = ("A", "B", "C", "A*", "B*")
 METHODS = ("local", "fedavg", "scaffold", "weight-erosion", "waffle", "apfl")
+PAPER_SEEDS = 5  # of its MNIST results; CIFAR-10 has one
 GLOBAL, PERSONAL = ("fedavg", "scaffold"), ("weight-erosion", "waffle", "apfl", "ditto")
 
 _MNIST = """

@@ -9,7 +9,7 @@ from math import isnan
 from textwrap import fill
 from typing import Any
 
-from paper.claims import Verdict, percent, verdicts, waffle_above
+from paper.claims import EXPLANATIONS, Verdict, percent, verdicts, waffle_above
 from paper.convergence import Comparison, compare
 from paper.page_text import (
     CONCEPT_SHIFT_REASON,
@@ -69,13 +69,18 @@ def claims_table(records: Records) -> str:
     for study in STUDIES:
         runs = records.runs(study)
         for verdict in verdicts(study, runs):
-            holds = "yes" if verdict.holds else "**no**" if runs else "no record yet"
-            numbers, *reasons = EXCEPTION.split(verdict.numbers)
-            rows.append([TITLE[study], verdict.claim, holds, numbers if runs else ""])
-            notes += [f"{TITLE[study]} {reason}" for reason in reasons]
+            word = verdict.word if verdict.holds else f"**{verdict.word}**" if runs else "no record yet"
+            kind = "main" if verdict.main else ""
+            rows.append([TITLE[study], kind, verdict.claim, word, verdict.numbers if runs else ""])
+            if runs and not verdict.holds and (study, verdict.claim) in EXPLANATIONS:
+                notes.append(f"{TITLE[study]}, {verdict.claim}: {EXPLANATIONS[study, verdict.claim]}")
     if records.runs("cifar10-departures"):
         rows.append(_as_printed(records))
-    return with_reasons(table(["", "claim", "holds", "numbers"], rows), notes)
+    made = table(["", "", "claim", "verdict", "numbers"], rows)
+    if not notes:
+        return made
+    items = "\n".join(prose(f"- {note}.") for note in notes)
+    return f"{made}\n\nWhat is known about the claims that do not hold:\n\n{items}"
 
 
 def _as_printed(records: Records) -> list[str]:
@@ -83,8 +88,8 @@ def _as_printed(records: Records) -> list[str]:
     printed = records.parts["cifar10-departures"].runs["cifar10-departures/updates"]
     others = [run for run in records.runs("cifar10") if run.config.method != "waffle"]
     verdict = waffle_above(scores([*others, *printed], "best"))
-    return [TITLE["cifar10"], f"{verdict.claim}, with the printed distances (not checked by `--check`)",
-            "yes" if verdict.holds else "**no**", verdict.numbers]  # fmt: skip
+    word = verdict.word if verdict.holds else f"**{verdict.word}**"
+    return [TITLE["cifar10"], "", f"{verdict.claim}, with the printed distances", word, verdict.numbers]
 
 
 def verdict_table(claims: Sequence[Verdict]) -> str:

@@ -146,8 +146,9 @@ def show_verdicts(wrong: Sequence[str], verdicts: Sequence[Verdict], console: Co
     for line in wrong:
         console.print(line, style="red", highlight=False, soft_wrap=True, markup=False)
     for verdict in verdicts:
-        mark = "holds" if verdict.holds else "DOES NOT HOLD"
-        text = f"{mark}: {verdict.claim} ({verdict.numbers})"
+        mark = verdict.word if verdict.holds else verdict.word.upper()
+        kind = "main claim, " if verdict.main else ""
+        text = f"{mark}: {kind}{verdict.claim} ({verdict.numbers})"
         console.print(text, style=None if verdict.holds else "red", highlight=False, soft_wrap=True, markup=False)
 
 
