@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from paper import beyond_tables, robustness_tables
-from paper.page import RECORD_PAGES, with_tables
 from paper.studies import read_study
 
 from conftest import refusal
@@ -235,12 +234,6 @@ def test_the_gates_of_the_robustness_file() -> None:
     assert tuple(free.at) == tuple(held.at) == (0.94, 1.0)
     attacks = {e.settings.attack for e in load_experiments(ROOT / "experiments" / "robustness.toml")}
     assert set(held.of["attack"]) == attacks - {"none", "projected"}
-
-
-@pytest.mark.parametrize("name", RECORD_PAGES)
-def test_record_pages_match_their_records(name: str) -> None:
-    """Each page of RECORD_PAGES has the tables of its committed record and lists missing runs."""
-    assert (ROOT / "docs" / f"{name}.md").read_text() == with_tables(ROOT, name)
 
 
 def test_tables_of_a_record(clone: Path) -> None:

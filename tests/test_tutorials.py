@@ -49,6 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to run a page in; modules that the page writes there can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    written = re.findall(r"(\w+)\.py\b", "".join(page.read_text(encoding="utf-8") for page in PAGES))
+    for name in set(written) & set(sys.modules):  # other tests import modules of the same names
+        if not hasattr(sys.modules[name], "__path__"):
+            monkeypatch.delitem(sys.modules, name)
     before = set(sys.modules)
     yield tmp_path
     for file in tmp_path.glob("*.pid"):  # background processes of a page that failed before it stopped them
