@@ -18,7 +18,7 @@ demo-flower: $(READY)
 	$(BIN)/waffle deploy demo
 
 test: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-thorough: $(READY)
 	$(BIN)/pytest -n 2 -m thorough
