@@ -199,11 +199,11 @@ def test_the_page_on_speed_needs_no_peers() -> None:
 
 
 def test_the_table_of_exposed_rows_matches_its_record() -> None:
-    """The table in docs/deploy.md equals results/exposure.jsonl."""
+    """The table in docs/threat-model.md equals results/exposure.jsonl."""
     record = [json.loads(line) for line in (ROOT / "results" / "exposure.jsonl").read_text().splitlines()]
     rows = [
         f"| {line['weights']} | {line['rows']} | {100 * line['share']:.1f} % | {100 * line['random']:.1f} % | "
         f"{line.get('recovered', '')} |"
         for line in record
     ]
-    assert "\n".join(rows) in (ROOT / "docs" / "deploy.md").read_text()
+    assert "\n".join(rows) in (ROOT / "docs" / "threat-model.md").read_text()
