@@ -114,7 +114,7 @@ def test_other_training_or_averaging_is_not_shared(leader: Algorithm) -> None:
         replace(plain, seed=2),
         replace(plain, federation=make_federation()),
         replace(plain, tamper=lambda up, r: up),
-        replace(plain, post=lambda agent, r, reply: [reply]),
+        replace(plain, transport=lambda agent, r, reply: [reply]),
         replace(plain, attackers=(1,)),
         replace(plain, state=initial_state(plain, make_model())),
     ]

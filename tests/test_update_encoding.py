@@ -40,8 +40,8 @@ def sealed(tensors: dict[str, torch.Tensor], **changes: str) -> bytes:
     return pack(tensors, ENVELOPE.metadata(steps=4) | changes)
 
 
-def run(tamper: Any = None, post: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
-    spec = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, post=post)
+def run(tamper: Any = None, transport: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
+    spec = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, transport=transport)
     return outcomes_of(spec, make_model(torch.float32), rounds=5, **options)
 
 
@@ -281,7 +281,7 @@ def test_w13_weights_always_sum_to_one() -> None:
 
 def test_encoding_changes_no_bit() -> None:
     """A simulation that sends updates as bytes ends with the same bits as one that does not."""
-    plain, posted = run(), run(post=lambda agent, r, reply: [reply])
+    plain, posted = run(), run(transport=lambda agent, r, reply: [reply])
     assert all(torch.equal(a, b) for a, b in zip(plain[-1].state.server, posted[-1].state.server, strict=True))
 
 
@@ -289,13 +289,13 @@ def test_faults_in_transit() -> None:
     """In the simulator an agent with a lost, doubled, replayed or damaged reply has weight 0, which is recorded."""
     old: dict[int, bytes] = {}
 
-    def post(agent: int, r: int, reply: bytes) -> Iterable[bytes]:
+    def transport(agent: int, r: int, reply: bytes) -> Iterable[bytes]:
         first = old.setdefault(agent, reply)
         if agent == BAD:
             return {1: [reply], 2: [], 3: [first], 4: [reply[:-1]], 5: [reply, reply]}[r]
         return [reply]
 
-    outcomes = run(post=post)
+    outcomes = run(transport=transport)
     weights = [o.measured["weights"][BAD] > 0 for o in outcomes[:4]]
     assert weights == [True, False, False, False]
     reasons = [[reason for _, reason in o.measured.get("refused", [])] for o in outcomes]

@@ -3,7 +3,7 @@
 The gradient of a linear layer's weights is a sum over rows: (gradient at the layer's output) x (the layer's input). A
 unit that only one row activates reveals that row's input; so does the difference of two units whose sets of active rows
 differ by one row. Weights can be chosen so that nearly every row is singled out in one of these ways ("trap weights",
-"imprint layers"). Ordinary networks single out few rows, unless there are few rows in total; docs/deploy.md has
+"imprint layers"). Ordinary networks single out few rows, unless there are few rows in total; docs/threat-model.md has
 measurements. A model is therefore compared with random models of the same architecture on the same rows.
 """
 

@@ -64,13 +64,13 @@ def receive(spec: RunSpec, model: FlatModel, up: Any, r: int, known: Registered)
     present = known.samples > 0
     if spec.tamper:
         up = spec.tamper(tree_map(torch.clone, up), r)  # cloned: it may keep tensors that workers overwrite
-    if not spec.post:
+    if not spec.transport:
         return Arrived(up, present, [])
     steps = known.steps.tolist()
     header = Header(f"simulation {spec.seed}", r, model.fingerprint())
     collector = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, header, steps)
     for agent in range(spec.federation.agents):
-        for reply in spec.post(agent, r, seal(up, agent, header, steps[agent])):
+        for reply in spec.transport(agent, r, seal(up, agent, header, steps[agent])):
             collector.deliver(agent, reply)
     received, arrived = collector.updates(type(up))
     up = type(up)(*(value.to(model.device) for value in received))

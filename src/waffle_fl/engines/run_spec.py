@@ -49,7 +49,7 @@ class RunSpec:
     seed: int
     state: State | None = None  # the state to resume from; None starts from a random model
     tamper: Tamper | None = None  # changes the updates in transit, as tensors
-    post: Transport | None = None  # changes them as bytes: every update is packed, passed through it and unpacked
+    transport: Transport | None = None  # changes them as bytes: every update is packed, passed through it and unpacked
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
     requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
 

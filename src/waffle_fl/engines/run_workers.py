@@ -22,7 +22,7 @@ from waffle_fl.models import FlatModel
 
 
 def applies(specs: Sequence[RunSpec], model: FlatModel, cores: int) -> bool:
-    honest = not any(spec.tamper or spec.post for spec in specs)
+    honest = not any(spec.tamper or spec.transport for spec in specs)
     return honest and model.stacked and len(specs) >= cores > 1
 
 
