@@ -34,8 +34,8 @@ def check(python: str, wheel: Path) -> str:
         _run([*pip, str(wheel)], elsewhere)
         waffle = str(environment / "bin" / "waffle")
         _run([waffle, "demo", "--quiet", "--out", "demo"], elsewhere)
-        if not (elsewhere / "demo" / "report.html").is_file():
-            raise subprocess.CalledProcessError(1, "waffle demo", stderr="waffle demo wrote no demo/report.html")
+        if not (elsewhere / "demo" / "report" / "index.html").is_file():
+            raise subprocess.CalledProcessError(1, "waffle demo", stderr="waffle demo wrote no demo/report/index.html")
     return "ok"
 
 
