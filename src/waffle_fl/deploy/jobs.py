@@ -102,11 +102,11 @@ class Job:
     def survey(self) -> Survey | None:
         """The saved survey of this run; None if the run is new or its settings have changed since."""
         content = read_json(self.path.with_suffix(".survey"))
-        same = content is not None and content.get("asked") == self._survey_key and begun(self.out)
-        return Survey.from_json(content["told"]) if content and same else None
+        same = content is not None and content.get("key") == self._survey_key and begun(self.out)
+        return Survey.from_json(content["survey"]) if content and same else None
 
     def save_survey(self, survey: Survey) -> None:
-        write_json(self.path.with_suffix(".survey"), {"asked": self._survey_key, "told": survey.to_json()})
+        write_json(self.path.with_suffix(".survey"), {"key": self._survey_key, "survey": survey.to_json()})
 
     @property
     def _survey_key(self) -> dict[str, Any]:
