@@ -8,7 +8,10 @@ from waffle_fl.claims.record_files import Part, read_part
 from waffle_fl.errors import WaffleError, suggest
 
 STUDIES = {
-    "mnist": ("mnist", "mnist-6000", "mnist-departures", "mnist-permutations", "mnist-sizes"),
+    "mnist": (
+        *("mnist", "mnist-permutations", "mnist-splits", "mnist-alices"),
+        *("mnist-6000", "mnist-departures", "mnist-sizes"),
+    ),
     "cifar10": ("cifar10", "cifar10-printed", "cifar10-departures"),
 }
 

@@ -20,7 +20,7 @@ from waffle_fl.data import Dataset, load
 from waffle_fl.data.files import data_dir as data_folder
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.runtime import Runtime
-from waffle_fl.federation import Federation, build, index_of, pool_of
+from waffle_fl.federation import Federation, build, check_alice, index_of, pool_of
 from waffle_fl.folder_federation import folder_federation
 from waffle_fl.models import BY_AXES, DEFAULTS, FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.partition import split
@@ -73,6 +73,9 @@ def _own_folder(name: str, runtime: str) -> Path | None:
 
 @lru_cache(maxsize=64)  # the columns of a large table: each feature shift has its own copy of the samples
 def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
+    if s.alice != Settings.alice and not s.split.endswith("*") and not s.shift:  # the data does not depend on Alice
+        first = _federation(replace(s, alice=Settings.alice), data_dir, allow_unverified)
+        return check_alice(replace(first, alice=index_of(s.alice, first.names)))
     dataset = _dataset(s.data, data_dir, allow_unverified)
     names = [f"agent {i}" for i in range(s.agents)]
     alice = index_of(s.alice, names)
