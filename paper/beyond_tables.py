@@ -7,7 +7,9 @@ from statistics import mean, stdev
 from typing import TypeAlias
 
 from paper.claims import Verdict
-from paper.sections import prose, setting, table, verdict_table
+from paper.cell_tables import setting
+from paper.markdown import prose, table
+from paper.sections import verdict_table
 from waffle_fl.algorithms import TITLES as METHODS
 from waffle_fl.claims.file_claims import accuracies, near
 from waffle_fl.claims.record_files import Part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan, nan
 from pathlib import Path
@@ -15,22 +15,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from paper.cells import COLUMNS, methods_in, printed_cell, study_cells, title
 from paper.claims import percent, verdicts
 from paper.page import stale_pages
 from paper.page import write as write_pages
-from paper.printed_table import TABLE
+from paper.printed_table import SPLITS
 from paper.run_missing import run_missing
 from paper.studies import find_root, read_study
-from waffle_fl.algorithms import title_of
-from waffle_fl.claims.record_files import problems
+from waffle_fl.claims.record_files import Part, problems
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import score_text, show_verdicts
 from waffle_fl.cli.flags import parse
 from waffle_fl.cli.progress import ProgressFlags, live
 from waffle_fl.experiment import Runtime
-from waffle_fl.report.tables import protocols_of
-from waffle_fl.results import FinishedRun, methods_of, rows_of, scores
 
 
 def reproduce(arguments: Sequence[str]) -> int:
@@ -65,19 +63,19 @@ def reproduce(arguments: Sequence[str]) -> int:
             run_missing(root, args.study, args.runs, args.runtime, listener, *selection)
         write_pages(root)
     parts = read_study(root, args.study)
-    claims = verdicts(args.study, parts[args.study].all_runs)
+    claims = verdicts(args.study, parts)
     wrong = [*problems(parts), *(stale_pages(root) if args.check else [])]
     if args.output.json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in claims]}))
     else:
-        show_study(args.study, parts[args.study].all_runs, args.cell, wrong, claims, console_for())
+        show_study(args.study, parts, args.cell, wrong, claims, console_for())
     failed = args.strict and not all(verdict.holds for verdict in claims if verdict.main)
     return 1 if args.check and (wrong or failed) else 0
 
 
 def show_study(
     study: str,
-    runs: Sequence[FinishedRun],
+    parts: Mapping[str, Part],
     cell: str,
     wrong: Sequence[str],
     claims: Sequence[Verdict],
@@ -85,18 +83,18 @@ def show_study(
 ) -> None:
     """Print each cell of a study next to the paper's number, then the problems of its records, then each claim."""
     table = Table(title=f"\n{study}: accuracy in percent", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown = protocols_of(runs)
-    for column in ("split", "method", "paper", *shown, "best - paper"):
-        table.add_column(column, justify="left" if column in ("split", "method") else "right", no_wrap=True)
-    found = {protocol: scores(runs, protocol) for protocol in shown}
-    for split, method in ((split, method) for split in rows_of(runs) for method in methods_of(runs)):
+    found = {column: study_cells(study, parts, column) for column in COLUMNS}
+    shown = [column for column, cells in found.items() if any(score.seeds for score in cells.values())]
+    for name in ("split", "method", "paper", *(COLUMNS[column] for column in shown), "best - paper"):
+        table.add_column(name, justify="left" if name in ("split", "method") else "right", no_wrap=True)
+    for split, method in ((split, method) for split in SPLITS for method in methods_in(found["best"])):
         if f"{study}/{split}/{method}/".startswith(f"{cell}/") or not cell:
-            printed = TABLE[study].get((split, method))
+            printed = printed_cell(study, split, method)
             gap = percent(found["best"], split, method) - printed.mean if printed else nan
-            texts = [score_text(found[protocol].get((split, method)), False, 2) for protocol in shown]
+            texts = [score_text(found[column].get((split, method)), False, 2) for column in shown]
             table.add_row(
                 escape(split),
-                title_of(method),
+                title(study, method),
                 f"{printed.mean:.2f}" if printed else "–",
                 *texts,
                 "–" if isnan(gap) else f"{gap:+.2f}",

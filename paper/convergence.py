@@ -1,4 +1,4 @@
-"""Rounds that a method needs to converge, and a paired test of two methods over seeds: the paper's headline claim."""
+"""Rounds that two methods need to reach a common accuracy: the paper's claim of faster convergence."""
 
 from __future__ import annotations
 
@@ -6,49 +6,74 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from paper.cells import value_of
 from waffle_fl.results import FinishedRun, rows_of
-
-SHARE = 0.99
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean rounds of two methods over runs with the same split and seed, and the p-value of their difference."""
+    """Rounds of two methods to a common target, over runs with the same split and seed."""
 
     splits: str
-    ours: float
+    target: float | None  # accuracy; None over several splits, each with its own
+    ours: float  # mean rounds; a run that never reaches the target counts as one round more than it has
     theirs: float
+    our_reached: int  # runs that reach the target
+    their_reached: int
     pairs: int
     p_value: float
 
 
-def rounds_needed(run: FinishedRun, share: float = SHARE) -> int:
-    """Return the first round whose accuracy is at least this share of the last round's."""
-    goal = share * float(run.rounds[-1]["accuracy"])
-    return next(int(line["round"]) for line in run.rounds if line["accuracy"] >= goal)
+def rounds_needed(run: FinishedRun, target: float) -> int | None:
+    """Return the first round whose accuracy is at least the target; None if there is none (censored)."""
+    return next((int(line["round"]) for line in run.rounds if line["accuracy"] >= target), None)
+
+
+def common_target(ours: Sequence[FinishedRun], theirs: Sequence[FinishedRun]) -> float:
+    """Return the best of both methods' worst ends: the end of a run is its mean accuracy over the last ten rounds.
+
+    The method that sets the target reaches it with every seed.
+    """
+    return max(min(_end(run) for run in method) for method in (ours, theirs))
+
+
+def _end(run: FinishedRun) -> float:
+    return value_of(run, "late") or 0.0  # a run that diverged has no end
 
 
 def compare(runs: Sequence[FinishedRun], ours: str, theirs: str) -> list[Comparison]:
     """Return one comparison per split, and one over all splits."""
-    needed = {
-        (run.row, run.config.settings.seed, run.config.method): rounds_needed(run)
-        for run in runs
-        if run.config.method in (ours, theirs) and run.rounds
-    }
-    pairs = {
-        (row, seed): (rounds, needed[row, seed, theirs])
-        for (row, seed, method), rounds in needed.items()
-        if method == ours and (row, seed, theirs) in needed
-    }
-    groups = {row: [pair for (where, _), pair in pairs.items() if where == row] for row in rows_of(runs)}
-    groups["all"] = list(pairs.values())
-    return [
-        Comparison(
-            name, mean(a for a, _ in group), mean(b for _, b in group), len(group), p_value([a - b for a, b in group])
-        )
-        for name, group in groups.items()
-        if group
-    ]
+    found, every = [], list[tuple[int | None, int | None, int]]()
+    for row in rows_of(runs):
+        methods = {m: {run.config.settings.seed: run for run in runs if run.row == row and run.config.method == m
+                       and run.rounds} for m in (ours, theirs)}  # fmt: skip
+        seeds = sorted(methods[ours].keys() & methods[theirs].keys())
+        if not seeds:
+            continue
+        target = common_target(*([methods[m][seed] for seed in seeds] for m in (ours, theirs)))
+        pairs = [
+            (*(rounds_needed(methods[m][seed], target) for m in (ours, theirs)),
+             methods[ours][seed].config.settings.rounds)
+            for seed in seeds
+        ]  # fmt: skip
+        found.append(_comparison(row, target, pairs))
+        every += pairs
+    return [*found, _comparison("all", None, every)] if every else []
+
+
+def _comparison(splits: str, target: float | None, pairs: Sequence[tuple[int | None, int | None, int]]) -> Comparison:
+    """Return the comparison of some pairs of rounds; censored ones count as one round more than the run has."""
+    counted = [(a or limit + 1, b or limit + 1) for a, b, limit in pairs]
+    return Comparison(
+        splits,
+        target,
+        mean(a for a, _ in counted),
+        mean(b for _, b in counted),
+        sum(a is not None for a, _, _ in pairs),
+        sum(b is not None for _, b, _ in pairs),
+        len(pairs),
+        p_value([a - b for a, b in counted]),
+    )
 
 
 def p_value(differences: Sequence[int]) -> float:

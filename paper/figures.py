@@ -46,7 +46,7 @@ def _method_color(methods: Sequence[str]) -> Any:
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Any:
-    """Draw the best accuracy so far, mean over seeds: one panel per split, one line per method."""
+    """Draw the best accuracy so far, mean and standard deviation over seeds: one panel per split."""
     methods = methods_of(runs)
     return styled(alt.concat(*(_accuracy_panel(runs, row, methods) for row in rows_of(runs)), columns=3, spacing=24))
 
@@ -57,7 +57,7 @@ def _accuracy_panel(runs: Sequence[FinishedRun], row: str, methods: Sequence[str
         if run.row == row and run.rounds:
             curves.setdefault(run.title, []).append(best_so_far(run))
     values = [
-        {"method": title, "round": r + 1, "accuracy": round(100 * mean(at_r), 3)}
+        {"method": title, "round": r + 1, **_mean_and_band(at_r)}
         for title, group in curves.items()
         for r, at_r in enumerate(zip(*group, strict=False))
     ]
@@ -65,16 +65,20 @@ def _accuracy_panel(runs: Sequence[FinishedRun], row: str, methods: Sequence[str
     spread = max(ends) - min(ends)
     tick = 5 if spread > 5 else 1
     low = 0 if spread > 25 else tick * floor((min(ends) - max(4, spread)) / tick)
-    return (
-        alt.Chart(alt.InlineData(values=values), title=row)
-        .mark_line(strokeWidth=1.8, clip=True, strokeJoin="round")
-        .encode(
-            x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False, tickCount=5)),
-            y=alt.Y("accuracy:Q", title="accuracy (%)", scale=alt.Scale(domain=[low, 100], nice=False)),
-            color=_method_color(methods),
-        )
-        .properties(width=225, height=170)
+    scale, color = alt.Scale(domain=[low, 100], nice=False), _method_color(methods)
+    x = alt.X("round:Q", title="round", axis=alt.Axis(grid=False, tickCount=5))
+    base = alt.Chart(alt.InlineData(values=values), title=row).encode(x=x, color=color)
+    band = base.mark_area(opacity=0.15, clip=True).encode(y=alt.Y("low:Q", scale=scale, title=""), y2="high:Q")
+    line = base.mark_line(strokeWidth=1.8, clip=True, strokeJoin="round").encode(
+        y=alt.Y("accuracy:Q", title="accuracy (%)", scale=scale)
     )
+    return alt.layer(band, line).properties(width=225, height=170)
+
+
+def _mean_and_band(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of some accuracies in percent, and one standard deviation on either side of it."""
+    centre, spread = 100 * mean(values), 100 * stdev(values) if len(values) > 1 else 0.0
+    return {"accuracy": round(centre, 3), "low": round(centre - spread, 3), "high": round(centre + spread, 3)}
 
 
 def weights(runs: Sequence[FinishedRun]) -> Any:
@@ -165,12 +169,11 @@ def sizes(runs: Mapping[str, Sequence[FinishedRun]]) -> Any:
         size, arm = name.rpartition("/")[2].split("-")
         for row in rows_of(group):
             curves = [best_so_far(run) for run in group if run.row == row]
-            for r, at_r in enumerate(zip(*curves, strict=False)):
-                centre, spread = 100 * mean(at_r), 100 * stdev(at_r) if len(at_r) > 1 else 0.0
-                values.append(
-                    {"labels": f"labels {row}", "sizes": f"sizes {size}", "round": r + 1, "accuracy": round(centre, 3),
-                     "low": round(centre - spread, 3), "high": round(centre + spread, 3), "arm": ARMS[arm]}
-                )  # fmt: skip
+            values += [
+                {"labels": f"labels {row}", "sizes": f"sizes {size}", "round": r + 1, "arm": ARMS[arm],
+                 **_mean_and_band(at_r)}
+                for r, at_r in enumerate(zip(*curves, strict=False))
+            ]  # fmt: skip
     color = alt.Color(
         "arm:N",
         scale=alt.Scale(domain=list(ARMS.values()), range=[AGENTS[0], ALICE]),

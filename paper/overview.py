@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
+from paper.cells import Cells, study_cells
 from paper.figures import AGENTS, ALICE, styled
 from paper.printed_table import SPLITS, TABLE
 from waffle_fl.algorithms import TITLES
+from waffle_fl.claims.record_files import Part
 from waffle_fl.report.charts import COLORS
-from waffle_fl.results import FinishedRun, scores
+from waffle_fl.results import FinishedRun
 
 SHOWN = ("local", "fedavg", "scaffold", "waffle")
 HEIGHT = 230
 
 
-def overview(runs: Sequence[FinishedRun]) -> Any:
-    """Return both panels, from the runs of the MNIST study."""
-    panels = alt.hconcat(_weights(runs), _errors(runs), spacing=34)
+def overview(parts: Mapping[str, Part]) -> Any:
+    """Return both panels, from the records of the MNIST study."""
+    panels = alt.hconcat(_weights(parts["mnist"].all_runs), _errors(study_cells("mnist", parts)), spacing=34)
     return styled(panels.resolve_scale(color="independent", shape="independent"))
 
 
@@ -49,9 +51,8 @@ def _weights(runs: Sequence[FinishedRun]) -> Any:
     )
 
 
-def _errors(runs: Sequence[FinishedRun]) -> Any:
+def _errors(cells: Cells) -> Any:
     """Error of Alice's model by split and method, ours filled and the paper's hollow, on a logarithmic scale."""
-    cells = scores(runs, "best")
     values = []
     for split in SPLITS:
         for method in SHOWN:

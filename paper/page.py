@@ -11,22 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from paper import beyond_tables, figures, robustness_tables
+from paper.cell_tables import cifar_section, full_section, mnist_section, summary_table
+from paper.cells import our_runs
 from paper.claims import Verdict
+from paper.markdown import Records, prose
 from paper.overview import overview
-from paper.page_text import CAPTIONS, COLUMNS, DEPARTURES_INTRODUCTION, HISTORY, INTRODUCTION
+from paper.page_text import (
+    CAPTIONS,
+    COLUMNS_TEXT,
+    CONVERGENCE_INTRODUCTION,
+    DEPARTURES_INTRODUCTION,
+    HISTORY,
+    INTRODUCTION,
+)
 from paper.sections import (
-    Records,
     agreement,
     claims_table,
     convergence,
-    data_section,
     departures,
     distances,
     local_from,
     method_table,
     momentum,
     printed_erosion,
-    prose,
 )
 from paper.studies import STUDIES, find_root, read_study
 from waffle_fl.algorithms import ALGORITHMS
@@ -42,7 +49,11 @@ RECORD_PAGES: dict[str, tuple[str, Sections]] = {  # page in docs/ -> its record
     "robustness": (robustness_tables.NAME, robustness_tables.summary),
     "robustness-tables": (robustness_tables.NAME, robustness_tables.tables),
 }
-DEPARTURE_FIGURES = ("quadratics",)  # on docs/results-departures.md; the others are on docs/results.md
+FIGURES = {  # page in docs/ -> its figures, the first one at its top
+    "results": ("accuracy-mnist", "accuracy-cifar10", "labels", "sizes", "drift"),
+    "results-convergence": ("weights", "omega"),
+    "results-departures": ("quadratics",),
+}
 
 
 def read_records(root: Path) -> Records:
@@ -73,10 +84,12 @@ def contents(root: Path) -> dict[Path, str]:
     """Return every figure and page as the records give it."""
     records, folder = read_records(root), root / "docs" / "figures"
     made = {folder / f"{name}.svg": to_svg(chart()) for name, _, chart in pictures(records)}
-    if records.runs("mnist"):
-        made[folder / "overview.svg"] = to_svg(overview(records.runs("mnist")))
+    if records.runs("mnist") and records.runs("mnist-permutations"):
+        made[folder / "overview.svg"] = to_svg(overview(records.parts))
     made[root / "docs" / "results.md"] = results_page(records)
+    made[root / "docs" / "results-convergence.md"] = convergence_page(records)
     made[root / "docs" / "results-departures.md"] = departures_page(records)
+    made[root / "README.md"] = with_summary((root / "README.md").read_text(encoding="utf-8"), records)
     made |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in RECORD_PAGES}
     shifts = read_part(root, beyond_tables.NAME)
     for method in ALGORITHMS:
@@ -87,27 +100,39 @@ def contents(root: Path) -> dict[Path, str]:
 
 def results_page(records: Records) -> str:
     """Return docs/results.md: our numbers next to the paper's."""
-    first, shown = "accuracy-mnist", [name for name, _, _ in pictures(records) if name not in DEPARTURE_FIGURES]
+    first, *others = FIGURES["results"]
     sections = [
         "# The paper, reproduced",
         *figure(records, first),
         prose(INTRODUCTION),
-        prose(COLUMNS),
+        prose(COLUMNS_TEXT),
         "## Claims",
         claims_table(records),
         "## What was changed after seeing results",
         HISTORY.strip(),
-        *data_section(records, "mnist", "mnist", "MNIST, 2,500 samples per agent"),
-        *data_section(records, "mnist", "mnist-6000", "MNIST, the full split of 6,000 samples per agent"),
-        *data_section(records, "cifar10", "cifar10", "CIFAR-10 with DLA"),
-        "## When training becomes local",
-        local_from(records),
-        "## Does WAFFLE converge faster?",
-        convergence(records),
+        *mnist_section(records),
+        *full_section(records),
+        *cifar_section(records),
         "## Figures",
-        *(text for name in shown if name != first for text in figure(records, name)),
+        *(text for name in others for text in figure(records, name)),
         "## Agreement with the paper, and reasons for differences",
         *agreement(records),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def convergence_page(records: Records) -> str:
+    """Return docs/results-convergence.md: how fast the methods converge, and when training becomes local."""
+    first, *others = FIGURES["results-convergence"]
+    sections = [
+        "# How fast the methods converge",
+        *figure(records, first),
+        prose(CONVERGENCE_INTRODUCTION),
+        "## Does WAFFLE converge faster?",
+        convergence(records),
+        "## When training becomes local",
+        local_from(records),
+        *(text for name in others for text in figure(records, name)),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -116,7 +141,7 @@ def departures_page(records: Records) -> str:
     """Return docs/results-departures.md: what each departure from the printed rules changes."""
     sections = [
         "# Departures from the printed rules",
-        *(text for name in DEPARTURE_FIGURES for text in figure(records, name)),
+        *(text for name in FIGURES["results-departures"] for text in figure(records, name)),
         prose(DEPARTURES_INTRODUCTION),
         "## Each departure, on MNIST",
         departures(records),
@@ -130,6 +155,12 @@ def departures_page(records: Records) -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def with_summary(text: str, records: Records) -> str:
+    """Return the README with the table between its markers made from the records."""
+    made = f"\\1{summary_table(records)}\n\\2".replace("\\*", "\\\\*")
+    return re.sub(r"(<!-- summary -->\n).*?(<!-- end of summary -->)", made, text, flags=re.DOTALL)
+
+
 def figure(records: Records, name: str) -> Iterator[str]:
     """Yield a figure and its caption, or nothing if its record is missing."""
     for key, caption, _ in pictures(records):
@@ -141,7 +172,7 @@ def figure(records: Records, name: str) -> Iterator[str]:
 def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     """Return (name, caption, function that draws it) for every figure whose record exists."""
     name = "mnist" if records.runs("mnist") else "mnist-6000"
-    main, cifar, sizes = records.runs(name), records.runs("cifar10"), records.parts["mnist-sizes"].runs
+    main, cifar, sizes = records.runs(name), our_runs(records.parts["cifar10"]), records.parts["mnist-sizes"].runs
     scheduled = [run for run in main if run.config.method == "waffle"]
     weighed = [
         run for run in main if run.config.method in WEIGHING and run.row == "C" and run.config.settings.seed == 1

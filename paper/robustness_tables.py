@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 
 from paper.claims import Verdict
-from paper.sections import setting, table, verdict_table
+from paper.cell_tables import setting
+from paper.markdown import table
+from paper.sections import verdict_table
 from waffle_fl.algorithms import TITLES
 from waffle_fl.attacks import NONE
 from waffle_fl.claims.file_claims import accuracies

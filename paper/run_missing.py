@@ -35,6 +35,7 @@ FLUSH_SECONDS = 60.0  # between writes of finished runs to the record
 DETAILS: dict[str, Details] = {  # record -> what it keeps of the rounds, if the tables need less than everything
     **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes"), "accuracy"),
     **dict.fromkeys(("har", "landmine", "beyond", "mnist-splits", "mnist-alices"), "none"),
+    **dict.fromkeys(("mnist", "mnist-6000"), "figures"),
     "robustness": "late",
 }
 

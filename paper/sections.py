@@ -1,16 +1,15 @@
-"""The sections of docs/results.md and docs/results-departures.md, each a function of the records."""
+"""The sections of docs/results.md, results-convergence.md and results-departures.md, each a function of the records."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isnan
-from textwrap import fill
-from typing import Any
 
-from paper.claims import EXPLANATIONS, Verdict, percent, verdicts, waffle_above
+from paper.cells import Cells, cells, our_runs, printed_cell, study_cells, title
+from paper.claims import LEVEL, RIVALS, Verdict, agreement_test, percent, verdicts
 from paper.convergence import Comparison, compare
+from paper.markdown import Records, absent, prose, table
 from paper.page_text import (
     CONCEPT_SHIFT_REASON,
     CONVERGENCE_TEXT,
@@ -20,76 +19,38 @@ from paper.page_text import (
     DISTANCES_CHOICE,
     DISTANCES_TEXT,
     EROSION_TEXT,
+    EXPLANATIONS,
     LOCAL_FROM_TEXT,
     METHOD_REASONS,
     MOMENTUM_TEXT,
-    NOTHING_SELECTED,
     REASONS,
-    one_line,
 )
-from paper.printed_table import GLOBAL, P_D, SPLITS, TABLE
+from paper.printed_table import GLOBAL, METHODS, P_D, SPLITS
 from paper.studies import STUDIES
 from waffle_fl.algorithms import TITLES
-from waffle_fl.claims.record_files import Part
-from waffle_fl.report.tables import protocols_of
-from waffle_fl.results import PROTOCOLS, WEIGHING, FinishedRun, Protocol, Score, best_of, methods_of, scores
+from waffle_fl.results import PROTOCOLS, WEIGHING, FinishedRun, Protocol, scores
 
 PROTOCOL_NAMES: dict[Protocol, str] = {"best": "best round", "last": "last round", "selected": "selected"}
 TITLE = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
-FAR = {"mnist": 0.5, "cifar10": 2.0}  # points; larger differences are explained if they exceed two deviations too
 EXCEPTION = re.compile(r"; (?:named|exception): ")  # separates the reasons of exceptions in a verdict's numbers
 
 
-@dataclass(frozen=True)
-class Records:
-    """The records that the pages are made from."""
-
-    parts: Mapping[str, Part]
-    drift: Sequence[Mapping[str, Any]]
-    momentum: Sequence[Mapping[str, Any]]
-    quadratics: Sequence[Mapping[str, Any]]
-
-    def runs(self, name: str) -> list[FinishedRun]:
-        return self.parts[name].all_runs
-
-
-def prose(*texts: str) -> str:
-    """Return the texts as one wrapped paragraph."""
-    return fill(one_line(*texts), 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
-    return "\n".join([lines[0], "|" + " --- |" * len(head), *lines[1:]])
-
-
 def claims_table(records: Records) -> str:
-    """Return the claims about the paper's studies, one row per claim."""
+    """Return the claims about the paper's studies, one row per claim, and what is known about those that fail."""
     rows, notes = [], []
     for study in STUDIES:
         runs = records.runs(study)
-        for verdict in verdicts(study, runs):
+        for verdict in verdicts(study, records.parts):
             word = verdict.word if verdict.holds else f"**{verdict.word}**" if runs else "no record yet"
             kind = "main" if verdict.main else ""
             rows.append([TITLE[study], kind, verdict.claim, word, verdict.numbers if runs else ""])
             if runs and not verdict.holds and (study, verdict.claim) in EXPLANATIONS:
-                notes.append(f"{TITLE[study]}, {verdict.claim}: {EXPLANATIONS[study, verdict.claim]}")
-    if records.runs("cifar10-departures"):
-        rows.append(_as_printed(records))
+                notes.append(f"{TITLE[study]}, {verdict.claim}: {EXPLANATIONS[study, verdict.claim].strip()}")
     made = table(["", "", "claim", "verdict", "numbers"], rows)
     if not notes:
         return made
     items = "\n".join(prose(f"- {note}.") for note in notes)
-    return f"{made}\n\nWhat is known about the claims that do not hold:\n\n{items}"
-
-
-def _as_printed(records: Records) -> list[str]:
-    """Return the row of the claim that fails on CIFAR-10 with the printed distances."""
-    printed = records.parts["cifar10-departures"].runs["cifar10-departures/updates"]
-    others = [run for run in records.runs("cifar10") if run.config.method != "waffle"]
-    verdict = waffle_above(scores([*others, *printed], "best"))
-    word = verdict.word if verdict.holds else f"**{verdict.word}**"
-    return [TITLE["cifar10"], "", f"{verdict.claim}, with the printed distances", word, verdict.numbers]
+    return f"{made}\n\nWhat is known about the claims that do not hold or are undecided:\n\n{items}"
 
 
 def verdict_table(claims: Sequence[Verdict]) -> str:
@@ -110,82 +71,16 @@ def with_reasons(made: str, reasons: Sequence[str]) -> str:
     return f"{made}\n\nExceptions that the claims allow, and the reason for each:\n\n{items}"
 
 
-def absent(records: Records, name: str) -> str:
-    """Return a sentence on the missing runs of a record, or "" if it is complete."""
-    part = records.parts[name]
-    missing, planned = len(part.missing()), len(part.planned())
-    study = next(study for study, names in STUDIES.items() if name in names)
-    command = f"`python -m paper {study} --cell {name}` makes them"
-    return f"**{missing} of {planned} runs of `results/{name}.jsonl` are missing**; {command}." if missing else ""
-
-
-def data_section(records: Records, data: str, name: str, title: str) -> Iterator[str]:
-    """Yield the section of a record: its settings and its table, each cell next to the paper's."""
-    yield f"## {title}"
-    if absent(records, name):
-        yield absent(records, name)
-    runs = records.runs(name)
-    if not runs:
-        return
-    yield setting(runs)
-    yield cell_table(runs, data)
-    if "selected" not in protocols_of(runs):
-        yield NOTHING_SELECTED
-
-
-def setting(runs: Sequence[FinishedRun]) -> str:
-    first = runs[0]
-    s, seeds = first.config.settings, sorted({run.config.settings.seed for run in runs})
-    device = ", ".join(sorted({str(run.provenance.get("binding", {}).get("device")) for run in runs}))
-    parts = [
-        f"{s.rounds} rounds, batch {s.batch_size}, lr {s.lr}, {s.precision} on {device}",
-        f"seeds {', '.join(map(str, seeds))}",
-        f"{first.provenance.get('test_samples')} test samples on {first.row}",
-    ]
-    notes = {run.provenance["data_note"] for run in runs if run.provenance.get("data_note")}
-    return "; ".join([*parts, *sorted(notes)]) + "."
-
-
-def cell_table(runs: Sequence[FinishedRun], data: str) -> str:
-    """Return one row per cell: the paper, the protocols and the difference. The best method per split is bold."""
-    by_protocol = {protocol: scores(runs, protocol) for protocol in protocols_of(runs)}
-    rows = []
-    for split in SPLITS:
-        for method in methods_of(runs):
-            printed = TABLE[data].get((split, method))
-            found = percent(by_protocol["best"], split, method)
-            gap = f"{found - printed.mean:+.2f}" if printed and not isnan(found) else "–"
-            cells = [_cell(cells, split, method) for cells in by_protocol.values()]
-            rows.append([split, TITLES[method], _printed(data, split, method), cells[0], gap, *cells[1:]])
-    names = [PROTOCOL_NAMES[protocol] for protocol in by_protocol]
-    return table(["split", "method", "paper", names[0], "difference", *names[1:]], rows)
-
-
-def _cell(cells: Mapping[tuple[str, str], Score], split: str, method: str) -> str:
-    score = cells.get((split, method))
-    if score is None or (isnan(score.mean) and not score.diverged):
-        return "–"
-    text = score.text()
-    return f"**{text}**" if method in best_of(dict(cells), split) else text
-
-
-def _printed(data: str, split: str, method: str) -> str:
-    printed = TABLE[data].get((split, method))
-    if printed is None:
-        return "–"
-    return f"{printed.mean:.2f}" + (f" ± {printed.std:.2f}" if printed.std is not None else "")
-
-
 def departures(records: Records) -> str:
     """Return the tables of departures from the printed rules on MNIST."""
-    main = {"ours": "waffle", "scaffold": "scaffold", "apfl": "apfl"}
+    main = {"ours": "waffle", **{method: method for method in ("scaffold", "apfl", "local", "ditto")}}
     return _variants(records, "mnist-departures", "mnist", main, (DEPARTURES_TEXT,), DEPARTURE_NAMES)
 
 
 def distances(records: Records) -> str:
     """Return the tables of what WAFFLE's distances compare, on CIFAR-10."""
     texts, main = (DISTANCES_TEXT, DISTANCES_CHOICE), {"directions": "waffle"}
-    return _variants(records, "cifar10-departures", "cifar10", main, texts, DISTANCE_NAMES)
+    return _variants(records, "cifar10-departures", "cifar10-reset", main, texts, DISTANCE_NAMES)
 
 
 def _variants(
@@ -236,9 +131,9 @@ def momentum(records: Records) -> str:
 def local_from(records: Records) -> str:
     """Return the first round in which Alice holds all the weight, in the first seed of each cell."""
     rows = []
-    for name in ("mnist", "mnist-6000", "cifar10"):
+    for name in ("mnist", "mnist-6000", "cifar10", "cifar10-reset"):
         for method in WEIGHING:
-            runs = [run for run in records.runs(name) if run.config.method == method and run.rounds]
+            runs = [run for run in our_runs(records.parts[name]) if run.config.method == method and run.rounds]
             first = {run.row: run for run in runs if "weights" in run.rounds[0]}
             if first:
                 shown = [_local_round(first[split]) if split in first else "–" for split in SPLITS]
@@ -256,71 +151,87 @@ def _local_round(run: FinishedRun) -> str:
 
 
 def convergence(records: Records) -> str:
-    """Return the rounds that WAFFLE and its rivals need, with a paired test: the paper's headline claim."""
+    """Return the rounds that WAFFLE and its rivals need to a common accuracy, with a paired test."""
     texts = [prose(CONVERGENCE_TEXT)]
     for name in ("mnist", "mnist-6000", "cifar10"):
-        runs = records.runs(name)
-        compared = [(other, compare(runs, "waffle", other)) for other in ("weight-erosion", "apfl")] if runs else []
-        rows = [
-            [TITLES[other], c.splits, f"{c.ours:.1f}", f"{c.theirs:.1f}", f"{c.ours - c.theirs:+.1f}", str(c.pairs),
-             f"{c.p_value:.2g}"]
-            for other, comparisons in compared
-            for c in comparisons
-        ]  # fmt: skip
+        runs = our_runs(records.parts[name])
+        compared = [(other, compare(runs, "waffle", other)) for other in RIVALS]
+        rows = [_comparison(other, c) for other, comparisons in compared for c in comparisons]
         if rows:
-            head = ["against", "split", "WAFFLE", "other method", "difference", "pairs", "p"]
+            head = ["against", "split", "target", "WAFFLE", "other method", "difference", "pairs", "p"]
             texts.append(f"`results/{name}.jsonl`:\n\n{table(head, rows)}")
             texts.append("\n".join(_summary(other, comparisons[-1]) for other, comparisons in compared if comparisons))
     return "\n\n".join(texts)
 
 
+def _comparison(other: str, c: Comparison) -> list[str]:
+    target = "–" if c.target is None else f"{100 * c.target:.2f}"
+    return [
+        TITLES[other],
+        c.splits,
+        target,
+        _rounds(c.ours, c.our_reached, c.pairs),
+        _rounds(c.theirs, c.their_reached, c.pairs),
+        f"{c.ours - c.theirs:+.1f}",
+        str(c.pairs),
+        f"{c.p_value:.2g}",
+    ]
+
+
+def _rounds(rounds: float, reached: int, pairs: int) -> str:
+    return f"{rounds:.1f}" if reached == pairs else f"at least {rounds:.1f}, {reached} of {pairs} reach it"
+
+
 def _summary(other: str, overall: Comparison) -> str:
     gain, p = overall.theirs - overall.ours, f"(p = {overall.p_value:.2g})"
-    if overall.p_value >= 0.05:
+    if overall.p_value >= LEVEL:
         return f"- WAFFLE and {TITLES[other]} do not differ significantly over all splits {p}."
-    speed = "faster" if gain > 0 else "slower"
-    return f"- WAFFLE is {speed} than {TITLES[other]} by {abs(gain):.1f} rounds over all splits {p}."
+    speed = "fewer" if gain > 0 else "more"
+    return f"- WAFFLE needs {abs(gain):.1f} {speed} rounds than {TITLES[other]} over all splits {p}."
 
 
 def agreement(records: Records) -> Iterator[str]:
     """Yield, per record, how many cells agree with the paper, and the others by method with a likely reason."""
     for study, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
-        cells = scores(records.runs(name), "best")
-        gaps = {key: percent(cells, *key) - printed.mean for key, printed in TABLE[study].items() if key in cells}
-        if not gaps:
+        found = cells(records.runs(name)) if name == "mnist-6000" else study_cells(study, records.parts)
+        if not found:
             continue
-        far = {
-            key: gap
-            for key, gap in gaps.items()
-            if not abs(gap) <= max(FAR[study], 200 * (cells[key].std or 0.0), 2 * (TABLE[study][key].std or 0.0))
-        }
+        tests = {(split, m): agreement_test(found, study, split, m) for split in SPLITS for m in METHODS}
+        tested = {key: p for key, p in tests.items() if not isnan(p)}
+        far = [key for key, p in tested.items() if p < LEVEL]
         yield f"### `results/{name}.jsonl`"
+        untested = f" {len(tests) - len(tested)} cells have too few seeds for a test." if len(tested) < 30 else ""
         yield prose(
-            f"{len(gaps) - len(far)} of {len(gaps)} cells agree with the paper: they lie within {FAR[study]} points",
-            "of it, or within two standard deviations of either.",
+            f"{len(tested) - len(far)} of {len(tested)} tested cells agree with the paper (p of at least {LEVEL} in the",
+            f"table above).{untested}",
         )
         if far:
             shifted = any(split.endswith("*") and method in GLOBAL for split, method in far)
             yield prose("The others follow, by method.", REASONS[name], CONCEPT_SHIFT_REASON if shifted else "")
-            yield "\n".join(
-                prose(
-                    f"- **{TITLES[method]}**:",
-                    ", ".join(f"{split} {gap:+.2f}" for (split, m), gap in far.items() if m == method) + ".",
-                    METHOD_REASONS.get((name, method), ""),
-                )
-                for method in dict.fromkeys(method for _, method in far)
-            )
+            yield "\n".join(_differences(found, study, name, method, far) for method in dict.fromkeys(m for _, m in far))
+
+
+def _differences(found: Cells, study: str, name: str, method: str, far: Sequence[tuple[str, str]]) -> str:
+    """Return the cells of a method that differ from the paper, and the likely reason."""
+    gaps = [
+        f"{split} {percent(found, split, method) - printed.mean:+.2f}"
+        for split, m in far
+        if m == method and (printed := printed_cell(study, split, method))
+    ]
+    return prose(f"- **{title(study, method)}**:", ", ".join(gaps) + ".", METHOD_REASONS.get((name, method), ""))
 
 
 def method_table(method: str, records: Records) -> str:
     """Return one method's accuracy in every record next to the paper's, or "" if there is none."""
     rows = []
     for data, name in (("mnist", "mnist"), ("mnist", "mnist-6000"), ("cifar10", "cifar10")):
-        runs = [run for run in records.runs(name) if run.config.method == method]
+        runs = [run for run in our_runs(records.parts[name]) if run.config.method == method]
         by_protocol = {protocol: scores(runs, protocol) for protocol in PROTOCOLS}
         for split in SPLITS:
             cells = [by_protocol[p].get((split, method)) for p in PROTOCOLS]
             if cells[0]:
                 shown = [score.text() if score and not isnan(score.mean) else "–" for score in cells]
-                rows.append([f"`{name}`", split, _printed(data, split, method), *shown])
+                printed = printed_cell(data, split, method)
+                paper = "–" if printed is None else f"{printed.mean:.2f}"
+                rows.append([f"`{name}`", split, paper, *shown])
     return table(["record", "split", "paper", *PROTOCOL_NAMES.values()], rows) if rows else ""

@@ -12,7 +12,7 @@ STUDIES = {
         *("mnist", "mnist-permutations", "mnist-splits", "mnist-alices"),
         *("mnist-6000", "mnist-departures", "mnist-sizes"),
     ),
-    "cifar10": ("cifar10", "cifar10-printed", "cifar10-departures"),
+    "cifar10": ("cifar10", "cifar10-reset", "cifar10-printed", "cifar10-departures"),
 }
 
 

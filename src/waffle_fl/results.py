@@ -27,7 +27,7 @@ PROTOCOLS: dict[Protocol, str] = {
 }
 
 
-Details: TypeAlias = Literal["all", "accuracy", "late", "none"]  # values per round in a condensed record
+Details: TypeAlias = Literal["all", "figures", "accuracy", "late", "none"]  # values per round in a condensed record
 LATE = (0.94, 1.0)  # shares of the rounds: the last one before WAFFLE's Alice trains alone, and the end
 
 WEIGHING = ("waffle", "weight-erosion")
@@ -220,9 +220,10 @@ def _tables(run: FinishedRun) -> Tables:
 def _columns(run: FinishedRun, details: Details, first_seed: bool) -> dict[str, list[Any]]:
     """Return the rounds of a run by column."""
     kept = {"round", "accuracy", "rmse", "attackers_weight", "backdoor"} if details != "none" else set()
+    if details in ("all", "figures"):
+        kept |= {"omega", "weights"} if first_seed and run.config.method in WEIGHING else set()
     if details == "all":
         kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
-        kept |= {"weights"} if first_seed and run.config.method in WEIGHING else set()
     shown = run.rounds
     if details == "late" and run.config.method not in WEIGHING:
         shown = list({line["round"]: line for share in LATE if (line := round_at(run, share))}.values())
