@@ -15,6 +15,7 @@ from paper.cells import (
     methods_in,
     permutes,
     printed_cell,
+    printed_text,
     study_cells,
     title,
     value_of,
@@ -101,7 +102,7 @@ def cell_table(by_column: Mapping[Column, Cells], study: str) -> str:
             n = str(best[split, method].seeds) if (split, method) in best else "–"
             texts = [_cell(by_column[column], split, method) for column in shown]
             test = _test(best, study, split, method)
-            rows.append([split, title(study, method), _printed(study, split, method), texts[0], gap, test, n, *texts[1:]])
+            rows.append([split, title(study, method), printed_text(study, split, method), texts[0], gap, test, n, *texts[1:]])
     return table(["split", "method", "paper", COLUMNS["best"], "difference", "p", "n",
                   *(COLUMNS[column] for column in shown[1:])], rows)  # fmt: skip
 
@@ -119,13 +120,6 @@ def _cell(found: Cells, split: str, method: str) -> str:
     return f"**{text}**" if method in best_methods(found, split) else text
 
 
-def _printed(study: str, split: str, method: str) -> str:
-    printed = printed_cell(study, split, method)
-    if printed is None:
-        return "–"
-    return f"{printed.mean:.2f}" + (f" ± {printed.std:.2f}" if printed.std is not None else "")
-
-
 def permutation_table(runs: Sequence[FinishedRun]) -> str:
     """Return the distribution of each cell over permutations, and how many permutations lie below the paper."""
     groups: dict[tuple[str, str], dict[int, list[float]]] = {}
@@ -141,7 +135,7 @@ def permutation_table(runs: Sequence[FinishedRun]) -> str:
             if means:
                 below = f"{sum(value < printed.mean for value in means)} of {len(means)}" if printed else "–"
                 quantiles = (f"{value:.2f}" for value in (means[0], median(means), means[-1]))
-                rows.append([split, TITLES[method], _printed("mnist", split, method), *quantiles, below])
+                rows.append([split, TITLES[method], printed_text("mnist", split, method), *quantiles, below])
     return table(["split", "method", "paper", "lowest", "median", "highest", "permutations below the paper"], rows)
 
 

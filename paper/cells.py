@@ -87,6 +87,14 @@ def printed_cell(study: str, split: str, method: str) -> Printed | None:
     return TABLE[study].get((split, "waffle" if method == AS_PRINTED else method))
 
 
+def printed_text(study: str, split: str, method: str) -> str:
+    """Return the paper's number for a cell as text."""
+    printed = printed_cell(study, split, method)
+    if printed is None:
+        return "–"
+    return f"{printed.mean:.2f}" + (f" ± {printed.std:.2f}" if printed.std is not None else "")
+
+
 def title(study: str, method: str) -> str:
     """Return a method's name in the tables of a study."""
     return CIFAR_TITLES.get(method, TITLES.get(method, method)) if study == "cifar10" else TITLES[method]

@@ -214,11 +214,11 @@ HISTORY = """\
 
 EXPLANATIONS = {
     ("mnist", "no cell differs from the paper's (two-sided test with both spreads, 5 %)"): """
-        most cells that differ are above the paper, by up to 0.8 points for the methods other than APFL; the section on
-        agreement at the end lists all of them
+        most cells that differ are above the paper, Local, WE and WAFFLE by up to 0.8 points; the section on agreement
+        at the end lists all of them
     """,
     ("mnist", "WAFFLE reaches a common accuracy in fewer rounds than WE, over all splits"): """
-        WAFFLE is sooner on B and C, where several agents help Alice, and later on A* and B*, where its weights follow a
+        WAFFLE is sooner on A and B, where several agents help Alice, and later on A* and B*, where its weights follow a
         schedule and not the data
     """,
     ("mnist", "WAFFLE reaches a common accuracy in fewer rounds than APFL, over all splits"): """

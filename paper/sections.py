@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 
-from paper.cells import Cells, cells, our_runs, printed_cell, study_cells, title
+from paper.cells import Cells, cells, our_runs, printed_cell, printed_text, study_cells, title
 from paper.claims import LEVEL, RIVALS, Verdict, agreement_test, percent, verdicts
 from paper.convergence import Comparison, compare
 from paper.markdown import Records, absent, prose, table
@@ -231,7 +231,5 @@ def method_table(method: str, records: Records) -> str:
             cells = [by_protocol[p].get((split, method)) for p in PROTOCOLS]
             if cells[0]:
                 shown = [score.text() if score and not isnan(score.mean) else "–" for score in cells]
-                printed = printed_cell(data, split, method)
-                paper = "–" if printed is None else f"{printed.mean:.2f}"
-                rows.append([f"`{name}`", split, paper, *shown])
+                rows.append([f"`{name}`", split, printed_text(data, split, method), *shown])
     return table(["record", "split", "paper", *PROTOCOL_NAMES.values()], rows) if rows else ""
