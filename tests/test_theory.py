@@ -44,6 +44,8 @@ from waffle_fl.algorithms.contract import one_hot
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.waffle import Waffle
 
+OURS = momentum.FORMS["outside, divided by K (ours)"]
+
 # ------------------------------------------------------------------------------------------------------- fixed weights
 
 
@@ -231,8 +233,9 @@ def test_stable_below_two(seed: int) -> None:
 
 @seeds(12)
 def test_many_local_steps_slow_scaffold_down(seed: int) -> None:
-    """If two or more agents have the same curvature and lr L < 2, the spectral radius is the larger of |1 − lr h|^K and
-    1 − p(h) over its eigenvalues h, so beyond some number of local steps additional ones make SCAFFOLD slower."""
+    """If all agents, two or more, have the same curvature and lr L < 2, the spectral radius is the larger of
+    |1 − lr h|^K and 1 − p(h) over its eigenvalues h, so beyond some number of local steps additional ones make SCAFFOLD
+    slower."""
     case = random_case(seed)
     problem, lr = same_curvature(case.problem), case.draw.uniform(0.2, 1.7)
     h = torch.linalg.eigvalsh(problem.curvatures[0])
@@ -246,9 +249,9 @@ def test_many_local_steps_slow_scaffold_down(seed: int) -> None:
 
 @seeds(25)
 def test_one_sharp_agent_causes_instability(seed: int) -> None:
-    """For an even K SCAFFOLD and WAFFLE are stable if and only if lr L < 2, L the largest curvature of any agent, even
-    one of small weight or none, whereas FedAvg only needs the eigenvalues of Σ α_i (I − lr H_i)^K to lie inside the
-    unit circle."""
+    """For an even K SCAFFOLD and anchored WAFFLE are stable if and only if lr L < 2, L the largest curvature of any
+    agent, even one of small weight or none, whereas FedAvg only needs the eigenvalues of Σ α_i (I − lr H_i)^K to lie
+    inside the unit circle."""
     case = random_case(seed)
     K, weights = 2 * case.draw.randint(1, 6), case.weights
     if seed % 3 == 0:
@@ -303,29 +306,36 @@ def test_measured_rates_are_spectral_radii(seed: int) -> None:
 
 @seeds(15)
 def test_momentum_reweighs_the_objective(seed: int) -> None:
-    """Under momentum the fixed points of our form are the x with Σ α_i B_i⁻¹ G_i ∇f_i(x) = 0, if every B_i, the
-    response of K_i steps to a correction, is invertible and G_i is that to a gradient: the minimiser if curvatures and
-    numbers of steps are equal or if the optima coincide, in general not."""
+    """Under momentum the fixed points of our form are the x with Σ α_i B_i⁻¹ G_i ∇f_i(x) = 0, if all G_i and B_i, the
+    responses of K_i steps to a gradient and to a correction, are invertible: the minimiser is one if curvatures and
+    numbers of steps are equal or if the optima coincide, but not in general."""
     case = random_case(seed)
-    lr, beta, K = case.draw.uniform(0.01, 0.1), case.draw.uniform(0.5, 0.9), case.draw.randint(2, 10)
+    lr, beta, steps = case.draw.uniform(0.01, 0.1), case.draw.uniform(0.5, 0.9), [k + 1 for k in case.some_steps()]
     waffle = Waffle(SGD(lr, beta), clip=0.0)
 
-    def stop_of(problem: Quadratics) -> Tensor:
-        each = [response(H, lr, K, beta) for H in problem.curvatures]
+    def stop_of(problem: Quadratics, steps: list[int]) -> Tensor:
+        each = [response(H, lr, k, beta) for H, k in zip(problem.curvatures, steps, strict=True)]
         shares = [torch.linalg.solve(r.to_correction, r.to_gradient) for r in each]
         matrices = [w * s @ H for w, s, H in zip(case.weights, shares, problem.curvatures, strict=True)]
         stop = stationary(torch.stack(matrices), problem.optima)
         gradients = problem.grad(stop.expand(case.agents, -1), stop).params
         c_i = torch.stack([s @ g for s, g in zip(shares, gradients, strict=True)])
-        after, _ = round_from(waffle, problem, (stop, case.zero, c_i), [K] * case.agents, case.weights)
+        after, _ = round_from(waffle, problem, (stop, case.zero, c_i), steps, case.weights)
         assert close(flat(after), torch.cat([stop, case.zero, c_i.flatten()]))
-        matrix = round_map(problem.curvatures, case.weights, lr, [K] * case.agents, each)
+        matrix = round_map(problem.curvatures, case.weights, lr, steps, each)
         assert torch.linalg.svdvals(torch.eye(len(matrix), dtype=torch.float64) - matrix).min() > 1e-9
         return stop
 
-    assert (stop_of(case.problem) - case.problem.minimiser(case.weights)).norm() > 1e-6
-    for problem in (same_curvature(case.problem), same_optimum(case.problem)):
-        assert close(stop_of(problem), problem.minimiser(case.weights))
+    assert (stop_of(case.problem, steps) - case.problem.minimiser(case.weights)).norm() > 1e-6
+    equal = steps[:1] * case.agents
+    for problem, each_steps in ((same_curvature(case.problem), equal), (same_optimum(case.problem), steps)):
+        assert close(stop_of(problem, each_steps), problem.minimiser(case.weights))
+    each = [response(H, momentum.LR, momentum.STEPS, momentum.MOMENTUM) for H in DRIFT.curvatures]
+    shares = [
+        torch.linalg.solve(r.to_correction, r.to_gradient @ H) for r, H in zip(each, DRIFT.curvatures, strict=True)
+    ]
+    stop, recorded = stationary(torch.stack(shares), DRIFT.optima), momentum.models(*OURS)[-1]
+    assert (stop - recorded).norm() < 0.001 < 0.1 < (stop - drift.common_optimum()).norm()
 
 
 def test_correction_inside_momentum_diverges() -> None:
@@ -426,9 +436,9 @@ def test_clipping_bounds_a_round(seed: int) -> None:
 
 @seeds(8)
 def test_clipping_moves_no_fixed_point_of_waffle(seed: int) -> None:
-    """For lr L < 2 clipping does not change the fixed point of WAFFLE, and a round in which no |∇f_i(x) + c − c_i|
-    exceeds the limit is that without clipping, so the spectral radius at the fixed point does not change either;
-    FedAvg's raw gradients do not vanish at its fixed point, and clipping can move it."""
+    """For lr L < 2 and fixed weights clipping does not change the fixed point of anchored WAFFLE, and a round in which
+    no |∇f_i(x) + c − c_i| exceeds the limit is that without clipping, so the spectral radius at the fixed point does
+    not change either; FedAvg's raw gradients do not vanish at its fixed point, and clipping can move it."""
     case = random_case(seed, low=0.4, agents=(3, 4), sizes=(1, 3))
     lr, steps, clip = case.draw.uniform(0.1, 1.95), case.some_steps(), case.draw.uniform(0.1, 1)
     plain, clipped = Waffle(SGD(lr), clip=0.0), Waffle(SGD(lr), clip=clip)
@@ -491,8 +501,7 @@ def test_clipping_bounds_an_unstable_run(seed: int) -> None:
 @seeds(3)
 def test_clipping_shortens_the_recovery(seed: int) -> None:
     """If Alice, the agent with one step, trains alone after 40 or 80 such rounds, she comes within 0.01 of her optimum
-    in at most 20 rounds after either with clipping; without it she needs at least 15 rounds more after 80 than after
-    40."""
+    in at most 20 rounds with clipping; without it she needs at least 15 rounds more after 80 than after 40 rounds."""
     case = _one_flat_agent(seed)
     needed, alone = {}, one_hot(torch.tensor(0), 2)
     for clip in (0.0, 2.0):

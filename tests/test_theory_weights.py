@@ -118,7 +118,7 @@ def test_the_first_distances_are_of_gradients(seed: int) -> None:
 def test_distances_among_equal_curvatures(seed: int) -> None:
     """Among agents of one curvature the distances in round r are lr K |P (I − P)^(r−1) (∇f_i − ∇f_A)| for any weights:
     in one dimension their ratios never change, and in several dimensions, for K > 1 and lr L ≤ 1, the share of the
-    sharpest direction in each difference grows every round and tends to 1."""
+    sharpest direction in each difference grows every round and tends to 1, unless it is 0."""
     case = random_case(seed)
     lr, K = case.draw.uniform(0.2, 1), case.draw.randint(2, 5)
     problem, weights = same_curvature(case.problem), case.some_weights(8)
@@ -143,8 +143,8 @@ def test_distances_among_equal_curvatures(seed: int) -> None:
 @seeds(8)
 def test_one_step_per_round_hides_the_optima(seed: int) -> None:
     """With one local step the distances are lr |(H_i − H_A)(x_r − x_(r−1))| from the second round on, whatever the
-    optima: an agent with Alice's curvature has her raw weight, and next to it the agent whose distance is the largest
-    has none, even if its optimum is hers."""
+    optima: an agent with Alice's curvature has her raw weight, and then the agent whose distance is the largest has
+    none, even if its optimum is hers."""
     case = random_case(seed, agents=(3, 5))
     curvatures, optima = case.problem.curvatures.clone(), case.problem.optima[:1].repeat(case.agents, 1)
     curvatures[1], optima[1] = curvatures[0], optima[1] + 9 * case.normal(case.size)
@@ -240,7 +240,7 @@ def test_control_variates_keep_the_heterogeneity(seed: int) -> None:
 def test_noise_affects_directions_less_than_distances(seed: int) -> None:
     """As the dimensions grow, independent isotropic noise of length s_i adds s_i² to the squared distance of an agent's
     gradient g_i from Alice's, and divides their cosine by √(1 + s_i²/|g_i|²): an agent with Alice's gradient g and
-    s_i > √2 |g| is farther from her than a noise-free agent with an orthogonal gradient of her length, but not by
+    s_i above √2 |g| is farther from her than a noise-free agent with an orthogonal gradient of her length, but not by
     direction, where it is like a noise-free agent with a positive cosine."""
     case = random_case(seed, agents=(4, 6))
     for n in (2000, 200_000):
@@ -417,7 +417,7 @@ def test_layers_are_personalised_separately(seed: int) -> None:
     """Let the loss be a sum over layers and lr L < 2. Where the optima coincide, Alice's layer tends to the common
     optimum for any shares; in the body it stays fully shared if each curvature commutes with hers, or if lr L ≤ 1 and
     L/μ ≤ 3 + 2√2, but for no larger ratio in general. In a head where no cosine with her is above 0.45 in any round,
-    nor 0 in the first, she trains alone and reaches her own optimum."""
+    nor 0 in the first, she trains alone and tends to her own optimum."""
     case, body, head = random_case(seed, low=0.2, agents=(3, 5)), 3, random_case(seed).draw.randint(1, 3)
     nearby = random_case(seed, low=1 / 5.8, agents=(case.agents, case.agents), sizes=(body, body)).problem.curvatures
     eigenvalues, Q = torch.rand(case.agents, body, generator=case.generator).double(), torch.linalg.eigh(nearby[0])[1]
@@ -428,11 +428,11 @@ def test_layers_are_personalised_separately(seed: int) -> None:
         apart = [-case.draw.uniform(0.5, 2) * own for _ in range(case.agents - 1)]
     optima = torch.cat([case.normal(body).expand(case.agents, -1), x0[body:] + torch.stack([own, *apart])], dim=1)
     curvatures = torch.zeros(case.agents, body + head, body + head, dtype=torch.float64)
-    for i in range(case.agents):  # in the head a multiple of the identity, so that cosines are constant
-        curvatures[i, body:, body:] = case.draw.uniform(0.5, 1) * torch.eye(head, dtype=torch.float64)
     cut, ones = Cut((body, head), (False, True)), torch.ones(case.agents - 1, dtype=torch.float64)
-    for matrices, lr in ((commuting, case.draw.uniform(0.5, 1)), (nearby, case.draw.uniform(0.5, 1))):
+    for matrices, lr in ((commuting, case.draw.uniform(0.5, 1.9)), (nearby, case.draw.uniform(0.5, 1))):
         curvatures[:, :body, :body] = matrices
+        for i in range(case.agents):  # in the head a multiple of the identity, so that cosines are constant
+            curvatures[i, body:, body:] = case.draw.uniform(0.3, 0.9) / lr * torch.eye(head, dtype=torch.float64)
         problem = Quadratics(curvatures, optima)
         *_, (server, _, _) = play(WaffleKin(SGD(lr), clip=0.0, cut=cut), problem.grad, x0, [3] * case.agents, 20)
         assert close(server.share[1:], torch.stack([ones, 0 * ones], dim=1))
@@ -503,7 +503,7 @@ def test_averaging_reduces_noise(seed: int) -> None:
 def test_own_share_moves_alice_to_her_optimum(seed: int) -> None:
     """If Alice is sent the same model x in r > 1/a rounds, her model is o + (I − b (1 − 1/(a r)) (I − (I − lr H_A)^K))
     (x − o), o her optimum, b how far her mean moves towards the model she trained and a the share of the rounds that
-    she averages over; with yielding she is sent the same model only where the optima coincide."""
+    she averages over; with yielding a layer that all agents share fully stays at such an x only if x = o."""
     case = random_case(seed)
     lr, K, rounds = case.draw.uniform(0.05, 1), case.draw.randint(1, 4), 12
     own, averaging = case.draw.random(), case.draw.uniform(0.15, 1)
