@@ -473,7 +473,7 @@ def test_shared_layer_reduces_noise(seed: int) -> None:
     assert variance[1] == pytest.approx(v[0].item(), rel=0.15)
     assert variance[N] == pytest.approx(v.sum().item() / N**2, rel=0.15)
     for measured, exact in ((variance[1], N**2 * v[0]), (variance[1] / N, N * v[0])):
-        if abs(math.log(v.sum() / exact)) > 0.4:  # else the variances are too similar to be told apart by sampling
+        if abs(math.log(v.sum() / exact)) > 0.4:  # else the variances are too similar for this sample
             assert (variance[N] < measured) == bool(v.sum() < exact)
 
 
