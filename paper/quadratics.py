@@ -111,14 +111,15 @@ def play(
     rounds: int,
     weights: Weights | None = None,
     of: int = 0,
+    state: tuple[State, State] | None = None,
 ) -> Iterator[tuple[State, State, State]]:
     """Yield server, updates and info after each round. Agent 0 is Alice.
 
     `weights` replace those that WAFFLE computes; they may have one row per round. `of` is the planned number of rounds
-    R, if it is larger than `rounds`.
+    R, if it is larger than `rounds`. `state` replaces the initial states of the server and of the agents.
     """
     agents_count, all_agents, planned = len(steps), torch.ones(len(steps), dtype=torch.bool), torch.tensor(steps)
-    server, agents = algorithm.init(Net(start, start[:0]), agents_count)
+    server, agents = state or algorithm.init(Net(start, start[:0]), agents_count)
     for r in range(1, rounds + 1):
         down = algorithm.broadcast(server, agents_count)
         local = algorithm.begin(down, agents)
