@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, stdev
 from typing import TypeAlias
 
-from paper.claims import Verdict
 from paper.cell_tables import setting
+from paper.claims import Verdict
 from paper.markdown import prose, table
 from paper.sections import verdict_table
 from waffle_fl.algorithms import TITLES as METHODS

@@ -102,7 +102,9 @@ def cell_table(by_column: Mapping[Column, Cells], study: str) -> str:
             n = str(best[split, method].seeds) if (split, method) in best else "–"
             texts = [_cell(by_column[column], split, method) for column in shown]
             test = _test(best, study, split, method)
-            rows.append([split, title(study, method), printed_text(study, split, method), texts[0], gap, test, n, *texts[1:]])
+            rows.append(
+                [split, title(study, method), printed_text(study, split, method), texts[0], gap, test, n, *texts[1:]]
+            )
     return table(["split", "method", "paper", COLUMNS["best"], "difference", "p", "n",
                   *(COLUMNS[column] for column in shown[1:])], rows)  # fmt: skip
 
@@ -166,21 +168,19 @@ def _lowest(runs: Sequence[FinishedRun]) -> dict[tuple[str, str], float]:
 
 def summary_table(records: Records) -> str:
     """Return both data sets on one screen, for the README: our best round, and the paper's in parentheses."""
+    shown = ("local", "fedavg", "scaffold", "weight-erosion", "apfl", "waffle")
     rows = []
-    for study, name in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
-        found = study_cells(study, records.parts)
-        shown = methods_in({key: score for key, score in found.items() if printed_cell(study, *key)})
+    for study, name, digits in (("mnist", "MNIST", 2), ("cifar10", "CIFAR-10", 1)):
+        found = {(split, m): score for (split, m), score in study_cells(study, records.parts).items() if m in shown}
         for split in SPLITS:
-            texts = {}
-            for method in shown:
-                printed = printed_cell(study, split, method)
-                ours = percent(found, split, method)
-                digits = 2 if study == "mnist" else 1
-                text = "–" if isnan(ours) or printed is None else f"{ours:.{digits}f} ({printed.mean:.{digits}f})"
-                texts[method] = f"**{text}**" if method in best_methods(found, split) else text
-            waffle = texts.get("waffle", "–")
-            rows.append([f"{name} {split}".replace("*", "\\*"),
-                         *(texts.get(m, "–") for m in ("local", "fedavg", "scaffold", "weight-erosion", "apfl")), waffle])  # fmt: skip
-    return table(["", "Local", "FedAvg", "SCAFFOLD", "WE", "APFL", "WAFFLE"], rows)
+            texts = [_summary_cell(found, study, split, method, digits) for method in shown]
+            rows.append([f"{name} {split}".replace("*", "\\*"), *texts])
+    return table(["", *(TITLES[method] for method in shown)], rows)
 
 
+def _summary_cell(found: Cells, study: str, split: str, method: str, digits: int) -> str:
+    ours, printed = percent(found, split, method), printed_cell(study, split, method)
+    if isnan(ours) or printed is None:
+        return "–"
+    text = f"{ours:.{digits}f} ({printed.mean:.{digits}f})"
+    return f"**{text}**" if method in best_methods(found, split) else text

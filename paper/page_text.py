@@ -17,16 +17,16 @@ COLUMNS_TEXT = """
     measures each departure from the printed rules.
 """
 PERMUTATIONS_TEXT = """
-    A, B and C, and Local: mean and standard deviation over the seeds above, from `results/mnist.jsonl`. The others on A*
-    and B*: over ten draws of the label permutations, each the mean of three seeds, from
-    `results/mnist-permutations.jsonl`; none is chosen. The paper has one draw, which it does not print, and its ± is
-    over five seeds.
+    A, B and C, and Local: mean and standard deviation over the seeds above, from `results/mnist.jsonl`. The others
+    on A* and B*: over ten draws of the label permutations, each the mean of three seeds, from
+    `results/mnist-permutations.jsonl`; none is chosen. The paper has one draw, which it does not print, and its ±
+    is over five seeds.
 """
 DRAWS_TEXT = """
-    Best round, in two further records with three seeds per cell. *Other samples*: mean and standard deviation over three
-    other draws of each agent's samples (`results/mnist-splits.jsonl`). *Every Alice*: over the ten agents, each as Alice
-    with her own test data (`results/mnist-alices.jsonl`), and the lowest of the ten. On A* and B* both use permutation
-    seed 1.
+    Best round, in two further records with three seeds per cell. *Other samples*: mean and standard deviation over
+    three other draws of each agent's samples (`results/mnist-splits.jsonl`). *Every Alice*: over the ten agents,
+    each as Alice with her own test data (`results/mnist-alices.jsonl`), and the lowest of the ten. On A* and B*
+    both use permutation seed 1.
 """
 CONVERGENCE_INTRODUCTION = """
     This page counts rounds; [results.md](results.md) has the accuracies. It is written from the same records.
@@ -38,11 +38,11 @@ DEPARTURES_INTRODUCTION = """
     table. [paper.md](paper.md) explains each departure, and [theory.md](theory.md) has the theorems.
 """
 DEPARTURES_TEXT = """
-    MNIST, 2,500 samples per agent. *Printed* is the paper's rule to the letter; *ours* is the default. Rows that are
-    also in `results/mnist.jsonl` have its ten seeds, the others five; A* and B* have permutation seed 1. A run stops when
-    Alice's update is no longer finite. The cell then says how many seeds diverged; the rounds before that count. The
-    paper's loader ends each epoch with a small mini-batch (2,500 = 78 x 32 + 4); the default of this software is
-    mini-batches of equal size.
+    MNIST, 2,500 samples per agent. *Printed* is the paper's rule to the letter; *ours* is the default. Rows that
+    are also in `results/mnist.jsonl` have its ten seeds, the others five; A* and B* have permutation seed 1. A run
+    stops when Alice's update is no longer finite. The cell then says how many seeds diverged; the rounds before
+    that count. The paper's loader ends each epoch with a small mini-batch (2,500 = 78 x 32 + 4); the default of
+    this software is mini-batches of equal size.
 """
 DEPARTURE_NAMES = {
     "printed": "as printed",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 
-from paper.claims import Verdict
 from paper.cell_tables import setting
+from paper.claims import Verdict
 from paper.markdown import table
 from paper.sections import verdict_table
 from waffle_fl.algorithms import TITLES

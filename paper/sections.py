@@ -92,12 +92,12 @@ def _variants(
     if not any(groups.values()):
         return absent(records, name)
     made = [text for text in (absent(records, name), *map(prose, texts)) if text]
-    for protocol, title in PROTOCOLS.items():
+    for protocol, name in PROTOCOLS.items():
         rows = [
             [text, *(_variant_cell(groups[variant], protocol, split) for split in SPLITS)]
             for variant, text in names.items()
         ]
-        made.append(f"Accuracy, {title}:\n\n" + table(["", *SPLITS], rows))
+        made.append(f"Accuracy, {name}:\n\n" + table(["", *SPLITS], rows))
     return "\n\n".join(made)
 
 
@@ -202,13 +202,15 @@ def agreement(records: Records) -> Iterator[str]:
         yield f"### `results/{name}.jsonl`"
         untested = f" {len(tests) - len(tested)} cells have too few seeds for a test." if len(tested) < 30 else ""
         yield prose(
-            f"{len(tested) - len(far)} of {len(tested)} tested cells agree with the paper (p of at least {LEVEL} in the",
-            f"table above).{untested}",
+            f"{len(tested) - len(far)} of {len(tested)} tested cells agree with the paper: p is at least {LEVEL}",
+            f"in the table above.{untested}",
         )
         if far:
             shifted = any(split.endswith("*") and method in GLOBAL for split, method in far)
             yield prose("The others follow, by method.", REASONS[name], CONCEPT_SHIFT_REASON if shifted else "")
-            yield "\n".join(_differences(found, study, name, method, far) for method in dict.fromkeys(m for _, m in far))
+            yield "\n".join(
+                _differences(found, study, name, method, far) for method in dict.fromkeys(m for _, m in far)
+            )
 
 
 def _differences(found: Cells, study: str, name: str, method: str, far: Sequence[tuple[str, str]]) -> str:
