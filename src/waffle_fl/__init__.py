@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.apple import APPLE as APPLE
     from waffle_fl.algorithms.cfl import CFL as CFL
     from waffle_fl.algorithms.contract import SGD as SGD
+    from waffle_fl.algorithms.contract import Adam as Adam
     from waffle_fl.algorithms.contract import Algorithm as Algorithm
     from waffle_fl.algorithms.contract import Grad as Grad
     from waffle_fl.algorithms.contract import Net as Net
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 # Importing torch takes seconds, so each name is imported on first use. Classes of methods come from the registry of
 # algorithms; the imports above are for type checkers.
 _LAZY_MODULES = {
-    **dict.fromkeys(("SGD", "Algorithm", "Grad", "Net", "Round"), "algorithms.contract"),
+    **dict.fromkeys(("SGD", "Adam", "Algorithm", "Grad", "Net", "Round"), "algorithms.contract"),
     **dict.fromkeys(("Measured", "Outcome", "RunSpec"), "engines.run_spec"),
     "Dataset": "data",
     "Federation": "federation",

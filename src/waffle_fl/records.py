@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import socket
@@ -261,6 +262,12 @@ def _rank(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
     """Return a sort key, larger is better. Ties in validation accuracy are broken by the smaller loss."""
     accuracy = line.get(f"{prefix}accuracy") or 0.0
     return accuracy, -line[f"{prefix}loss"] if prefix or "rmse" in line else 0.0
+
+
+def validation_rank(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Return a sort key by validation score, larger is better; a round without one is the worst."""
+    known = line.get("validation_loss") is not None
+    return _rank(line, "validation_") if known else (-math.inf, -math.inf)
 
 
 def _entry(line: Mapping[str, Any]) -> dict[str, Any]:

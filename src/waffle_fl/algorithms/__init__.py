@@ -8,6 +8,7 @@ from __future__ import annotations
 from waffle_fl.algorithms.contract import (
     SGD,
     About,
+    Adam,
     Algorithm,
     Grad,
     Net,
@@ -24,6 +25,7 @@ __all__ = [
     "SGD",
     "TITLES",
     "About",
+    "Adam",
     "Algorithm",
     "Grad",
     "Net",

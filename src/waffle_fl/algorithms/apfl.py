@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, gradients, inner
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, gradients, inner
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -50,7 +50,7 @@ class APFL:
         order=60,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     mix: float = parameter(0.5, between(0, 1), search={"low": 0.0, "high": 1.0})

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, broadcast_to, inner
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, inner
 from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -77,7 +77,7 @@ class APPLE:
         order=170,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(2.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off, and then core models may diverge from each other."""
     eta_p: float = parameter(0.001, at_least(0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, broadcast_to, lengths
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, lengths
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -73,7 +73,7 @@ class CFL:
         order=200,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     eps_mean: float = parameter(0.4, at_least(0), server_side=True)

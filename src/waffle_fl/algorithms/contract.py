@@ -30,6 +30,7 @@ TINY = 1e-300
 NEARLY_EQUAL = 1e-12
 LR = {"low": 0.01, "high": 0.5, "log": True}  # default search space of `waffle tune`: docs/tune.md
 CLIP = [0.0, 0.5, 1.0, 2.0, 5.0]
+ADAM_EPSILON = 1e-8  # as in torch.optim.Adam
 BLOCK = 1 << 20  # numbers per block, so that a block fits the CPU cache
 
 
@@ -93,7 +94,7 @@ class Algorithm(Protocol):
     """
 
     @property
-    def sgd(self) -> SGD:
+    def sgd(self) -> Optimiser:
         """The optimiser of the local steps."""
 
     def init(self, net: Net, agents: int) -> tuple[State, State]:
@@ -158,6 +159,53 @@ class SGD:
     def zero_velocity(self, y: Rows) -> Rows:
         """Return a velocity of zero. Without momentum it has no columns and uses no memory."""
         return torch.zeros_like(y) if self.momentum else y[:, :0]
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam with decoupled weight decay (AdamW). Its moments take the place of SGD's velocity, in one row per agent.
+
+    With control variates, c_i is the mean Adam step of a round, as it is the mean amplified gradient with momentum.
+    """
+
+    lr: float = parameter(0.001, above(0))
+    momentum: float = parameter(0.9, below_one())
+    weight_decay: float = parameter(0.0, at_least(0))
+    momentum_between_rounds: Literal["reset", "keep"] = "reset"
+    second: float = parameter(0.999, below_one())
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def keeps_velocity(self) -> bool:
+        """Whether the moments are part of an agent's state."""
+        return self.momentum_between_rounds == "keep"
+
+    def step(
+        self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
+    ) -> tuple[Rows, Rows]:
+        """Return the model and the moments after one step; `clip` limits the norm of the gradient."""
+        if clip:
+            g = g * (clip / g.norm(dim=1, keepdim=True).clamp(min=clip))
+        size = y.shape[1]
+        first, second, steps = velocity[:, :size], velocity[:, size:-1], velocity[:, -1:] + 1
+        first = torch.lerp(g, first, self.momentum)
+        second = torch.lerp(g * g, second, self.second)
+        scale = (second / (1 - self.second**steps)).sqrt() + ADAM_EPSILON
+        direction = first / (1 - self.momentum**steps) / scale
+        if self.weight_decay:
+            direction = torch.add(direction, y, alpha=self.weight_decay)
+        if correction is not None:
+            direction = direction + correction
+        return torch.add(y, direction, alpha=-self.lr), torch.cat([first, second, steps], dim=1)
+
+    def zero_velocity(self, y: Rows) -> Rows:
+        """Return moments of zero and a step count of zero."""
+        return y.new_zeros(len(y), 2 * y.shape[1] + 1)
+
+
+Optimiser: TypeAlias = SGD | Adam
 
 
 def hyperparameters(algorithm: type[Algorithm]) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -45,7 +45,7 @@ class Ditto:
         order=70,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0), search={"low": 0.01, "high": 3.0, "log": True})

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 
 from waffle_fl.algorithms import fedavg, partial_sharing
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.algorithms.partial_sharing import Runs, cut, join
 from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
@@ -49,7 +49,7 @@ class FedALA:
         order=180,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient in training; 0 turns clipping off."""
     eta_w: float = parameter(30.0, at_least(0))

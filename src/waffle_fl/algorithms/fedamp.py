@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, lengths
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, lengths
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
@@ -70,7 +70,7 @@ class FedAMP:
         order=150,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0))

@@ -12,6 +12,7 @@ from waffle_fl.algorithms.contract import (
     About,
     Grad,
     Net,
+    Optimiser,
     Round,
     Rows,
     Vector,
@@ -62,12 +63,12 @@ def send(server: Server, agents: int) -> Down:
     return Down(*broadcast_to(Net(server.x, server.stats), agents))
 
 
-def begin(sgd: SGD, net: Net | Down) -> Local:
+def begin(sgd: Optimiser, net: Net | Down) -> Local:
     params, stats = net
     return Local(params, stats, sgd.zero_velocity(params))
 
 
-def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
+def step(sgd: Optimiser, clip: float, local: Local, grad: Grad) -> Local:
     g, stats = grad(local.y, local.stats)
     y, velocity = sgd.step(local.y, local.velocity, g, clip=clip)
     return Local(y, stats, velocity)
@@ -103,7 +104,7 @@ class FedAvg:
         order=10,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0), search=CLIP)
     """Largest norm of a gradient; 0 turns clipping off."""
     weighting: Weighting = parameter("equal", server_side=True, search=["equal", "samples"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, Vector, broadcast_to
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, Vector, broadcast_to
 from waffle_fl.algorithms.fedavg import Info, Local, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -48,7 +48,7 @@ class FedAvgFT:
         order=90,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     tuning: int = parameter(1, at_least(1), server_side=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
 
 from waffle_fl.algorithms import fedavg, partial_sharing
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round
 from waffle_fl.algorithms.fedavg import Down, Info, Local, Server, Up, Weighting
 from waffle_fl.algorithms.partial_sharing import Agents, Parts
 from waffle_fl.constraints import at_least, check_fields, model_dependent, parameter
@@ -27,7 +27,7 @@ class FedBN:
         order=140,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     weighting: Weighting = parameter("equal", server_side=True)

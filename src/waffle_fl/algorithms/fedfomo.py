@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Round, Rows, broadcast_to
+from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Optimiser, Round, Rows, broadcast_to
 from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -92,7 +92,7 @@ class FedFomo:
     )
     scored_on: ClassVar[Literal["training", "validation"]] = "validation"
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     models: int = parameter(5, at_least(1))

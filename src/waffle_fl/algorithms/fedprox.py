@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Server, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
@@ -35,7 +35,7 @@ class FedProx:
         order=80,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     mu: float = parameter(0.1, at_least(0))

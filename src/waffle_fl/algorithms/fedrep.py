@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg, partial_sharing
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.algorithms.partial_sharing import Agents, Parts, cut, join
 from waffle_fl.constraints import at_least, check_fields, fraction, model_dependent, parameter
@@ -38,7 +38,7 @@ class FedRep:
         order=130,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of the head's gradient and of the body's gradient; 0 turns clipping off."""
     head_layers: int = parameter(1, at_least(0))

@@ -12,7 +12,18 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, apply_update, averaged, normalised
+from waffle_fl.algorithms.contract import (
+    SGD,
+    About,
+    Grad,
+    Net,
+    Optimiser,
+    Round,
+    Rows,
+    apply_update,
+    averaged,
+    normalised,
+)
 from waffle_fl.constraints import at_least, check_fields, parameter
 from waffle_fl.randomness import noise
 
@@ -85,7 +96,7 @@ class IFCA:
     )
     scored_on: ClassVar[Literal["training", "validation"]] = "training"
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     clusters: int = parameter(3, at_least(1))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast, final
 
-from waffle_fl.algorithms.contract import SGD, Algorithm, Grad, Net, Round, State
+from waffle_fl.algorithms.contract import Algorithm, Grad, Net, Optimiser, Round, State
 from waffle_fl.algorithms.hooks import ModelDependent
 from waffle_fl.models.layers import Layers
 
@@ -57,7 +57,7 @@ class KeptMomentum:
     inner: Algorithm
 
     @property
-    def sgd(self) -> SGD:
+    def sgd(self) -> Optimiser:
         return self.inner.sgd
 
     def __getattr__(self, name: str) -> Any:

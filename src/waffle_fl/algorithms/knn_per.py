@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, broadcast_to
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, broadcast_to
 from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
@@ -48,7 +48,7 @@ class KNNPer:
     )
     trains_as: ClassVar[type] = fedavg.FedAvg
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     k: int = parameter(10, at_least(1), server_side=True)

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
-from waffle_fl.algorithms.contract import CLIP, SGD, About, Grad, Net, Round, Rows, Weights, broadcast_to, one_hot
+from waffle_fl.algorithms.contract import (
+    CLIP,
+    SGD,
+    About,
+    Grad,
+    Net,
+    Optimiser,
+    Round,
+    Rows,
+    Weights,
+    broadcast_to,
+    one_hot,
+)
 from waffle_fl.constraints import at_least, check_fields, parameter
 
 
@@ -50,7 +62,7 @@ class Local:
     )
     for_alice: ClassVar[bool] = True
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0), search=CLIP)
     """Largest norm of a gradient; 0 turns clipping off."""
 

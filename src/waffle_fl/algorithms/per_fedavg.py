@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
-from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Round, Rows, broadcast_to, gradients
+from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, gradients
 from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
@@ -50,7 +50,7 @@ class PerFedAvg:
         order=100,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of an update's gradient; 0 turns clipping off."""
     inner_lr: float = parameter(0.03, at_least(0))

@@ -14,6 +14,7 @@ from waffle_fl.algorithms.contract import (
     About,
     Grad,
     Net,
+    Optimiser,
     Round,
     Rows,
     apply_update,
@@ -51,7 +52,7 @@ class PFedMe:
         order=110,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0))

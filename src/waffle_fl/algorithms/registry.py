@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from waffle_fl.algorithms.contract import LR, SGD, About, Algorithm
+from waffle_fl.algorithms.contract import LR, SGD, About, Algorithm, Optimiser
 from waffle_fl.algorithms.hooks import HOOKS
 from waffle_fl.constraints import parameters_of, shown
 from waffle_fl.errors import WaffleError, suggest
@@ -46,7 +46,7 @@ def check_method(kind: Any, name: str) -> None:
         known_fields = parameters_of(kind)
     except Exception as error:  # evaluating an annotation can raise any exception
         raise WaffleError(f"{name}: its annotations cannot be read: {' '.join(str(error).split())}") from None
-    if "sgd" not in known_fields or known_fields["sgd"].hint is not SGD:
+    if "sgd" not in known_fields or known_fields["sgd"].hint not in (SGD, Optimiser):
         raise WaffleError(f"{name} lacks the field sgd: SGD = field(default_factory=SGD)")
     required = [f.name for f in dataclasses.fields(kind) if _has_no_default(f)]
     if required:

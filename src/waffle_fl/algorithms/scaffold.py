@@ -19,6 +19,7 @@ from waffle_fl.algorithms.contract import (
     About,
     Grad,
     Net,
+    Optimiser,
     Round,
     Rows,
     Vector,
@@ -105,20 +106,20 @@ def send(server: Shared, agents: int) -> Down:
     return Down(*broadcast_to(Net(server.x, server.stats), agents), server.c.expand(agents, -1))
 
 
-def begin(sgd: SGD, share: float, down: Down, agents: Agents) -> Local:
+def begin(sgd: Optimiser, share: float, down: Down, agents: Agents) -> Local:
     """A2.5: y_i <- x."""
     steps = torch.zeros(len(down.x), dtype=torch.int64, device=down.x.device)
     return Local(down.x, down.stats, sgd.zero_velocity(down.x), share * (down.c - agents.c_i), steps)
 
 
-def step(sgd: SGD, clip: float, local: Local, grad: Grad) -> Local:
+def step(sgd: Optimiser, clip: float, local: Local, grad: Grad) -> Local:
     """A2.7-8: y_i <- y_i - lr (g_i(y_i) - c_i + c), with the norm of the corrected gradient clipped to `clip`."""
     g, stats = grad(local.y, local.stats)  # A2.7
     y, velocity = sgd.step(local.y, local.velocity, g, local.correction, clip)  # A2.8
     return local._replace(y=y, stats=stats, velocity=velocity, steps=local.steps + 1)
 
 
-def finish(sgd: SGD, share: float, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
+def finish(sgd: Optimiser, share: float, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
     """A2.9-12: return the new control variate, which stays at the agent, and the update."""
     dy = local.y - down.x  # A2.10
     c_i = control_variate(agents.c_i, down.c, dy, local.steps, sgd.lr, share)  # A2.9, A2.11
@@ -139,7 +140,7 @@ class Scaffold:
         order=20,
     )
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(2.0, at_least(0), search=CLIP)
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = parameter(1.0, between(0, 1))

@@ -24,6 +24,7 @@ from waffle_fl.algorithms.contract import (
     About,
     Grad,
     Net,
+    Optimiser,
     Round,
     Rows,
     Vector,
@@ -135,7 +136,7 @@ class Waffle:
     for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = scaffold.Scaffold
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(2.0, at_least(0))
     """Largest norm of a corrected gradient; 0 turns clipping off."""
     correction: float = parameter(1.0, between(0, 1))

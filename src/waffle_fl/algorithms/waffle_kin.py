@@ -22,6 +22,7 @@ from waffle_fl.algorithms.contract import (
     About,
     Grad,
     Net,
+    Optimiser,
     Round,
     Rows,
     Vector,
@@ -87,7 +88,7 @@ class WaffleKin:
     )
     for_alice: ClassVar[bool] = True
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(5.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     head_layers: int = parameter(1, at_least(0), server_side=True)

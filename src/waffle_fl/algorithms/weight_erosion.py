@@ -17,6 +17,7 @@ from waffle_fl.algorithms.contract import (
     About,
     Grad,
     Net,
+    Optimiser,
     Round,
     Rows,
     Vector,
@@ -68,7 +69,7 @@ class WeightErosion:
     for_alice: ClassVar[bool] = True
     trains_as: ClassVar[type] = fedavg.FedAvg
 
-    sgd: SGD = field(default_factory=SGD)
+    sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
     """Largest norm of a gradient; 0 turns clipping off."""
     p_d: float = parameter(0.0067, at_least(0), server_side=True, search={"low": 0.001, "high": 0.3, "log": True})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from waffle_fl import attacks
-from waffle_fl.algorithms import SGD, Algorithm, algorithm_of, hyperparameters
+from waffle_fl.algorithms import SGD, Adam, Algorithm, algorithm_of, hyperparameters
 from waffle_fl.batches import Remainder, batches_per_epoch
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
@@ -83,7 +83,7 @@ class Settings:
     shared_permutation: bool = False
     """Use the same label permutation for all agents except Alice."""
     model: str = "auto"
-    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-1d, mlp, linear, module:factory, or auto (chosen by the data)."""
+    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-gn, cnn-1d, cnn-1d-gn, mlp, linear, module:factory, or auto."""
     rounds: int = parameter(100, at_least(1))
     """Number of communication rounds R."""
     epochs: int = parameter(1, at_least(1))
@@ -94,12 +94,16 @@ class Settings:
     """Samples that fill no mini-batch: spread them over all batches, keep them as a small last batch, or drop them."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    """Optimiser of the agents. adam uses the usual moments 0.9 and 0.999 and decoupled weight decay."""
     momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
     """Momentum of local SGD."""
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
-    """Reset the momentum buffer to zero in each round, or keep it as part of the agent's state."""
+    """Reset the momentum (adam: the moments) to zero in each round, or keep it as part of the agent's state."""
     weight_decay: float = parameter(0.0, constraint_of(SGD, "weight_decay"))
-    """Weight decay of local SGD."""
+    """Weight decay of the local steps."""
+    final_model: Literal["last", "selected"] = "last"
+    """Model that a run saves and predicts with: of the last round, or of the round with the best validation score."""
     seed: int = parameter(1, at_least(0))
     """Seed of the initial model and of the order of the samples."""
     augment: bool = False
@@ -158,7 +162,11 @@ class RunConfig:
 
     def algorithm(self) -> Algorithm:
         s = self.settings
-        sgd = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
+        sgd: SGD | Adam = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
+        if s.optimiser == "adam":
+            if s.momentum:
+                raise WaffleError(f"momentum: expected 0 with the optimiser adam, got {s.momentum}: leave it out")
+            sgd = Adam(s.lr, weight_decay=s.weight_decay, momentum_between_rounds=s.momentum_between_rounds)
         return algorithm_of(self.method)(sgd=sgd, **self.options)  # type: ignore[call-arg]
 
     @property

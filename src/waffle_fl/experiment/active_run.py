@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from waffle_fl.config import RunConfig
+from waffle_fl.config import RunConfig, Settings
 from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of
 from waffle_fl.engines.run_spec import Outcome, RunSpec, State, own_net
 from waffle_fl.experiment.runtime import Listener
 from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
-from waffle_fl.models import FlatModel
-from waffle_fl.records import Run, read_rounds, summary
+from waffle_fl.models import FlatModel, Net
+from waffle_fl.records import Run, read_rounds, summary, validation_rank
 
 CHECKPOINT_SHARE = 2000  # a run trains at least this many times as long as it saves,
 LONGEST_UNSAVED = 120.0  # but at most this many seconds between checkpoints
@@ -35,17 +35,46 @@ class ActiveRun:
     compiled: bool
     next_save: float
     latest: tuple[int, State] | None = None
+    selected: Selected | None = None
 
 
-def log(active: ActiveRun, outcome: Outcome, listener: Listener) -> None:
+class Selected(NamedTuple):
+    """The model of the round with the best validation score so far, and its rank."""
+
+    rank: tuple[float, ...]
+    net: Net
+
+
+def log(active: ActiveRun, outcome: Outcome, spec: RunSpec, model: FlatModel, listener: Listener) -> None:
     active.run.append(outcome.measured)
     active.latest = outcome.round, outcome.state
+    if selects(active.config.settings):
+        rank = validation_rank(outcome.measured)
+        if active.selected is None or rank > active.selected.rank:
+            active.selected = Selected(rank, own_net(spec, outcome.state, model))
     listener.advanced(active.config, outcome.measured)
+
+
+def selects(s: Settings) -> bool:
+    """Whether a run saves the model of the round with the best validation score."""
+    return s.final_model == "selected"
 
 
 def save(active: ActiveRun) -> None:
     if active.latest:
-        active.run.checkpoint(active.latest[0], tensors_of(active.latest[1]))
+        chosen = selected_tensors(active.selected.net) if active.selected else {}
+        active.run.checkpoint(active.latest[0], tensors_of(active.latest[1]) | chosen)
+
+
+def selected_tensors(net: Net) -> dict[str, Tensor]:
+    """Return the selected model as tensors of a checkpoint."""
+    return {f"selected.{name}": tensor for name, tensor in net._asdict().items()}
+
+
+def selected_from(tensors: Mapping[str, Tensor], rounds: Sequence[Mapping[str, Any]], like: Net) -> Selected:
+    """Return the selected model of a checkpoint; its rank is the best of the logged rounds."""
+    net = Net(*(tensors[f"selected.{name}"].to(old.device) for name, old in like._asdict().items()))
+    return Selected(max(map(validation_rank, rounds)), net)
 
 
 def save_some(active_runs: Sequence[ActiveRun], every: float, round_seconds: float) -> None:
@@ -70,7 +99,7 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
     if status != "finished" or state is None:
         active.run.close(result)
         return result
-    own, federation = own_net(spec, state, model), spec.federation
+    own, federation = active.selected.net if active.selected else own_net(spec, state, model), spec.federation
     tensors = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(tensors["output"], tensors["target"])}
     active.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in tensors.items()})

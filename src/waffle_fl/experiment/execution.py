@@ -19,11 +19,22 @@ from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
-from waffle_fl.engines.run_spec import RunSpec, fitted, initial_state, on_device
+from waffle_fl.engines.run_spec import RunSpec, fitted, initial_state, on_device, own_net
 from waffle_fl.engines.shared_training import carriers
 from waffle_fl.engines.simulate import check_model, simulate
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment.active_run import ActiveRun, close, log, save, save_some, state_of, tensors_of
+from waffle_fl.experiment.active_run import (
+    ActiveRun,
+    close,
+    log,
+    save,
+    save_some,
+    selected_from,
+    selected_tensors,
+    selects,
+    state_of,
+    tensors_of,
+)
 from waffle_fl.experiment.factories import (
     advice,
     check_once,
@@ -35,10 +46,10 @@ from waffle_fl.experiment.factories import (
 )
 from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
 from waffle_fl.federation import Federation
-from waffle_fl.manifest import Finding, summary
+from waffle_fl.manifest import LOG, Finding, summary
 from waffle_fl.models import STATS_POLICY
 from waffle_fl.out_of_memory import enough_memory
-from waffle_fl.records import Run, provenance
+from waffle_fl.records import Run, provenance, read_rounds
 
 FILES_PER_RUN, SPARE_FILES = 2, 200
 
@@ -109,6 +120,10 @@ def _open(
     check_once(s, model, federation)
     spec = fitted(_run_spec(config, federation), model)
     check_model([spec], model, s.batch_size, s.remainder)
+    if selects(s) and not len(federation.validation[federation.alice]):
+        raise WaffleError(
+            "final_model: expected last without validation data, got selected: set validation, such as 0.2"
+        )
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
@@ -146,15 +161,20 @@ def _open(
         run.keep("preprocessing.json", federation.preprocessing.to_json())
     for note in notes:
         listener.warned(f"{folder.name}: {note}")
-    template = tensors_of(initial_state(spec, model))
+    initial = initial_state(spec, model)
+    first = own_net(spec, initial, model)
+    template = tensors_of(initial) | (selected_tensors(first) if selects(s) else {})
     start, tensors, warnings = run.resume(template)
     if start > s.rounds:
         raise WaffleError(f"expected at least {start} rounds, got {s.rounds}: {folder} is already at round {start}")
     for warning in warnings:
         listener.warned(warning)
-    state = state_of(tensors, initial_state(spec, model)) if tensors else None
+    state = state_of(tensors, initial) if tensors else None
     next_save = time.monotonic() + runtime.checkpoint_seconds
-    return ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
+    active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
+    if tensors and selects(s):
+        active.selected = selected_from(tensors, read_rounds(folder / LOG), first)
+    return active
 
 
 def _run_spec(config: RunConfig, federation: Federation) -> RunSpec:
@@ -241,7 +261,7 @@ def _train(
                     save(active)
                     yield active, close(active, specs[outcome.index], model, "diverged", str(outcome.error))
                 else:
-                    log(active, outcome, listener)
+                    log(active, outcome, specs[outcome.index], model, listener)
             if outcomes[0].round < last:
                 save_some(active_runs, runtime.checkpoint_seconds, time.monotonic() - began)
             if stopped():

@@ -101,9 +101,11 @@ def _limits(trained: Trained) -> list[str]:
     run, alice = trained.run, alice_of(trained.run)
     tested = int(run.provenance.get("test_samples") or 0)
     few = " too few for more than rough estimates," if tested < FEW else ""
+    last = run.config.settings.final_model == "last"
     limits = [
         f"The metrics are measured on {tested} test samples of {alice},{few} and do not apply to other agents' data.",
-        "The model is that of the last round; it was not selected on test samples.",
+        f"The model is that of the {'last round' if last else 'round with the best validation score'}; it was not "
+        "selected on test samples.",
         "A contributor's weight shows how much its updates were used for this model, not the quality of its data.",
         "It was trained without a formal privacy guarantee: do not publish it if its training data is confidential.",
     ]

@@ -17,7 +17,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.inference.trained_run import Trained
 from waffle_fl.metrics import measure
 from waffle_fl.spreadsheet import to_csv
-from waffle_fl.user_data.array_checks import as_integers, is_real, native
+from waffle_fl.user_data.array_checks import as_integers, is_real, model_inputs, native
 
 ARRAYS = (".npz", ".npy")
 
@@ -84,6 +84,7 @@ def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | 
     x, y = read_arrays(path)
     if not is_real(x):
         raise WaffleError(f"{path}: expected numbers in x, got {x.dtype}")
+    x = model_inputs(x)
     if x.shape[1:] != trained.shape or not x.ndim:
         hint = "; a single sample also needs an axis of rows" if x.shape == trained.shape else ""
         raise WaffleError(f"{path}: expected x of shape (rows, {_sides(trained.shape)}), got ({_sides(x.shape)}){hint}")

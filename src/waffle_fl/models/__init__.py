@@ -11,7 +11,7 @@ from waffle_fl.importing import import_named
 from waffle_fl.models.building import ready
 from waffle_fl.models.dla import DLA
 from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss, squared_error
-from waffle_fl.models.nets import LeNet5, Quadratic, cnn, cnn_1d, linear, mlp
+from waffle_fl.models.nets import LeNet5, Quadratic, cnn, cnn_1d, cnn_1d_gn, cnn_gn, linear, mlp
 
 Build = Callable[[Sequence[int], int], nn.Module]  # (shape of a sample, classes; 1 for a regression) -> module
 
@@ -21,13 +21,27 @@ MODELS: dict[str, Build] = {
     "dla": DLA,
     "cnn": cnn,
     "cnn-1d": cnn_1d,
+    "cnn-gn": cnn_gn,
+    "cnn-1d-gn": cnn_1d_gn,
     "mlp": mlp,
     "linear": linear,
 }
 
 DEFAULTS = {"mnist": "lenet5", "fashion-mnist": "lenet5", "cifar10": "dla", "digits": "mlp", "synthetic": "mlp"}
-BY_AXES = {1: "mlp", 2: "cnn-1d", 3: "cnn"}  # tables, signals (channels, length), images (channels, height, width)
-NEEDS = {"lenet5": 3, "lenet5-tanh": 3, "dla": 3, "cnn": 3, "cnn-1d": 2}  # axes of a sample; others take any
+BY_AXES = {
+    1: "mlp",
+    2: "cnn-1d-gn",
+    3: "cnn-gn",
+}  # tables, signals (channels, length), images (channels, height, width)
+NEEDS = {
+    "lenet5": 3,
+    "lenet5-tanh": 3,
+    "dla": 3,
+    "cnn": 3,
+    "cnn-1d": 2,
+    "cnn-gn": 3,
+    "cnn-1d-gn": 2,
+}  # axes of a sample; others take any
 
 
 def builder(name: str, data: str, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
@@ -61,6 +75,8 @@ __all__ = [
     "builder",
     "cnn",
     "cnn_1d",
+    "cnn_1d_gn",
+    "cnn_gn",
     "cross_entropy",
     "linear",
     "mlp",

@@ -15,6 +15,8 @@ from waffle_fl.user_data.splitting import Rows
 
 Array: TypeAlias = NDArray[Any]
 
+CHANNELS = (1, 3, 4)  # grey, colour, colour with transparency
+
 
 def as_arrays(name: str, given: Any) -> list[Array]:
     """Return (x, y) or (x_train, y_train, x_test, y_test) as arrays."""
@@ -38,6 +40,20 @@ def native(given: Any) -> Array:
     array = np.asarray(given)
     kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
     return array.astype(kind, copy=False)
+
+
+def model_inputs(x: Array) -> Array:
+    """Return samples as a model takes them: bytes as numbers from -1 to 1, and the channels of images first.
+
+    Bytes with two axes per sample are grey images. Images whose last axis has 1, 3 or 4 entries and whose first does
+    not are taken to have their channels last.
+    """
+    if x.dtype == np.uint8:
+        x = (x / np.float32(127.5) - 1).astype(np.float32)
+        x = x[:, None] if x.ndim == 3 else x
+    if x.ndim == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS:
+        x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return x
 
 
 def check_names(names: Sequence[str]) -> None:

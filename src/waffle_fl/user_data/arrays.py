@@ -22,6 +22,7 @@ from waffle_fl.user_data.array_checks import (
     check_samples,
     is_real,
     keys_of,
+    model_inputs,
     native,
 )
 from waffle_fl.user_data.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, TaskOption
@@ -49,6 +50,9 @@ def gather(
         }
     for name, arrays in agents.items():
         check_samples(name, arrays, task)
+    agents = {
+        name: [a if i % 2 else model_inputs(a) for i, a in enumerate(arrays)] for name, arrays in agents.items()
+    }
     check_kinds(agents)
     if task == "classification":
         check_range(agents, *((len(class_names), "") if class_names else NUMBERED[options.task]))
