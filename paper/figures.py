@@ -42,7 +42,9 @@ def best_so_far(run: FinishedRun) -> list[float]:
 def _method_color(methods: Sequence[str]) -> Any:
     titles = [TITLES[method] for method in methods]
     scale = alt.Scale(domain=titles, range=[COLORS[title] for title in titles])
-    return alt.Color("method:N", scale=scale, sort=titles, title=None, legend=alt.Legend(orient="top", columns=7, symbolOpacity=1))
+    return alt.Color(
+        "method:N", scale=scale, sort=titles, title=None, legend=alt.Legend(orient="top", columns=7, symbolOpacity=1)
+    )
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Any:

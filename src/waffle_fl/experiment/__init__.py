@@ -10,7 +10,7 @@ active_run   one run in progress: log, checkpoint, close
 from waffle_fl.config import ALL_ALICES
 from waffle_fl.experiment.execution import execute
 from waffle_fl.experiment.factories import advice, check_output, federation_of, model_name, model_of
-from waffle_fl.experiment.planning import all_alices_of, free_folder, handle, plan
+from waffle_fl.experiment.planning import alices, all_alices_of, free_folder, handle, plan
 from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Listener",
     "Runtime",
     "advice",
+    "alices",
     "all_alices_of",
     "check_output",
     "device_of",

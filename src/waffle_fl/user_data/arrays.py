@@ -50,9 +50,7 @@ def gather(
         }
     for name, arrays in agents.items():
         check_samples(name, arrays, task)
-    agents = {
-        name: [a if i % 2 else model_inputs(a) for i, a in enumerate(arrays)] for name, arrays in agents.items()
-    }
+    agents = {name: [a if i % 2 else model_inputs(a) for i, a in enumerate(arrays)] for name, arrays in agents.items()}
     check_kinds(agents)
     if task == "classification":
         check_range(agents, *((len(class_names), "") if class_names else NUMBERED[options.task]))

@@ -1,0 +1,150 @@
+"""Is training alone any good? Local with its defaults beside scikit-learn and a small CNN, on the agents' own data.
+
+    python -m benchmarks.references FOLDER heart-disease landmine ... --out results/references.jsonl
+
+FOLDER holds one folder per data set, with one file per agent. Every agent trains alone, with the training that `decide`
+chooses. The references are those of the decision page, chosen on the same validation rows, and, for images and series,
+a small CNN with BatchNorm trained by Adam for 15 epochs. Scores are on test rows: accuracy, AUC for Landmine,
+and the share of the variance that is explained for regression, each in percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.decision.references import fit_reference
+from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
+from waffle_fl.federation import Federation
+from waffle_fl.metrics import measure
+from waffle_fl.tensorfile import read_named
+from waffle_fl.tuning.default_training import choose_training
+
+TARGETS = {"parkinson": "motor_UPDRS"}
+DROPPED = {"parkinson": ("total_UPDRS",)}
+METRICS = {"landmine": "auc"}
+SEEDS = (1, 2)
+EPOCHS = 15
+
+
+def local_scores(s: Settings, metric: str, folder: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """Train every agent alone and return each one's test score, and the chosen settings."""
+    runtime = Runtime()
+    training = choose_training(s, ["local"], {}, (), folder / "training", runtime, Listener())
+    scores: dict[str, float] = {}
+    for alice in alices(s, runtime):
+        runs = [
+            (training.applied(RunConfig(method="local", settings=s_)), folder / f"{alice}-{seed}")
+            for seed in SEEDS
+            if (s_ := Settings(**{**vars(s), "alice": alice, "seed": seed}))
+        ]
+        execute(runs, runtime, Listener())
+        scores[alice] = fmean(_score(folder, metric) for _, folder in runs)
+    return scores, dict(training.chosen["local"])
+
+
+def _score(folder: Path, metric: str) -> float:
+    tensors = read_named(folder / "predictions.safetensors", ("output", "target"))
+    return score(tensors["output"].double(), tensors["target"], metric)
+
+
+def score(output: torch.Tensor, target: torch.Tensor, metric: str) -> float:
+    """Return a score in percent; for regression the explained share of the variance."""
+    if metric == "r2":
+        error = float(((output.view(-1) - target) ** 2).mean())
+        return 100 * (1 - error / max(float(target.double().var(correction=0)), 1e-12))
+    found = measure(output, target)[metric]
+    return 100 * found if found is not None else float("nan")
+
+
+def cnn_score(federation: Federation, agent: int, metric: str) -> float:
+    """Return the test score of a small CNN with BatchNorm, trained by Adam for 15 epochs on all training rows."""
+    rows = torch.cat([federation.train[agent], federation.validation[agent]])
+    x, y = federation.x[rows], federation.labels(agent, rows)
+    signal = x.ndim == 3
+    conv: Any = nn.Conv1d if signal else nn.Conv2d
+    norm: Any = nn.BatchNorm1d if signal else nn.BatchNorm2d
+    pool: Any = nn.MaxPool1d if signal else nn.MaxPool2d
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(conv(x.shape[1], 32, 3, padding=1), norm(32), nn.ReLU(), pool(2)),
+        *(conv(32, 64, 3, padding=1), norm(64), nn.ReLU(), pool(2), nn.Flatten(), nn.LazyLinear(128), nn.ReLU()),
+        nn.Linear(128, federation.outputs),
+    )
+    net(x[:2])
+    optimiser = torch.optim.Adam(net.parameters(), 1e-3)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(x)).split(32):
+            if len(batch) > 1:
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+                optimiser.step()
+    test = federation.test[agent]
+    with torch.no_grad():
+        return score(net.eval()(federation.x[test]).double(), federation.labels(agent, test), metric)
+
+
+def compare(folder: Path, name: str) -> dict[str, Any]:
+    """Return one line of the record: mean scores over agents of a data set."""
+    s = Settings(data=str(folder / name), target=TARGETS.get(name, ""), alice="all", validation=0.2)
+    federation = all_alices_of(s, Runtime())
+    metric = METRICS.get(name, "accuracy" if federation.task == "classification" else "r2")
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as runs:
+        local, chosen = local_scores(Settings(**{**vars(s), "validation": 0.0}), metric, Path(runs))
+    seconds = round(time.process_time() - began)
+    by_agent = {name: i for i, name in enumerate(federation.names)}
+    references: dict[str, float] = {}
+    cnn: dict[str, float] = {}
+    for alice in local:
+        agent = by_agent[alice]
+        found = fit_reference(federation, agent)
+        if found is not None:
+            target = torch.as_tensor(found.target)
+            references[alice] = score(torch.as_tensor(found.output), target, metric)
+        if len(federation.shape) > 1:
+            cnn[alice] = cnn_score(federation, agent, metric)
+    best = {a: max(v for v in (references.get(a), cnn.get(a)) if v is not None) for a in local if a in references}
+    return {
+        "data": name,
+        "metric": metric,
+        "agents": len(local),
+        "local": _mean(local),
+        "reference": _mean(references),
+        "cnn": _mean(cnn),
+        "local_minus_best": round(float(np.nanmean([local[a] - best[a] for a in best])), 2),
+        "training": chosen,
+        "by_agent": {a: round(v, 2) for a, v in local.items()} if len(local) <= 4 else {},
+        "cpu_seconds": seconds,
+    }
+
+
+def _mean(values: dict[str, float]) -> float | None:
+    return round(float(np.nanmean(list(values.values()))), 2) if values else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.references", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("data", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    for name in given.data:
+        line = compare(given.folder, name)
+        print(json.dumps(line), flush=True)
+        with given.out.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Training on the user's own data: optimiser settings per method, chosen on validation data from a small grid.
+
+A verdict is only as good as the models behind it. Unless the user gives these settings, agents train with Adam, a fifth
+of the training rows selects the round, and learning rate, weight decay and (for tables) the network are those with the
+best validation score, averaged over the agents. Test rows are never used. Where training is expensive, only Local and
+FedAvg are tried, and the other methods train as FedAvg does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, TypeAlias
+
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
+from waffle_fl.federation import Federation
+from waffle_fl.records import read_rounds, validation_rank
+
+RunList: TypeAlias = list[tuple[RunConfig, Path]]
+
+RECIPE: dict[str, Any] = {  # settings that replace the defaults of `Settings`, if they are not given
+    "optimiser": "adam",
+    "momentum_between_rounds": "keep",
+    "validation": 0.2,
+    "final_model": "selected",
+}
+TABLES: tuple[dict[str, Any], ...] = (
+    *({"model": "linear", "lr": lr, "weight_decay": decay} for lr in (0.01, 0.03) for decay in (0.0, 0.3)),
+    *({"model": "mlp", "lr": lr, "weight_decay": decay} for lr in (0.003, 0.01) for decay in (0.0, 0.3)),
+)
+IMAGES: tuple[dict[str, Any], ...] = ({"lr": 0.003}, {"lr": 0.001}, {"lr": 0.003, "weight_decay": 0.1})
+STEPS = 400  # mini-batches of the median agent, from which the number of rounds follows
+FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
+STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
+EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
+PROXIES = ("local", "fedavg")
+TUNED = ("lr", "weight_decay", "model", "optimiser", "momentum", "rounds", *RECIPE)  # what this module may set
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings that were chosen for each method, and the validation score of every candidate."""
+
+    rounds: int
+    chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
+    scores: Mapping[str, Sequence[tuple[Mapping[str, Any], float]]]  # method -> candidate and validation score
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """Return a run's config with the settings chosen for its method."""
+        found = self.chosen.get(config.method, self.chosen.get("fedavg", {}))
+        return replace(config, settings=replace(config.settings, **found))
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def choose_training(
+    settings: Settings,
+    methods: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    given: Sequence[str],
+    folder: Path,
+    runtime: Runtime,
+    listener: Listener,
+) -> Training:
+    """Return the training of each method; `given` are the settings that the user has set, which are kept."""
+    federation = all_alices_of(settings, runtime)
+    free = {name: value for name, value in RECIPE.items() if name not in given and "optimiser" not in given}
+    if "momentum" in given:  # only SGD has it
+        free = {name: value for name, value in free.items() if name in ("validation", "final_model")}
+    base = replace(settings, **free)
+    if "rounds" not in given:
+        base = replace(base, rounds=rounds_for(base, federation))
+    candidates = _without(given, grid_for(base, federation))
+    tried = [m for m in methods if m in PROXIES] if is_expensive(federation) else list(methods)
+    scores = {m: [(c, 0.0) for c in candidates] for m in tried}
+    if len(candidates) > 1:
+        runs = {
+            (method, k): _runs(method, replace(base, **candidate), options, folder / str(k), runtime)
+            for method in tried
+            for k, candidate in enumerate(candidates)
+        }
+        execute([run for group in runs.values() for run in group], runtime, listener)
+        scores = {m: [(c, _score(runs[m, k])) for k, c in enumerate(candidates)] for m in tried}
+    best = {m: max(found, key=lambda pair: pair[1])[0] for m, found in scores.items()}
+    if "rounds" not in given:
+        base = _long_enough(base, best, options, folder, runtime, listener)
+    common = {name: getattr(base, name) for name in (*free, "rounds")}
+    return Training(base.rounds, {m: {**common, **found} for m, found in best.items()}, scores)
+
+
+def rounds_for(s: Settings, federation: Federation) -> int:
+    """Return the rounds in which the median agent makes about STEPS steps."""
+    steps = median(s.steps(n) for n in federation.samples.tolist() if n)
+    return min(max(ceil(STEPS / steps), FEWEST_ROUNDS), MOST_ROUNDS)
+
+
+def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
+    """Return the candidates for this data: a network for tables, otherwise only learning rate and weight decay."""
+    if len(federation.shape) > 1 or ":" in s.model:
+        return [*IMAGES]
+    return [c for c in TABLES if s.model in ("auto", c["model"])]
+
+
+def _without(given: Sequence[str], candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the candidates without the settings that the user has given, each once."""
+    found: list[dict[str, Any]] = []
+    for candidate in candidates:
+        kept = {name: value for name, value in candidate.items() if name not in given}
+        found += [kept] if kept not in found else []
+    return found
+
+
+def is_expensive(federation: Federation) -> bool:
+    return len(federation.shape) > 1 and int(federation.samples.sum()) > EXPENSIVE
+
+
+def request_digest(settings: Settings, methods: Sequence[str], options: Mapping[str, Any], given: Sequence[str]) -> str:
+    """Return a short hash of a request, the name of the folder of its trials."""
+    content = json.dumps([asdict(settings), sorted(methods), options, sorted(given), TABLES, IMAGES], default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def given_settings(arguments: Sequence[str]) -> list[str]:
+    """Return the settings in TUNED that a command line sets."""
+    flags = {argument.split("=")[0] for argument in arguments}
+    return [name for name in TUNED if f"--{name.replace('_', '-')}" in flags]
+
+
+def _runs(
+    method: str, s: Settings, options: Mapping[str, Mapping[str, Any]], folder: Path, runtime: Runtime
+) -> RunList:
+    """Return one run per Alice."""
+    configs = [
+        RunConfig(method=method, settings=replace(s, alice=alice), options=options.get(method, {}))
+        for alice in alices(s, runtime)
+    ]
+    return [(config, folder / config.label) for config in configs]
+
+
+def _long_enough(
+    base: Settings,
+    best: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Mapping[str, Any]],
+    folder: Path,
+    runtime: Runtime,
+    listener: Listener,
+) -> Settings:
+    """Double the rounds until the validation score of Local and FedAvg no longer improves near the end."""
+    while base.rounds < MOST_ROUNDS:
+        runs = {
+            m: _runs(m, replace(base, **best[m]), options, folder / f"{base.rounds}-rounds", runtime)
+            for m in PROXIES
+            if m in best
+        }
+        execute([run for group in runs.values() for run in group], runtime, listener)
+        if all(_best_round(group) <= STILL_IMPROVING * base.rounds for group in runs.values()):
+            return base
+        base = replace(base, rounds=min(2 * base.rounds, MOST_ROUNDS))
+    return base
+
+
+def _score(runs: RunList) -> float:
+    """Return the mean over Alices of the best validation score; a run that diverged counts as the worst."""
+    best = [max(map(validation_rank, read_rounds(folder / "rounds.jsonl")), default=(-1.0, -1e9)) for _, folder in runs]
+    accuracy, loss = (fmean(max(rank[i], -1e9) for rank in best) for i in (0, 1))
+    return accuracy + 1e-3 * loss if accuracy else loss
+
+
+def _best_round(runs: RunList) -> float:
+    """Return the mean over Alices of the round with the best validation score."""
+    logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
+    return fmean(max(log, key=validation_rank)["round"] for log in logs if log)
