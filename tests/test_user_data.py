@@ -245,7 +245,7 @@ WRONG_TABLES = {
     "one class": ({"n": f"{HEADER}\n1,f,a,no\n2,f,b,no\n"}, "at least two classes among all agents, got only 'no'"),
     "a number beyond 32 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e39,m,b,yes\n"}, "'1e39' in line 3, too large"),
     "a square beyond 64 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e200,m,b,yes\n"}, "'1e200' in line 3, too large"),
-    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' has '1,5' in line 3: set --decimal , if"),
+    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' has '1,5' in line 3: set --dec"),
     "nothing but the target": ({"n": "ill\nno\nyes\nno\n"}, "expected columns besides the target"),
 }  # fmt: skip
 

@@ -93,9 +93,7 @@ def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, opti
     else:
         rest, test = np.arange(given), np.arange(given, len(keys))
     inner = None if classes is None else classes[rest]
-    validation, train = hold_out(
-        SelectedKeys(keys, rest), inner, options.validation, options.split_seed, "validation"
-    )
+    validation, train = hold_out(SelectedKeys(keys, rest), inner, options.validation, options.split_seed, "validation")
     return RowSplit(rest[train], rest[validation], test)
 
 

@@ -41,17 +41,18 @@ def mixed_pairs(values: Collection[str]) -> list[tuple[str, str]]:
 
 def check_values(what: str, name: str, values: Collection[str]) -> None:
     """Raise WaffleError for categories or classes that probably mean the same."""
-    variants = case_variants(values)
-    if variants:
+    found = []
+    if variants := case_variants(values):
         shown = ", ".join(" and ".join(map(repr, group)) for group in variants[:3])
-        raise WaffleError(
-            f"{what} {name!r} has {shown}, which differ only in case: set --fold-case to read them as one value, or "
+        found.append(
+            f"has {shown}, which differ only in case: set --fold-case to read them as one value, or --categorical "
+            f"{name} to keep them apart"
+        )
+    if pairs := mixed_pairs(values):
+        shown = " beside ".join("/".join(pair) for pair in pairs)
+        found.append(
+            f"has {shown}, expected one way to write no and yes: use the same words at every agent, or set "
             f"--categorical {name} to keep them apart"
         )
-    pairs = mixed_pairs(values)
-    if pairs:
-        shown = " beside ".join("/".join(pair) for pair in pairs)
-        raise WaffleError(
-            f"{what} {name!r} has {shown}, expected one way to write no and yes: use the same words at every agent, or "
-            f"set --categorical {name} to keep them apart"
-        )
+    if found:
+        raise WaffleError(f"{what} {name!r} {'; it also '.join(found)}")

@@ -86,7 +86,9 @@ def read_excel(path: Path, times: float) -> Table:
             if len(sheets) > 1:
                 names = ", ".join(repr(sheet.title) for sheet in sheets)
                 raise WaffleError(f"{path}: expected one sheet with cells, got {names}: save one sheet per file")
-            rows = ((i, _filled(row)) for i, row in zip(count(1), _excel_rows(sheets[0]), strict=False)) if sheets else ()
+            rows = (
+                ((i, _filled(row)) for i, row in zip(count(1), _excel_rows(sheets[0]), strict=False)) if sheets else ()
+            )
             rows = ((line, row) for line, row in rows if any(row))
             header = next(rows, None) if sheets else None
             if header is None:

@@ -31,7 +31,7 @@ DATA_SUFFIXES = frozenset(
 
 
 def read_folder(folder: Path, options: ReadOptions) -> CollectedData:
-    """Return the data of all agents in a folder; raise WaffleError for an error in any file."""
+    """Return the data of all agents in a folder, or of one agent's tables; raise WaffleError for any error."""
     found = agents_in(folder)
     kinds = {kind for kind, _ in found.values()}
     if len(kinds) > 1:
@@ -46,9 +46,7 @@ def read_folder(folder: Path, options: ReadOptions) -> CollectedData:
     if kind != "tables":
         check_no_table_settings(options, f"{folder} holds {kind}")
     read = readers[kind]()
-    data_files = [path.name for path in passed_over(folder) if path.suffix.lower() in DATA_SUFFIXES]
-    note = f"passed over {', '.join(data_files)}: expected {LAYOUTS}"
-    return read._replace(notes=(*((note,) if data_files else ()), *read.notes))
+    return read._replace(notes=(*passed_over_note(folder), *read.notes))
 
 
 def check_no_table_settings(options: ReadOptions, what: str) -> None:
@@ -62,7 +60,21 @@ def check_no_table_settings(options: ReadOptions, what: str) -> None:
 
 def passed_over(folder: Path) -> list[Path]:
     """Return the entries of a folder that are no agent's data, without hidden files."""
+    if is_one_agent(folder):
+        return []
     return [path for path in sorted(folder.iterdir()) if not is_hidden(path) and not layout_of(path)]
+
+
+def is_one_agent(path: Path) -> bool:
+    """Return whether the path is a table, or a folder with a training and a test table."""
+    return path.exists() and layout_of(path) == "tables"
+
+
+def passed_over_note(folder: Path) -> tuple[str, ...]:
+    """Return a note on files of the folder that may hold data and are not read."""
+    names = [path.name for path in passed_over(folder) if path.suffix.lower() in DATA_SUFFIXES]
+    they = "it is" if len(names) == 1 else "they are"
+    return (f"passed over {', '.join(names)}: if {they} an agent's data, save it as .csv",) if names else ()
 
 
 def is_hidden(path: Path) -> bool:
@@ -73,9 +85,10 @@ def is_hidden(path: Path) -> bool:
 def agents_in(folder: Path) -> dict[str, tuple[str, Path]]:
     """Return name -> (layout, path), sorted by name; entries of no known layout are skipped."""
     try:
-        if not folder.is_dir():
+        if not folder.is_dir() and not is_one_agent(folder):
             raise WaffleError(f"there is no folder {folder}: expected {LAYOUTS}")
-        entries = [(layout_of(path), path) for path in sorted(folder.iterdir()) if not is_hidden(path)]
+        inside = [folder] if is_one_agent(folder) else sorted(folder.iterdir())
+        entries = [(layout_of(path), path) for path in inside if not is_hidden(path)]
     except OSError as error:
         raise WaffleError(f"cannot read {error.filename or folder}: {error.strerror}") from None
     found: dict[str, tuple[str, Path]] = {}
@@ -148,14 +161,15 @@ def _from_tables(raw: Mapping[str, Sequence[Table]], options: ReadOptions) -> Co
     which = "held-out rows have a category that is in no agent's training rows"
     if options.min_category > 1:
         which = f"rows have a category that fewer than {options.min_category} training rows of every agent have"
-    notes = (f"{unknown_rows} {which}: all its one-hot features are 0",) if unknown_rows else ()
-    notes += (*dropped_note(dropped), *settled.notes, *suspicions_of(agents, next(iter(fitted.values())), categorical))
-    return CollectedData(made, aim.task, aim.classes, tuple(fitted.values()), notes)
+    notes = [f"{unknown_rows} {which}: all its one-hot features are 0"] if unknown_rows else []
+    notes += [*dropped_note(dropped), *settled.notes]
+    notes += suspicions_of(agents, next(iter(fitted.values())), categorical)
+    return CollectedData(made, aim.task, aim.classes, tuple(fitted.values()), tuple(notes))
 
 
 def _without_repeats(agents: Mapping[str, Sequence[Table]]) -> tuple[dict[str, list[Table]], dict[str, int]]:
     """Return each agent's tables with one of equal rows, and the number of rows dropped."""
-    kept = {name: [table.select(unrepeated(digests_of(table.row_keys()))) for table in own] for name, own in agents.items()}
+    kept = {n: [table.select(unrepeated(row_digests([table]))) for table in own] for n, own in agents.items()}
     return kept, {name: sum(map(len, own)) - sum(map(len, kept[name])) for name, own in agents.items()}
 
 
@@ -236,19 +250,28 @@ def column_problems(
         for column, setting in ((target, "target"), *((name, "categorical") for name in categorical))
         if column not in columns
     ]
-    for table in all_tables[1:] if not fill_absent else ():
-        lacking = [name for name in first.columns if name not in table.columns]
-        more = [name for name in table.columns if name not in first.columns]
-        odd = [f"lacks {_listed(lacking)}"] * bool(lacking) + [f"adds {_listed(more)}"] * bool(more)
-        if odd:
-            problems.append(
-                f"all agents need the same columns: {table.path} {' and '.join(odd)}, compared with {first.path}; "
-                f"rename {'it' if len(lacking + more) == 1 else 'them'}, set --drop {' '.join([*lacking, *more])}, or "
-                "--fill-absent to read an absent column as missing"
-            )
+    problems += [] if fill_absent else _differing_columns(all_tables)
     lacks_target = [table for table in all_tables if target in columns and target not in table.columns]
     if fill_absent and lacks_target:
         problems.append(f"{lacks_target[0].path} lacks the target {target!r}: only other columns may be absent")
+    return problems
+
+
+def _differing_columns(all_tables: Sequence[Table]) -> list[str]:
+    """Return one line per table that lacks columns of most tables, or has columns that most tables lack."""
+    having = {name: [name in table.columns for table in all_tables] for name in all_columns(all_tables)}
+    usual = {name: 2 * sum(has) + has[0] > len(all_tables) for name, has in having.items()}  # a tie: as in the first
+    problems = []
+    for i, table in enumerate(all_tables):
+        lacking = [name for name, has in having.items() if usual[name] and not has[i]]
+        more = [name for name, has in having.items() if not usual[name] and has[i]]
+        odd = [f"lacks {_listed(lacking)}"] * bool(lacking) + [f"adds {_listed(more)}"] * bool(more)
+        if odd:
+            problems.append(
+                f"all agents need the same columns: {table.path} {' and '.join(odd)}, compared with the others; rename "
+                f"{'it' if len(lacking + more) == 1 else 'them'}, set --drop {' '.join([*lacking, *more])}, or set "
+                "--fill-absent to read an absent column as missing"
+            )
     return problems
 
 
@@ -268,7 +291,7 @@ def _from_images(paths: Mapping[str, Path], options: ReadOptions) -> CollectedDa
         raise WaffleError("images in one folder per class are for classification: leave task at auto")
     folders = {n: [p / "train", p / "test"] if (p / "train").is_dir() else [p] for n, p in paths.items()}
     for folder in (folder for parts in folders.values() for folder in parts):
-        if not folder.is_dir():
+        if not folder.is_dir() and not is_one_agent(folder):
             raise WaffleError(f"there is no {folder}: expected `train` and `test`, or one folder per class")
     classes = sorted({c for parts in folders.values() for folder in parts for c in images.classes_of(folder)})
     check_classes("classification", classes)

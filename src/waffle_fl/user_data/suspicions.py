@@ -55,7 +55,7 @@ def column_suspicions(
 
 def _values(own: Sequence[Table], name: str) -> Floats:
     found = np.concatenate([numbers(table.columns[name]) for table in own if name in table.columns] or [np.empty(0)])
-    return found[np.isfinite(found)]
+    return np.asarray(found[np.isfinite(found)])
 
 
 def _counts(own: Sequence[Table], name: str) -> Counter[str]:

@@ -38,10 +38,10 @@ def build_table(path: Path, header: Sequence[str], rows: Iterable[tuple[int, Seq
         if len(lines) % CHUNK == 0:
             check_expansion(path, sum(column.size for column in columns), times)
     if ragged:
-        line, cells = ragged[0]
-        others = f" (and {len(ragged) - 1} more lines)" if len(ragged) > 1 else ""
+        line, length = ragged[0]
+        others = f" (and {len(ragged) - 1} more line{'s' * (len(ragged) > 2)})" if len(ragged) > 1 else ""
         raise WaffleError(
-            f"{path}, line {line}: expected {len(header)} cells as in the header, got {cells}{others}; repair the line"
+            f"{path}, line {line}: expected {len(header)} cells as in the header, got {length}{others}; repair the line"
         )
     if not lines:
         raise WaffleError(f"{path} has a header but no rows: fill it or remove it")

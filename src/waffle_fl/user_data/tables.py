@@ -67,9 +67,7 @@ def _read_text(path: Path, header: tuple[str, ...] | None, times: float) -> Tabl
         raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV again") from None
 
 
-def _with_first(
-    first: tuple[int, list[str]], rows: Iterator[tuple[int, list[str]]]
-) -> Iterator[tuple[int, list[str]]]:
+def _with_first(first: tuple[int, list[str]], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
     yield first
     yield from rows
 
@@ -94,6 +92,7 @@ def _heart_disease(path: Path, times: float) -> Table:
     grades = numbers(num)
     bad = np.flatnonzero(np.isnan(grades))
     if len(bad):
-        raise WaffleError(f"{path}, line {table.lines[bad[0]]}: expected 0 to 4 in the last column, got {num[bad[0]]!r}")
+        line = table.lines[bad[0]]
+        raise WaffleError(f"{path}, line {line}: expected 0 to 4 in the last column, got {num[int(bad[0])]!r}")
     disease = Cells.of("yes" if grade > 0 else "no" for grade in grades.tolist())
     return replace(table, columns={**table.columns, HEART_TARGET: disease})
