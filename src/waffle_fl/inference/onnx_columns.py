@@ -34,9 +34,7 @@ def with_columns(model: Any, preprocessing: Preprocessing) -> Any:
     nodes.made += inner.graph.node
     nodes.add("Identity", [MODEL + OUTPUT], OUTPUT)
     kinds = {"numeric": TensorProto.DOUBLE, "categorical": TensorProto.STRING}
-    inputs = [
-        helper.make_tensor_value_info(input_name(c.name), kinds[c.kind], ["rows"]) for c in preprocessing.columns
-    ]
+    inputs = [helper.make_tensor_value_info(input_name(c.name), kinds[c.kind], ["rows"]) for c in preprocessing.columns]
     (output,) = inner.graph.output
     output.name = OUTPUT
     graph = helper.make_graph(nodes.made, "table", inputs, [output], [*inner.graph.initializer, *nodes.constants])

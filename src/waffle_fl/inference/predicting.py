@@ -80,7 +80,9 @@ def predict(trained: Trained, path: Path, keep: Sequence[str] = (), max_expansio
         x, y = trained.preprocessing.transform(table), _table_targets(trained, table)
         notes = tuple(outside_training_range(table, trained.preprocessing))
     elif keep:
-        raise WaffleError(f"--keep copies columns of a table, and this run was trained on arrays: leave out {keep[0]!r}")
+        raise WaffleError(
+            f"--keep copies columns of a table, and this run was trained on arrays: leave out {keep[0]!r}"
+        )
     else:
         x, y = _arrays(trained, path, times)
     output = trained.outputs(torch.from_numpy(x))
@@ -126,9 +128,7 @@ def _table_targets(trained: Trained, table: Table) -> NDArray[Any] | None:
     y = trained.preprocessing.targets(table)
     if y is None or trained.task == "classification":
         return y
-    return np.asarray(
-        trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y.astype(np.float64)
-    )
+    return np.asarray(trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y.astype(np.float64))
 
 
 def outside_training_range(table: Table, preprocessing: Preprocessing) -> Iterator[str]:

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-CHUNK = 4096  # cells that are Python objects at the same time
+CHUNK = 1024  # cells that are Python objects at the same time
 WIDE = 1 << 32  # bytes of text in a column from which positions take eight bytes
 UNKNOWN = -1  # code of a category that is not in the list
 ABSENT = -2  # code of a missing cell
@@ -141,8 +142,11 @@ def number_of(text: str) -> float:
 
 def _plain(text: str) -> str:
     """Return the cell with a number in one notation."""
-    value = number_of(text) + 0.0  # -0 is 0
-    return repr(value) if np.isfinite(value) else text
+    try:
+        value = float(text) + 0.0  # -0 is 0
+    except ValueError:
+        return text
+    return repr(value) if isfinite(value) else text
 
 
 def name_of(text: str) -> str:

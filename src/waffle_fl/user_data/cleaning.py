@@ -41,8 +41,9 @@ class CellRules:
 
 def cleaned(table: Table, rules: CellRules) -> Table:
     """Return the table as the rules read it."""
-    kept = {name: cells for name, cells in table.columns.items() if name not in rules.drop}
-    return replace(table, columns={name: _cleaned_column(table, name, rules) for name in kept})
+    kept = [name for name in table.columns if name not in rules.drop]
+    commas = rules.decimal == "," and has_decimal_commas(table, kept)
+    return replace(table, columns={name: _cleaned_column(table, name, rules, commas) for name in kept})
 
 
 def filled(table: Table, names: Iterable[str]) -> Table:
@@ -73,19 +74,16 @@ def check_missing(columns: Sequence[str], rules: CellRules) -> None:
             raise WaffleError(f"missing: no table has a column {name!r} as in {given!r}{suggest(name, columns)}")
 
 
-def _cleaned_column(table: Table, name: str, rules: CellRules) -> Cells:
-    cells, steps = table.columns[name], []
-    if rules.decimal == ",":
-        steps.append(_comma_reader(table, name))
-    if rules.fold_case:
-        steps.append(str.lower)
-    missing = _is_missing(name, rules)
+def _cleaned_column(table: Table, name: str, rules: CellRules, commas: bool) -> Cells:
+    cells, missing = table.columns[name], _is_missing(name, rules)
 
     def clean(text: str) -> str:
         if text in MISSING:
             return ""
-        for step in steps:
-            text = step(text)
+        if rules.decimal == "," and (DECIMAL_COMMA.fullmatch(text) or (commas and GROUPED.fullmatch(text))):
+            text = text.replace(".", "").replace(",", ".")
+        if rules.fold_case:
+            text = text.lower()
         return "" if missing(text) else text
 
     return cells.map(clean)
@@ -111,28 +109,26 @@ def text_for(given: str, column: str) -> str | None:
     return text if name == column else None
 
 
-def _comma_reader(table: Table, name: str) -> Callable[[str], str]:
-    """Return a function that turns 1,5 and 1.234,5 into 1.5 and 1234.5; refuse a point of unclear meaning."""
-    commas, points, grouped = -1, -1, -1
-    for row, text in enumerate(table.columns[name]):
-        if "," in text and commas < 0 and DECIMAL_COMMA.fullmatch(text):
-            commas = row
-        elif "." in text and GROUPED.fullmatch(text):
-            grouped = row if grouped < 0 else grouped
-        elif "." in text and points < 0 and POINT.fullmatch(text):
-            points = row
-    if commas >= 0 and points >= 0:
-        raise _unclear(table, name, points, f"but {table.columns[name][commas]!r} in line {table.lines[commas]}")
-    if grouped >= 0 and commas < 0 and points < 0:
-        whole = re.sub(r"\.", "", table.columns[name][grouped])
-        raise _unclear(table, name, grouped, f"which may be {whole} or a fraction")
-
-    def read(text: str) -> str:
-        if DECIMAL_COMMA.fullmatch(text) or (commas >= 0 and GROUPED.fullmatch(text)):
-            return text.replace(".", "").replace(",", ".")
-        return text
-
-    return read
+def has_decimal_commas(table: Table, columns: Sequence[str]) -> bool:
+    """Return whether a table writes 1,5 and 1.234,5, and not 1.5; raise WaffleError if its points are unclear."""
+    commas: tuple[str, int] | None = None
+    points: tuple[str, int] | None = None
+    grouped: tuple[str, int] | None = None
+    for name in columns:
+        for row, text in enumerate(table.columns[name]):
+            if "," in text:
+                commas = commas or ((name, row) if DECIMAL_COMMA.fullmatch(text) else None)
+            elif "." in text and GROUPED.fullmatch(text):
+                grouped = grouped or (name, row)
+            elif "." in text and not points and POINT.fullmatch(text):
+                points = name, row
+    if commas and points:
+        name, row = commas
+        raise _unclear(table, *points, f"but {table.columns[name][row]!r} in line {table.lines[row]} of {name!r}")
+    if grouped and not commas and not points:
+        whole = table.columns[grouped[0]][grouped[1]].replace(".", "")
+        raise _unclear(table, *grouped, f"which may be {whole} or a fraction")
+    return commas is not None
 
 
 def _unclear(table: Table, name: str, row: int, why: str) -> WaffleError:

@@ -24,9 +24,9 @@ LAYOUTS = (
     "per class, or `train` and `test`"
 )
 TABLE_SETTINGS = ("target", "categorical", "drop", "missing", "decimal", "fold_case", "fill_absent")
-DATA_SUFFIXES = frozenset(
-    ".arrow .dat .data .dta .feather .gz .h5 .hdf5 .json .jsonl .mat .npy .ods .pkl .rds .sas7bdat .sav .txt .xls .xlsm "
-    ".xml .zip".split()
+DATA_SUFFIXES = (
+    *(".arrow", ".dat", ".data", ".dta", ".feather", ".gz", ".h5", ".hdf5", ".json", ".jsonl", ".mat", ".npy"),
+    *(".ods", ".pkl", ".rds", ".sas7bdat", ".sav", ".txt", ".xls", ".xlsm", ".xml", ".zip"),
 )  # of files that may hold data and are passed over
 
 

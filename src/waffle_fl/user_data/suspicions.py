@@ -71,10 +71,14 @@ def _codes(name: str, values: Floats, target: bool) -> Iterator[str]:
     low, high = float(others.min()), float(others.max())
     odd = [code for code in present if (code < 0 <= low) or code > high + (high - low)]
     if odd:
-        counted = " and ".join(f"{code} in {int((values == code).sum())} rows" for code in odd)
+        counted = " and ".join(f"{code} in {_rows(int((values == code).sum()))}" for code in odd)
         they, mean = ("it", "means") if len(odd) == 1 else ("they", "mean")
         then = "drop those rows" if target else f"set --missing {' '.join(map(str, odd))}"
         yield f"column {name!r} has {counted}, and else {low:g} to {high:g}: if {they} {mean} missing, {then}"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 def _class_codes(name: str, counts: Counter[str]) -> Iterator[str]:
@@ -114,7 +118,7 @@ def _texts(name: str, pooled: Counter[str], counts: Sequence[Counter[str]]) -> I
     if texts and odd:
         cells = sum(pooled[text] for text in odd)
         yield (
-            f"column {name!r} has numbers such as {odd[0]!r} in {cells} rows among its texts, and each is a category: "
+            f"column {name!r} has numbers such as {odd[0]!r} in {_rows(cells)} among its texts, and each is a category: "
             f"write one kind of values, or set --categorical {name} if this is right"
         )
 

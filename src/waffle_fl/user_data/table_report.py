@@ -151,12 +151,9 @@ def _read_all(folder: Path, options: ReadOptions, problems: Problems) -> Agents:
 
 
 def _cleaned(table: Table, options: ReadOptions, problems: Problems) -> Table:
-    """Return the table as the rules read it; a column that they cannot read keeps its cells."""
-    columns: dict[str, Cells] = {}
-    for name, cells in table.columns.items():
-        alone = problems.catch(cleaned, replace(table, columns={name: cells}), options.rules)
-        columns |= alone.columns if alone else {name: cells}
-    return replace(table, columns=columns)
+    """Return the table as the rules read it; with the file's decimal signs if they are unclear."""
+    found = problems.catch(cleaned, table, options.rules)
+    return found or cleaned(table, replace(options.rules, decimal="."))
 
 
 def _kinds(tables: Sequence[Table], target: str, categorical: Sequence[str], options: ReadOptions) -> dict[str, Kind]:
