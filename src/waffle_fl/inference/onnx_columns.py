@@ -99,7 +99,7 @@ class _Nodes:
 
     def categorical(self, at: str, source: str, column: Column, rules: CellRules) -> list[str]:
         """Add the one-hot features of a categorical column; an unknown category gives zeros."""
-        words: dict[str, int] = {text: ABSENT for text in _missing_words(column.name, rules)}
+        words: dict[str, int] = dict.fromkeys(_missing_words(column.name, rules), ABSENT)
         for k, category in enumerate(column.categories):
             for text in _spellings(category, rules):
                 words.setdefault(text, k)

@@ -20,8 +20,8 @@ from waffle_fl.user_data.suspicions import suspicions_of
 from waffle_fl.user_data.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, is_table, read_raw
 
 LAYOUTS = (
-    "one file per agent (.csv, .tsv, .parquet, .xlsx, .npz), or one folder per agent that contains one folder of images "
-    "per class, or `train` and `test`"
+    "one file per agent (.csv, .tsv, .parquet, .xlsx, .npz), or one folder per agent that contains one folder of "
+    "images per class, or `train` and `test`"
 )
 TABLE_SETTINGS = ("target", "categorical", "drop", "missing", "decimal", "fold_case", "fill_absent")
 DATA_SUFFIXES = (

@@ -118,8 +118,8 @@ def _texts(name: str, pooled: Counter[str], counts: Sequence[Counter[str]]) -> I
     if texts and odd:
         cells = sum(pooled[text] for text in odd)
         yield (
-            f"column {name!r} has numbers such as {odd[0]!r} in {_rows(cells)} among its texts, and each is a category: "
-            f"write one kind of values, or set --categorical {name} if this is right"
+            f"column {name!r} has numbers such as {odd[0]!r} in {_rows(cells)} among its texts, and each is a "
+            f"category: write one kind of values, or set --categorical {name} if this is right"
         )
 
 
