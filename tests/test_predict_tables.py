@@ -157,6 +157,8 @@ def test_an_excel_file_is_a_table(tmp_path: Path) -> None:
     assert "expected one sheet with cells, got 'Sheet', 'Sheet1'" in message(
         read_table, excel(tmp_path / "two.xlsx", lines, 2)
     )
+    formula = excel(tmp_path / "f.xlsx", [["a", "y"], [1, "no"], ["=A2+1", "yes"]])
+    assert "f.xlsx, line 3: the formula '=A2+1' has no stored value" in message(read_table, formula)
     (tmp_path / "bad.xlsx").write_bytes(b"no zip")
     assert "as an Excel file" in message(read_table, tmp_path / "bad.xlsx")
 

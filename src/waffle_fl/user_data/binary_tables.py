@@ -90,6 +90,7 @@ def read_excel(path: Path, times: float) -> Table:
                 ((i, _filled(row)) for i, row in zip(count(1), _excel_rows(sheets[0]), strict=False)) if sheets else ()
             )
             rows = ((line, row) for line, row in rows if any(row))
+            _check_formulas(path, openpyxl, sheets)
             header = next(rows, None) if sheets else None
             if header is None:
                 raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
@@ -102,6 +103,27 @@ def read_excel(path: Path, times: float) -> Table:
     except Exception as error:  # openpyxl, zipfile and expat raise many types for a damaged file
         reason = text_of(error) or type(error).__name__
         raise WaffleError(f"cannot read {path} as an Excel file: {reason}; save it again, or as CSV") from None
+
+
+def _check_formulas(path: Path, openpyxl: Any, sheets: list[Any]) -> None:
+    """Raise WaffleError for a formula without a stored value, which would be a missing cell."""
+    with zipfile.ZipFile(path) as archive:
+        members = [name for name in archive.namelist() if name.startswith("xl/worksheets/sheet")]
+        if not any(b"<f" in archive.read(name) for name in members):
+            return
+    book = openpyxl.load_workbook(path, read_only=True)
+    try:
+        for sheet in sheets:
+            pairs = zip(_excel_rows(book[sheet.title]), _excel_rows(sheet), strict=False)
+            for line, (formulas, values) in enumerate(pairs, 1):
+                for formula, value in zip(formulas, values, strict=False):
+                    if value is None and isinstance(formula, str) and formula.startswith("="):
+                        raise WaffleError(
+                            f"{path}, line {line}: the formula {text_of(formula)[:40]!r} has no stored value: open and "
+                            "save the file in a spreadsheet program, or save it as CSV"
+                        )
+    finally:
+        book.close()
 
 
 def _excel_rows(sheet: Any) -> Iterator[tuple[Any, ...]]:
