@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import zipfile
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,24 +79,9 @@ def read_excel(path: Path, times: float) -> Table:
     try:
         with zipfile.ZipFile(path) as archive:
             check_expansion(path, sum(member.file_size for member in archive.infolist()), times)
-        book = openpyxl.load_workbook(path, read_only=True, data_only=True)
-        try:
-            sheets = [sheet for sheet in book.worksheets if any(any(_filled(row)) for row in _excel_rows(sheet))]
-            if len(sheets) > 1:
-                names = ", ".join(repr(sheet.title) for sheet in sheets)
-                raise WaffleError(f"{path}: expected one sheet with cells, got {names}: save one sheet per file")
-            rows = (
-                ((i, _filled(row)) for i, row in zip(count(1), _excel_rows(sheets[0]), strict=False)) if sheets else ()
-            )
-            rows = ((line, row) for line, row in rows if any(row))
-            _check_formulas(path, openpyxl, sheets)
-            header = next(rows, None) if sheets else None
-            if header is None:
-                raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
-            width = max(i for i, name in enumerate(header[1], 1) if name)
-            return build_table(path, header[1][:width], ((line, _fitted(row, width)) for line, row in rows), times)
-        finally:
-            book.close()
+        with path.open("rb") as stream:  # closes the file also if a sheet is not read to its end
+            book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
+            return _excel_table(path, openpyxl, book, times)
     except WaffleError:
         raise
     except Exception as error:  # openpyxl, zipfile and expat raise many types for a damaged file
@@ -105,25 +89,36 @@ def read_excel(path: Path, times: float) -> Table:
         raise WaffleError(f"cannot read {path} as an Excel file: {reason}; save it again, or as CSV") from None
 
 
-def _check_formulas(path: Path, openpyxl: Any, sheets: list[Any]) -> None:
+def _excel_table(path: Path, openpyxl: Any, book: Any, times: float) -> Table:
+    sheets = [sheet for sheet in book.worksheets if any(any(_filled(row)) for row in _excel_rows(sheet))]
+    if not sheets:
+        raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
+    if len(sheets) > 1:
+        names = ", ".join(repr(sheet.title) for sheet in sheets)
+        raise WaffleError(f"{path}: expected one sheet with cells, got {names}: save one sheet per file")
+    _check_formulas(path, openpyxl, sheets[0])
+    lines = ((line, _filled(row)) for line, row in enumerate(_excel_rows(sheets[0]), 1))
+    rows = ((line, row) for line, row in lines if any(row))
+    _, header = next(rows)
+    width = max(i for i, name in enumerate(header, 1) if name)
+    return build_table(path, header[:width], ((line, _fitted(row, width)) for line, row in rows), times)
+
+
+def _check_formulas(path: Path, openpyxl: Any, sheet: Any) -> None:
     """Raise WaffleError for a formula without a stored value, which would be a missing cell."""
     with zipfile.ZipFile(path) as archive:
         members = [name for name in archive.namelist() if name.startswith("xl/worksheets/sheet")]
         if not any(b"<f" in archive.read(name) for name in members):
             return
-    book = openpyxl.load_workbook(path, read_only=True)
-    try:
-        for sheet in sheets:
-            pairs = zip(_excel_rows(book[sheet.title]), _excel_rows(sheet), strict=False)
-            for line, (formulas, values) in enumerate(pairs, 1):
-                for formula, value in zip(formulas, values, strict=False):
-                    if value is None and isinstance(formula, str) and formula.startswith("="):
-                        raise WaffleError(
-                            f"{path}, line {line}: the formula {text_of(formula)[:40]!r} has no stored value: open and "
-                            "save the file in a spreadsheet program, or save it as CSV"
-                        )
-    finally:
-        book.close()
+    with path.open("rb") as stream:
+        formulas = openpyxl.load_workbook(stream, read_only=True)[sheet.title]
+        for line, (texts, values) in enumerate(zip(_excel_rows(formulas), _excel_rows(sheet), strict=False), 1):
+            for text, value in zip(texts, values, strict=False):
+                if value is None and isinstance(text, str) and text.startswith("="):
+                    raise WaffleError(
+                        f"{path}, line {line}: the formula {text_of(text)[:40]!r} has no stored value: open and save "
+                        "the file in a spreadsheet program, or save it as CSV"
+                    )
 
 
 def _excel_rows(sheet: Any) -> Iterator[tuple[Any, ...]]:
