@@ -213,7 +213,7 @@ def federation_for(name: str) -> Federation:
         x = numbers.integers(0, WORDS, (n + 7, FEATURES))
         x[:, 0] = y
         agents[f"agent {i}"] = (x[:n], y[:n], x[n:], y[n:])
-    return Federation.from_arrays(agents, class_names=[f"class {k}" for k in range(classes)], allow_duplicates=True)
+    return Federation.from_arrays(agents, class_names=[f"class {k}" for k in range(classes)], duplicates="keep")
 
 
 def model_for(name: str, build: Build, federation: Federation, prepared: bool = True) -> FlatModel:

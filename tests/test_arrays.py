@@ -239,7 +239,7 @@ def test_overlap_of_training_and_test_is_refused() -> None:
     agents = {"alice": agent(1), "bob": (x, y, x_test, y_test)}
     text = refusal(Federation.from_arrays, agents)
     assert text.startswith("bob: 2 test samples are also training data of bob, the first at index 3")
-    assert Federation.from_arrays(agents, allow_duplicates=True).agents == 2
+    assert Federation.from_arrays(agents, duplicates="keep").agents == 2
 
 
 def test_overlap_is_found_whatever_the_type_of_the_labels() -> None:
@@ -262,7 +262,7 @@ def test_data_counted_twice_is_refused() -> None:
     x, y, x_test, y_test = agent(1)
     turned = (x[::-1], y[::-1], x_test, y_test)
     text = refusal(federation, alice=agent(3), bob=(x, y, x_test, y_test), carol=turned)
-    assert text == "carol and bob hold the same training data: remove one of them"
+    assert text == "carol and bob hold the same training data: remove one of them, or set --duplicates keep"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_other_channels_are_refused() -> None:
 def test_identical_agents_have_defined_weights() -> None:
     """D14: agents with identical data, at distance 0, get finite weights that sum to 1."""
     same = agent(1)
-    made = Federation.from_arrays({"alice": same, "bob": same, "carol": same}, allow_duplicates=True)
+    made = Federation.from_arrays({"alice": same, "bob": same, "carol": same}, duplicates="keep")
     for measured in trained(made, rounds=4):
         assert np.isfinite(measured["weights"]).all()
         assert sum(measured["weights"]) == pytest.approx(1)

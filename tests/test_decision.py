@@ -99,7 +99,7 @@ def test_distances_by_hand() -> None:
     x = {"a": [[0.0], [0.0], [0.0], [0.0]], "b": [[1.0], [1.0], [1.0], [1.0]]}
     y = {"a": [0, 0, 0, 1], "b": [1, 1, 1, 0]}
     parts = {name: tuple(np.array(v) for v in (x[name], y[name], [[9.0]], [0])) for name in x}
-    federation = Federation.from_arrays(parts, allow_duplicates=True)
+    federation = Federation.from_arrays(parts, duplicates="keep")
     from waffle_fl.models import FlatModel, mlp
 
     found = distances(federation, FlatModel(lambda: mlp((1,), 2, hidden=3), precision="float64"))
@@ -127,7 +127,7 @@ def test_gradient_distance_ignores_the_norm() -> None:
     parts = {
         n: tuple(np.array(v, dtype=np.float32) for v in ([[1.0]] * 4, [t] * 4, [[9.0]], [t])) for n, t in y.items()
     }
-    federation = Federation.from_arrays(parts, allow_duplicates=True, task="regression")
+    federation = Federation.from_arrays(parts, duplicates="keep", task="regression")
     model = FlatModel(lambda: mlp((1,), 1, hidden=3), loss=squared_error, precision="float64")
     a, b, c = gradient_distance(federation, model, [0, 1, 2], list(federation.train), 1).tolist()
     assert (a[1], a[2], b[2]) == pytest.approx((0, 1, 1), abs=1e-6)

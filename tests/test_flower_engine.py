@@ -83,6 +83,37 @@ def test_tables_end_in_the_simulator_s_bits(settings: dict[str, Any], tmp_path: 
     assert result["metrics"] == reference[2]["metrics"]
 
 
+RULES = {"missing": ("-9", "sex=x"), "decimal": ",", "fold_case": True, "drop": ("cost",), "duplicates": "keep"}
+
+
+@pytest.mark.parametrize("settings", [RULES, {**RULES, "fill_absent": True}])
+def test_rules_for_cells_give_the_simulator_s_bits(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A site reads its table by the run's rules as the simulator does, also if it lacks a column."""
+    data = hospitals(tmp_path / "hospitals")
+    for path in data.iterdir():
+        header, *lines = (line.split(",") for line in path.read_text().splitlines())
+        lines = [[age, sex.upper(), dose.replace(".", ",") or "-9", *more] for age, sex, dose, *more in lines]
+        if path.stem == "south" and "fill_absent" in settings:
+            header, lines = header[:2] + header[3:], [line[:2] + line[3:] for line in lines]
+        path.write_text("\n".join(";".join(line) for line in (header, *lines)))
+    folder = federation(tmp_path / "fed", ("north", "south"), str(data))
+    run_job(folder, tables(**settings), tmp_path / "run")
+    reference = run_simulation(tables(data=str(data), **settings), tmp_path / "reference")
+    assert bits(tmp_path / "run")[:2] == bits(reference)[:2]
+    fitted = [json.loads((run / "preprocessing.json").read_text()) for run in (tmp_path / "run", reference)]
+    for column in (column for content in fitted for column in content["columns"]):
+        del column["low"], column["high"]  # the range of the values does not leave a site
+    assert fitted[0] == fitted[1]
+    assert [column["missing"] for column in fitted[0]["columns"]] == [False, True, True]
+
+
+def test_a_column_to_drop_that_no_site_has_ends_the_run(tmp_path: Path) -> None:
+    """A misspelt column to drop, which would stay in use, ends the run with one line."""
+    folder = federation(tmp_path / "fed", ("north", "south"), str(hospitals(tmp_path / "hospitals")))
+    with pytest.raises(WaffleError, match="drop: no site has a column 'costs'"):
+        run_job(folder, tables(drop=("costs",)), tmp_path / "run")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return federation(tmp_path / "federation", SITES)
@@ -603,6 +634,7 @@ def test_force_applies_once(folder: Path, tmp_path: Path) -> None:
         (tables(shift="rotate(45)"), "shift divides a data set among agents"),
         (tables(sizes=(1.0, 2.0)), "sizes divides a data set among agents"),
         (tables(samples_per_agent=5), "samples_per_agent divides a data set among agents"),
+        (tables(duplicates="drop"), "duplicates = drop compares the rows of different agents"),
     ],
 )
 def test_settings_that_work_only_in_simulations_are_rejected(job_config: RunConfig, words: str, folder: Path) -> None:

@@ -28,7 +28,7 @@ def quadratic_federation(seed: int = 0) -> tuple[Federation, FlatModel, torch.Te
                         torch.zeros(len(b), dtype=torch.int64).numpy()))
         for i, b in enumerate(problem.samples)
     ]  # fmt: skip
-    federation = Federation.from_arrays(agents, allow_duplicates=True)
+    federation = Federation.from_arrays(agents, duplicates="keep")
     federation = Federation(**{**federation.__dict__, "x": torch.cat([t for b in problem.samples for t in (b, b)])})
     model = FlatModel(lambda: Quadratic(problem.curvature), loss=output_is_loss, precision="float64")
     return federation, model, problem.optimum(torch.ones(3, dtype=torch.float64))

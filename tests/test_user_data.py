@@ -20,7 +20,7 @@ from waffle_fl import SGD, Federation, FlatModel, RunSpec, Waffle, simulate
 from waffle_fl.models import builder, squared_error
 from waffle_fl.user_data.preprocessing import Moments, Preprocessing, aim_of, fit, moments
 from waffle_fl.user_data.splitting import hold_out
-from waffle_fl.user_data.tables import read_table
+from waffle_fl.user_data.tables import numbers, read_table
 
 HEADER = "age,sex,ward,ill"
 
@@ -245,7 +245,7 @@ WRONG_TABLES = {
     "one class": ({"n": f"{HEADER}\n1,f,a,no\n2,f,b,no\n"}, "at least two classes among all agents, got only 'no'"),
     "a number beyond 32 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e39,m,b,yes\n"}, "'1e39' in line 3, too large"),
     "a square beyond 64 bits": ({"s": f"{HEADER}\n50,f,a,no\n1e200,m,b,yes\n"}, "'1e200' in line 3, too large"),
-    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' has '1,5' in line 3: write"),
+    "a comma among numbers": ({"s": f'{HEADER}\n50,f,a,no\n"1,5",m,b,yes\n'}, "'age' has '1,5' in line 3: set --dec"),
     "nothing but the target": ({"n": "ill\nno\nyes\nno\n"}, "expected columns besides the target"),
 }  # fmt: skip
 
@@ -648,6 +648,6 @@ def test_fit_uses_training_rows_only(hospitals: Path) -> None:
     aim = aim_of("ill", list(tables.values()), "auto")
     some = {name: table.select(np.arange(5)) for name, table in tables.items()}
     fitted = fit(aim, some)["north"]
-    ages = np.concatenate([table.columns["age"][:5].astype(float) for table in tables.values()])
+    ages = np.concatenate([numbers(table.columns["age"])[:5] for table in tables.values()])
     assert fitted.columns[0].mean == pytest.approx(ages.mean())
     assert fitted.columns[0].deviation == pytest.approx(ages.std())

@@ -20,6 +20,7 @@ from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
 from waffle_fl.shifts.covariates import materialise
 from waffle_fl.user_data import (
     CollectedData,
+    Duplicates,
     Preprocessing,
     ReadOptions,
     Task,
@@ -193,7 +194,7 @@ class Federation:
         *,
         alice: str | int = 0,
         class_names: Sequence[str] = (),
-        allow_duplicates: bool = False,
+        duplicates: Duplicates = "error",
         task: TaskOption = "classification",
         test_share: float = 0.25,
         validation: float = 0.0,
@@ -204,8 +205,10 @@ class Federation:
         An agent is (x_train, y_train, x_test, y_test), or (x, y), of which `test_share` is held out for testing.
         """
         items = list(agents.items() if isinstance(agents, Mapping) else agents)
-        how = ReadOptions(task=task, test_share=test_share, validation=validation, split_seed=split_seed)
-        return check_alice(cls.from_gathered(gather(items, how, class_names, allow_duplicates), alice))
+        how = ReadOptions(
+            task=task, test_share=test_share, validation=validation, split_seed=split_seed, duplicates=duplicates
+        )
+        return check_alice(cls.from_gathered(gather(items, how, class_names), alice))
 
     @classmethod
     def from_datasets(cls, agents: Mapping[str, Any], **options: Any) -> Federation:

@@ -1,7 +1,8 @@
-"""`waffle data`: download, verify and describe a data set."""
+"""`waffle data`: download, verify and describe a data set, or show what would be read from a data folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,28 +11,35 @@ from typing import Any, Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from waffle_fl import data
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.flags import parse
+from waffle_fl.cli.flags import parse, reading_class
+from waffle_fl.cli.folder_display import show_folder
 from waffle_fl.cli.progress import Output
 from waffle_fl.config import Settings, check_run
 from waffle_fl.errors import WaffleError, suggest, writable
-from waffle_fl.experiment import federation_of
+from waffle_fl.experiment import federation_of, own_folder
 from waffle_fl.federation import Federation
+from waffle_fl.user_data import CollectedData, ReadOptions, read_folder
+from waffle_fl.user_data.folder_reader import agents_in
+from waffle_fl.user_data.table_report import report_tables
 
 
 def data_command(arguments: Sequence[str]) -> int:
-    """Download, verify and describe a data set: waffle data NAME."""
+    """Describe a data set, or check your own data folder: waffle data NAME or waffle data FOLDER --target COLUMN."""
 
     @dataclass(frozen=True)
     class Data:
-        """Verify and describe a data set. Files that are missing are downloaded."""
+        """Verify and describe a data set, or show what would be read from your own data folder.
+
+        A data set's missing files are downloaded. For a folder, all problems are listed at once."""
 
         name: tyro.conf.Positional[str]
-        """digits, mnist, fashion-mnist, cifar10 or synthetic."""
+        """digits, mnist, fashion-mnist, cifar10 or synthetic; or your own folder with one file per agent."""
         split: str = ""
         """Also show the number of samples per agent and label under this split (A, B, C, A*, B*)."""
         shift: str = ""
@@ -50,9 +58,17 @@ def data_command(arguments: Sequence[str]) -> int:
         """Accept files whose checksum is not the official one."""
         output: Output = field(default_factory=Output)
 
-    args = parse(Data, arguments, "data")
+    reading = reading_class()
+    kind = dataclasses.make_dataclass(
+        "DataFlags", [("reading", reading, field(default_factory=reading))], bases=(Data,), frozen=True
+    )
+    kind.__doc__ = Data.__doc__
+    args: Any = parse(kind, arguments, "data")
+    options = ReadOptions(**dataclasses.asdict(args.reading))
     if args.name not in data.NAMES:
-        raise WaffleError(f"unknown data set {args.name!r}{suggest(args.name, data.NAMES)}")
+        return _describe_folder(args, options)
+    if options != ReadOptions():
+        raise WaffleError(f"{args.name} is a data set, and target and the like are for your own tables: leave them out")
     _fetch(args.name, args.data_dir, args.output.quiet)
     found = data.load(args.name, args.data_dir, args.allow_unverified)
     facts: dict[str, Any] = {
@@ -82,6 +98,67 @@ def data_command(arguments: Sequence[str]) -> int:
         print(json.dumps(facts))
         return 0
     _describe(facts, counts)
+    return 0
+
+
+def _describe_folder(args: Any, options: ReadOptions) -> int:
+    """Print what would be read from the user's own folder; raise WaffleError if it has problems."""
+    folder = Path(args.name) if Path(args.name).exists() else own_folder(args.name, args.data_dir)
+    if folder is None:
+        known = suggest(args.name, data.NAMES)
+        raise WaffleError(f"unknown data set {args.name!r}{known} (or the path of a data folder)")
+    if args.split or args.shift:
+        raise WaffleError(f"split and shift divide a data set among agents; in {folder} each agent has its own")
+    kinds = {layout for layout, _ in agents_in(folder).values()}
+    if kinds != {"tables"}:
+        return _describe_samples(read_folder(folder, options), folder, args.output)
+    report = report_tables(folder, options)
+    if args.output.json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        show_folder(report, console_for())
+    if report.problems:
+        count = len(report.problems)
+        raise WaffleError(
+            f"{folder} cannot be used yet: {count} problem{'s' * (count > 1)} listed above; fix the files, or use the "
+            "options named there"
+        )
+    return 0
+
+
+def _describe_samples(found: CollectedData, folder: Path, output: Output) -> int:
+    """Print the agents of a folder of arrays or images, with their samples per class."""
+    counts = {
+        name: [int((agent.y == k).sum()) for k in range(len(found.class_names))] for name, agent in found.agents.items()
+    }
+    shape = list(next(iter(found.agents.values())).x.shape[1:])
+    facts = {
+        "folder": str(folder),
+        "task": found.task,
+        "sample": shape,
+        "classes": list(found.class_names),
+        "agents": {
+            n: {"train": len(a.train) + len(a.validation), "test": len(a.test)} for n, a in found.agents.items()
+        },
+        "label_counts": counts,
+        "notes": list(found.notes),
+    }
+    if output.json:
+        print(json.dumps(facts))
+        return 0
+    console = console_for()
+    rows = sum(len(agent.y) for agent in found.agents.values())
+    sides = "x".join(map(str, shape))
+    console.print(f"{folder}: {len(counts)} agents, {rows:,} samples of shape {sides}, {found.task}", highlight=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for head in ("agent", "train", "test", *found.class_names):
+        table.add_column(escape(head), justify="left" if head == "agent" else "right")
+    for name, agent in found.agents.items():
+        sizes = (len(agent.train) + len(agent.validation), len(agent.test), *counts[name])
+        table.add_row(escape(name), *(f"{n:,}" if n else "·" for n in sizes))
+    console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -21,6 +21,7 @@ from waffle_fl.algorithms import algorithm_of
 from waffle_fl.config import Settings, option_types
 from waffle_fl.constraints import parameters_of
 from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.user_data import ReadOptions
 
 T = TypeVar("T")
 
@@ -111,6 +112,14 @@ def settings_class(exclude: tuple[str, ...] = (), **defaults: Any) -> type:
     hints = typing.get_type_hints(Settings)
     types = {name: kind for name, kind in hints.items() if name not in ("shares", *exclude)}
     return _flags_of(Settings, types, "Data, agents, model and local training.", defaults)
+
+
+@cache
+def reading_class() -> type:
+    """Return a dataclass of the settings that decide how a data folder is read."""
+    hints = typing.get_type_hints(Settings)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(ReadOptions)}
+    return _flags_of(Settings, types, "How your own data folder is read.")
 
 
 def _flags_of(kind: Any, types: dict[str, Any], title: str, changed: Mapping[str, Any] | None = None) -> type:

@@ -13,7 +13,7 @@ import tyro
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.cli.flags import parse
 from waffle_fl.cli.progress import Folder, Notes
-from waffle_fl.errors import writable
+from waffle_fl.errors import WaffleError, writable
 from waffle_fl.inference import exporting, predicting
 from waffle_fl.inference.trained_run import open_run
 
@@ -29,6 +29,10 @@ def predict(arguments: Sequence[str]) -> int:
         """Run folder."""
         data: tyro.conf.Positional[Path]
         """Table like the training data (.csv, .parquet; target column optional), or x in .npy, or x (and y) in .npz."""
+        keep: tuple[str, ...] = ()
+        """Columns of the table to copy to the output, such as patient_id."""
+        max_expansion: float = 0.0
+        """Most memory that a compressed file takes, in multiples of its size. Default: that of the run."""
         out: str = ""
         """Write the predictions to this .csv file instead of stdout."""
         json: bool = False
@@ -38,7 +42,11 @@ def predict(arguments: Sequence[str]) -> int:
     args = parse(Predict, arguments, "predict")
     notes = Notes()
     trained = open_run(args.run, trust=args.folder.trust, force=args.folder.force, warn=notes.add)
-    found = predicting.predict(trained, args.data)
+    if args.max_expansion and args.max_expansion < 1:
+        raise WaffleError(f"--max-expansion: expected at least 1, got {args.max_expansion:g}")
+    found = predicting.predict(trained, args.data, args.keep, args.max_expansion or None)
+    for note in found.notes:
+        notes.add(note)
     notes.show()
     if args.out:
         with writable(Path(args.out)):

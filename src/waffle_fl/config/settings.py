@@ -48,6 +48,20 @@ class Settings:
     """Numeric columns to treat as categories. Text columns always are."""
     min_category: int = parameter(1, at_least(1))
     """An agent shares the name of a category only if at least this many of its training rows have it."""
+    drop: tuple[str, ...] = ()
+    """Columns of your own tables that are not used, such as an identifier."""
+    missing: tuple[str, ...] = ()
+    """Texts or numbers that mean missing, such as -9; COLUMN=-9 for one column. Empty cells and NA always do."""
+    decimal: Literal[".", ","] = "."
+    """Decimal sign of the numbers in your own tables. With a comma, 1,5 and 1.234,5 are read as 1.5 and 1234.5."""
+    fold_case: bool = False
+    """Ignore case in the cells of tables: Yes and yes are the same class, M and m the same category."""
+    fill_absent: bool = False
+    """Read a column that some agents' tables lack as missing there."""
+    duplicates: Literal["error", "keep", "drop"] = "error"
+    """Test samples that are also training data, and agents with the same training data: stop, keep or drop them."""
+    max_expansion: float = parameter(10.0, at_least(1))
+    """Most memory that a compressed file (.npz, .parquet, .xlsx, an image) takes, in multiples of its size or 32 MB."""
     preprocessing: Literal["federated", "local"] = "federated"
     """Standardise table columns by the mean and standard deviation of all agents, or of each agent alone."""
     test_share: float = parameter(0.25, fraction(positive=True))

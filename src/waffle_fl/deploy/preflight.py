@@ -21,6 +21,7 @@ from waffle_fl.deploy.processes import address_of
 from waffle_fl.deploy.settings_files import ServerSettings, data_of, read_server, read_site
 from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC, load_trusted_keys
 from waffle_fl.deploy.site import software
+from waffle_fl.deploy.site_data import NO_DROP
 from waffle_fl.deploy.site_store import Ledger
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.folder_federation import check_undivided
@@ -71,6 +72,8 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError("leave_out works in simulations only: remove sites from server.toml instead")
     if s.attack != NONE:
         raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")
+    if s.duplicates == "drop":
+        raise WaffleError(NO_DROP)
     if any(isinstance(shift, Drift) for shift in read_shifts(s.shift)):
         raise WaffleError(f"drift works in simulations only, got {s.shift!r}: remove it")
     if s.is_own:

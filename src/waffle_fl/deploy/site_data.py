@@ -17,9 +17,21 @@ from waffle_fl.deploy.policy import Policy, Refused
 from waffle_fl.experiment import federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, gather
-from waffle_fl.user_data.array_checks import check_duplicates
+from waffle_fl.user_data.ambiguity import check_values
 from waffle_fl.user_data.arrays import read_npz
-from waffle_fl.user_data.folder_reader import check_columns, divided, goal_of, layout_of, parts_of, tables_at
+from waffle_fl.user_data.cells import count_names, numbers
+from waffle_fl.user_data.cleaning import filled
+from waffle_fl.user_data.duplicates import settle
+from waffle_fl.user_data.folder_reader import (
+    agent_rows,
+    check_columns,
+    divided,
+    goal_of,
+    layout_of,
+    parts_of,
+    raw_tables_at,
+    tables_at,
+)
 from waffle_fl.user_data.preprocessing import (
     MOST_CATEGORIES,
     Column,
@@ -32,8 +44,15 @@ from waffle_fl.user_data.preprocessing import (
     may_be_classes,
     target_names,
 )
-from waffle_fl.user_data.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, names, numbers
+from waffle_fl.user_data.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table
 
+NO_DROP = (
+    "duplicates = drop compares the rows of different agents, which do not leave their sites: remove them from the "
+    "files, or set --duplicates keep"
+)
+LATER = (  # settings that a site's stored questions lack if an earlier version asked them
+    *("drop", "missing", "decimal", "fold_case", "fill_absent", "duplicates", "max_expansion"),
+)
 FEWEST = 5  # minimum rows for a summary or a score
 MOST_NUMBERS = 10  # maximum different numbers of a target that counts as classes without being listed in `targets`
 ROUNDING = 1e-6  # relative tolerance when checking the common mean and deviation
@@ -62,20 +81,26 @@ class SiteData:
             return {"kind": "arrays", **_facts(self._from_arrays(s, agent, ()))}
         if layout != "tables":
             raise Refused("this site's data is neither a table nor a .npz file")
-        tables, options = tables_at(Path(self.source)), _reading(s)
+        options = _reading(s)
+        tables = tables_at(Path(self.source), options)
         stages: dict[str, Callable[[Rules, Sequence[Table], ReadOptions, Mapping[str, Any]], dict[str, Any]]] = {
             "hello": _target_summary,
             "counts": _counts_summary,
             "columns": _columns_summary,
         }
-        return stages[stage](Rules.of(self.policy, tables), tables, options, known)
+        answer = stages[stage](Rules.of(self.policy, tables), tables, options, known)
+        return answer | ({"dropped": self._dropped(options)} if stage == "hello" and options.drop else {})
+
+    def _dropped(self, options: ReadOptions) -> list[str]:
+        """Return which of the columns to drop this site has."""
+        return [name for name in options.drop if name in raw_tables_at(Path(self.source), options)[0].columns]
 
     def check_names(self, s: Settings) -> None:
         """Refuse columns that this site does not have, before any budget is charged."""
         if self.by_name or layout_of(Path(self.source)) != "tables":
             return
-        columns = tables_at(Path(self.source))[0].columns
-        for name in (s.target, *s.categorical):
+        columns = raw_tables_at(Path(self.source), _reading(s))[0].columns
+        for name in (s.target, *(() if s.fill_absent else s.categorical)):
             if name and name not in columns:
                 raise Refused(f"this site has no column {name!r}")
 
@@ -86,7 +111,8 @@ class SiteData:
         """
         if self.by_name:
             return {}
-        reading = asdict(_reading(s))
+        chosen, usual = asdict(_reading(s)), asdict(ReadOptions())
+        reading = {k: v for k, v in chosen.items() if k not in LATER or v != usual[k]}
         return {"reading": _hash(reading)} | ({stage: _hash([reading, known])} if stage else {})
 
     def digest(self, s: Settings, agent: int, salt: str) -> str:
@@ -96,7 +122,8 @@ class SiteData:
         elif layout_of(Path(self.source)) == "arrays":
             content = Path(self.source).read_bytes()
         else:
-            content = b"\n".join(key for table in tables_at(Path(self.source)) for key in table.row_keys())
+            tables = tables_at(Path(self.source), _reading(s))
+            content = b"\n".join(key for table in tables for key in table.row_keys())
         return hashlib.blake2b(content, key=salt.encode()[:64], digest_size=16).hexdigest()
 
     def federation(self, s: Settings, agent: int, known: Mapping[str, Any]) -> Federation:
@@ -110,29 +137,35 @@ class SiteData:
         return self._from_tables(s, agent, Preprocessing.from_json(known["prepared"]))
 
     def _check(self, s: Settings) -> None:
+        if s.duplicates == "drop":
+            raise Refused(NO_DROP)
         if self.by_name != (not s.is_own) or (self.by_name and self.source != s.data):
             raise Refused(f"this site has {self.source if self.by_name else 'its own data'}, not {s.data}")
 
     def _from_arrays(self, s: Settings, agent: int, classes: tuple[str, ...]) -> Federation:
-        arrays = [(self.name, read_npz(Path(self.source)))]
+        arrays = [(self.name, read_npz(Path(self.source), s.max_expansion))]
         found, own = gather(arrays, _reading(s), classes), gather(arrays, _reading(s))
         if found.task != own.task or len(found.class_names) > max(2 * len(own.class_names), MOST_CATEGORIES):
             raise Refused("the server's classes do not match those of this site's arrays")
         return replace(Federation.from_gathered(found, 0), ids=(agent,))
 
     def _from_tables(self, s: Settings, agent: int, common: Preprocessing) -> Federation:
-        tables, options = tables_at(Path(self.source)), _reading(s)
+        options = _reading(s)
+        tables = tables_at(Path(self.source), options)
         rules = Rules.of(self.policy, tables)
-        _check_aim(common, _goal(rules, tables, options))
+        _check_aim(common, _goal(rules, tables, options), options)
         rows = divided(tables, common, options)
+        tables = _with_absent(tables, [column.name for column in common.columns], options)
         _check_prepared(common, rules, tables, tables[0].select(rows.train), options)
-        keys = [key for table in tables for key in table.row_keys()]
-        check_duplicates(
-            {self.name: (keys, np.concatenate([rows.train, rows.validation]), rows.test)}, len(tables) == 2
-        )
+        settle({self.name: agent_rows(tables, rows)}, len(tables) == 2, options.duplicates)
         fitted = fit_locally(common, tables[0].select(rows.train))
         made = CollectedData({self.name: parts_of(tables, fitted, rows)}, common.task, common.classes, (fitted,))
         return replace(Federation.from_gathered(made, 0), ids=(agent,))
+
+
+def _with_absent(tables: Sequence[Table], names: Sequence[str], options: ReadOptions) -> list[Table]:
+    """Return the tables with the columns of other sites, if the run fills them."""
+    return [filled(table, names) if options.fill_absent else table for table in tables]
 
 
 def _reading(s: Settings) -> ReadOptions:
@@ -162,6 +195,8 @@ class Rules:
 
     def check_categorical(self, name: str, table: Table) -> None:
         """Refuse to share the values of a numeric column, unless this site lists it under categorical."""
+        if table.columns[name].missing.all():
+            return
         if name not in self.categorical and kind_of([count_cells(table.columns[name])], named=False) == "numeric":
             raise Refused(
                 f"column {name!r} holds numbers, and their values do not leave this site: to allow it, list the column "
@@ -174,9 +209,9 @@ class Rules:
             return
         counts: dict[str, int] = {}
         for table in tables:
-            for name in names(table.columns[target]).tolist():
-                counts[name] = counts.get(name, 0) + 1
-        if len(counts) > MOST_NUMBERS and np.isfinite(numbers(np.array(sorted(counts)))).all():
+            for name, count in count_names(table.columns[target]).items():
+                counts[name] = counts.get(name, 0) + count
+        if len(counts) > MOST_NUMBERS and np.isfinite(numbers(sorted(counts))).all():
             raise Refused(
                 f"column {target!r} has more than {MOST_NUMBERS} different numbers, which do not leave this site"
             )
@@ -259,10 +294,12 @@ class Goal(NamedTuple):
 def _goal(rules: Rules, tables: Sequence[Table], options: ReadOptions) -> Goal:
     """Return the goal of a run, or refuse it. Every request is checked against it."""
     target, categorical = goal_of(tables, options)
-    check_columns(tables, target, categorical)
+    check_columns(tables, target, () if options.fill_absent else categorical)
     if rules.targets and target not in rules.targets:
         raise Refused(f"this site lets runs predict {', '.join(rules.targets)}, not {target!r}")
     values = sorted({name for table in tables for name in target_names(table, target)})
+    if may_be_classes(values, options.task) and target not in categorical:
+        check_values("the target", target, values)
     check_target(target, tables, options.task)
     as_classes = may_be_classes(values, options.task)
     if as_classes:
@@ -271,8 +308,10 @@ def _goal(rules: Rules, tables: Sequence[Table], options: ReadOptions) -> Goal:
     return Goal(target, categorical, values, as_classes)
 
 
-def _check_aim(aim: Preprocessing, goal: Goal) -> None:
+def _check_aim(aim: Preprocessing, goal: Goal, options: ReadOptions) -> None:
     """Reject a target, task or set of classes that cannot follow from what this site reported."""
+    if aim.rules != options.rules:
+        raise Refused("the server's preprocessing reads cells by other rules than this run's settings")
     if aim.target != goal.target:
         raise Refused("the server requests a target other than this run's")
     if aim.task == "regression":
@@ -294,7 +333,7 @@ def _target_summary(
         "target": goal.target,
         "categorical": list(goal.categorical),
         "values": goal.values if goal.as_classes else None,
-        "numeric": bool(np.isfinite(numbers(np.array(goal.values))).all()),
+        "numeric": bool(np.isfinite(numbers(goal.values)).all()),
     }
 
 
@@ -302,7 +341,7 @@ def _training(
     rules: Rules, tables: Sequence[Table], options: ReadOptions, known: Mapping[str, Any]
 ) -> tuple[Table, dict[str, int]]:
     aim = Preprocessing.from_json(known["aim"])
-    _check_aim(aim, _goal(rules, tables, options))
+    _check_aim(aim, _goal(rules, tables, options), options)
     rows = divided(tables, aim, options)
     if 0 < len(rows.train) < FEWEST:
         raise Refused(f"this site has fewer than {FEWEST} training rows, too few to summarise")
@@ -326,14 +365,15 @@ def _columns_summary(
             f"a category with fewer than {rules.min_count} rows does not leave this site: "
             f"run with --min-category {rules.min_count}"
         )
-    table, _ = _training(rules, tables, options, known)
     kinds: Mapping[str, str] = known["kinds"]
+    table, _ = _training(rules, tables, options, known)
+    (table,) = _with_absent([table], list(kinds), options)
     numeric = [name for name, kind in kinds.items() if kind == "numeric"]
     local = options.preprocessing == "local"
     shared = [name for name in numeric if not local or name == known["aim"]["target"]]
     categorical = [name for name, kind in kinds.items() if kind == "categorical"]
     for name in categorical:
         rules.check_categorical(name, table)
-        _check_texts(name, column_categories(table, name), int((table.columns[name] != "").sum()))
+        _check_texts(name, column_categories(table, name), int((~table.columns[name].missing).sum()))
     categories = {name: column_categories(table, name, options.min_category) for name in categorical}
     return {"moments": {name: list(column_moments(table, name)) for name in shared}, "categories": categories}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from waffle_fl.config import Settings
@@ -13,6 +13,7 @@ from waffle_fl.engines.flower.server_run import finite_or_none, one_line
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data import Column, Preprocessing
 from waffle_fl.user_data.agent_data import check_classes
+from waffle_fl.user_data.cleaning import CellRules
 from waffle_fl.user_data.preprocessing import (
     Cellcount,
     Moments,
@@ -77,15 +78,19 @@ def survey(ask: Ask, settings: Settings) -> Survey:
 
 def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:
     orders = {name: _texts(name, reply, "columns") for name, reply in hello.items()}
-    columns = _agreed({name: tuple(sorted(order)) for name, order in orders.items()}, "columns")
+    _check_dropped(s, hello)
+    if not s.fill_absent:
+        _agreed_columns(orders)
     target = _agreed({name: _text(name, reply, "target") for name, reply in hello.items()}, "target")
     categorical = _agreed({name: _texts(name, reply, "categorical") for name, reply in hello.items()}, "categorical")
-    order = next(iter(orders.values()))
-    if target not in columns:
+    order = list(dict.fromkeys(name for own in orders.values() for name in own))
+    if target not in order:
         raise WaffleError(f"no site has the target column {one_line(target)!r}")
-    aim = _aim(s, target, hello)
+    aim = replace(_aim(s, target, hello, target in categorical), rules=_rules(s))
     counted = ask("counts", {"aim": aim.to_json()})
-    counts = {name: [_cells(site, reply, name) for site, reply in counted.items()] for name in order}
+    counts = {
+        name: [_cells(site, reply, name, name in orders[site]) for site, reply in counted.items()] for name in order
+    }
     features = [name for name in order if name != target]
     kinds = {name: kind_of(counts[name], name in categorical) for name in features}
     if aim.task == "regression":
@@ -95,9 +100,8 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
     def column(name: str) -> Column:
         if kinds[name] == "categorical":
-            return categorical_column(
-                name, counts[name], [_texts(site, w, "categories", name) for site, w in answers.items()]
-            )
+            found = [_texts(site, w, "categories", name) for site, w in answers.items()]
+            return categorical_column(name, counts[name], found, name in categorical)
         own = [] if local else [_moments(site, w, name) for site, w in answers.items()]
         return numeric_column(name, counts[name], own)
 
@@ -114,11 +118,31 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
     )
 
 
-def _aim(s: Settings, target: str, hello: Answers) -> Preprocessing:
+def _rules(s: Settings) -> CellRules:
+    return CellRules(**{f.name: getattr(s, f.name) for f in fields(CellRules)})
+
+
+def _check_dropped(s: Settings, hello: Answers) -> None:
+    """Raise WaffleError if no site has a column to drop: a misspelt name would leave the column in use."""
+    found = {name for site, reply in hello.items() for name in _texts(site, reply, "dropped")} if s.drop else set()
+    for name in s.drop:
+        if name not in found:
+            raise WaffleError(f"drop: no site has a column {name!r}: correct the name, or leave it out")
+
+
+def _agreed_columns(orders: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise WaffleError if the sites have different columns."""
+    try:
+        _agreed({name: tuple(sorted(order)) for name, order in orders.items()}, "columns")
+    except WaffleError as error:
+        raise WaffleError(f"{error}; rename them, set --drop, or set --fill-absent") from None
+
+
+def _aim(s: Settings, target: str, hello: Answers, named: bool) -> Preprocessing:
     """Classification if all sites' values can be classes; else regression, if all values are numbers."""
     if all(reply.get("values") is not None for reply in hello.values()):
         values = {value for name, reply in hello.items() for value in _texts(name, reply, "values")}
-        aim = aim_from(target, values, s.task)
+        aim = aim_from(target, values, s.task, named)
         check_classes(aim.task, aim.classes)
         return aim
     texts = [name for name, reply in hello.items() if reply.get("numeric") is not True]
@@ -150,8 +174,11 @@ def _facts(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
     return {"shape": shape, "classes": _texts(name, reply, "classes"), "task": task}
 
 
-def _cells(name: str, reply: Mapping[str, Any], column: str) -> Cellcount:
+def _cells(name: str, reply: Mapping[str, Any], column: str, present: bool) -> Cellcount:
+    """Return a site's number of cells of a column; all are missing if its table lacks the column."""
     with _readable(name):
+        if not present:
+            return Cellcount(0, 0, read_count(reply, "samples"))
         return Cellcount(*(read_count({column: n}, column) for n in reply["counts"][column]))
 
 

@@ -48,7 +48,7 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
         s = replace(s, attack=NONE, attackers=1)
     elif not s.is_own:
         return _attacked(s, data_dir, allow_unverified)
-    folder = _own_folder(s.data, data_dir) if s.is_own else None
+    folder = own_folder(s.data, data_dir) if s.is_own else None
     if folder:
         federation = folder_federation(s, folder, None if s.alice == ALL_ALICES else s.alice)
     else:
@@ -63,7 +63,7 @@ def _attacked(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     return poisoned(federation_of(replace(s, attack=NONE), data_dir, allow_unverified), s.attack, s.attackers)
 
 
-def _own_folder(name: str, runtime: str) -> Path | None:
+def own_folder(name: str, runtime: str) -> Path | None:
     """Return the user's own data folder: a path, or a folder of this name next to the data sets."""
     if os.sep in name or Path(name).is_dir():
         return Path(name)

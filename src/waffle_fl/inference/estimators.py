@@ -146,7 +146,7 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
             name: (rows, y[name], rows, y[name]) if i == alice else (rows, y[name], rows[:0], y[name][:0])
             for i, (name, rows) in enumerate(x.items())
         }
-        return Federation.from_arrays(arrays, alice=alice, allow_duplicates=True, task=task)
+        return Federation.from_arrays(arrays, alice=alice, duplicates="keep", task=task)
 
     def _builder(self, agents: Federation) -> Callable[[], nn.Module]:
         model: Any = self.model

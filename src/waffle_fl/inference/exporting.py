@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import logging
 import tempfile
@@ -18,6 +19,7 @@ from torch import Tensor
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.inference.model_card import card
+from waffle_fl.inference.onnx_columns import with_columns
 from waffle_fl.inference.trained_run import Trained
 from waffle_fl.records import read_json, write_json
 
@@ -80,6 +82,9 @@ def _onnx(trained: Trained, x: Tensor, path: Path) -> None:
         _program(trained, x), input_names=["x"], output_names=["output"], dynamo=True, verbose=False
     )
     program.save(path, external_data=False)
+    if trained.preprocessing:
+        onnx: Any = importlib.import_module("onnx")
+        onnx.save(with_columns(onnx.load(path), trained.preprocessing), path)
 
 
 def _program(trained: Trained, x: Tensor) -> torch.export.ExportedProgram:

@@ -67,7 +67,10 @@ def contributors(run: FinishedRun) -> dict[str, dict[str, float]]:
 def _preprocessing(trained: Trained) -> dict[str, Any] | None:
     """Return the preprocessing of a table's row or of a published sample; None if there is none."""
     if trained.preprocessing:
-        return trained.preprocessing.to_json()
+        content = trained.preprocessing.to_json()
+        for column in content["columns"]:
+            del column["low"], column["high"]  # values of single rows, which a published card must not contain
+        return content
     found = normalisation_of(trained.run.config.settings.data)
     if found is None:
         return None

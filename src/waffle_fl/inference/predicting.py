@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from waffle_fl.atomic_files import check_regular
-from waffle_fl.errors import WaffleError
+from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.inference.trained_run import Trained
 from waffle_fl.metrics import measure
 from waffle_fl.spreadsheet import to_csv
+from waffle_fl.user_data import Preprocessing
 from waffle_fl.user_data.array_checks import as_integers, is_real, model_inputs, native
+from waffle_fl.user_data.arrays import check_npz_size
+from waffle_fl.user_data.cells import Table, number_of, numbers
+from waffle_fl.user_data.expansion import TIMES
+from waffle_fl.user_data.tables import read_raw
 
 ARRAYS = (".npz", ".npy")
+FAR = 6  # standard deviations from the mean
 
 
 @dataclass(frozen=True)
@@ -30,25 +36,55 @@ class Predictions:
     classes: tuple[str, ...]  # empty for regression
     probabilities: list[list[float]]  # one list per row, one value per class
     metrics: dict[str, float | None] | None  # None if the data have no targets
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns of the file, as they are in it
+    notes: tuple[str, ...] = ()  # warnings for the user
 
     def to_csv(self) -> str:
         """Return a header and one line per row; a label that a spreadsheet would run as a formula is quoted."""
-        head = ["prediction", *(f"p({name})" for name in self.classes)]
-        rows = zip(self.values, self.probabilities, strict=True)
-        return to_csv([head, *([value, *(f"{p:.6f}" for p in row)] for value, row in rows)])
+        head = [*self.kept, "prediction", *(f"p({name})" for name in self.classes)]
+        rows = zip(self._kept_rows(), self.values, self.probabilities, strict=True)
+        return to_csv([head, *([*map(_cell, kept), value, *(f"{p:.6f}" for p in row)] for kept, value, row in rows)])
 
     def to_json(self) -> list[dict[str, Any]]:
+        kept = [{"keep": dict(zip(self.kept, row, strict=True))} if row else {} for row in self._kept_rows()]
         if not self.classes:
-            return [{"prediction": value} for value in self.values]
+            return [{**own, "prediction": value} for own, value in zip(kept, self.values, strict=True)]
         return [
-            {"prediction": value, "probabilities": dict(zip(self.classes, row, strict=True))}
-            for value, row in zip(self.values, self.probabilities, strict=True)
+            {**own, "prediction": value, "probabilities": dict(zip(self.classes, row, strict=True))}
+            for own, value, row in zip(kept, self.values, self.probabilities, strict=True)
         ]
 
+    def _kept_rows(self) -> list[tuple[str, ...]]:
+        return list(zip(*self.kept.values(), strict=True)) if self.kept else [()] * len(self.values)
 
-def predict(trained: Trained, path: Path) -> Predictions:
-    """Return the model's predictions for the rows of a file."""
-    x, y = _table(trained, path) if trained.preprocessing else _arrays(trained, path)
+
+def _cell(text: str) -> str | float | int:
+    """Return a number as a number, since a spreadsheet does not run it as a formula, if it is written the same way."""
+    value = number_of(text)
+    plain = int(value) if value - value == 0 and value == int(value) else value
+    return plain if str(plain) == text else text
+
+
+def predict(trained: Trained, path: Path, keep: Sequence[str] = (), max_expansion: float | None = None) -> Predictions:
+    """Return the model's predictions for the rows of a file.
+
+    The columns `keep` of a table are copied to the output. `max_expansion` replaces that of the run's settings.
+    """
+    times = max_expansion or trained.run.config.settings.max_expansion
+    kept: dict[str, list[str]] = {}
+    notes: tuple[str, ...] = ()
+    if trained.preprocessing:
+        raw = _raw_table(trained, path, times)
+        kept = {name: _kept(raw, name, trained) for name in keep}
+        table = trained.preprocessing.read(raw)
+        x, y = trained.preprocessing.transform(table), _table_targets(trained, table)
+        notes = tuple(outside_training_range(table, trained.preprocessing))
+    elif keep:
+        raise WaffleError(
+            f"--keep copies columns of a table, and this run was trained on arrays: leave out {keep[0]!r}"
+        )
+    else:
+        x, y = _arrays(trained, path, times)
     output = trained.outputs(torch.from_numpy(x))
     bad = (~output.isfinite()).reshape(len(output), -1).any(dim=1).nonzero()
     if len(bad):
@@ -56,7 +92,8 @@ def predict(trained: Trained, path: Path) -> Predictions:
             f"{path}: the model's output for row {int(bad[0]) + 1} is not finite: "
             "check that its values are in the range of the training data"
         )
-    return to_predictions(trained, output, None if y is None else torch.from_numpy(y))
+    made = to_predictions(trained, output, None if y is None else torch.from_numpy(y))
+    return replace(made, kept=kept, notes=notes)
 
 
 def to_predictions(trained: Trained, output: Tensor, target: Tensor | None = None) -> Predictions:
@@ -69,19 +106,55 @@ def to_predictions(trained: Trained, output: Tensor, target: Tensor | None = Non
     return Predictions(chosen, trained.classes, output.double().softmax(dim=1).tolist(), metrics)
 
 
-def _table(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def _raw_table(trained: Trained, path: Path, times: float) -> Table:
     assert trained.preprocessing is not None
     if path.suffix.lower() in ARRAYS:
         columns = ", ".join(column.name for column in trained.preprocessing.columns)
         raise WaffleError(f"{path}: this run was trained on tables: expected .csv or .parquet with columns {columns}")
-    x, y = trained.preprocessing.transform_table(path)
+    return read_raw(path, times)
+
+
+def _kept(raw: Table, name: str, trained: Trained) -> list[str]:
+    """Return a column as it is in the file."""
+    if name in ("prediction", *(f"p({c})" for c in trained.classes)):
+        raise WaffleError(f"--keep {name}: the output has a column of this name already; rename it in {raw.path}")
+    if name not in raw.columns:
+        raise WaffleError(f"--keep: {raw.path} has no column {name!r}{suggest(name, raw.columns)}")
+    return raw.columns[name].tolist()
+
+
+def _table_targets(trained: Trained, table: Table) -> NDArray[Any] | None:
+    assert trained.preprocessing is not None
+    y = trained.preprocessing.targets(table)
     if y is None or trained.task == "classification":
-        return x, y
-    return x, trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y.astype(np.float64)
+        return y
+    return np.asarray(trained.preprocessing.target_mean + trained.preprocessing.target_deviation * y.astype(np.float64))
 
 
-def _arrays(trained: Trained, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    x, y = read_arrays(path)
+def outside_training_range(table: Table, preprocessing: Preprocessing) -> Iterator[str]:
+    """Yield a line per numeric column with values outside the range of the training data.
+
+    The range is unknown for a deployment, where it does not leave a site: then it is the mean and FAR deviations.
+    """
+    for column in preprocessing.columns:
+        if column.kind == "categorical" or not column.rows:
+            continue
+        low, high, what = column.low, column.high, "range"
+        if low is None or high is None:
+            low, high = column.mean - FAR * column.deviation, column.mean + FAR * column.deviation
+            what = f"mean and {FAR} standard deviations,"
+        values = numbers(table.columns[column.name])
+        bad = np.flatnonzero((values < low) | (values > high))
+        if len(bad):
+            count = f"{len(bad)} value{'s' * (len(bad) > 1)}"
+            yield (
+                f"column {column.name!r} has {count} outside the training {what} {low:g} to {high:g}, the first "
+                f"{table.columns[column.name][int(bad[0])]} in line {table.lines[bad[0]]}: the prediction may be wrong"
+            )
+
+
+def _arrays(trained: Trained, path: Path, times: float) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    x, y = read_arrays(path, times)
     if not is_real(x):
         raise WaffleError(f"{path}: expected numbers in x, got {x.dtype}")
     x = model_inputs(x)
@@ -109,7 +182,7 @@ def _targets(trained: Trained, path: Path, y: NDArray[Any], rows: int) -> NDArra
     return y.astype(np.int64)
 
 
-def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def read_arrays(path: Path, times: float = TIMES) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Return x, and y if a .npz contains it, else None. Nothing is unpickled."""
     if path.suffix.lower() not in ARRAYS:
         raise WaffleError(f"{path}: this run was trained on arrays: expected a .npz with x (and y), or a .npy")
@@ -119,9 +192,12 @@ def read_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
             found = np.load(stream, allow_pickle=False)
             if isinstance(found, np.ndarray):
                 return native(found), None
+            check_npz_size(path, found, times)
             if "x" in found.files:
                 return native(found["x"]), native(found["y"]) if "y" in found.files else None
             names = " ".join(", ".join(found.files).split()) or "nothing"
+    except WaffleError:
+        raise
     except Exception as error:  # zipfile and NumPy raise many types for a damaged file
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is truncated"
         raise WaffleError(f"cannot read {path} as plain arrays: {reason}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from waffle_fl.user_data.agent_data import AgentData, CollectedData, ReadOptions
 from waffle_fl.user_data.arrays import gather, stacked
+from waffle_fl.user_data.duplicates import Duplicates
 from waffle_fl.user_data.folder_reader import read_folder
 from waffle_fl.user_data.preprocessing import Column, Preprocessing, Task, TaskOption
 
@@ -11,6 +12,7 @@ __all__ = [
     "AgentData",
     "CollectedData",
     "Column",
+    "Duplicates",
     "Preprocessing",
     "ReadOptions",
     "Task",

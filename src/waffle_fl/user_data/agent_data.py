@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.cleaning import CellRules, Decimal
+from waffle_fl.user_data.duplicates import Duplicates
+from waffle_fl.user_data.expansion import TIMES
 from waffle_fl.user_data.preprocessing import Preprocessing, Scope, Task, TaskOption
-from waffle_fl.user_data.splitting import Rows, hold_out
+from waffle_fl.user_data.splitting import Rows, SelectedKeys, hold_out
 
 Array: TypeAlias = NDArray[Any]
+CHOICES = (("task", TaskOption), ("preprocessing", Scope), ("decimal", Decimal), ("duplicates", Duplicates))
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,27 @@ class ReadOptions:
     validation: float = 0.0
     split_seed: int = 0
     min_category: int = 1
+    drop: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    decimal: Decimal = "."
+    fold_case: bool = False
+    fill_absent: bool = False
+    duplicates: Duplicates = "error"
+    max_expansion: float = TIMES
 
     def __post_init__(self) -> None:
         if not (0 < self.test_share < 1 and 0 <= self.validation < 1):
             given = f"{self.test_share} and {self.validation}"
             raise WaffleError(f"expected test_share above 0 and validation from 0, both below 1, got {given}")
-        for name, choices in (("task", TaskOption), ("preprocessing", Scope)):
+        for name, choices in CHOICES:
             value, known = getattr(self, name), choices.__args__  # type: ignore[attr-defined]
             if value not in known:
                 raise WaffleError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+
+    @property
+    def rules(self) -> CellRules:
+        """How the cells of a table are read."""
+        return CellRules(**{f.name: getattr(self, f.name) for f in fields(CellRules)})
 
 
 class AgentData(NamedTuple):
@@ -77,7 +93,7 @@ def divide(keys: Sequence[bytes], classes: Array | None, given: int | None, opti
     else:
         rest, test = np.arange(given), np.arange(given, len(keys))
     inner = None if classes is None else classes[rest]
-    validation, train = hold_out([keys[i] for i in rest], inner, options.validation, options.split_seed, "validation")
+    validation, train = hold_out(SelectedKeys(keys, rest), inner, options.validation, options.split_seed, "validation")
     return RowSplit(rest[train], rest[validation], test)
 
 

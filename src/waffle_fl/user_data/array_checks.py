@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data.preprocessing import TaskOption
-from waffle_fl.user_data.splitting import Rows
 
 Array: TypeAlias = NDArray[Any]
 
@@ -135,28 +134,3 @@ def keys_of(x: Array, y: Array) -> list[bytes]:
         hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
         for row, label in zip(x, y, strict=True)
     ]
-
-
-def check_duplicates(agents: Mapping[str, tuple[Sequence[bytes], Rows, Rows]], given: bool) -> None:
-    """Raise WaffleError if two agents have the same training data, or if a given test row is any agent's training row.
-
-    `agents` maps each name to (keys, training rows, test rows). Test rows are checked only if test data are given: the
-    automatic split never tests an agent on its own training rows, and equal rows of two agents may be chance.
-    """
-    trained: dict[bytes, str] = {}
-    owner: dict[frozenset[bytes], str] = {}
-    for name, (keys, train, _) in agents.items():
-        training = frozenset(keys[i] for i in train)
-        trained |= dict.fromkeys(training, name)
-        if training and training in owner:
-            raise WaffleError(f"{name} and {owner[training]} hold the same training data: remove one of them")
-        owner[training] = name
-    for name, (keys, _, test) in agents.items() if given else ():
-        shared = [(i, trained[keys[row]]) for i, row in enumerate(test.tolist()) if keys[row] in trained]
-        if shared:
-            first, trainer = shared[0]
-            they = "samples are" if len(shared) > 1 else "sample is"
-            raise WaffleError(
-                f"{name}: {len(shared)} test {they} also training data of {trainer}, the first at index {first}: "
-                "remove them, or the test score is too good"
-            )

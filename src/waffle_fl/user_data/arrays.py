@@ -15,7 +15,6 @@ from waffle_fl.user_data.array_checks import (
     Array,
     as_arrays,
     as_integers,
-    check_duplicates,
     check_kinds,
     check_names,
     check_range,
@@ -25,7 +24,10 @@ from waffle_fl.user_data.array_checks import (
     model_inputs,
     native,
 )
+from waffle_fl.user_data.duplicates import AgentRows, dropped_note, settle, unrepeated
+from waffle_fl.user_data.expansion import TIMES, check_expansion
 from waffle_fl.user_data.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, TaskOption
+from waffle_fl.user_data.row_digests import digests_of
 
 SPLIT_NAMES, UNSPLIT_NAMES = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
 NUMBERED: dict[TaskOption, tuple[int, str]] = {  # limit, as each class is an output of every agent's model
@@ -38,7 +40,6 @@ def gather(
     items: Sequence[tuple[str, Any]],
     options: ReadOptions,
     class_names: Sequence[str] = (),
-    allow_duplicates: bool = False,
 ) -> CollectedData:
     """Return the checked data of named agents: each (x_train, y_train, x_test, y_test), or (x, y), which is split."""
     check_names([name for name, _ in items])
@@ -54,21 +55,33 @@ def gather(
     check_kinds(agents)
     if task == "classification":
         check_range(agents, *((len(class_names), "") if class_names else NUMBERED[options.task]))
-    made, keys = {}, {}
+    made, digests, dropped = {}, {}, {}
+    kind = np.int64 if task == "classification" else np.float32
     for name, arrays in agents.items():
-        x = np.concatenate(arrays[::2])
-        y = np.concatenate(arrays[1::2]).astype(np.int64 if task == "classification" else np.float32)
-        keys[name] = keys_of(x, y)
+        arrays, dropped[name] = _without_repeats(arrays) if options.duplicates == "drop" else (arrays, 0)
+        x, y = np.concatenate(arrays[::2]), np.concatenate(arrays[1::2]).astype(kind)
+        keys = keys_of(x, y)
+        digests[name] = digests_of(keys)
         given = len(arrays[0]) if len(arrays) == 4 else None
-        made[name] = AgentData(x, y, *divide(keys[name], y if task == "classification" else None, given, options))
-    if not allow_duplicates:
-        rows = {name: (keys[name], np.concatenate([p.train, p.validation]), p.test) for name, p in made.items()}
-        check_duplicates(rows, any(len(arrays) == 4 for arrays in agents.values()))
+        made[name] = AgentData(x, y, *divide(keys, y if task == "classification" else None, given, options))
+    rows = {n: AgentRows(digests[n], np.concatenate([p.train, p.validation]), p.test) for n, p in made.items()}
+    settled = settle(rows, any(len(arrays) == 4 for arrays in agents.values()), options.duplicates)
+    made = {name: part._replace(test=settled.test[name]) for name, part in made.items()}
+    notes = (*dropped_note(dropped), *settled.notes)
     if task == "regression":
-        return CollectedData(made, task, ())
+        return CollectedData(made, task, (), notes=notes)
     largest = max(int(part.y.max(initial=0)) for part in made.values())
     labels = tuple(class_names) or tuple(str(k) for k in range(largest + 1))
-    return CollectedData(made, task, labels)
+    return CollectedData(made, task, labels, notes=notes)
+
+
+def _without_repeats(arrays: Sequence[Array]) -> tuple[list[Array], int]:
+    """Return an agent's arrays with one of equal samples, and the number of samples dropped."""
+    kept: list[Array] = []
+    for x, y in zip(arrays[::2], arrays[1::2], strict=True):
+        rows = unrepeated(digests_of(keys_of(x, y)))
+        kept += [x[rows], y[rows]]
+    return kept, sum(map(len, arrays[::2])) - sum(map(len, kept[::2]))
 
 
 def _task_of(targets: Sequence[Array], wish: TaskOption) -> Task:
@@ -84,14 +97,17 @@ def _task_of(targets: Sequence[Array], wish: TaskOption) -> Task:
     return "classification" if few_integers else "regression"
 
 
-def read_npz(path: Path) -> list[Array]:
+def read_npz(path: Path, times: float = TIMES) -> list[Array]:
     """Return the arrays x_train y_train x_test y_test of a file, or x y. Nothing is unpickled."""
     check_regular(path)
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
+            check_npz_size(path, content, times)
             names = next((names for names in (SPLIT_NAMES, UNSPLIT_NAMES) if set(names) <= set(content.files)), ())
             arrays = [native(content[name]) for name in names]
             found = " ".join(", ".join(content.files).split()) or "nothing"
+    except WaffleError:
+        raise
     except Exception as error:  # zipfile and NumPy raise many types for a damaged file
         reason = " ".join(str(error).split()) or "it is truncated"
         raise WaffleError(f"cannot read {path} as a .npz of plain arrays: {reason}; save it with numpy.savez") from None
@@ -100,6 +116,11 @@ def read_npz(path: Path) -> list[Array]:
     if any(x.ndim < 2 for x in arrays[::2]):
         raise WaffleError(f"{path}: expected samples with two or more axes, got shape {arrays[0].shape}")
     return arrays
+
+
+def check_npz_size(path: Path, content: Any, times: float) -> None:
+    """Raise WaffleError if the arrays of an open .npz are much larger than the file; nothing is decompressed."""
+    check_expansion(path, sum(member.file_size for member in content.zip.infolist()), times)
 
 
 def stacked(name: str, dataset: Any) -> tuple[Array, Array]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.user_data.tables import Cells, Table, numbers
+from waffle_fl.user_data.ambiguity import PERCENT
+from waffle_fl.user_data.cells import Cells, Table, number_of, numbers
+from waffle_fl.user_data.cleaning import COMMA
 
-COMMA = re.compile(r"[-+]?[\d.]*\d,\d+")
 LARGEST = float(np.finfo(np.float32).max)
 AS_CATEGORIES = "repair it, leave it empty if missing, or name the column in `categorical`"
 AS_CLASSES = "repair it, drop the row, or set task to classification"
@@ -26,11 +25,11 @@ def numeric(table: Table, name: str, remedy: str = AS_CATEGORIES) -> NDArray[np.
     """Return a column as numbers, NaN for missing cells. The error for a text cell ends with `remedy`."""
     cells = cells_of(table, name)
     values = numbers(cells)
-    bad = np.flatnonzero(np.isnan(values) & (cells != ""))
+    bad = np.flatnonzero(np.isnan(values) & ~cells.missing)
     if len(bad):
-        text = str(cells[bad[0]])
-        if COMMA.fullmatch(text):
-            raise _comma(table, name, int(bad[0]))
+        text = cells[int(bad[0])]
+        if COMMA.fullmatch(text) or PERCENT.fullmatch(text):
+            raise _no_number(table, name, int(bad[0]))
         raise WaffleError(
             f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} has {text!r}: {remedy}"
         )
@@ -49,25 +48,39 @@ def standardised(
 
 
 def refuse_missing(table: Table, name: str) -> None:
-    bad = np.flatnonzero(cells_of(table, name) == "")
+    bad = np.flatnonzero(cells_of(table, name).missing)
     if len(bad):
         raise WaffleError(
             f"{table.path}: the target {name!r} is missing in line {table.lines[bad[0]]}: fill it or drop the row"
         )
 
 
-def refuse_commas(table: Table, name: str) -> None:
-    """Raise WaffleError if most texts are numbers with a decimal comma; each would become a category."""
-    cells = cells_of(table, name)
-    texts = np.flatnonzero(np.isnan(numbers(cells)) & (cells != "")).tolist()
-    commas = [i for i in texts if COMMA.fullmatch(cells[i])]
-    if 2 * len(commas) > len(texts):
-        raise _comma(table, name, commas[0])
+def refuse_disguised_numbers(table: Table, name: str) -> None:
+    """Raise WaffleError if most texts are numbers with a decimal comma or a percent sign; each would be a category."""
+    texts, first = 0, {COMMA: -1, PERCENT: -1}
+    found = dict.fromkeys(first, 0)
+    for row, text in enumerate(cells_of(table, name)):
+        if not text or number_of(text) - number_of(text) == 0:
+            continue
+        texts += 1
+        for pattern in first:
+            if pattern.fullmatch(text):
+                found[pattern] += 1
+                first[pattern] = row if first[pattern] < 0 else first[pattern]
+    for pattern, count in found.items():
+        if 2 * count > texts:
+            raise _no_number(table, name, first[pattern])
 
 
-def _comma(table: Table, name: str, row: int) -> WaffleError:
+def _no_number(table: Table, name: str, row: int) -> WaffleError:
+    text, line = table.columns[name][row], table.lines[row]
+    where = f"{table.path}: column {name!r} has {text!r} in line {line}: "
+    if PERCENT.fullmatch(text):
+        return WaffleError(
+            f"{where}write numbers without percent signs and with the same unit at every agent, or set --drop {name}"
+        )
     return WaffleError(
-        f"{table.path}: column {name!r} has {str(table.columns[name][row])!r} in line {table.lines[row]}: "
+        f"{where}set --decimal , if this is a decimal comma; otherwise "
         "write numbers with a decimal point and without thousands separators, as 1234.5"
     )
 
@@ -76,6 +89,6 @@ def _refuse_huge(values: NDArray[np.float64], table: Table, name: str) -> None:
     bad = np.flatnonzero(np.abs(values) > LARGEST)
     if len(bad):
         raise WaffleError(
-            f"{table.path}: column {name!r} has {str(table.columns[name][bad[0]])!r} in line {table.lines[bad[0]]}, "
+            f"{table.path}: column {name!r} has {table.columns[name][int(bad[0])]!r} in line {table.lines[bad[0]]}, "
             "too large for float32: repair it or drop the row"
         )

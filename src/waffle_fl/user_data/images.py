@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from waffle_fl.atomic_files import check_regular
 from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.expansion import TIMES, check_expansion
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 GREY = ("1", "L", "LA", "F")
@@ -27,12 +29,14 @@ def classes_of(folder: Path) -> list[str]:
     return sorted(p.name for p in found if any(is_image(f) for f in p.iterdir()))
 
 
-def read_images(folder: Path, classes: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def read_images(
+    folder: Path, classes: Sequence[str], times: float = TIMES
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return every image of the folder's classes, sorted by name, and its class index."""
     files = [(f, k) for k, name in enumerate(classes) for f in sorted((folder / name).glob("*")) if is_image(f)]
     if not files:
         raise WaffleError(f"{folder}: expected images ({', '.join(SUFFIXES)}) in one folder per class, got none")
-    images = [read_image(path) for path, _ in files]
+    images = [read_image(path, times) for path, _ in files]
     for image, (path, _) in zip(images, files, strict=True):
         if image.shape != images[0].shape:
             raise WaffleError(
@@ -42,7 +46,7 @@ def read_images(folder: Path, classes: Sequence[str]) -> tuple[NDArray[np.float3
     return np.stack(images), np.array([k for _, k in files], np.int64)
 
 
-def read_image(path: Path) -> NDArray[np.float32]:
+def read_image(path: Path, times: float = TIMES) -> NDArray[np.float32]:
     """Return (channels, height, width): one channel if grey, else three, from -1 (black) to 1 (white)."""
     try:
         image_module: Any = importlib.import_module("PIL.Image")
@@ -50,16 +54,30 @@ def read_image(path: Path) -> NDArray[np.float32]:
         raise WaffleError(f"{path}: images need Pillow: `pip install waffle-fl[images]`") from None
     check_regular(path)
     try:
-        with image_module.open(path) as image:
+        with _any_size(image_module), image_module.open(path) as image:
+            check_expansion(path, image.width * image.height * len(image.getbands()), times)
             if image.mode.startswith("I"):  # 16 bits per pixel, as from scanners
                 pixels = np.asarray(image, np.float32)[None] / 65535
             elif image.mode in GREY:
                 pixels = np.asarray(image.convert("L"), np.float32)[None] / 255
             else:
                 pixels = np.asarray(image.convert("RGB"), np.float32).transpose(2, 0, 1) / 255
+    except WaffleError:
+        raise
     except Exception as error:  # Pillow raises many types for a damaged image
         raise WaffleError(f"cannot read the image {path}: {' '.join(str(error).split())}") from None
     return (2 * pixels - 1).astype(np.float32)
+
+
+@contextlib.contextmanager
+def _any_size(image_module: Any) -> Iterator[None]:
+    """Suspend Pillow's own limit, which no setting raises; `max_expansion` takes its place."""
+    before = image_module.MAX_IMAGE_PIXELS
+    image_module.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        image_module.MAX_IMAGE_PIXELS = before
 
 
 def _shown(image: NDArray[Any]) -> str:

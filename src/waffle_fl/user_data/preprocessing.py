@@ -19,8 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.user_data.column_values import AS_CLASSES, cells_of, numeric, refuse_commas, refuse_missing, standardised
-from waffle_fl.user_data.tables import Cells, Table, names, numbers, read_table
+from waffle_fl.user_data.ambiguity import check_values
+from waffle_fl.user_data.cells import UNKNOWN, Cells, Table, codes_of, count_names, numbers
+from waffle_fl.user_data.cleaning import CellRules, cleaned, filled
+from waffle_fl.user_data.column_values import (
+    AS_CLASSES,
+    cells_of,
+    numeric,
+    refuse_disguised_numbers,
+    refuse_missing,
+    standardised,
+)
+from waffle_fl.user_data.tables import read_raw
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
 Scope: TypeAlias = Literal["federated", "local"]
@@ -45,6 +55,8 @@ class Column:
     categories: tuple[str, ...] = ()
     missing: bool = False  # whether any training value is missing: adds a 0/1 feature
     rows: int = 0  # number of training values, over all agents, behind mean and deviation
+    low: float | None = None  # range of the training values; None in a deployment, where it does not leave a site
+    high: float | None = None
 
     @property
     def features(self) -> list[str]:
@@ -66,6 +78,7 @@ class Preprocessing:
     target_mean: float = 0.0
     target_deviation: float = 1.0  # the unit in which a regression is trained
     scope: Scope = "federated"
+    rules: CellRules = CellRules()  # how the cells were read, and are read by predict
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -84,32 +97,36 @@ class Preprocessing:
         found = np.zeros(len(table), bool)
         for column in self.columns:
             if column.kind == "categorical":
-                found |= _unknown_mask(column, names(table.columns[column.name]))
+                found |= codes_of(table.columns[column.name], column.categories) == UNKNOWN
         return int(found.sum())
 
     def targets(self, table: Table) -> NDArray[Any] | None:
         """Return class indices or standardised numbers; None if the table has no target."""
         cells = table.columns.get(self.target)
-        if cells is None or not (cells != "").any():
+        if cells is None or cells.missing.all():
             return None
         refuse_missing(table, self.target)
         if self.task == "regression":
             scaled = standardised(table, self.target, self.target_mean, self.target_deviation, AS_CLASSES)
             return scaled.astype(np.float32)
-        found = names(cells)
-        known = {name: k for k, name in enumerate(self.classes)}
-        bad = next((i for i, name in enumerate(found.tolist()) if name not in known), None)
-        if bad is not None:
+        found = codes_of(cells, self.classes)
+        bad = np.flatnonzero(found == UNKNOWN)
+        if len(bad):
             raise WaffleError(
-                f"{table.path}: column {self.target!r} has {str(found[bad])!r} in line {table.lines[bad]}, "
+                f"{table.path}: column {self.target!r} has {cells[int(bad[0])]!r} in line {table.lines[bad[0]]}, "
                 f"the classes are {', '.join(self.classes)}"
             )
-        return np.array([known[name] for name in found.tolist()], np.int64)
+        return found
 
     def transform_table(self, path: Path) -> tuple[Floats, NDArray[Any] | None]:
         """Return the features of a file and, if it has the target column, its targets."""
-        table = read_table(path)
+        table = self.read(read_raw(path))
         return self.transform(table), self.targets(table)
+
+    def read(self, raw: Table) -> Table:
+        """Return a table of a file with its cells read as those of the training tables."""
+        table = cleaned(raw, self.rules)
+        return filled(table, [column.name for column in self.columns]) if self.rules.fill_absent else table
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,7 +135,8 @@ class Preprocessing:
     def from_json(cls, content: Mapping[str, Any]) -> Preprocessing:
         try:
             columns = tuple(Column(**{**c, "categories": tuple(c["categories"])}) for c in content["columns"])
-            found = cls(**{**content, "columns": columns, "classes": tuple(content["classes"])})
+            rules = CellRules.from_json(content["rules"]) if "rules" in content else CellRules()
+            found = cls(**{**content, "columns": columns, "classes": tuple(content["classes"]), "rules": rules})
         except (KeyError, TypeError) as error:
             raise WaffleError(f"expected a preprocessing as saved in a run folder, fields differ: {error}") from None
         if not found._is_typed():
@@ -134,6 +152,7 @@ class Preprocessing:
             all(type(text) is str for text in texts)
             and all(type(value) in (int, float) for value in values)
             and all(type(c.missing) is bool and type(c.rows) is int for c in self.columns)
+            and all(type(v) in (int, float, type(None)) for c in self.columns for v in (c.low, c.high))
             and all(c.kind in get_args(Kind) for c in self.columns)
             and self.task in get_args(Task)
             and self.scope in get_args(Scope)
@@ -170,7 +189,7 @@ class Moments(NamedTuple):
 
 
 def count_cells(cells: Cells) -> Cellcount:
-    missing = int((cells == "").sum())
+    missing = int(cells.missing.sum())
     found = int(np.isfinite(numbers(cells)).sum())
     return Cellcount(found, len(cells) - found - missing, missing)
 
@@ -183,11 +202,16 @@ def moments(values: NDArray[np.float64]) -> Moments:
     return Moments(len(present), mean, float(((present - mean) ** 2).sum()))
 
 
-def aim_of(target: str, tables: Sequence[Table], task: TaskOption) -> Preprocessing:
-    """Return a preprocessing with the target, task and classes found in all rows; its columns are fitted later."""
+def aim_of(target: str, tables: Sequence[Table], task: TaskOption, named: bool = False) -> Preprocessing:
+    """Return a preprocessing with the target, task and classes found in all rows; its columns are fitted later.
+
+    `named`: the target is listed in `categorical`, so that values that look alike are different classes.
+    """
     found = {name for table in tables for name in target_names(table, target)}
+    if may_be_classes(found, task) and not named:
+        check_values("the target", target, found)
     check_target(target, tables, task)
-    return aim_from(target, found, task)
+    return aim_from(target, found, task, named)
 
 
 def check_target(target: str, tables: Sequence[Table], task: TaskOption) -> None:
@@ -200,28 +224,30 @@ def check_target(target: str, tables: Sequence[Table], task: TaskOption) -> None
 def target_names(table: Table, target: str) -> list[str]:
     """Return the distinct values of a table's target."""
     refuse_missing(table, target)
-    refuse_commas(table, target)
-    return np.unique(names(table.columns[target])).tolist()  # type: ignore[no-any-return]
+    refuse_disguised_numbers(table, target)
+    return sorted(count_names(table.columns[target]))
 
 
 def may_be_classes(found: Collection[str], task: TaskOption) -> bool:
     """Return whether these values are class names; numbers are if they are few integers."""
-    values = numbers(np.array(sorted(found)))
+    values = numbers(sorted(found))
     few_integers = len(found) <= MOST_CLASSES and bool((values == np.round(values)).all())
     return task == "classification" or (task == "auto" and (few_integers or not np.isfinite(values).all()))
 
 
-def aim_from(target: str, values: Collection[str], task: TaskOption) -> Preprocessing:
+def aim_from(target: str, values: Collection[str], task: TaskOption, named: bool = False) -> Preprocessing:
     """Return a preprocessing with the target, task and classes, from the distinct target values of all agents."""
     if not may_be_classes(values, task):
         return Preprocessing((), target, "regression")
     found = sorted(values)
+    if not named:
+        check_values("the target", target, found)
     if len(found) > MOST_CATEGORIES:
         raise WaffleError(
             f"the target {target!r} has {len(found)} different values, expected at most {MOST_CATEGORIES} classes: "
             "for numbers set task to regression"
         )
-    numeric = numbers(np.array(found))
+    numeric = numbers(found)
     ordered = [found[i] for i in np.argsort(numeric)] if np.isfinite(numeric).all() else found
     return Preprocessing((), target, "classification", tuple(ordered))
 
@@ -241,8 +267,15 @@ def fit(
     shared = tuple(_shared_column(name, tables, name in categorical, min_category) for name in features)
     goals = tables if aim.task == "regression" else []
     goal = joined_moments(moments(numeric(table, aim.target, AS_CLASSES)) for table in goals)
-    common = fit_jointly(aim, shared, goal, scope)
+    common = fit_jointly(aim, tuple(_with_range(column, tables) for column in shared), goal, scope)
     return {name: fit_locally(common, table) for name, table in training.items()}
+
+
+def _with_range(column: Column, tables: Sequence[Table]) -> Column:
+    """Return a numeric column with the smallest and the largest training value, which predict compares with."""
+    values = [numbers(table.columns[column.name]) for table in tables] if column.kind == "numeric" else []
+    found = np.concatenate([np.empty(0), *(own[np.isfinite(own)] for own in values)])
+    return replace(column, low=float(found.min()), high=float(found.max())) if len(found) else column
 
 
 def fit_jointly(aim: Preprocessing, columns: tuple[Column, ...], goal: Moments, scope: Scope) -> Preprocessing:
@@ -272,7 +305,8 @@ def _shared_column(name: str, tables: Sequence[Table], named: bool, min_category
     counts = [count_cells(cells_of(table, name)) for table in tables]
     if kind_of(counts, named) == "numeric":
         return numeric_column(name, counts, [column_moments(table, name) for table in tables])
-    return categorical_column(name, counts, [column_categories(table, name, min_category) for table in tables])
+    found = [column_categories(table, name, min_category) for table in tables]
+    return categorical_column(name, counts, found, named)
 
 
 def kind_of(counts: Sequence[Cellcount], named: bool) -> Kind:
@@ -287,9 +321,9 @@ def column_moments(table: Table, name: str) -> Moments:
 
 def column_categories(table: Table, name: str, at_least: int = 1) -> list[str]:
     """Return the categories of a column that occur in at least `at_least` rows."""
-    refuse_commas(table, name)
-    found, counts = np.unique(names(table.columns[name]), return_counts=True)
-    return [c for c, count in zip(found.tolist(), counts.tolist(), strict=True) if c and count >= at_least]
+    refuse_disguised_numbers(table, name)
+    counts = count_names(table.columns[name])
+    return sorted(category for category, count in counts.items() if count >= at_least)
 
 
 def numeric_column(name: str, counts: Sequence[Cellcount], summaries: Iterable[Moments]) -> Column:
@@ -298,13 +332,17 @@ def numeric_column(name: str, counts: Sequence[Cellcount], summaries: Iterable[M
     return Column(name, "numeric", joined.mean, joined.deviation, missing=missing, rows=joined.n)
 
 
-def categorical_column(name: str, counts: Sequence[Cellcount], found: Iterable[Collection[str]]) -> Column:
+def categorical_column(
+    name: str, counts: Sequence[Cellcount], found: Iterable[Collection[str]], named: bool = False
+) -> Column:
     categories = sorted({category for own in found for category in own})
     if len(categories) > MOST_CATEGORIES:
         raise WaffleError(
             f"column {name!r} has {len(categories)} different texts, at most {MOST_CATEGORIES} are allowed: "
-            "leave the column out of the files, or group its values"
+            f"set --drop {name}, or group its values"
         )
+    if not named:
+        check_values("column", name, categories)
     return Column(name, "categorical", categories=tuple(categories), missing=any(count.missing for count in counts))
 
 
@@ -317,21 +355,17 @@ def _local(column: Column, table: Table) -> Column:
 
 def _block(column: Column, table: Table, unknown: str) -> Floats:
     cells = cells_of(table, column.name)
-    missing = (cells == "")[:, None]
+    missing = cells.missing[:, None]
     if column.kind == "numeric":
         scaled = standardised(table, column.name, column.mean, column.deviation)
         block = np.where(missing, 0.0, scaled[:, None])
     else:
-        found = names(cells)
-        bad = np.flatnonzero(_unknown_mask(column, found))
+        found = codes_of(cells, column.categories)
+        bad = np.flatnonzero(found == UNKNOWN)
         if len(bad) and unknown == "refuse":
             raise WaffleError(
-                f"{table.path}: column {column.name!r} has {str(found[bad[0]])!r} in line {table.lines[bad[0]]}, "
+                f"{table.path}: column {column.name!r} has {cells[int(bad[0])]!r} in line {table.lines[bad[0]]}, "
                 f"which is not in the training data; the categories are {', '.join(column.categories)}"
             )
-        block = found[:, None] == np.array(column.categories, np.str_)[None, :]
+        block = found[:, None] == np.arange(len(column.categories))[None, :]
     return np.concatenate([block, missing], axis=1, dtype=np.float32) if column.missing else block.astype(np.float32)
-
-
-def _unknown_mask(column: Column, found: Cells) -> NDArray[np.bool_]:
-    return ~np.isin(found, ["", *column.categories])

@@ -1,26 +1,26 @@
-"""Tables of text cells in named columns, read from CSV, TSV, Parquet or UCI files; an empty cell is a missing value."""
+"""Read a table from a CSV, TSV, Parquet, Excel or UCI file, with the user's rules for its cells."""
 
 from __future__ import annotations
 
 import csv
-import importlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from waffle_fl.atomic_files import check_regular
 from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.binary_tables import read_excel, read_parquet
+from waffle_fl.user_data.cells import Cells, Rows, Table, numbers
+from waffle_fl.user_data.cleaning import CellRules, cleaned
+from waffle_fl.user_data.expansion import TIMES
+from waffle_fl.user_data.table_builder import build_table, text_of
 
-Cells = NDArray[np.str_]
-Rows = NDArray[np.int64]
+__all__ = ["Cells", "Rows", "Table", "is_table", "numbers", "read_raw", "read_table"]
 
-SUFFIXES = (".csv", ".tsv", ".parquet")
-MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
+SUFFIXES = (".csv", ".tsv", ".parquet", ".xlsx")
 UCI_HEART = re.compile(r"processed\.(?P<name>.+)\.data")
 HEART_COLUMNS = (
     *("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg"),
@@ -30,146 +30,69 @@ HEART_TARGET = "disease"
 HEART_CATEGORICAL = ("cp", "restecg", "slope", "thal")
 
 
-@dataclass(frozen=True)
-class Table:
-    """The path of a table, its columns of text cells, and the line number of each row in the file."""
-
-    path: Path
-    columns: dict[str, Cells]
-    lines: Rows
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def select(self, rows: Rows) -> Table:
-        return Table(self.path, {name: cells[rows] for name, cells in self.columns.items()}, self.lines[rows])
-
-    def row_texts(self) -> list[bytes]:
-        """Return the text of each row, regardless of the order of the columns."""
-        return _joined([self.columns[name] for name in sorted(self.columns)])
-
-    def row_keys(self) -> list[bytes]:
-        """Return the content of each row, where 1, 1.0 and 1e0 are equal."""
-        return _joined([_plain(self.columns[name]) for name in sorted(self.columns)])
+def is_table(path: Path) -> bool:
+    """Return whether the name of a file is that of a table."""
+    return path.suffix.lower() in SUFFIXES or bool(UCI_HEART.fullmatch(path.name))
 
 
-def read_table(path: Path) -> Table:
-    """Return the table in a file; `processed.*.data` is UCI Heart Disease, which has no header."""
+def read_table(path: Path, rules: CellRules | None = None, times: float = TIMES) -> Table:
+    """Return the table in a file, read by the rules; a missing cell is empty."""
+    return cleaned(read_raw(path, times), rules or CellRules())
+
+
+def read_raw(path: Path, times: float = TIMES) -> Table:
+    """Return the table with the cells of the file; `processed.*.data` is UCI Heart Disease, which has no header."""
     if UCI_HEART.fullmatch(path.name):
-        return _heart_disease(path)
+        return _heart_disease(path, times)
     if path.suffix.lower() == ".parquet":
-        return _parquet(path)
-    header, *rows = _lines(path)
-    return _table(path, header[1], rows)
+        return read_parquet(path, times)
+    if path.suffix.lower() == ".xlsx":
+        return read_excel(path, times)
+    return _read_text(path, None, times)
 
 
-def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """Return (line number, cells) of every non-blank line; the first line shows the delimiter, except in .tsv."""
+def _read_text(path: Path, header: tuple[str, ...] | None, times: float) -> Table:
     check_regular(path)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            first = stream.readline()
-            stream.seek(0)
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
-            reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            rows = [(reader.line_num, [_text(cell) for cell in row]) for row in reader]
+        rows = _lines(path)
+        first = next(rows, None)
+        if first is None:
+            raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
+        if header is None:
+            return build_table(path, first[1], rows, times)
+        return build_table(path, header, _with_first(first, rows), times)
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV again") from None
-    lines = [(number, row) for number, row in rows if any(row)]
-    if not lines:
-        raise WaffleError(f"{path} is empty: expected a header and at least one row; fill it or remove it")
-    return lines
 
 
-def _table(path: Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]]) -> Table:
-    doubled = next((name for name in header if header.count(name) > 1 or not name), None)
-    if doubled is not None:
-        what = f"two columns are called {doubled!r}" if doubled else "a column has no name"
-        raise WaffleError(f"{path}: {what}: expected a first line with a different name for each column")
-    if not rows:
-        raise WaffleError(f"{path} has a header but no rows: fill it or remove it")
-    for number, row in rows:
-        if len(row) != len(header):
-            raise WaffleError(
-                f"{path}, line {number}: expected {len(header)} cells as in the header, got {len(row)}; repair the line"
-            )
-    columns = {name: np.array([row[i] for _, row in rows]) for i, name in enumerate(header)}
-    for cells in columns.values():
-        cells[np.isin(cells, MISSING)] = ""
-    lines = np.array([number for number, _ in rows], np.int64)
-    return Table(path, columns, lines)
+def _with_first(first: tuple[int, list[str]], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
+    yield first
+    yield from rows
 
 
-def _heart_disease(path: Path) -> Table:
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line number, cells) of every non-blank line; the first line shows the delimiter, except in .tsv."""
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        first = stream.readline()
+        stream.seek(0)
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+        reader = csv.reader(stream, delimiter=delimiter, strict=True)
+        for row in reader:
+            cells = [text_of(cell) for cell in row]
+            if any(cells):
+                yield reader.line_num, cells
+
+
+def _heart_disease(path: Path, times: float) -> Table:
     """Read the official file: 14 columns, `?` for missing values; the last, 0 to 4, becomes disease: no or yes."""
-    table = _table(path, HEART_COLUMNS, _lines(path))
+    table = _read_text(path, HEART_COLUMNS, times)
     num = table.columns.pop("num")
     grades = numbers(num)
     bad = np.flatnonzero(np.isnan(grades))
     if len(bad):
         line = table.lines[bad[0]]
-        raise WaffleError(f"{path}, line {line}: expected 0 to 4 in the last column, got {str(num[bad[0]])!r}")
-    return replace(table, columns={**table.columns, HEART_TARGET: np.where(grades > 0, "yes", "no")})
-
-
-def _parquet(path: Path) -> Table:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise WaffleError(f"{path}: Parquet needs pyarrow: `pip install waffle-fl[parquet]`, or save as CSV") from None
-    check_regular(path)
-    try:
-        found = parquet.ParquetFile(path).read()
-        index = (found.schema.pandas_metadata or {}).get("index_columns", [])
-        columns = [
-            (_text(name), column.to_pylist())
-            for name, column in zip(found.column_names, found.columns, strict=True)
-            if name not in index
-        ]
-    except Exception as error:  # Arrow raises many types for a damaged file or a value that Python cannot represent
-        reason = _text(error) or type(error).__name__
-        raise WaffleError(f"cannot read {path} as Parquet: {reason}; save it again, or as CSV") from None
-    rows = [
-        (i, ["" if cell is None else _text(cell) for cell in row])
-        for i, row in enumerate(zip(*(cells for _, cells in columns), strict=True), 1)
-    ]
-    return _table(path, [name for name, _ in columns], rows)
-
-
-def _joined(columns: Sequence[Cells]) -> list[bytes]:
-    return ["\x1f".join(row).encode() for row in zip(*columns, strict=True)]
-
-
-def _plain(cells: Cells) -> Cells:
-    """Return the cells with every number in the same notation."""
-    values = numbers(cells) + 0.0  # -0 is 0
-    return np.where(np.isnan(values), cells, values.astype(np.str_))
-
-
-def _text(value: Any) -> str:
-    """Return the value as one line, with single blanks between words."""
-    return " ".join(str(value).split())
-
-
-def numbers(cells: Cells) -> NDArray[np.float64]:
-    """Return the cells as numbers, NaN for text, infinity and missing cells."""
-    try:
-        values = np.where(cells == "", "nan", cells).astype(np.float64)
-    except ValueError:
-        values = np.array([_number(cell) for cell in cells.tolist()], np.float64)
-    return np.where(np.isinf(values), np.nan, values)
-
-
-def _number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return float("nan")
-
-
-def names(cells: Cells) -> Cells:
-    """Return the cells as category names, where 1.0 and 1 are equal."""
-    distinct, back = np.unique(cells, return_inverse=True)
-    return np.array([re.sub(r"(?<=\d)\.0+$", "", cell) for cell in distinct.tolist()], np.str_)[back]
+        raise WaffleError(f"{path}, line {line}: expected 0 to 4 in the last column, got {num[int(bad[0])]!r}")
+    disease = Cells.of("yes" if grade > 0 else "no" for grade in grades.tolist())
+    return replace(table, columns={**table.columns, HEART_TARGET: disease})
