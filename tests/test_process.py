@@ -193,6 +193,9 @@ def in_round(folder, r, seconds):
 KILLS = (
     FORKS
     + """
+import torch._dynamo  # a slow machine traces the gradients, which imports it
+
+gc.freeze()
 command, rounds, out, count = json.loads(sys.argv[1])
 began = time.monotonic()
 assert ended(start([*command, "--out", f"{out}/unbroken"]), block=True) == 0

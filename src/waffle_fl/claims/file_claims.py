@@ -131,7 +131,7 @@ def _rivals(claim: Claim, config: RunConfig, planned: Sequence[RunConfig]) -> li
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the config with these settings or options changed."""
-    content = config.to_json()
+    content = config.contents
     known = {**content["settings"], **content["options"]}
     for key in values:
         if key not in known:
@@ -142,7 +142,7 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
     """Return whether a config has these settings and options. A list gives alternatives."""
-    content = config.to_json()
+    content = config.contents
     known = {**content["options"], **content["settings"], "method": config.method}
     required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
     return all(key in known and known[key] in choice for key, choice in required.items())

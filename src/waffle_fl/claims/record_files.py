@@ -68,7 +68,7 @@ def read_part(root: Path, name: str) -> Part:
 
 def identity(config: RunConfig) -> str:
     """Return the whole config as text."""
-    return json.dumps(config.to_json())
+    return json.dumps(config.contents)
 
 
 def unseeded(config: RunConfig) -> str:
