@@ -76,9 +76,7 @@ def test_parse_replaces_old_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == "note: --old is now --new\n"
 
 
-def test_the_paper_module_still_takes_anew(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_paper_module_still_takes_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m paper` accepts --anew without `parse`, and its help lists --rerun only."""
     root = Path(__file__).parent.parent
     line = [sys.executable, "-m", "paper", "mnist", "--share", "0/1"]

@@ -82,15 +82,15 @@ def check_claims(claims: Sequence[Claim], part: Part) -> list[Verdict]:
 def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
     about = [config for config in planned if matches(config, claim.of)]
     rivals = [_rivals(claim, config, planned) for config in about]
-    needed = {unseeded(other): other for config, others in zip(about, rivals, strict=True) for other in (config, *others)}
+    needed = {
+        unseeded(other): other for config, others in zip(about, rivals, strict=True) for other in (config, *others)
+    }
     incomplete = [config for key, config in needed.items() if key not in cells]
     if incomplete or not about:
         first = f", such as {_named(incomplete[0])}" if incomplete else ""
         return Verdict(claim.claim, False, f"no complete record of {len(incomplete)} of {len(needed)} cells{first}")
     cases = [
-        _case(claim, config, others, at, cells)
-        for config, others in zip(about, rivals, strict=True)
-        for at in claim.at
+        _case(claim, config, others, at, cells) for config, others in zip(about, rivals, strict=True) for at in claim.at
     ]
     failed = [case for case in cases if not case.found >= case.required]
     excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
