@@ -90,8 +90,10 @@ def contents(root: Path) -> dict[Path, str]:
     made[root / "docs" / "results-convergence.md"] = convergence_page(records)
     made[root / "docs" / "results-departures.md"] = departures_page(records)
     made[root / "README.md"] = with_summary((root / "README.md").read_text(encoding="utf-8"), records)
-    made |= {root / "docs" / f"{name}.md": with_tables(root, name) for name in RECORD_PAGES}
-    shifts = read_part(root, beyond_tables.NAME)
+    read = {record: with_verdicts(root, record) for record in {record for record, _ in RECORD_PAGES.values()}}
+    for name, (record, _) in RECORD_PAGES.items():
+        made[root / "docs" / f"{name}.md"] = with_tables(root, name, *read[record])
+    shifts, _ = read[beyond_tables.NAME]
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
         made[path] = with_results(path.read_text(encoding="utf-8"), records, shifts)
@@ -191,17 +193,23 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     return [(key, prose(CAPTIONS[key].format(record=record)), draw) for key, (there, draw) in drawn.items() if there]
 
 
-def with_tables(root: Path, name: str) -> str:
+def with_verdicts(root: Path, record: str) -> tuple[Part, list[Verdict]]:
+    """Return a record and the verdicts on the claims of its file."""
+    part = read_part(root, record)
+    claims = read_claims(root / "experiments" / f"{record}.toml") if part.all_runs else []
+    return part, check_claims(claims, part)
+
+
+def with_tables(root: Path, name: str, part: Part, verdicts: Sequence[Verdict]) -> str:
     """Return a page of RECORD_PAGES with the text between its markers made from its record."""
     record, sections = RECORD_PAGES[name]
-    part = read_part(root, record)
     missing, planned = len(part.missing()), len(part.planned())
     made = []
     if missing:
         command = f"`python -m paper {record}` makes them"
         made.append(f"**{missing} of {planned} runs of `results/{record}.jsonl` are missing**; {command}.")
     if part.all_runs:
-        made += sections(part, check_claims(read_claims(root / "experiments" / f"{record}.toml"), part))
+        made += sections(part, verdicts)
     text, inner = (root / "docs" / f"{name}.md").read_text(encoding="utf-8"), "\n\n".join(made)
     marker = re.compile(rf"(<!-- record: {record} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     return marker.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)

@@ -357,6 +357,14 @@ def rows(x: np.ndarray) -> set[bytes]:
     return {row.tobytes() for row in x}
 
 
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that is read directly and scikit-learn's own function give the same table."""
+    found = data._digits_table()
+    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    assert np.array_equal(found, data._digits_table())
+    assert found.shape == (1797, 65)
+
+
 def test_digits() -> None:
     """Digits are 1,797 normalised 8x8 images, a quarter of them for testing, and deterministic."""
     a, b = data.load("digits"), data.load("digits")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from paper import __main__ as paper_main
 
 from cli_support import SMALL, refusal, waffle
 from waffle_fl.cli.flags import RENAMED, parse, replace_old_flags
@@ -75,13 +76,16 @@ def test_parse_replaces_old_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == "note: --old is now --new\n"
 
 
-def test_the_paper_module_still_takes_anew() -> None:
+def test_the_paper_module_still_takes_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m paper` accepts --anew without `parse`, and its help lists --rerun only."""
     root = Path(__file__).parent.parent
     line = [sys.executable, "-m", "paper", "mnist", "--share", "0/1"]
     done = subprocess.run([*line, "--anew"], capture_output=True, text=True, cwd=root)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == "note: --anew is now --rerun"
-    helped = subprocess.run([*line, "--help"], capture_output=True, text=True, cwd=root).stdout
+    monkeypatch.setattr(sys, "argv", [*line[2:], "--help"])
+    with pytest.raises(SystemExit):
+        paper_main.main()
+    helped = capsys.readouterr().out
     assert "--rerun" in helped
     assert "--anew" not in helped

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paper import __main__ as paper_main
 from paper import claims, drift, momentum, page, studies
 from paper import command as paper_command
 from paper import run_missing as running
@@ -225,12 +226,14 @@ def test_shares_do_not_depend_on_progress(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])
-def test_a_share_out_of_range_is_refused(share: str, clone: Path) -> None:
+def test_a_share_out_of_range_is_refused(
+    share: str, clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A share out of range is refused with one line and exit code 2."""
-    command = [sys.executable, "-m", "paper", "tiny", f"--share={share}"]
-    found = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
-    assert found.returncode == 2
-    assert "expected --share K/N" in found.stderr
+    monkeypatch.setattr(sys, "argv", ["paper", "tiny", f"--share={share}"])
+    assert paper_main.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected --share K/N" in line
 
 
 def test_finished_runs_are_recorded_while_others_train(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

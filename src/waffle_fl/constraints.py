@@ -143,6 +143,12 @@ def check_fields(instance: Any) -> None:
 
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value has this type. An int counts as a float, a bool as neither; a float must be finite."""
+    if hint is float:
+        return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
+    if hint is int:
+        return isinstance(value, int) and type(value) is not bool
+    if type(hint) is type:
+        return isinstance(value, hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
@@ -152,10 +158,6 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, choice) for choice in arguments)
     if origin is collections.abc.Callable:
         return callable(value)
-    if hint is float:
-        return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
-    if hint is int:
-        return isinstance(value, int) and type(value) is not bool
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
 

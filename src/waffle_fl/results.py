@@ -310,7 +310,7 @@ def with_variants(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     named = []
     for run in runs:
         row, method = row_of(run.config), run.config.method
-        given, defaults = run.config.to_json(), _defaults(method)
+        given, defaults = run.config.contents, _defaults(method)
         varying = {("settings", name) for name in settings[(row,)]} | {
             ("options", name) for name in options[row, method]
         }
@@ -331,7 +331,7 @@ def remarks(runs: Sequence[FinishedRun]) -> list[str]:
     named = dict.fromkeys(name for names in (*within.values(), *options.values()) for name in names)
     at_default: dict[str, dict[str, None]] = {}
     for run in runs:
-        given, defaults = run.config.to_json(), _defaults(run.config.method)
+        given, defaults = run.config.contents, _defaults(run.config.method)
         for part, names in (
             ("settings", within[row_of(run.config),]),
             ("options", options[row_of(run.config), run.config.method]),
@@ -365,7 +365,7 @@ def _varying(
     first: dict[tuple[str, ...], dict[str, Any]] = {}
     found: dict[tuple[str, ...], dict[str, None]] = {}
     for run in runs:
-        content = run.config.to_json()[part]
+        content = run.config.contents[part]
         known = first.setdefault(key(run), content)
         differing = (name for name in content if name not in ROW_SETTINGS and content[name] != known.get(name))
         found.setdefault(key(run), {}).update(dict.fromkeys(differing))
@@ -383,7 +383,7 @@ def check_alike(runs: Sequence[FinishedRun], ignoring: tuple[str, ...]) -> list[
     """Return the runs after checking that they differ only in method and in the settings `ignoring`."""
     known: dict[Any, tuple[dict[str, Any], FinishedRun]] = {}
     for run in runs:
-        config = run.config.to_json()
+        config = run.config.contents
         shared = {k: v for k, v in config["settings"].items() if k not in ignoring}
         for key, content in (("settings", shared), ((run.row, run.config.method), config["options"])):
             first, other = known.setdefault(key, (content, run))

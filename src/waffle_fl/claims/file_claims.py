@@ -81,12 +81,17 @@ def check_claims(claims: Sequence[Claim], part: Part) -> list[Verdict]:
 
 def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
     about = [config for config in planned if matches(config, claim.of)]
-    needed = {unseeded(other): other for config in about for other in (config, *_rivals(claim, config, planned))}
+    rivals = [_rivals(claim, config, planned) for config in about]
+    needed = {
+        unseeded(other): other for config, others in zip(about, rivals, strict=True) for other in (config, *others)
+    }
     incomplete = [config for key, config in needed.items() if key not in cells]
     if incomplete or not about:
         first = f", such as {_named(incomplete[0])}" if incomplete else ""
         return Verdict(claim.claim, False, f"no complete record of {len(incomplete)} of {len(needed)} cells{first}")
-    cases = [_case(claim, config, at, planned, cells) for config in about for at in claim.at]
+    cases = [
+        _case(claim, config, others, at, cells) for config, others in zip(about, rivals, strict=True) for at in claim.at
+    ]
     failed = [case for case in cases if not case.found >= case.required]
     excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
     needless = [e for e in claim.exceptions if not any(e is used for used in excused.values())]
@@ -103,12 +108,12 @@ def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Seq
 def _case(
     claim: Claim,
     config: RunConfig,
+    others: Sequence[RunConfig],
     at: float | str,
-    planned: Sequence[RunConfig],
     cells: Mapping[str, Sequence[FinishedRun]],
 ) -> Case:
     found = 100 * mean(accuracies(cells[unseeded(config)], at))
-    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in _rivals(claim, config, planned)]
+    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in others]
     best = max(rivals, key=mean)
     required = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
     return Case(config, at, found, required)
@@ -126,12 +131,13 @@ def _rivals(claim: Claim, config: RunConfig, planned: Sequence[RunConfig]) -> li
         if unseeded(other) == unseeded(config):
             raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
         return [other]
-    return [other for other in planned if other.settings == replace(config.settings, seed=other.settings.seed)]
+    same = {seed: replace(config.settings, seed=seed) for seed in {other.settings.seed for other in planned}}
+    return [other for other in planned if other.settings == same[other.settings.seed]]
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the config with these settings or options changed."""
-    content = config.to_json()
+    content = config.contents
     known = {**content["settings"], **content["options"]}
     for key in values:
         if key not in known:
@@ -142,7 +148,7 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
     """Return whether a config has these settings and options. A list gives alternatives."""
-    content = config.to_json()
+    content = config.contents
     known = {**content["options"], **content["settings"], "method": config.method}
     required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
     return all(key in known and known[key] in choice for key, choice in required.items())

@@ -68,12 +68,13 @@ def read_part(root: Path, name: str) -> Part:
 
 def identity(config: RunConfig) -> str:
     """Return the whole config as text."""
-    return json.dumps(config.to_json())
+    return json.dumps(config.contents)
 
 
 def unseeded(config: RunConfig) -> str:
     """Return the config without its seed as text: equal for all runs of one cell."""
-    return identity(replace(config, settings=replace(config.settings, seed=0)))
+    content = config.contents
+    return json.dumps({**content, "settings": {**content["settings"], "seed": 0}})
 
 
 def record_of(root: Path, name: str) -> Path:

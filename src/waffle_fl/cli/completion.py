@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TypeAlias
 
 from waffle_fl.cli.menu import COMMANDS, Command
@@ -27,6 +28,7 @@ def completion(arguments: Sequence[str]) -> int:
     return 0
 
 
+@cache
 def tree() -> Tree:
     """Return all commands, with their methods or subcommands and the flags that their help lists."""
     from waffle_fl.algorithms import ALGORITHMS

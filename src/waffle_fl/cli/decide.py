@@ -18,7 +18,6 @@ from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.distances import Distances, distances
-from waffle_fl.decision.page import write_page
 from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
@@ -99,6 +98,8 @@ def write_decision(
     warn: Warn | None = None,
 ) -> Decision:
     """Write the decision page of these runs, with the distances stored in `source`, and return the decision."""
+    from waffle_fl.decision.page import write_page  # imports Altair, which takes seconds
+
     found = read_json(source / DISTANCES)
     decision = decide(runs, Distances.from_json(found) if found else None, metric, force, warn)
     with writable(out):

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,6 +205,11 @@ class RunConfig:
             "settings": dataclasses.asdict(self.settings),
             "options": options,
         }
+
+    @cached_property
+    def contents(self) -> Mapping[str, Any]:
+        """The dictionary of `to_json`, computed once and shared: not to be changed."""
+        return self.to_json()
 
     @classmethod
     def from_json(cls, content: Any) -> RunConfig:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,15 +95,29 @@ def normalisation_of(name: str) -> Normalisation | None:
 
 
 def _digits() -> Dataset:
-    from sklearn.datasets import load_digits
-
-    bunch: Any = load_digits()
+    table = _digits_table()
     divisor, (mean,), (std,) = DIGITS
-    x = ((bunch.images / divisor - mean) / std).astype(np.float32)[:, None]
-    y = bunch.target.astype(np.int64)
+    x = ((table[:, :-1].reshape(-1, 1, 8, 8) / divisor - mean) / std).astype(np.float32)
+    y = table[:, -1].astype(np.int64)
     test = np.arange(len(y)) % 4 == 3
     origin = "UCI optical digits, 1,797 images of 8x8 pixels, embedded in scikit-learn"
     return Dataset("digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), origin, verified=True)
+
+
+def _digits_table() -> NDArray[np.float64]:
+    """Return scikit-learn's digits, one row per image: 64 pixels and the label.
+
+    Importing scikit-learn takes seconds, so its file is read directly where it is found.
+    """
+    package = find_spec("sklearn")
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder, "datasets", "data", "digits.csv.gz")
+        if path.is_file():
+            return np.loadtxt(path, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    bunch: Any = load_digits()
+    return np.column_stack([bunch.data, bunch.target])
 
 
 def _synthetic() -> Dataset:

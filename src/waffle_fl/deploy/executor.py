@@ -27,7 +27,7 @@ from waffle_fl.errors import WaffleError
 log = logging.getLogger("waffle_fl")
 POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two polls for a task; the pause grows while none arrives
 ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets")  # needed by the first gradient and by the digits data
+SLOW_IMPORTS = ("torch._dynamo",)  # needed by the traces of gradients
 APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # process name while an app runs
 
 

@@ -52,7 +52,10 @@ def _needed(parameters: Mapping[str, inspect.Parameter]) -> str:
 def built(factory: Factory, seed: int) -> nn.Module:
     """Build a module whose random weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # torch.manual_seed would keep a stack trace per call for each missing accelerator
+            torch.default_generator.manual_seed(seed)
         module = factory()
     if not isinstance(module, nn.Module):
         raise WaffleError(f"expected a function that returns a torch.nn.Module, got {_described(module)} from it")

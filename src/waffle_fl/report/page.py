@@ -9,19 +9,20 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import vl_convert
-
 from waffle_fl import __version__
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.errors import writable
 from waffle_fl.experiment.factories import model_name
-from waffle_fl.report.charts import charts_of
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
 from waffle_fl.results import PROTOCOLS, FinishedRun, measure_of_runs, remarks, with_variants
 
 
 def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: bool = True) -> Path:
     """Write the page, the tables, and the charts as PNG and PDF into the folder; return the page."""
+    import vl_convert
+
+    from waffle_fl.report.charts import charts_of  # Altair takes seconds to import
+
     runs = with_variants(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -78,6 +79,8 @@ def script_json(content: Any) -> str:
 
 def bundle() -> str:
     """Return the JavaScript that draws charts in a browser, for inclusion in a page."""
+    import vl_convert
+
     return str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")  # type: ignore[call-arg]
 
 

@@ -10,14 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import altair as alt
-import vl_convert
-
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.config import SCHEMA, RunConfig, Settings, option_types
 from waffle_fl.errors import writable
 from waffle_fl.records import read_json
-from waffle_fl.report.charts import HEIGHT, WIDTH, styled
 from waffle_fl.tuning.search import DEFAULT, SearchResult, Trial
 from waffle_fl.tuning.space import SETTINGS
 
@@ -27,6 +23,8 @@ COLORS = {"finished": "#4c78a8", "pruned": "#bab0ac", "diverged": "#e4a11b", "be
 
 def write(result: SearchResult, space: Mapping[str, Any], out: Path) -> None:
     """Write best.toml, trials.jsonl and the chart into the folder of the search."""
+    import vl_convert
+
     with writable(out):
         write_atomically(out / BEST, experiment_file(result.best.config).encode())
         lines = (json.dumps(entry, separators=(",", ":")) for entry in record(result, space))
@@ -96,6 +94,10 @@ def command(config: RunConfig) -> str:
 
 def chart(result: SearchResult) -> Any:
     """Return a chart of every trial's validation score, the best so far, and the default as a dashed line."""
+    import altair as alt  # takes seconds
+
+    from waffle_fl.report.charts import HEIGHT, WIDTH, styled
+
     measure, best, values, line = result.measure, result.default, [], []
     for trial in result.trials:
         if trial.state == "finished" and (trial.score or -1e300) > (best.score or -1e300):
