@@ -98,17 +98,20 @@ def caution(view: View, decision: Decision) -> list[str]:
 
 
 def partners(view: View, decision: Decision) -> str:
-    """Return which partners help and which hurt, measured by leaving out each in turn."""
-    ranked = sorted(view.partners.items(), key=lambda item: -item[1].value)
+    """Return which partners help and which hurt, measured on held-out training rows."""
+    if view.advice is None:
+        return ""
+    ranked = sorted(view.advice.contributions.items(), key=lambda item: -item[1].value)
     clear = {sign: [name for name, found in ranked if found.sign == sign] for sign in (1, -1)}
     parts = [f"{listed(clear[1])} clearly help{'s' if len(clear[1]) == 1 else ''} {view.name}"] if clear[1] else []
     parts += [f"{listed(clear[-1])} clearly hurt{'s' if len(clear[-1]) == 1 else ''} it"] if clear[-1] else []
     if parts:
-        return f"{'; '.join(parts)}, measured by training without each of them."
+        return f"{'; '.join(parts)}."
     name, found = ranked[0]
+    metric = decision.partners.metric if decision.partners else decision.metric
     return (
         f"No single partner makes a clear difference to {view.name}. The most helpful is {name}: "
-        f"{difference(found, decision.metric)}."
+        f"{difference(found, metric)}."
     )
 
 
