@@ -1,9 +1,9 @@
 """Compare rules that choose an agent's partners: python -m benchmarks.partners tune > results/partner-rules.jsonl
 
 `tune` draws the federations on which the rule was chosen, `confirm` new ones (append it with >>). In each the right
-partners of every agent are known. A rule sees the cross-validated scores of all coalitions, computed from the training
-rows alone. The true value of a coalition is the accuracy of the same training on 4,000 new rows of the agent. The regret
-of a rule is the value of the best coalition minus that of the chosen one.
+partners of every agent are known. A rule sees the cross-validated scores of all coalitions, computed from training rows
+alone. The true value of a coalition is the accuracy of the same training on 4,000 new rows of the agent. The regret of
+a rule is the value of the best coalition minus that of the chosen one.
 
 allies      four agents with one concept
 enemy       three with one concept, one with flipped labels
@@ -114,11 +114,6 @@ class Evidence(NamedTuple):
         return [Coalition([self.alice, *ranked[:k]]) for k in range(len(ranked) + 1)]
 
 
-def error(found: Interval) -> float:
-    """Return the standard error of a value from its 95 % interval."""
-    return (found.high - found.low) / 3.92
-
-
 def best(seen: Evidence, among: Sequence[Coalition], larger: bool = False) -> Coalition:
     return max(among, key=lambda c: (round(seen.values[c], 9), len(c) if larger else -len(c)))
 
@@ -128,7 +123,7 @@ def within(seen: Evidence, among: Sequence[Coalition], errors: float) -> list[Co
     near = [top]
     for coalition in (c for c in among if c != top):
         lead = seen.difference(top, coalition)
-        near += [coalition] if lead.value <= errors * error(lead) else []
+        near += [coalition] if lead.value <= errors * lead.standard_error else []
     return near
 
 
@@ -137,12 +132,12 @@ def unless(seen: Evidence, chosen: Coalition, errors: float) -> Coalition:
     if chosen == seen.alone:
         return chosen
     lead = seen.difference(chosen, seen.alone)
-    return chosen if lead.value > errors * error(lead) else seen.alone
+    return chosen if lead.value > errors * lead.standard_error else seen.alone
 
 
 def positive(seen: Evidence, errors: float) -> Coalition:
     """Keep the partners whose Shapley value exceeds `errors` standard errors."""
-    kept = [p for p, value in seen.shapley.items() if value.value > errors * error(value)]
+    kept = [p for p, value in seen.shapley.items() if value.value > errors * value.standard_error]
     return Coalition([seen.alice, *kept])
 
 

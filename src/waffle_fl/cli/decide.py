@@ -21,9 +21,9 @@ from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.distances import Distances, distances
 from waffle_fl.decision.page import write_page
-from waffle_fl.decision.partners import PartnerOption
+from waffle_fl.decision.partners import SHARED, PartnerOption
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
-from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
+from waffle_fl.decision.study import ALONE, DEFAULT, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
 from waffle_fl.experiment.planning import moved_to
@@ -47,7 +47,7 @@ class DecisionFlags:
     leaving out each. auto: Shapley values of tables with up to 8 agents, leave-one-out for more, none if training
     takes long, such as on more than 2,000 images."""
     options: tuple[str, ...] = ()
-    """Hyperparameters as METHOD.NAME=VALUE, such as ditto.mu=0.5, or a .toml file with one table per method."""
+    """Hyperparameters as METHOD.NAME=VALUE, such as ditto.lam=0.5, or a .toml file with one table per method."""
     metric: Literal["auto", "accuracy", "balanced_accuracy", "auc", "rmse"] = "auto"
     """Metric to compare by. auto is accuracy for classes and rmse for numbers."""
     out: str = ""
@@ -78,7 +78,7 @@ def decide_command(arguments: Sequence[str]) -> int:
     methods = tuple(dict.fromkeys((*flags.methods, *((SHARED,) if flags.partners != "none" else ()))))
     options = read_options(flags.options, (ALONE, *methods))
     configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in flags.seeds]
-    options = {config.method: config.options for config in configs if config.options}
+    options = {config.method: dict(config.options) for config in configs if config.options}
     s = configs[0].settings
     out = Path(flags.out or Path("runs") / f"{s.data_name}-decision")
     check_name(out.name)
@@ -89,9 +89,7 @@ def decide_command(arguments: Sequence[str]) -> int:
         runs = moved_to(runs, default, out)
     with live(args.output) as listener:
         execute(runs, args.runtime, listener)
-    groups = measure_partners(
-        flags.partners, s, runs, flags.seeds, options, metric, args.runtime, out, args.output
-    )
+    groups = measure_partners(flags.partners, s, runs, flags.seeds, options, metric, args.runtime, out, args.output)
     groups = [run for run in groups if run not in runs]
     if groups:
         with live(args.output) as listener:
@@ -118,9 +116,7 @@ def write_decision(
 ) -> Decision:
     """Write the decision page of these runs, with the distances stored in `source`, and return the decision."""
     found = read_json(source / DISTANCES)
-    decision = decide(
-        runs, Distances.from_json(found) if found else None, metric, force, warn, read_study(source)
-    )
+    decision = decide(runs, Distances.from_json(found) if found else None, metric, force, warn, read_study(source))
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)
@@ -149,7 +145,7 @@ def sentences(decision: Decision) -> list[str]:
     else:
         (view,) = decision.views
         lines = [verdict_text.verdict(view, decision.method, decision.metric), *verdict_text.caution(view, decision)]
-    return [*lines, *decision.not_assessed, *recommendations(decision)]
+    return [*filter(None, lines), *decision.not_assessed, *recommendations(decision)]
 
 
 def _print_decision(decision: Decision, page: Path, output: Output) -> None:

@@ -1,4 +1,4 @@
-"""Hyperparameters of several methods on one command line: `--options waffle.clip=1 ditto.mu=0.5 options.toml`."""
+"""Hyperparameters of several methods on one command line: `--options waffle.clip=1 ditto.lam=0.5 options.toml`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def read_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, dict
     unknown = next((method for method in found if method not in methods), None)
     if unknown:
         raise WaffleError(f"options: {unknown} is not among the methods ({', '.join(methods)})")
-    return {
-        method: {name: _typed(value, name) for name, value in options.items()} for method, options in found.items()
-    }
+    return {method: {name: _typed(value, name) for name, value in options.items()} for method, options in found.items()}
 
 
 def _typed(value: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The part of `waffle decide` that measures partners: the study, its record, and the runs of each agent's best group."""
+"""The part of `waffle decide` that measures partners: the study, its record, and the runs of the best groups."""
 
 from __future__ import annotations
 

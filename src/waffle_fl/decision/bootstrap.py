@@ -48,6 +48,11 @@ class Interval(NamedTuple):
         """1 or -1 when the whole interval lies on one side of 0, else 0."""
         return int(self.low > 0) - int(self.high < 0)
 
+    @property
+    def standard_error(self) -> float:
+        """The standard error of a normal distribution with this interval."""
+        return (self.high - self.low) / (2 * NORMAL)
+
 
 class Hint(Interval):
     """An interval from too few samples for a verdict."""
@@ -121,11 +126,13 @@ def contrasts(
     coefficients: Sequence[Sequence[float]],
     target: Target,
     errors: Sequence[float] = (),
+    training: bool = True,
 ) -> list[Interval]:
     """Return sums over methods of a coefficient times the metric, each with its interval; above 0 is better.
 
-    `methods` have the same seeds. `coefficients` has one row per sum, whose positive part adds up to at most 1. `errors`
-    are further standard errors, one per sum, which widen the intervals.
+    `methods` have the same seeds. `coefficients` has one row per sum; its positive part adds up to at most 1. `errors`
+    are further standard errors, one per sum, which widen the intervals. Without `training`, the intervals cover the
+    samples only.
     """
     sign, most = -1.0 if better_if_lower(metric) else 1.0, _most(metric)
     table = sign * np.asarray(coefficients, dtype=np.float64)
@@ -137,7 +144,7 @@ def contrasts(
         draws = list(table @ np.array(_drawn(metric, methods, target)))
     found = []
     for k, row in enumerate(table):
-        draw = draws[k] + _training([*(row @ singles)])
+        draw = draws[k] + _training([*(row @ singles)]) if training else draws[k]
         if errors:
             draw = draw + errors[k] * generator(0, "contrast", k).standard_normal(RESAMPLES)
         one = _interval(float(row @ singles.mean(axis=1)), np.clip(draw, -most, most))
@@ -149,7 +156,7 @@ def contrasts(
 def share_above_zero(gains: Sequence[Interval]) -> Interval:
     """Return the share of gains above 0. The interval covers the uncertainty of each gain, taken as independent."""
     values = np.array([found.value for found in gains])
-    errors = np.array([(found.high - found.low) / (2 * NORMAL) for found in gains])
+    errors = np.array([found.standard_error for found in gains])
     draws = values + errors * generator(0, "share").standard_normal((RESAMPLES, len(gains)))
     return _interval(float((values > 0).mean()), (draws > 0).mean(axis=1))
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from waffle_fl.config import RunConfig, Settings
@@ -69,7 +70,7 @@ def able_agents(federation: Federation) -> list[int]:
     return [i for i in range(federation.agents) if len(rows_of(federation, i)) >= FOLDS]
 
 
-def folds_of(federation: Federation, agent: int, seed: int) -> Array:
+def folds_of(federation: Federation, agent: int, seed: int) -> NDArray[np.int64]:
     """Return the fold of each row of an agent. The classes are spread evenly over the folds."""
     rows = rows_of(federation, agent)
     order = generator(seed, "folds", federation.ids[agent]).permutation(len(rows))
@@ -113,7 +114,9 @@ def cross_validate(
     for stack in _stacks(trainings):
         specs = [_spec(plan, federation, kept[seed, k], settings, seed, options) for plan, seed, k in stack]
         for (plan, seed, k), spec, last in zip(stack, *_trained(specs, model, settings, runtime), strict=True):
-            for agent in plan.served if last and not last.error else ():
+            if last is None or last.error:
+                continue
+            for agent in plan.served:
                 held = folds[agent, seed] == k
                 part = rows[agent][torch.from_numpy(held)]
                 found[plan, agent][seed][held] = _predicted(spec, last, model, federation, agent, part)

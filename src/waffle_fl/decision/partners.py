@@ -12,7 +12,16 @@ from typing import Any, Literal, TypeAlias
 from waffle_fl.attacks import NONE
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import shapley
-from waffle_fl.decision.bootstrap import Hint, Interval, Metric, better_if_lower, contrasts, figures, metrics_of
+from waffle_fl.decision.bootstrap import (
+    Hint,
+    Interval,
+    Metric,
+    Seeds,
+    Target,
+    contrasts,
+    figures,
+    metrics_of,
+)
 from waffle_fl.decision.coalitions import (
     FOLDS,
     CrossValidation,
@@ -35,6 +44,7 @@ EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
 PAIRS = 8  # pairs of orders of the sampled Shapley value
 IMAGES = 2000  # samples of images or signals in all, above which `auto` measures nothing
 STEPS = 4_000_000  # mini-batch steps, above which `auto` measures less: about three minutes on two cores
+MARGIN = 0.5  # standard errors of a lead that counts
 TRAININGS = 1200  # more trainings than this use one seed
 
 
@@ -46,7 +56,7 @@ class Advice:
     sampling_errors: dict[str, float]  # partner -> standard error of the sampling of orders; empty if not sampled
     method: str  # of the best group
     partners: tuple[str, ...]  # of the best group
-    join: bool  # whether the best group's held-out score exceeds that of training alone
+    join: bool  # whether the best group is recommended over training alone
     alone: float  # held-out score of training alone
     joined: float  # held-out score of the best group
 
@@ -134,8 +144,8 @@ def study_partners(
 ) -> PartnerStudy:
     """Return the contribution of each partner to each agent, and the group that each agent should train with.
 
-    Groups train with FedAvg. The headline method `method` with all agents is a further candidate. Only rows that are not
-    test rows are used."""
+    Groups train with FedAvg. The headline method `method` with all agents is a further candidate. Test rows are not
+    used."""
     agents = able_agents(federation)
     chosen = [i for i in alices if i in agents]
     plans = _plans(measurement, method, chosen, agents)
@@ -150,20 +160,17 @@ def study_partners(
         held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime))
     advice = {}
     for i in chosen:
-        alone = Plan(SHARED, Coalition([i]))
-        plans_of_agent = [Plan(SHARED, groups[i]), *_whole(method, i, agents)]
-        scores = {plan: _score(held, plan, i, decided) for plan in (alone, *plans_of_agent)}
-        sign = -1 if better_if_lower(decided) else 1
-        best = max(plans_of_agent, key=lambda plan: sign * scores[plan])
+        alone, group = Plan(SHARED, Coalition([i])), Plan(SHARED, groups[i])
+        best, join = _choice(held, i, decided, alone, group, _whole(method, i, agents))
         contributions, errors = found[i]
         advice[federation.names[i]] = Advice(
             {federation.names[j]: interval for j, interval in contributions.items()},
             {federation.names[j]: error for j, error in errors.items()},
             best.method,
             tuple(federation.names[j] for j in sorted(best.members - {i})),
-            sign * scores[best] > sign * scores[alone],
-            scores[alone],
-            scores[best],
+            join,
+            _score(held, alone, i, decided),
+            _score(held, best, i, decided),
         )
     excluded = tuple(name for i, name in enumerate(federation.names) if i not in agents)
     return PartnerStudy(measurement, decided, len(used), held.trainings, advice, excluded)
@@ -182,7 +189,8 @@ def key_of(
     """Return a hash of everything that a study depends on."""
     neutral = replace(settings, alice="0", seed=0, leave_out=())
     configs = [
-        RunConfig(method=m, settings=neutral, options=options.get(m, {})).to_json() for m in dict.fromkeys((SHARED, method))
+        RunConfig(method=m, settings=neutral, options=options.get(m, {})).to_json()
+        for m in dict.fromkeys((SHARED, method))
     ]
     parts = [measurement, federation.digest(), configs, sorted(alices), list(seeds), metric, RESULTS_VERSION]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -194,6 +202,30 @@ def group_of(alice: int, contributions: Mapping[int, Interval]) -> Coalition:
     benchmarks/partners.py compares this rule with others."""
     helpful = [partner for partner, found in contributions.items() if found.value > 0]
     return Coalition([alice, *(helpful or [max(contributions, key=lambda partner: contributions[partner].value)])])
+
+
+def leads(metric: Metric, ours: Seeds, theirs: Seeds, target: Target, errors: float) -> bool:
+    """Return whether `ours` scores higher on held-out rows by more than this many standard errors of the rows."""
+    (lead,) = contrasts(metric, [ours, theirs], [[1.0, -1.0]], target, training=False)
+    return lead.value > errors * lead.standard_error
+
+
+def _choice(
+    held: CrossValidation, alice: int, metric: Metric, alone: Plan, group: Plan, whole: Sequence[Plan]
+) -> tuple[Plan, bool]:
+    """Return the best plan with partners, and whether Alice should follow it.
+
+    The group is followed unless training alone leads by MARGIN: its partners help on average over all coalitions. The
+    headline method with all agents is followed if it leads both by MARGIN."""
+
+    def ahead(one: Plan, other: Plan, errors: float) -> bool:
+        ours, theirs = held.outputs[one, alice], held.outputs[other, alice]
+        return leads(metric, ours, theirs, held.target[alice], errors)
+
+    for plan in whole:
+        if ahead(plan, alone, MARGIN) and ahead(plan, group, MARGIN):
+            return plan, True
+    return group, ahead(group, alone, -MARGIN)
 
 
 def _whole(method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
@@ -263,5 +295,11 @@ def _read_advice(one: Mapping[str, Any]) -> Advice:
     errors = {str(name): float(error) for name, error in one["sampling_errors"].items()}
     partners = tuple(map(str, one["partners"]))
     return Advice(
-        contributions, errors, str(one["method"]), partners, bool(one["join"]), float(one["alone"]), float(one["joined"])
+        contributions,
+        errors,
+        str(one["method"]),
+        partners,
+        bool(one["join"]),
+        float(one["alone"]),
+        float(one["joined"]),
     )

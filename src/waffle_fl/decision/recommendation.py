@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from waffle_fl.algorithms import title_of
 from waffle_fl.decision.bootstrap import Hint, Interval, share_above_zero
 from waffle_fl.decision.partners import SHARED, Advice, PartnerStudy
 from waffle_fl.decision.study import Decision, View, gainers
-from waffle_fl.decision.verdict_text import difference, listed, number
+from waffle_fl.decision.verdict_text import difference, listed
 
 MEASURES = {
     "shapley": "the exact Shapley value",
@@ -49,19 +50,19 @@ def recommend(view: View, decision: Decision) -> Recommendation | None:
     if not advice.join:
         group = _group(view, decision)
         if found is None:
-            return Recommendation("stay alone", f"No group was better on its held-out training rows than {group}.", -1)
-        text = f"The best group found, {title} with {group}: {difference(found, decision.metric)} on its test samples."
+            return Recommendation("stay alone", "No group was better than training alone on its held-out rows.", -1)
+        text = f"Expected change in the best group found, {title} with {group}: {difference(found, decision.metric)}."
         return Recommendation("stay alone", text, -1)
     if found is None:
         return Recommendation(action(view, decision), f"No run of {title} with this group finished.", 0)
-    text = f"Expected gain with {title}: {difference(found, decision.metric)}"
+    text = f"Expected gain with {title}: {difference(found, decision.metric)}."
     if isinstance(found, Hint):
-        text += ", from too few test samples to be clear"
+        text += " It has too few test samples for a clear result."
     elif found.sign == 0:
-        text += ", no clear difference"
+        text += " The difference is not clear."
     elif found.sign < 0:
-        text += ": the test samples contradict the choice, so do not join before more data confirm it"
-    return Recommendation(action(view, decision), f"{text}.", max(0, found.sign))
+        text += " The test samples contradict the choice: confirm it on new data before joining."
+    return Recommendation(action(view, decision), text, max(0, found.sign))
 
 
 def recommendations(decision: Decision) -> list[str]:
@@ -70,29 +71,40 @@ def recommendations(decision: Decision) -> list[str]:
     return [f"{name}: {one.action}. {one.reason}" for name, one in found if one]
 
 
-def share_that_gains(decision: Decision, method: str) -> Interval:
-    """Return the share of agents that score better with the method than alone.
+def share_that_gains(gains: Sequence[Interval]) -> Interval | None:
+    """Return the share of agents that score better than alone; None without agents.
 
     This is FedCollab's IPR, the incentivised participation rate. A tie is no gain."""
-    return share_above_zero([gain for _, gain in gainers(decision.views, method, decision.metric)])
+    return share_above_zero(gains) if gains else None
 
 
 def share_text(decision: Decision, method: str) -> str:
-    """Return how many agents gain, with the interval of their number."""
-    agents, found = len(gainers(decision.views, method, decision.metric)), share_that_gains(decision, method)
-    better, low, high = (round(agents * value) for value in found)
+    """Return how many agents gain, with the interval of their number; empty if no run finished."""
+    gains = [gain for _, gain in gainers(decision.views, method, decision.metric)]
+    found = share_that_gains(gains)
+    if found is None:
+        return ""
+    better, low, high = (round(len(gains) * value) for value in found)
     return (
-        f"{better} of {agents} agents score higher with {title_of(method)} than alone "
-        f"({number(found.value, 'accuracy')}; 95 % interval {low} to {high} agents)."
+        f"{better} of {len(gains)} agents score better with {title_of(method)} than alone "
+        f"(95 % interval {low} to {high})."
     )
+
+
+def excluded(study: PartnerStudy) -> list[str]:
+    """Return a sentence on the agents that have too few rows to be measured."""
+    if not study.excluded:
+        return []
+    return [f"Too few training rows to be measured: {listed(study.excluded)}."]
 
 
 def measured_by(study: PartnerStudy) -> str:
     """Return how the contributions were measured."""
     seeds = "one seed" if study.seeds == 1 else f"{study.seeds} seeds"
     return (
-        f"The contribution of a partner is {MEASURES[study.measurement]}: how much it changes the score of FedAvg models "
-        f"on training rows that were held out ({study.trainings:,} trainings, {seeds}). Test samples were not used."
+        f"Each group was chosen by its partners' contributions ({MEASURES[study.measurement]}) to the score of FedAvg "
+        f"models on held-out training rows: {study.trainings:,} trainings, {seeds}. The gain was then measured on test "
+        "samples, which the choice did not use."
     )
 
 

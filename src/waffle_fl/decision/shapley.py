@@ -99,5 +99,3 @@ def sampling_errors(per_pair: Sequence[Contributions], values: Mapping[Coalition
         return dict.fromkeys(per_pair[0], float("inf"))
     found = {partner: [evaluate(one[partner], values) for one in per_pair] for partner in per_pair[0]}
     return {partner: stdev(singles) / sqrt(len(singles)) for partner, singles in found.items()}
-
-

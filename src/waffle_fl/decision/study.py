@@ -233,9 +233,7 @@ def _alice(run: FinishedRun) -> str:
     return str(run.provenance["agents"][run.provenance["alice"]])
 
 
-def _group_runs(
-    runs: Sequence[FinishedRun], name: str, names: Sequence[str], advice: Advice
-) -> list[FinishedRun]:
+def _group_runs(runs: Sequence[FinishedRun], name: str, names: Sequence[str], advice: Advice) -> list[FinishedRun]:
     """Return the runs of an agent's best group."""
     absent = {other for other in names if other not in (name, *advice.partners)}
     return [

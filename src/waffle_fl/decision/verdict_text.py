@@ -11,6 +11,7 @@ from waffle_fl.decision.distances import Distances
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over
 
 SMALL = 100
+TINY = 20  # test samples below which an agent is not the least favourable one
 METRIC_TITLES: dict[Metric, str] = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced accuracy",
@@ -147,6 +148,8 @@ def federation_summary(decision: Decision, method: str) -> list[str]:
     sentences = [f"With {title_of(method)}, {summary}."]
     if down:
         sentences.append(f"Clearly worse by joining: {listed(down)}.")
+    tiny = [view.name for view, _ in found if view.tests < TINY]
+    found = [(view, gain) for view, gain in found if view.tests >= TINY]
     if len(found) > 1:
         worst, gain = found[-1]
         sentences.append(f"The least favourable change is that of {worst.name}: {difference(gain, metric)}.")
@@ -158,6 +161,8 @@ def federation_summary(decision: Decision, method: str) -> list[str]:
             f"The standard deviation of the {METRIC_TITLES[metric]} between agents is {scale * after:.3g}{unit}, "
             f"and {scale * before:.3g}{unit} when each trains alone."
         )
+        if tiny:
+            sentences.append(f"Not compared here, with fewer than {TINY} test samples: {listed(tiny)}.")
     return sentences
 
 
