@@ -118,7 +118,7 @@ def _chart(lines: Sequence[Line], metric: Metric, reference: float, title: str, 
     axis = axis_of([line.found for line in lines], reference)
     scale = 100 if in_percent(metric) else 1
     shown = Axis(scale * axis.low, scale * axis.high)
-    ticks = "".join(f'<i style="left:{shown.place(tick):.2f}%"><b>{_tick(tick)}</b></i>' for tick in ticks_of(shown))
+    ticks = "".join(f'<i style="left:{shown.place(tick):.2f}%"><u>{_tick(tick)}</u></i>' for tick in ticks_of(shown))
     rows = "".join(_row(line, axis, reference) for line in lines)
     cut = any(line.found.low < axis.low or line.found.high > axis.high for line in lines)
     note = " An arrow marks an interval that continues beyond the axis." if cut else ""
