@@ -12,13 +12,17 @@ clusters    three with one concept, two with another
 mixed       three with one concept, one with flipped labels, one with random labels
 near        four concepts at 30 degrees from a common one
 
+`python -m benchmarks.partners speed > results/partner-speed.jsonl` measures the time of a study.
+
 The agents have 30, 60 and 120 rows, ten features and 10 % label noise. One seed, four folds, 40 rounds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -31,6 +35,7 @@ from waffle_fl import SGD, FedAvg, Federation, RunSpec, simulate
 from waffle_fl.config import Settings
 from waffle_fl.decision.bootstrap import Interval, contrasts, figures
 from waffle_fl.decision.coalitions import Plan, cross_validate
+from waffle_fl.decision.partners import study_partners
 from waffle_fl.decision.shapley import Coalition, coalitions_of, exact
 from waffle_fl.engines.run_spec import own_net
 from waffle_fl.experiment import Runtime, model_of
@@ -193,8 +198,30 @@ def measured(kind: str, draw: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def speed() -> Iterator[dict[str, Any]]:
+    """Yield the seconds of a study with the default settings: agents with 200 rows and 13 features."""
+    settings = Settings(data="tables")
+    for agents in (4, 8):
+        rng = np.random.default_rng(agents)
+        effect = rng.normal(size=13)
+        tables = {}
+        for i in range(agents):
+            x = rng.normal(size=(200, 13)).astype(np.float32)
+            tables[f"site {i}"] = (x, (x @ effect + rng.normal(size=200) > 0).astype(np.int64))
+        federation = Federation.from_arrays(tables)
+        began, used = time.perf_counter(), sum(os.times()[:4])
+        found = study_partners("shapley", federation, settings, "waffle", range(agents), (1, 2, 3), {}, Runtime())
+        seconds = round(time.perf_counter() - began, 1)
+        line = {"agents": agents, "trainings": found.trainings, "seeds": found.seeds, "seconds": seconds}
+        yield {**line, "cpu_seconds": round(sum(os.times()[:4]) - used, 1), "load": round(os.getloadavg()[0], 1)}
+
+
 def main(which: str) -> None:
-    """Print a line per agent of every federation."""
+    """Print a line per agent of every federation, or per number of agents for the speed."""
+    if which == "speed":
+        for line in speed():
+            print(json.dumps({**line, "cores": os.cpu_count()}), flush=True)
+        return
     for draw in DRAWS[which]:
         for kind in KINDS:
             for line in measured(kind, draw):

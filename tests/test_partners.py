@@ -406,3 +406,19 @@ def test_decide_takes_options(planted: Path, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "lam" in refused.err
     assert not (tmp_path / "e").exists()
+
+
+def test_the_table_of_rules_matches_its_record() -> None:
+    """The means in docs/decision.md are those of results/partner-rules.jsonl."""
+    root = Path(__file__).parent.parent
+    record = [json.loads(line) for line in (root / "results" / "partner-rules.jsonl").read_text().splitlines()]
+    text = (root / "docs" / "decision.md").read_text()
+    names = {
+        "| best coalition |": "best coalition",
+        "half a standard error** |": "Shapley value > 0, if not worse than alone by 0.5 se",
+        "always stay alone |": "alone",
+        "Shapley values |": "best prefix by Shapley value",
+    }
+    for title, name in names.items():
+        means = [fmean(100 * r["regret"][name] for r in record if r["draws"] == d) for d in ("tune", "confirm")]
+        assert f"{title} {means[0]:.2f} | {means[1]:.2f} |" in text

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 import tyro
@@ -27,9 +26,9 @@ from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import ALL_ALICES, Runtime, execute, plan
 from waffle_fl.manifest import no_warning
-from waffle_fl.records import read_json, read_rounds
+from waffle_fl.records import read_json
 from waffle_fl.report import write_report
-from waffle_fl.results import Details, condense, config_of, named_weights, read_runs
+from waffle_fl.results import Details, condense, config_of, mean_weights, read_runs
 
 BASELINES_HELP = (
     "Train the Local and FedAvg baselines as well, so that the run can say whether Alice gains by joining. "
@@ -138,18 +137,10 @@ def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressF
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
         return 0
     console = console_for()
-    show_result(config, result, _mean_weights(folder), console)
+    show_result(config, result, mean_weights(folder), console)
     for line in [*verdict, *([f"page: {(folder / PAGE).resolve()}"] if baselines else []), f"run folder: {folder}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
-
-
-def _mean_weights(folder: Path) -> dict[str, float]:
-    """Return each agent's weight in the model, mean over the rounds; empty if there are none."""
-    agents = read_json(folder / "provenance.json") or {}
-    lines = read_rounds(folder / "rounds.jsonl")
-    rounds = [named_weights(agents, line["weights"]) for line in lines if line.get("weights")]
-    return {name: fmean(line[name] for line in rounds) for name in (rounds[0] if rounds else ())}
 
 
 def _finish_all_agents(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags) -> int:

@@ -169,8 +169,8 @@ def show_result(config: RunConfig, result: Mapping[str, Any], weights: Mapping[s
         table.add_row("no score", "n/a", "n/a")
     console.print(table)
     if weights:
-        shown = ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items())
-        console.print(f"weights, mean over rounds: {shown}", highlight=False, markup=False)
+        shown = ", ".join(f"{name}: {weight:.2f}" for name, weight in weights.items())
+        console.print(f"mean weights over the rounds: {shown}", highlight=False, markup=False)
 
 
 def show_all_agents(results: Sequence[tuple[str, Mapping[str, Any]]], console: Console) -> None:
