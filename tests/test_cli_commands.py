@@ -145,7 +145,10 @@ def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("decide", ["--methods", "--seeds", "--leave-one-out", "--metric", "--out", "--alice", *flags_of(Runtime)]),
+        (
+            "decide",
+            ["--methods", "--seeds", "--partners", "--options", "--metric", "--out", "--alice", *flags_of(Runtime)],
+        ),
         ("bench", ["--out", "--dry-run", *flags_of(Runtime), *flags_of(Output)]),
         ("report", ["--out", "--title", *flags_of(Output)]),
         ("data", ["--split", "--agents", "--direction", "--out", "--data-dir", "--allow-unverified"]),

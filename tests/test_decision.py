@@ -1,4 +1,4 @@
-"""From runs to a decision: distances before training, leave-one-out runs, verdicts, and the page in a real browser."""
+"""From runs to a decision: distances before training, verdicts, recommendations, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from cli_support import waffle
 from conftest import make_federation, make_model, refusal
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.bootstrap import Hint, Interval
+from waffle_fl.decision.charts import Axis, axis_of, partners_chart, ticks_of
 from waffle_fl.decision.distances import Distances, distances, feature_distance, gradient_distance
 from waffle_fl.decision.markup import together
 from waffle_fl.decision.page import write_page
-from waffle_fl.decision.study import Decision, Standing, View, decide, headline, phases, runs_for
+from waffle_fl.decision.partners import Advice, study_partners
+from waffle_fl.decision.recommendation import recommend, recommendations, share_text
+from waffle_fl.decision.study import Decision, Standing, View, decide, group_runs, headline, phases, runs_for
 from waffle_fl.decision.verdict_text import caution, difference, federation_summary, partners, signed, verdict
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute, federation_of
@@ -35,13 +38,15 @@ SMALL = Settings(data="digits", split="C", agents=3, rounds=6, alice="all", mode
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Decision:
-    """A small real decision: three agents, three methods, two seeds, leave-one-out runs for the second agent."""
+    """A small real decision: three agents, three methods, two seeds, partners measured for the second agent."""
     out = tmp_path_factory.mktemp("study")
-    runs = runs_for(SMALL, ("fedavg", "weight-erosion", "waffle"), (1, 2), ("1",), out, Runtime(workers=1))
-    execute(runs, Runtime(workers=1))
+    runs = runs_for(SMALL, ("fedavg", "weight-erosion", "waffle"), (1, 2), out, Runtime(workers=1))
     federation = federation_of(replace(SMALL, alice="0"))
+    found = study_partners("shapley", federation, SMALL, "waffle", [1], (1,), {}, Runtime(workers=1))
+    groups = group_runs(found, SMALL, (1, 2), federation.names, out, {})
+    execute([*runs, *(run for run in groups if run not in runs)], Runtime(workers=1))
     unlike = distances(federation, make_linear(federation))
-    return decide(read_runs([out]), unlike)
+    return decide(read_runs([out]), unlike, partners=found)
 
 
 def make_linear(federation: Federation) -> Any:
@@ -56,7 +61,8 @@ def view(found: Interval, tests: int = 200, **more: Any) -> View:
     score = 0.74 + found.value
     joined = Standing("waffle", {"accuracy": Interval(score, 0.7, 0.9)}, {"accuracy": found}, (score,) * trained)
     standings, classes = {"local": alone, "waffle": joined}, more.get("classes", (100, 100))
-    return View("VA", 100, tests, classes, standings, {}, more.get("partners", {}))
+    advice = Advice(more["partners"], {}, "fedavg", ("x",), True, 0.7, 0.8) if "partners" in more else None
+    return View("VA", 100, tests, classes, standings, {}, advice=advice, recommended=more.get("recommended"))
 
 
 # --- leaving agents out
@@ -237,7 +243,7 @@ def test_the_headline_method() -> None:
 
 
 def test_a_study_of_real_runs(study: Decision) -> None:
-    """Every agent has every method, weights sum to 1 per round, and agent 1 has leave-one-out results."""
+    """Every agent has every method, weights sum to 1 per round, and the partners of agent 1 are measured."""
     assert [v.name for v in study.views] == ["agent 0", "agent 1", "agent 2"]
     assert study.methods == ("local", "fedavg", "weight-erosion", "waffle")
     assert (study.method, study.metric, study.seeds) == ("waffle", "accuracy", 2)
@@ -246,7 +252,11 @@ def test_a_study_of_real_runs(study: Decision) -> None:
         assert all(s.scores["accuracy"].value == pytest.approx(np.mean(s.seeds)) for s in v.standings.values())
         assert all(sum(line) == pytest.approx(1) for rounds in v.update_weights.values() for line in rounds)
         assert len(v.update_weights["waffle"]) == SMALL.rounds
-    assert [list(v.partners) for v in study.views] == [[], ["agent 0", "agent 2"], []]
+    assert [v.advice is None for v in study.views] == [True, False, True]
+    advice = study.views[1].advice
+    assert advice is not None
+    assert list(advice.contributions) == ["agent 0", "agent 2"]
+    assert study.views[1].recommended is not None
 
 
 def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
@@ -286,13 +296,72 @@ def test_an_agent_without_a_baseline_is_not_assessed(study: Decision, tmp_path: 
     assert rest.not_assessed[0] in write_page(rest, tmp_path / "page.html").read_text()
 
 
-def test_leaving_two_out_gives_no_partner_effect(study: Decision) -> None:
-    """A run that leaves out two partners gives no effect of either one."""
-    runs = read_runs([study.first.folder.parent])
-    run = next(run for run in runs if run.config.settings.leave_out)
-    both = replace(run.config, settings=replace(run.config.settings, leave_out=("0", "2")))
-    left = [run for run in runs if not run.config.settings.leave_out]
-    assert [v.partners for v in decide([*left, replace(run, config=both)]).views] == [{}, {}, {}]
+def test_recommendations_name_the_group(study: Decision) -> None:
+    """A recommendation names the partners or those left out, whichever are fewer, and the gain on test data."""
+    names = ("VA", "x", "y", "z")
+    decision = replace(study, names=names)
+    gained = Interval(0.07, 0.02, 0.12)
+    found: dict[str, Interval] = {"x": gained}
+
+    def advised(partners: tuple[str, ...], recommended: Interval | None = gained, **changes: Any) -> str:
+        one = view(gained, partners=found, recommended=recommended)
+        assert one.advice is not None
+        advice = replace(one.advice, partners=partners, **changes)
+        given = recommend(replace(one, advice=advice), decision)
+        assert given is not None
+        return f"{given.action}. {given.reason}"
+
+    expected = "Expected gain with FedAvg: +7.0 points (95 % interval +2.0 to +12.0)."
+    assert advised(("x", "y")) == f"join, without z. {expected}"
+    assert advised(("x",)) == f"join with x. {expected}"
+    assert advised(("x", "y", "z")) == f"join with all partners. {expected}"
+    assert advised(("x", "y", "z"), method="waffle").startswith("join with all partners and WAFFLE. ")
+    assert advised(("x",), Interval(0.01, -0.1, 0.1)).endswith("The difference is not clear.")
+    assert "contradict the choice" in advised(("x",), Interval(-0.1, -0.2, -0.05))
+    assert advised(("y",), join=False).startswith(
+        "stay alone. Expected change in the best group found, FedAvg with y: "
+    )
+    assert advised(("y",), None).endswith("No run of FedAvg with this group finished.")
+
+
+def test_agents_without_a_study_have_no_recommendation(study: Decision) -> None:
+    """Only agents whose partners were measured have a recommendation."""
+    (line,) = recommendations(study)
+    assert line.startswith("agent 1: ")
+
+
+def test_a_tiny_site_does_not_dominate_the_summary(study: Decision) -> None:
+    """An agent with fewer than 20 test samples is not named as the least favourable one."""
+    views = (
+        replace(view(Interval(0.1, 0.05, 0.15)), name="A"),
+        replace(view(Interval(-0.02, -0.05, 0.01)), name="B"),
+        replace(view(Interval(-0.5, -0.9, 0.1), tests=5), name="C"),
+    )
+    text = " ".join(federation_summary(replace(study, views=views), "waffle"))
+    assert "The least favourable change is that of B" in text
+    assert text.endswith("Not compared here, with fewer than 20 test samples: C.")
+    assert share_text(replace(study, views=views), "waffle").startswith("1 of 3 agents score better with WAFFLE")
+
+
+def test_one_wide_interval_does_not_stretch_the_axis() -> None:
+    """The axis covers the other intervals, and the wide one is cut and marked by an arrow."""
+    found = {f"a{i}": Interval(0.01 * i, 0.01 * i - 0.05, 0.01 * i + 0.05) for i in range(4)}
+    wide = {**found, "tiny": Interval(-0.4, -0.9, 0.1)}
+    axis = axis_of(list(wide.values()), 0.0)
+    assert axis.low > -0.1
+    assert axis_of(list(found.values()), 0.0) == axis
+    shown = partners_chart(view(Interval(0, 0, 0), partners=wide), "accuracy")
+    assert shown.count("cut-low") == 1
+    assert "An arrow marks an interval that continues beyond the axis" in shown
+    assert "−40.0 points (95 % interval −90.0 to +10.0)" in shown
+    assert "cut-" not in partners_chart(view(Interval(0, 0, 0), partners=found), "accuracy")
+
+
+def test_ticks_are_round_numbers_within_the_axis() -> None:
+    """An axis has two to eight ticks at multiples of 1, 2 or 5 times a power of ten."""
+    assert ticks_of(Axis(-22, 32)) == [-20, -10, 0, 10, 20, 30]
+    for width in (0.003, 0.7, 4.0, 33.0, 1e5):
+        assert 2 <= len(ticks_of(Axis(-width / 3, width))) <= 8
 
 
 def test_phases_cover_every_round_once() -> None:
@@ -311,24 +380,26 @@ def test_decide_writes_the_page_and_reuses_runs(tmp_path: Path) -> None:
     flags = ["--agents", "3", "--rounds", "2", "--model", "linear", "--samples-per-agent", "30", "--workers", "1"]
     line = ["decide", "digits", *flags, "--methods", "waffle", "--seeds", "1", "--out", tmp_path / "d"]
     first = waffle(*line, "--alice", "1", "--leave-one-out", "1")
+    assert "note: --leave-one-out is now --partners leave-one-out" in first.err
     assert first.code == 0, first.err
     assert "agent 1" in first.out
     assert (tmp_path / "d" / "decision.html").exists()
-    again = waffle(*line, "--alice", "1", "--leave-one-out", "1", "--json")
-    assert "4 already done" in again.words
+    again = waffle(*line, "--alice", "1", "--partners", "leave-one-out", "--json")
+    assert "3 already done" in again.words
     printed = json.loads(again.out)
     assert set(printed["gains"]) == {"agent 1"}
     low, high = printed["gains"]["agent 1"]["waffle"]["accuracy"][1:]
     assert low <= high
-    assert printed["says"][0] in " ".join(first.out.split())
+    assert all(line in " ".join(first.out.split()) for line in printed["says"])
+    assert set(printed["recommendations"]) == {"agent 1"}
 
 
 def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
-    """Duplicate seeds, unknown methods, and an agent without a trained model are refused."""
+    """Duplicate seeds, unknown methods and unknown measurements are refused."""
     line = ["decide", "digits", "--out", str(tmp_path / "d")]
     assert "no duplicates" in waffle(*line, "--seeds", "1", "1").err
     assert "did you mean waffle?" in waffle(*line, "--methods", "wafle").err
-    assert "no model is trained for agent 1" in waffle(*line, "--alice", "0", "--leave-one-out", "1").err
+    assert "expected auto or shapley or leave-one-out or none" in waffle(*line, "--partners", "all").err
     assert not (tmp_path / "d").exists()
 
 
@@ -392,18 +463,16 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
     """Charts render with alternative texts, controls and printing work, and the console is empty."""
     page = write_page(study, tmp_path / "page.html")
     with browsing(page) as (tab, messages):
-        charts = tab.locator("[data-chart] svg:visible")
-        assert charts.count() == 3  # gains, methods, sources
-        labels = [chart.get_attribute("aria-label") for chart in tab.locator("[data-chart][role=img]").all()]
-        assert labels[0].startswith("Gain with WAFFLE over training alone: agent")
+        charts = tab.locator(".chart[role=img]:visible")
+        assert charts.count() == 4  # best group, gains, methods, sources
+        labels = [chart.get_attribute("aria-label") for chart in charts.all()]
+        assert labels[1].startswith("Gain with WAFFLE over training alone: agent")
         assert tab.locator(".verdict:visible").inner_text().count("agent 0") >= 1
         tab.select_option("#agent", label="agent 1")
-        tab.wait_for_selector('[data-chart="partners-1"] svg')
-        assert charts.count() == 4
+        assert charts.count() == 5
         text = tab.locator(".verdict:visible").inner_text().replace("\xa0", " ")
         assert verdict(study.views[1], "waffle", "accuracy") in text
         tab.select_option("#method", label="FedAvg")
-        tab.wait_for_selector('[data-chart="gains-fedavg"] svg')
         assert "With FedAvg" in tab.locator('[data-of="method"]:visible').inner_text()
         cells = tab.locator("#matrix-waffle td")
         before = cells.all_inner_texts()
@@ -416,6 +485,24 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert tab.pdf().startswith(b"%PDF")
         assert messages == []
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_fits_every_screen(study: Decision, tmp_path: Path, width: int, theme: Any) -> None:
+    """At 400 and 1,200 pixels, light and dark, nothing is wider than the window and marks are inside their tracks."""
+    page = write_page(study, tmp_path / "page.html")
+    with launched() as browser:
+        tab = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme).new_page()
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("body[data-ready]")
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        inside = """[...document.querySelectorAll('.line .dot')].filter(d => d.offsetParent).every(d => {
+            const a = d.getBoundingClientRect(), b = d.parentElement.getBoundingClientRect();
+            return a.left >= b.left - 8 && a.right <= b.right + 8 && a.top >= b.top && a.bottom <= b.bottom; })"""
+        assert tab.evaluate(inside)
+        dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        assert dark == (theme == "dark")
 
 
 def test_names_with_markup_in_a_browser(study: Decision, tmp_path: Path) -> None:

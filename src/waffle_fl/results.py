@@ -179,6 +179,13 @@ def named_weights(provenance: Mapping[str, Any], weights: Sequence[float]) -> di
     return dict(zip(names, weights, strict=True))
 
 
+def mean_weights(folder: Path) -> dict[str, float]:
+    """Return each agent's weight in the model of a run folder, mean over the rounds; empty if there are none."""
+    found, lines = read_json(folder / "provenance.json") or {}, read_rounds(folder / "rounds.jsonl")
+    rounds = [named_weights(found, line["weights"]) for line in lines if line.get("weights")]
+    return {name: mean(line[name] for line in rounds) for name in (rounds[0] if rounds else ())}
+
+
 def _read(folder: Path, trust: bool, force: bool, model: bool) -> FinishedRun | None:
     result = read_json(folder / "result.json")
     if result is None:

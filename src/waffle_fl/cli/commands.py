@@ -26,9 +26,9 @@ from waffle_fl.decision.study import decidable
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import ALL_ALICES, Runtime, execute, plan
 from waffle_fl.manifest import no_warning
-from waffle_fl.records import read_json, read_rounds
+from waffle_fl.records import read_json
 from waffle_fl.report import write_report
-from waffle_fl.results import Details, condense, config_of, read_runs
+from waffle_fl.results import Details, condense, config_of, mean_weights, read_runs
 
 BASELINES_HELP = (
     "Train the Local and FedAvg baselines as well, so that the run can say whether Alice gains by joining. "
@@ -136,8 +136,8 @@ def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressF
         more = {"page": str(folder / PAGE), "says": verdict} if baselines else {}
         print(json.dumps({"run": str(folder), "config": config.to_json(), **result, **more}))
         return 0
-    console, rounds = console_for(), read_rounds(folder / "rounds.jsonl")
-    show_result(config, result, rounds[-1] if rounds else {}, console)
+    console = console_for()
+    show_result(config, result, mean_weights(folder), console)
     for line in [*verdict, *([f"page: {(folder / PAGE).resolve()}"] if baselines else []), f"run folder: {folder}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -13,12 +13,16 @@ import tyro
 
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.flags import parse, settings_class
+from waffle_fl.cli.method_options import read_options
+from waffle_fl.cli.partners import measure_partners, read_study, without_old_flags
 from waffle_fl.cli.progress import Output, ProgressFlags, default_folder, live
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.distances import Distances, distances
-from waffle_fl.decision.study import ALONE, DEFAULT, SHARED, Decision, decide, runs_for
+from waffle_fl.decision.partners import SHARED, PartnerOption
+from waffle_fl.decision.recommendation import recommend, recommendations, share_text
+from waffle_fl.decision.study import ALONE, DEFAULT, Decision, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
 from waffle_fl.experiment.planning import moved_to
@@ -37,8 +41,12 @@ class DecisionFlags:
     """Methods to compare. local is always added, because gains are measured against training alone."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds. Each method is trained once per seed."""
-    leave_one_out: tuple[str, ...] = ()
-    """Agents (or `all`). For each, WAFFLE is also trained without each partner in turn, to show which partners help."""
+    partners: PartnerOption = "auto"
+    """Measure which partners help each agent: exact Shapley values (sampled for more than 8 agents), or the effect of
+    leaving out each. auto: Shapley values of tables with up to 8 agents, leave-one-out for more, none if training
+    takes long, such as on more than 2,000 images."""
+    options: tuple[str, ...] = ()
+    """Hyperparameters as METHOD.NAME=VALUE, such as ditto.lam=0.5, or a .toml file with one table per method."""
     metric: Literal["auto", "accuracy", "balanced_accuracy", "auc", "rmse"] = "auto"
     """Metric to compare by. auto is accuracy for classes and rmse for numbers."""
     out: str = ""
@@ -61,24 +69,32 @@ def decide_command(arguments: Sequence[str]) -> int:
     kind.__doc__ = (
         "Train every method, compare them on each agent's held-out data, and write a page that shows which agents gain."
     )
-    args: Any = parse(kind, arguments, "decide")
+    args: Any = parse(kind, without_old_flags(arguments), "decide")
     flags, given = args.comparison, {"data": args.data, **dataclasses.asdict(args.settings)}
     for name, chosen in (("methods", flags.methods), ("seeds", flags.seeds)):
         if not chosen or len(set(chosen)) < len(chosen):
             raise WaffleError(f"{name}: expected at least one value and no duplicates, got {chosen!r}")
-    configs = [check_run(method, {**given, "seed": seed}, {}) for method in flags.methods for seed in flags.seeds]
+    methods = tuple(dict.fromkeys((*flags.methods, *((SHARED,) if flags.partners != "none" else ()))))
+    options = read_options(flags.options, (ALONE, *methods))
+    configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in flags.seeds]
+    options = {config.method: dict(config.options) for config in configs if config.options}
     s = configs[0].settings
     out = Path(flags.out or Path("runs") / f"{s.data_name}-decision")
     check_name(out.name)
     metric: Metric | None = None if flags.metric == "auto" else flags.metric
-    runs = runs_for(s, flags.methods, flags.seeds, flags.leave_one_out, out, args.runtime, metric=metric)
+    runs = runs_for(s, methods, flags.seeds, out, args.runtime, options, metric)
     if not flags.out:
         default, out = out, default_folder(out, runs, args.runtime, args.output)
         runs = moved_to(runs, default, out)
     with live(args.output) as listener:
         execute(runs, args.runtime, listener)
+    groups = measure_partners(flags.partners, s, runs, flags.seeds, options, metric, args.runtime, out, args.output)
+    groups = [run for run in groups if run not in runs]
+    if groups:
+        with live(args.output) as listener:
+            execute(groups, args.runtime, listener)
     write_distances(s, args.runtime, out)
-    finished = read_finished([folder for _, folder in runs], args.runtime)
+    finished = read_finished([folder for _, folder in (*runs, *groups)], args.runtime)
     decision = write_decision(finished, out, out, metric, args.runtime.force, no_warning)
     _print_decision(decision, out / PAGE, args.output)
     return 0
@@ -101,7 +117,7 @@ def write_decision(
     from waffle_fl.decision.page import write_page  # imports Altair, which takes seconds
 
     found = read_json(source / DISTANCES)
-    decision = decide(runs, Distances.from_json(found) if found else None, metric, force, warn)
+    decision = decide(runs, Distances.from_json(found) if found else None, metric, force, warn, read_study(source))
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)
@@ -124,12 +140,13 @@ def with_baselines(config: RunConfig, folder: Path) -> list[tuple[RunConfig, Pat
 
 
 def sentences(decision: Decision) -> list[str]:
-    """Return the lines to print: the verdict of a single agent, or which of several agents gain."""
+    """Return the lines to print: the verdict of a single agent or which agents gain, then the recommendations."""
     if len(decision.views) > 1:
-        return [*verdict_text.federation_summary(decision, decision.method), *decision.not_assessed]
-    (view,) = decision.views
-    lines = [verdict_text.verdict(view, decision.method, decision.metric), *verdict_text.caution(view, decision)]
-    return [*lines, *decision.not_assessed]
+        lines = [*verdict_text.federation_summary(decision, decision.method), share_text(decision, decision.method)]
+    else:
+        (view,) = decision.views
+        lines = [verdict_text.verdict(view, decision.method, decision.metric), *verdict_text.caution(view, decision)]
+    return [*filter(None, lines), *decision.not_assessed, *recommendations(decision)]
 
 
 def _print_decision(decision: Decision, page: Path, output: Output) -> None:
@@ -138,7 +155,9 @@ def _print_decision(decision: Decision, page: Path, output: Output) -> None:
             view.name: {m: {k: tuple(v) for k, v in s.gains.items()} for m, s in view.standings.items() if s.gains}
             for view in decision.views
         }
-        print(json.dumps({"page": str(page), "says": sentences(decision), "gains": gains}))
+        advised = {view.name: found._asdict() for view in decision.views if (found := recommend(view, decision))}
+        content = {"page": str(page), "says": sentences(decision), "gains": gains, "recommendations": advised}
+        print(json.dumps(content))
         return
     console = console_for()
     for sentence in sentences(decision):

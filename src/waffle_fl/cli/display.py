@@ -152,8 +152,8 @@ def show_verdicts(wrong: Sequence[str], verdicts: Sequence[Verdict], console: Co
         console.print(text, style=None if verdict.holds else "red", highlight=False, soft_wrap=True, markup=False)
 
 
-def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str, Any], console: Console) -> None:
-    """Print the result of one run."""
+def show_result(config: RunConfig, result: Mapping[str, Any], weights: Mapping[str, float], console: Console) -> None:
+    """Print the result of one run, with each agent's weight in the model, mean over the rounds."""
     s = config.settings
     where = f"{s.data_name} for {s.alice}" if s.is_own else f"{s.data}, split {s.column}"
     table = Table(title=escape(f"{title_of(config.method)} on {where}"), title_justify="left")
@@ -168,9 +168,9 @@ def show_result(config: RunConfig, result: Mapping[str, Any], last: Mapping[str,
     if not table.row_count:
         table.add_row("no score", "n/a", "n/a")
     console.print(table)
-    if last.get("weights"):
-        weights = "  ".join(f"{w:.2f}" for w in last["weights"])
-        console.print(f"weights of the last round: {weights}", highlight=False)
+    if weights:
+        shown = ", ".join(f"{name}: {weight:.2f}" for name, weight in weights.items())
+        console.print(f"mean weights over the rounds: {shown}", highlight=False, markup=False)
 
 
 def show_all_agents(results: Sequence[tuple[str, Mapping[str, Any]]], console: Console) -> None:

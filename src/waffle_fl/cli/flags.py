@@ -28,7 +28,6 @@ T = TypeVar("T")
 # Old names of flags per command. They work for one more release: delete them in 0.2.
 RENAMED: dict[str, dict[str, str]] = {
     "run": {"--alone": "--no-baselines", "--no-alone": "--baselines"},
-    "decide": {"--without": "--leave-one-out"},
     "bench": {"--plan": "--dry-run", "--no-plan": "--no-dry-run"},
     "tune": {"--together": "--parallel-trials", "--over": "--only"},
     "reproduce": {"--anew": "--rerun", "--no-anew": "--no-rerun"},

@@ -15,6 +15,7 @@ from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Listener
 from waffle_fl.records import read_json, read_rounds
+from waffle_fl.results import mean_weights
 
 LOOK = 0.5  # seconds between two polls of a running job
 SILENCE = 20.0  # seconds without news after which Flower is asked for the run's status
@@ -53,8 +54,7 @@ def watch(folder: Path, job: Any, output: ProgressFlags) -> int:
     if len(runs) > 1:
         show_all_agents([(c.settings.alice, read_json(f / "result.json") or {}) for c, f in runs], console)
     for config, run_folder in runs if len(runs) == 1 else []:
-        rounds = read_rounds(run_folder / "rounds.jsonl")
-        show_result(config, read_json(run_folder / "result.json") or {}, rounds[-1] if rounds else {}, console)
+        show_result(config, read_json(run_folder / "result.json") or {}, mean_weights(run_folder), console)
     console.print(f"run folder: {job.out}", highlight=False, markup=False, soft_wrap=True)
     return 0
 

@@ -31,6 +31,7 @@ Array: TypeAlias = NDArray[np.float64]
 Target: TypeAlias = NDArray[np.generic]
 Seeds: TypeAlias = Mapping[int, Array]  # seed -> its model's outputs for all test samples
 RESAMPLES, LEVEL = 2000, 0.95
+NORMAL = 1.96  # half the width of a 95 % interval of a normal distribution, in standard errors
 FEW = 10  # test samples, or test samples of a class, below which an AUC or an RMSE has no verdict
 BLOCK = 4_000_000  # maximum number of values in a block of resamples
 
@@ -46,6 +47,11 @@ class Interval(NamedTuple):
     def sign(self) -> int:
         """1 or -1 when the whole interval lies on one side of 0, else 0."""
         return int(self.low > 0) - int(self.high < 0)
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of a normal distribution with this interval."""
+        return (self.high - self.low) / (2 * NORMAL)
 
 
 class Hint(Interval):
@@ -112,6 +118,47 @@ def gain(metric: Metric, ours: Seeds, theirs: Seeds, target: Target) -> Interval
         draws += _training([*mine.values()], "ours") + _training([*others.values()], "theirs")
     found = _interval(sign * (fmean(mine.values()) - fmean(others.values())), np.clip(draws, -most, most))
     return found if in_percent(metric) or min(map(len, _groups(metric, target))) >= FEW else Hint(*found)
+
+
+def contrasts(
+    metric: Metric,
+    methods: Sequence[Seeds],
+    coefficients: Sequence[Sequence[float]],
+    target: Target,
+    errors: Sequence[float] = (),
+    training: bool = True,
+) -> list[Interval]:
+    """Return sums over methods of a coefficient times the metric, each with its interval; above 0 is better.
+
+    `methods` have the same seeds. `coefficients` has one row per sum; its positive part adds up to at most 1. `errors`
+    are further standard errors, one per sum, which widen the intervals. Without `training`, the intervals cover the
+    samples only.
+    """
+    sign, most = -1.0 if better_if_lower(metric) else 1.0, _most(metric)
+    table = sign * np.asarray(coefficients, dtype=np.float64)
+    singles = np.array([[*figures(metric, outputs, target).values()] for outputs in methods])
+    if in_percent(metric):
+        right = np.array([_right([*outputs.values()], target) for outputs in methods])
+        draws = [_means(row, _groups(metric, target), (-1.0, 1.0)) for row in table @ right]
+    else:
+        draws = list(table @ np.array(_drawn(metric, methods, target)))
+    found = []
+    for k, row in enumerate(table):
+        draw = draws[k] + _training([*(row @ singles)]) if training else draws[k]
+        if errors:
+            draw = draw + errors[k] * generator(0, "contrast", k).standard_normal(RESAMPLES)
+        one = _interval(float(row @ singles.mean(axis=1)), np.clip(draw, -most, most))
+        enough = in_percent(metric) or min(map(len, _groups(metric, target))) >= FEW
+        found.append(one if enough else Hint(*one))
+    return found
+
+
+def share_above_zero(gains: Sequence[Interval]) -> Interval:
+    """Return the share of gains above 0. The interval covers the uncertainty of each gain, taken as independent."""
+    values = np.array([found.value for found in gains])
+    errors = np.array([found.standard_error for found in gains])
+    draws = values + errors * generator(0, "share").standard_normal((RESAMPLES, len(gains)))
+    return _interval(float((values > 0).mean()), (draws > 0).mean(axis=1))
 
 
 def _most(metric: Metric) -> float:

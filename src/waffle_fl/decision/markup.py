@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from waffle_fl.decision.bootstrap import Interval, Metric
+from waffle_fl.decision.charts import MARKS
 from waffle_fl.decision.verdict_text import number, signed
 
-MARKS = {1: "up", 0: "level", -1: "down"}
 SHADE = 0.75  # opacity of a cell of value 1: its number stays readable
 WIDE = 10  # number of agents from which matrices use a smaller font
 
@@ -24,9 +24,7 @@ def heat(
         for column, value in zip(columns, line, strict=True):
             text = f"{100 * value:.0f}" if percent else f"{value:.2f}"
             mark = ' class="own"' if row == column else ""
-            cells.append(
-                f'<td{mark} style="background-color: rgba(76, 120, 168, {SHADE * value / most:.3f})">{text}</td>'
-            )
+            cells.append(f'<td{mark} style="--shade:{SHADE * value / most:.3f}">{text}</td>')
         body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     wide = " wide" if len(columns) >= WIDE else ""
@@ -36,12 +34,12 @@ def heat(
     )
 
 
-def table(head: Sequence[str], rows: Iterable[str], caption: str) -> str:
-    """Return a table with its caption; `rows` are already HTML."""
+def table(head: Sequence[str], rows: Iterable[str], caption: str, foot: str = "") -> str:
+    """Return a table with its caption; `rows` and `foot` are already HTML."""
     columns = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
     return (
         f'<div class="scroll"><table><caption>{escape(caption)}</caption><thead><tr>{columns}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f"<tbody>{''.join(rows)}</tbody>{f'<tfoot>{foot}</tfoot>' if foot else ''}</table></div>"
     )
 
 
@@ -57,14 +55,36 @@ def gain(found: Interval, metric: Metric) -> str:
     return f'<td class="{MARKS[found.sign]}">{value} <small>{low} to {high}</small></td>'
 
 
+def share_cell(found: Interval | None) -> str:
+    """Return a cell with a share of agents in percent and its interval."""
+    if found is None:
+        return "<td>–</td>"
+    value, low, high = (f"{100 * v:.0f}" for v in found)
+    return f"<td>{value} % <small>{low} to {high}</small></td>"
+
+
 def part(title: str, text: str, chart: str = "") -> str:
     """Return a heading, a text and a figure, kept on one printed page."""
     return f'<div class="keep"><h3>{escape(title)}</h3>{paragraphs([text])}{chart}</div>'
 
 
-def figure(name: str, caption: str) -> str:
-    """Return the placeholder of a chart."""
-    return f'<figure><figcaption>{escape(caption)}</figcaption><div class="scroll" data-chart="{name}"></div></figure>'
+def figure(chart: str, caption: str) -> str:
+    """Return a chart, which is already HTML, with its caption."""
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{chart}</figure>"
+
+
+def actions(found: Iterable[tuple[str, str, str, str]], single: bool) -> str:
+    """Return what each agent should do: (agent, action, reason, mark) per line."""
+    lines = "".join(
+        f'<li class="{mark}"><span class="who">{escape(name)}</span>'
+        f'<span class="do">{together(_capital(action))}</span><p class="why">{together(reason)}</p></li>'
+        for name, action, reason, mark in found
+    )
+    return f'<ul class="actions{" one" if single else ""}">{lines}</ul>'
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def select(name: str, label: str, options: Mapping[str, str]) -> str:

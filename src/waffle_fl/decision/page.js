@@ -1,22 +1,7 @@
-const { charts, matrices } = JSON.parse(document.getElementById("data").textContent);
-const drawn = new Set();
-
-async function draw() {
-  for (const place of document.querySelectorAll("[data-chart]")) {
-    if (drawn.has(place) || place.closest("[hidden]")) continue;
-    drawn.add(place);
-    const chart = charts[place.dataset.chart];
-    await window.vegaEmbed(place, chart, { renderer: "svg", actions: false });
-    place.setAttribute("role", "img");
-    place.setAttribute("aria-label", chart.description);
-    place.removeAttribute("aria-roledescription");
-  }
-  document.body.dataset.charts = drawn.size;
-}
+const { matrices } = JSON.parse(document.getElementById("data").textContent);
 
 function choose(select) {
   for (const part of document.querySelectorAll(`[data-of="${select.id}"]`)) part.hidden = part.dataset.is !== select.value;
-  return draw();
 }
 
 function slide(range) {
@@ -26,7 +11,7 @@ function slide(range) {
   const cells = document.getElementById(range.dataset.matrix).querySelectorAll("td");
   stop.shares.flat().forEach((share, i) => {
     cells[i].textContent = Math.round(100 * share);
-    cells[i].style.backgroundColor = `rgba(76, 120, 168, ${(0.75 * share).toFixed(3)})`;
+    cells[i].style.setProperty("--shade", (0.75 * share).toFixed(3));
   });
 }
 
@@ -34,7 +19,7 @@ for (const select of document.querySelectorAll("select")) select.addEventListene
 for (const range of document.querySelectorAll("input[type=range]")) range.addEventListener("input", () => slide(range));
 document.getElementById("print").addEventListener("click", () => window.print());
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => (part.open = true)));
-for (const select of document.querySelectorAll("select")) await choose(select);
-for (const range of document.querySelectorAll("input[type=range]")) slide(range);
-await draw();
+document.querySelectorAll("select").forEach(choose);
+document.querySelectorAll("input[type=range]").forEach(slide);
+document.body.dataset.charts = document.querySelectorAll(".chart").length;
 document.body.dataset.ready = "yes";

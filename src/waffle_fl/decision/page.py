@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -10,11 +10,30 @@ from typing import Any
 
 from waffle_fl.algorithms import about_of, title_of
 from waffle_fl.decision import verdict_text
-from waffle_fl.decision.bootstrap import FEW, RESAMPLES
-from waffle_fl.decision.charts import gains_chart, methods_chart, partners_chart, sources_chart
-from waffle_fl.decision.markup import MARKS, figure, gain, heat, interval, paragraphs, part, select, table
+from waffle_fl.decision.bootstrap import FEW, RESAMPLES, in_percent
+from waffle_fl.decision.charts import (
+    MARKS,
+    gains_chart,
+    methods_chart,
+    partners_chart,
+    recommended_chart,
+    sources_chart,
+)
+from waffle_fl.decision.markup import (
+    actions,
+    figure,
+    gain,
+    heat,
+    interval,
+    paragraphs,
+    part,
+    select,
+    share_cell,
+    table,
+)
+from waffle_fl.decision.recommendation import excluded, measured_by, recommend, share_text, share_that_gains
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
-from waffle_fl.report.page import bundle, facts_of, put, script_json
+from waffle_fl.report.page import facts_of, put, script_json
 
 KINDS = {
     "label": (
@@ -39,10 +58,7 @@ UNKNOWN = "Not available: each agent standardised its columns with its own means
 
 def write_page(decision: Decision, path: Path) -> Path:
     """Write the page to `path` and return the path."""
-    charts: dict[str, Mapping[str, Any]] = {}
-    body = _body(decision, charts)
     matrices = {f"matrix-{m}": _stops(decision, m) for m in _weighing(decision)}
-    content = script_json({"charts": charts, "matrices": matrices})
     style, script = (
         resources.files("waffle_fl.decision").joinpath(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("css", "js")
@@ -50,9 +66,8 @@ def write_page(decision: Decision, path: Path) -> Path:
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(_title(decision))}</title><style>{style}</style></head>
-<body><main>{body}</main>
-<script type="application/json" id="data">{content}</script>
-<script type="module">{bundle()}</script>
+<body><main>{_body(decision)}</main>
+<script type="application/json" id="data">{script_json({"matrices": matrices})}</script>
 <script type="module">{script}</script></body></html>
 """
     return put(path, page.encode())
@@ -62,14 +77,15 @@ def _title(decision: Decision) -> str:
     return f"Should {decision.views[0].name} join?" if len(decision.views) == 1 else "Who gains by joining?"
 
 
-def _body(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
+def _body(decision: Decision) -> str:
     several = len(decision.views) > 1
     parts = [
         f"<header><h1>{escape(_title(decision))}</h1>{paragraphs([_lead(decision)], 'soft')}"
         f"{paragraphs(decision.not_assessed)}"
         '<button id="print" class="screen" type="button">Print this page</button></header>',
-        _federation(decision, charts) if several else "",
-        _agents(decision, charts),
+        _recommendation(decision),
+        _federation(decision) if several else "",
+        _agents(decision),
         _collaboration(decision) if several else "",
         _heterogeneity(decision),
         _reading(decision),
@@ -87,55 +103,70 @@ def _lead(decision: Decision) -> str:
     )
 
 
-def _federation(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
-    joint = [m for m in decision.methods if m != ALONE]
-    parts = []
-    for method in [decision.method, *(m for m in joint if m != decision.method)]:
-        found = gainers(decision.views, method, decision.metric)
-        if found:
-            charts[f"gains-{method}"] = gains_chart(decision, method)
-        caption = f"Gain of each agent with {title_of(method)} over training alone"
-        chart = figure(f"gains-{method}", caption) if found else ""
-        summary = paragraphs(verdict_text.federation_summary(decision, method))
-        parts.append(
-            f'<div data-of="method" data-is="{method}">{summary}{chart}'
-            f"<details><summary>The same in numbers</summary>{_gains_table(decision, method)}</details></div>"
-        )
-    names = {m: title_of(m) for m in [decision.method, *(m for m in joint if m != decision.method)]}
-    return f"<section><h2>The federation</h2>{select('method', 'Method for joining', names)}{''.join(parts)}</section>"
-
-
-def _agents(decision: Decision, charts: dict[str, Mapping[str, Any]]) -> str:
+def _recommendation(decision: Decision) -> str:
+    found = [(view, one) for view in decision.views if (one := recommend(view, decision))]
+    if not found or decision.partners is None:
+        return ""
     several = len(decision.views) > 1
-    parts = [_agent(decision, view, i, charts) for i, view in enumerate(decision.views)]
+    lines = actions([(v.name, one.action, one.reason, MARKS[one.sign]) for v, one in found], single=not several)
+    chart = ""
+    if several and any(view.recommended for view in decision.views):
+        caption = "Gain of each agent with its best group over training alone, on its own test samples"
+        chart = figure(recommended_chart(decision), caption)
+    method = paragraphs([measured_by(decision.partners), *excluded(decision.partners)], "soft")
+    return f"<section><h2>Recommendation</h2>{lines}{chart}{method}</section>"
+
+
+def _federation(decision: Decision) -> str:
+    joint = [decision.method, *(m for m in decision.methods if m not in (ALONE, decision.method))]
+    parts = []
+    for method in joint:
+        found = gainers(decision.views, method, decision.metric)
+        caption = f"Gain of each agent with {title_of(method)} over training alone"
+        chart = figure(gains_chart(decision, method), caption) if found else ""
+        sentences = verdict_text.federation_summary(decision, method)
+        summary = paragraphs([*sentences, share_text(decision, method)] if found else sentences)
+        parts.append(
+            f'<div data-of="method" data-is="{escape(method)}">{summary}{chart}'
+            f"<details><summary>Scores and samples</summary>{_scores_table(decision, method)}</details></div>"
+        )
+    choice = select("method", "Method for joining", {m: title_of(m) for m in joint})
+    return f"<section><h2>The federation</h2>{choice}{''.join(parts)}{_all_gains(decision, joint)}</section>"
+
+
+def _agents(decision: Decision) -> str:
+    several = len(decision.views) > 1
+    parts = [_agent(decision, view, i) for i, view in enumerate(decision.views)]
     choice = select("agent", "Agent", {str(i): v.name for i, v in enumerate(decision.views)}) if several else ""
-    title = "<h2>Agent by agent</h2>" if several else ""
+    title = "<h2>Agent by agent</h2>" if several else "<h2>The evidence</h2>"
     return f"<section>{title}{choice}{''.join(parts)}</section>"
 
 
-def _agent(decision: Decision, view: View, i: int, charts: dict[str, Mapping[str, Any]]) -> str:
+def _agent(decision: Decision, view: View, i: int) -> str:
     method, metric = decision.method, decision.metric
     standing = view.standings.get(method)
     mark = MARKS[standing.gains[metric].sign] if standing else "level"
     sentences = [verdict_text.verdict(view, method, metric), " ".join(verdict_text.caution(view, decision))]
-    charts[f"methods-{i}"] = methods_chart(view, metric)
     parts = [
         f'<div class="verdict {mark}">{paragraphs(sentences)}</div>',
-        figure(f"methods-{i}", f"{view.name}: each method on its own {view.tests} test samples"),
+        figure(methods_chart(view, metric), f"{view.name}: each method on its own {view.tests} test samples"),
         _standings_table(decision, view),
     ]
-    if view.weighing:
-        charts[f"sources-{i}"] = sources_chart(view, decision, view.weighing[0])
-        title = title_of(view.weighing[0])
-        chart = figure(f"sources-{i}", f"Shares of the updates that entered {view.name}'s {title} model")
-        parts.append(part("Whose updates its model uses", verdict_text.update_sources(view, decision), chart))
-    if view.partners:
-        charts[f"partners-{i}"] = partners_chart(view, metric)
-        caption = f"{title_of(method)} with all partners, compared with {title_of(method)} without this partner"
-        chart = figure(f"partners-{i}", caption)
+    if view.advice and decision.partners:
+        caption = f"Contribution of each partner to {view.name}, on held-out training rows"
+        chart = figure(partners_chart(view, decision.partners.metric), caption)
         parts.append(part("Which partners help it", verdict_text.partners(view, decision), chart))
+    if view.weighing:
+        title = title_of(view.weighing[0])
+        caption = f"Shares of the updates that entered {view.name}'s {title} model"
+        chart = figure(sources_chart(view, decision, view.weighing[0]), caption)
+        parts.append(part("Whose updates its model uses", verdict_text.update_sources(view, decision), chart))
     if decision.distances and view.name in decision.distances.names:
         parts.append(part("How its data differ", verdict_text.data_differences(decision.distances, view.name)))
+    one = recommend(view, decision)
+    if one and len(decision.views) > 1:
+        parts.append(f'<div class="keep"><h3>Recommendation for {escape(view.name)}</h3>')
+        parts.append(actions([(view.name, one.action, one.reason, MARKS[one.sign])], single=True) + "</div>")
     return f'<div data-of="agent" data-is="{i}">{"".join(parts)}</div>'
 
 
@@ -153,7 +184,7 @@ def _standings_table(decision: Decision, view: View) -> str:
     return table(head, rows, f"{view.name}: all numbers, with 95 % intervals")
 
 
-def _gains_table(decision: Decision, method: str) -> str:
+def _scores_table(decision: Decision, method: str) -> str:
     rows = []
     for view, won in gainers(decision.views, method, decision.metric):
         scores = [view.standings[m].scores[decision.metric] for m in (ALONE, method)]
@@ -166,6 +197,25 @@ def _gains_table(decision: Decision, method: str) -> str:
         rows,
         f"{unit}, with 95 % intervals; training and test samples",
     )
+
+
+def _all_gains(decision: Decision, methods: Sequence[str]) -> str:
+    """Return one table of the gains of all agents with all methods, and the share of agents that gain."""
+    groups = any(view.recommended for view in decision.views)
+    rows = []
+    for view in decision.views:
+        found = [view.standings[m].gains.get(decision.metric) if m in view.standings else None for m in methods]
+        found += [view.recommended] if groups else []
+        cells = "".join(gain(one, decision.metric) if one else "<td>–</td>" for one in found)
+        rows.append(f'<tr><th scope="row">{escape(view.name)}</th>{cells}</tr>')
+    shares = [
+        share_cell(share_that_gains([g for _, g in gainers(decision.views, m, decision.metric)])) for m in methods
+    ]
+    shares += [share_cell(share_that_gains([v.recommended for v in decision.views if v.recommended]))] if groups else []
+    foot = f'<tr><th scope="row">agents that gain</th>{"".join(shares)}</tr>'
+    unit = "points" if in_percent(decision.metric) else verdict_text.METRIC_TITLES[decision.metric]
+    head = ["agent", *(title_of(m) for m in methods), *(["best group"] if groups else [])]
+    return f"<h3>Every agent with every method</h3>{table(head, rows, f'Gain over training alone, in {unit}', foot)}"
 
 
 def _collaboration(decision: Decision) -> str:

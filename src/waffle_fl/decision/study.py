@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,17 +14,19 @@ import numpy as np
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, figures, gain, metrics_of
 from waffle_fl.decision.distances import Distances
+from waffle_fl.decision.partners import SHARED, Advice, PartnerStudy
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import ALL_ALICES, Runtime, all_alices_of, handle, plan
+from waffle_fl.experiment import Runtime, all_alices_of, handle, plan
 from waffle_fl.federation import Federation, index_of
 from waffle_fl.manifest import Warn, verify_all
 from waffle_fl.results import WEIGHING, FinishedRun, check_alike, methods_of
 from waffle_fl.tensorfile import read_named
 
-ALONE, SHARED = "local", "fedavg"
+ALONE = "local"
 DEFAULT = (ALONE, SHARED, "weight-erosion", "waffle", "ditto")
 PREDICTIONS = "predictions.safetensors"
 PHASES = 20  # maximum number of slider positions
+LONGEST_LABEL = 120  # characters of a folder's name
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,9 @@ class View:
     classes: tuple[int, ...]  # test samples per class, 0 for absent classes; empty for regression
     standings: dict[str, Standing]
     update_weights: dict[str, list[list[float]]]  # method -> round -> weight of each agent's update, mean over seeds
-    partners: dict[str, Interval]  # partner -> this agent's gain from its participation
     notes: tuple[str, ...] = ()
+    advice: Advice | None = None  # what each partner contributes, and the best group; None if not measured
+    recommended: Interval | None = None  # gain of the best group over training alone, on test data
 
     @property
     def majority_share(self) -> float:
@@ -73,6 +77,7 @@ class Decision:
     first: FinishedRun
     not_assessed: tuple[str, ...] = ()  # a reason for each agent that was trained for but has no view
     distances: Distances | None = None
+    partners: PartnerStudy | None = None
 
     @property
     def metric(self) -> Metric:
@@ -91,7 +96,6 @@ def runs_for(
     settings: Settings,
     methods: Sequence[str],
     seeds: Sequence[int],
-    without: Sequence[str],
     out: Path,
     runtime: Runtime,
     options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -99,28 +103,45 @@ def runs_for(
 ) -> list[tuple[RunConfig, Path]]:
     """Return the runs of every method for every chosen agent and seed.
 
-    For agents in `without`, add runs that leave out each partner in turn. Raise WaffleError if `metric` is not defined
-    on the test data of any chosen agent."""
+    Raise WaffleError if `metric` is not defined on the test data of any chosen agent."""
     methods = tuple(dict.fromkeys((ALONE, *methods)))
-    method = headline(methods)
+    headline(methods)
     grid = Experiment(
         methods=methods, splits=(settings.split,), seeds=tuple(seeds), settings=settings, options=options or {}
     )
     runs = plan(grid, out, runtime)
     federation = all_alices_of(settings, runtime)
-    chosen = {index_of(config.settings.alice, federation.names): config.settings.alice for config, _ in runs}
-    _check_metric(metric, federation, list(chosen))
-    studied = list(chosen) if ALL_ALICES in without else [index_of(name, federation.names) for name in without]
-    untrained = [federation.names[i] for i in studied if i not in chosen]
-    if untrained:
-        raise WaffleError(f"--leave-one-out: no model is trained for {untrained[0]}; use --alice all")
-    for i in studied:
-        for j in range(federation.agents):
-            if j != i and len(federation.train[j]):
-                for seed in seeds:
-                    reduced = replace(settings, alice=chosen[i], seed=seed, leave_out=(handle(j, federation.names[j]),))
-                    config = RunConfig(method=method, settings=reduced, options=grid.options.get(method, {}))
-                    runs.append((config, out / config.label))
+    _check_metric(metric, federation, alices_of(runs, federation.names))
+    return runs
+
+
+def alices_of(runs: Sequence[tuple[RunConfig, Path]], names: Sequence[str]) -> list[int]:
+    """Return the agents that these runs train a model for."""
+    return sorted({index_of(config.settings.alice, names) for config, _ in runs})
+
+
+def group_runs(
+    study: PartnerStudy,
+    settings: Settings,
+    seeds: Sequence[int],
+    names: Sequence[str],
+    out: Path,
+    options: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[RunConfig, Path]]:
+    """Return the runs that train every agent's best group on all training rows, to be measured on test data."""
+    runs = []
+    for name, advice in study.advice.items():
+        members = {name, *advice.partners}
+        absent = tuple(handle(i, other) for i, other in enumerate(names) if other not in members)
+        chosen = replace(settings, alice=handle(names.index(name), name), leave_out=absent)
+        for seed in seeds:
+            config = RunConfig(
+                method=advice.method, settings=replace(chosen, seed=seed), options=options.get(advice.method, {})
+            )
+            label = config.label
+            if len(label) > LONGEST_LABEL:
+                label = f"{label[:LONGEST_LABEL]}-{sha256(label.encode()).hexdigest()[:8]}"
+            runs.append((config, out / label))
     return runs
 
 
@@ -137,6 +158,7 @@ def decide(
     metric: Metric | None = None,
     force: bool = False,
     warn: Warn | None = None,
+    partners: PartnerStudy | None = None,
 ) -> Decision:
     """Compare the methods on each agent's own test data.
 
@@ -154,13 +176,13 @@ def decide(
     if ALONE not in methods or not by_agent:
         raise WaffleError("expected runs of local among the runs, to compare with training alone; run local too")
     names = tuple(full[0].provenance["agents"])
-    reduced = [run for run in runs if not absent and len(run.config.settings.leave_out) == 1]
     method = headline(methods)
     views, metrics, not_assessed = [], set(), []
     for name in sorted(by_agent, key=names.index):
-        mine = [run for run in reduced if _alice(run) == name and run.config.method == method]
+        advice = partners.advice.get(name) if partners and not absent else None
+        group = _group_runs(runs, name, names, advice) if advice else []
         try:
-            view, measured = _view(name, names, methods, method, by_agent[name], mine, metric)
+            view, measured = _view(name, names, methods, by_agent[name], metric, advice, group)
         except NotAssessed as reason:
             not_assessed.append(f"{name} is not assessed: {reason}")
             continue
@@ -180,6 +202,7 @@ def decide(
         first=first,
         not_assessed=tuple(f"{reason}." for reason in not_assessed),
         distances=distances,
+        partners=partners if any(view.advice for view in views) else None,
     )
 
 
@@ -210,14 +233,26 @@ def _alice(run: FinishedRun) -> str:
     return str(run.provenance["agents"][run.provenance["alice"]])
 
 
+def _group_runs(runs: Sequence[FinishedRun], name: str, names: Sequence[str], advice: Advice) -> list[FinishedRun]:
+    """Return the runs of an agent's best group."""
+    absent = {other for other in names if other not in (name, *advice.partners)}
+    return [
+        run
+        for run in runs
+        if _alice(run) == name
+        and run.config.method == advice.method
+        and {names[index_of(one, names)] for one in run.config.settings.leave_out} == absent
+    ]
+
+
 def _view(
     name: str,
     names: Sequence[str],
     methods: Sequence[str],
-    method: str,
     runs: list[FinishedRun],
-    reduced: list[FinishedRun],
     metric: Metric | None,
+    advice: Advice | None,
+    group: list[FinishedRun],
 ) -> tuple[View, tuple[Metric, ...]]:
     predicted, target = _predictions(runs)
     if ALONE not in predicted:
@@ -232,16 +267,11 @@ def _view(
         gains = {k: gain(k, predicted[m], predicted[ALONE], target) for k in metrics} if m != ALONE else {}
         seeds = tuple(figures(metrics[0], predicted[m], target).values())
         standings[m] = Standing(m, {k: estimate(k, predicted[m], target) for k in metrics}, gains, seeds)
-    partners = {}
-    for partner in (p for p in names if p != name):
-        absent = [run for run in reduced if names[index_of(run.config.settings.leave_out[0], names)] == partner]
-        if absent and method in predicted:
-            others, _ = _predictions(absent, target)
-            if method in others:
-                partners[partner] = gain(metrics[0], predicted[method], others[method], target)
+    joined, _ = _predictions(group, target)
+    recommended = gain(metrics[0], joined[advice.method], predicted[ALONE], target) if advice and joined else None
     counts = next((run.provenance.get("label_counts") for run in runs if run.provenance.get("label_counts")), None)
     classes = np.bincount(target, minlength=outputs).tolist() if metrics[0] != "rmse" else []
-    diverged = sorted({run.title for run in [*runs, *reduced] if run.result["status"] != "finished"})
+    diverged = sorted({run.title for run in [*runs, *group] if run.result["status"] != "finished"})
     view = View(
         name=name,
         training=sum(counts[names.index(name)]) if counts and counts[0] else 0,
@@ -251,8 +281,9 @@ def _view(
         update_weights={
             m: _mean_weights([run for run in runs if run.config.method == m]) for m in WEIGHING if m in predicted
         },
-        partners=partners,
         notes=tuple(f"{title} diverged in some runs, which are left out" for title in diverged),
+        advice=advice,
+        recommended=recommended,
     )
     return view, metrics
 

@@ -11,6 +11,7 @@ from waffle_fl.decision.distances import Distances
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over
 
 SMALL = 100
+TINY = 20  # test samples below which an agent is not the least favourable one
 METRIC_TITLES: dict[Metric, str] = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced accuracy",
@@ -98,17 +99,20 @@ def caution(view: View, decision: Decision) -> list[str]:
 
 
 def partners(view: View, decision: Decision) -> str:
-    """Return which partners help and which hurt, measured by leaving out each in turn."""
-    ranked = sorted(view.partners.items(), key=lambda item: -item[1].value)
+    """Return which partners help and which hurt, measured on held-out training rows."""
+    if view.advice is None:
+        return ""
+    ranked = sorted(view.advice.contributions.items(), key=lambda item: -item[1].value)
     clear = {sign: [name for name, found in ranked if found.sign == sign] for sign in (1, -1)}
     parts = [f"{listed(clear[1])} clearly help{'s' if len(clear[1]) == 1 else ''} {view.name}"] if clear[1] else []
     parts += [f"{listed(clear[-1])} clearly hurt{'s' if len(clear[-1]) == 1 else ''} it"] if clear[-1] else []
     if parts:
-        return f"{'; '.join(parts)}, measured by training without each of them."
+        return f"{'; '.join(parts)}."
     name, found = ranked[0]
+    metric = decision.partners.metric if decision.partners else decision.metric
     return (
         f"No single partner makes a clear difference to {view.name}. The most helpful is {name}: "
-        f"{difference(found, decision.metric)}."
+        f"{difference(found, metric)}."
     )
 
 
@@ -144,6 +148,8 @@ def federation_summary(decision: Decision, method: str) -> list[str]:
     sentences = [f"With {title_of(method)}, {summary}."]
     if down:
         sentences.append(f"Clearly worse by joining: {listed(down)}.")
+    tiny = [view.name for view, _ in found if view.tests < TINY]
+    found = [(view, gain) for view, gain in found if view.tests >= TINY]
     if len(found) > 1:
         worst, gain = found[-1]
         sentences.append(f"The least favourable change is that of {worst.name}: {difference(gain, metric)}.")
@@ -155,6 +161,8 @@ def federation_summary(decision: Decision, method: str) -> list[str]:
             f"The standard deviation of the {METRIC_TITLES[metric]} between agents is {scale * after:.3g}{unit}, "
             f"and {scale * before:.3g}{unit} when each trains alone."
         )
+        if tiny:
+            sentences.append(f"Not compared here, with fewer than {TINY} test samples: {listed(tiny)}.")
     return sentences
 
 

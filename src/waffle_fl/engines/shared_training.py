@@ -1,8 +1,8 @@
 """Backend part: runs that can share one training are trained once and evaluated separately.
 
 What it does   trains the first run of each group; the others reuse its states and evaluate their own Alice's model
-When           runs differ only in Alice, and the method's `aggregate` does not depend on her; or a run's method is the
-               helper that the agents of another run train anyway, as FedAvg is for APFL
+When           runs of the same agents differ only in Alice, and the method's `aggregate` does not depend on her; or a
+               run's method is the helper that the agents of another run train anyway, as FedAvg is for APFL
 What it gains  2.0 x on a model for each agent
 """
 
@@ -61,8 +61,9 @@ def _trains_alone(spec: RunSpec) -> bool:
 def _training_inputs(spec: RunSpec) -> tuple[Any, ...]:
     """Everything the training depends on except the algorithm and the state."""
     f = spec.federation
-    parts = (f.x, f.y, f.train, f.relabel, f.later, f.turn)
-    return spec.seed, spec.attackers, *map(id, parts), f.ids
+    rows = tuple(map(id, f.train))  # equal coalitions of one federation share their rows
+    labels = tuple(None if part is None else tuple(part.flatten().tolist()) for part in (f.relabel, f.later))
+    return spec.seed, spec.attackers, id(f.x), id(f.y), id(f.turn), rows, labels, f.ids
 
 
 def _same_state(one: State | None, other: State | None) -> bool:

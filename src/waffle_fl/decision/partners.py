@@ -1,0 +1,305 @@
+"""Which partners help each agent: choose the coalitions to train, cross-validate them, and summarise per agent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal, TypeAlias
+
+from waffle_fl.attacks import NONE
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.decision import shapley
+from waffle_fl.decision.bootstrap import (
+    Hint,
+    Interval,
+    Metric,
+    Seeds,
+    Target,
+    contrasts,
+    figures,
+    metrics_of,
+)
+from waffle_fl.decision.coalitions import (
+    FOLDS,
+    CrossValidation,
+    Plan,
+    Progress,
+    able_agents,
+    cross_validate,
+    rows_of,
+)
+from waffle_fl.decision.shapley import Coalition, Contributions
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Runtime
+from waffle_fl.federation import Federation
+from waffle_fl.versions import RESULTS_VERSION
+
+Measurement: TypeAlias = Literal["shapley", "sampled", "leave-one-out"]
+PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
+SHARED = "fedavg"
+EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
+PAIRS = 8  # pairs of orders of the sampled Shapley value
+IMAGES = 2000  # samples of images or signals in all, above which `auto` measures nothing
+STEPS = 4_000_000  # mini-batch steps, above which `auto` measures less: about three minutes on two cores
+MARGIN = 0.5  # standard errors of a lead that counts
+TRAININGS = 1200  # more trainings than this use one seed
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What one agent's held-out training rows say about its partners."""
+
+    contributions: dict[str, Interval]  # partner -> contribution to this agent's score
+    sampling_errors: dict[str, float]  # partner -> standard error of the sampling of orders; empty if not sampled
+    method: str  # of the best group
+    partners: tuple[str, ...]  # of the best group
+    join: bool  # whether the best group is recommended over training alone
+    alone: float  # held-out score of training alone
+    joined: float  # held-out score of the best group
+
+
+@dataclass(frozen=True)
+class PartnerStudy:
+    """The partners of every studied agent."""
+
+    measurement: Measurement
+    metric: Metric
+    seeds: int
+    trainings: int
+    advice: dict[str, Advice]
+    excluded: tuple[str, ...] = ()  # agents with too few rows to be cross-validated
+    key: str = ""  # identifies data and settings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the study as plain values."""
+        return {
+            **{name: getattr(self, name) for name in ("measurement", "metric", "seeds", "trainings", "key")},
+            "excluded": list(self.excluded),
+            "advice": {name: _advice_json(one) for name, one in self.advice.items()},
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PartnerStudy:
+        """Read a study that `to_json` wrote."""
+        try:
+            advice = {str(name): _read_advice(one) for name, one in content["advice"].items()}
+            numbers = (int(content["seeds"]), int(content["trainings"]))
+            excluded = tuple(map(str, content["excluded"]))
+            return cls(content["measurement"], content["metric"], *numbers, advice, excluded, str(content["key"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WaffleError(f"partners.json is not a record of partners ({error}): delete it") from None
+
+
+def measurement_for(
+    option: PartnerOption, federation: Federation, settings: Settings, alices: Sequence[int]
+) -> tuple[Measurement | None, str]:
+    """Return how partners are measured, and the reason if `auto` measures less than the exact Shapley value."""
+    agents = able_agents(federation)
+    chosen = [i for i in alices if i in agents]
+    if option == "none" or len(agents) < 2 or not chosen:
+        return None, ""
+    if settings.attack != NONE:
+        if option != "auto":
+            raise WaffleError("partners: not available with an attack; use --partners none")
+        return None, "partners are not measured: an attack is simulated"
+    if option == "leave-one-out":
+        return "leave-one-out", ""
+    small = len(agents) <= EXACT_AGENTS
+    if option == "shapley":
+        return ("shapley" if small else "sampled"), ""
+    samples = sum(len(rows_of(federation, i)) for i in agents)
+    if len(federation.shape) > 1 and samples > IMAGES:
+        return None, f"partners are not measured: {samples:,} images; use --partners leave-one-out"
+    if small and _steps("shapley", federation, settings, chosen, agents) <= STEPS:
+        return "shapley", ""
+    if _steps("leave-one-out", federation, settings, chosen, agents) <= STEPS:
+        reason = f"{len(agents)} agents" if not small else "many rows"
+        return "leave-one-out", f"partners are measured by leaving out each in turn: {reason}; see --partners"
+    return None, "partners are not measured: training takes long; use --partners leave-one-out or shapley"
+
+
+def contributions_of(
+    measurement: Measurement, alice: int, agents: Sequence[int]
+) -> tuple[Contributions, list[Contributions]]:
+    """Return the coefficients of each partner's contribution, and per pair of orders if they are sampled."""
+    if measurement == "sampled":
+        return shapley.sampled(alice, agents, PAIRS)
+    return (shapley.exact if measurement == "shapley" else shapley.leave_one_out)(alice, agents), []
+
+
+def study_partners(
+    measurement: Measurement,
+    federation: Federation,
+    settings: Settings,
+    method: str,
+    alices: Sequence[int],
+    seeds: Sequence[int],
+    options: Mapping[str, Mapping[str, Any]],
+    runtime: Runtime,
+    metric: Metric | None = None,
+    progress: Progress = lambda done, total: None,
+) -> PartnerStudy:
+    """Return the contribution of each partner to each agent, and the group that each agent should train with.
+
+    Groups train with FedAvg. The headline method `method` with all agents is a further candidate. Test rows are not
+    used."""
+    agents = able_agents(federation)
+    chosen = [i for i in alices if i in agents]
+    plans = _plans(measurement, method, chosen, agents)
+    used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS else seeds[:1]
+    held = cross_validate(plans, federation, settings, used, options, runtime, progress)
+    decided = _metric(metric, held, chosen, federation)
+    found = {i: _contributions(measurement, i, agents, held, decided) for i in chosen}
+    groups = {i: group_of(i, contributions) for i, (contributions, _) in found.items()}
+    missing = {Plan(SHARED, group) for group in groups.values()} - {plan for plan, _ in held.outputs}
+    if missing:
+        ordered = sorted(missing, key=lambda plan: sorted(plan.members))
+        held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime))
+    advice = {}
+    for i in chosen:
+        alone, group = Plan(SHARED, Coalition([i])), Plan(SHARED, groups[i])
+        best, join = _choice(held, i, decided, alone, group, _whole(method, i, agents))
+        contributions, errors = found[i]
+        advice[federation.names[i]] = Advice(
+            {federation.names[j]: interval for j, interval in contributions.items()},
+            {federation.names[j]: error for j, error in errors.items()},
+            best.method,
+            tuple(federation.names[j] for j in sorted(best.members - {i})),
+            join,
+            _score(held, alone, i, decided),
+            _score(held, best, i, decided),
+        )
+    excluded = tuple(name for i, name in enumerate(federation.names) if i not in agents)
+    return PartnerStudy(measurement, decided, len(used), held.trainings, advice, excluded)
+
+
+def key_of(
+    measurement: str,
+    federation: Federation,
+    settings: Settings,
+    method: str,
+    alices: Sequence[int],
+    seeds: Sequence[int],
+    options: Mapping[str, Mapping[str, Any]],
+    metric: Metric | None,
+) -> str:
+    """Return a hash of everything that a study depends on."""
+    neutral = replace(settings, alice="0", seed=0, leave_out=())
+    configs = [
+        RunConfig(method=m, settings=neutral, options=options.get(m, {})).to_json()
+        for m in dict.fromkeys((SHARED, method))
+    ]
+    parts = [measurement, federation.digest(), configs, sorted(alices), list(seeds), metric, RESULTS_VERSION]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def group_of(alice: int, contributions: Mapping[int, Interval]) -> Coalition:
+    """Return Alice and the partners whose contribution is above 0; if there are none, the most helpful partner.
+
+    benchmarks/partners.py compares this rule with others."""
+    helpful = [partner for partner, found in contributions.items() if found.value > 0]
+    return Coalition([alice, *(helpful or [max(contributions, key=lambda partner: contributions[partner].value)])])
+
+
+def leads(metric: Metric, ours: Seeds, theirs: Seeds, target: Target, errors: float) -> bool:
+    """Return whether `ours` scores higher on held-out rows by more than this many standard errors of the rows."""
+    (lead,) = contrasts(metric, [ours, theirs], [[1.0, -1.0]], target, training=False)
+    return lead.value > errors * lead.standard_error
+
+
+def _choice(
+    held: CrossValidation, alice: int, metric: Metric, alone: Plan, group: Plan, whole: Sequence[Plan]
+) -> tuple[Plan, bool]:
+    """Return the best plan with partners, and whether Alice should follow it.
+
+    The group is followed unless training alone leads by MARGIN: its partners help on average over all coalitions. The
+    headline method with all agents is followed if it leads both by MARGIN."""
+
+    def ahead(one: Plan, other: Plan, errors: float) -> bool:
+        ours, theirs = held.outputs[one, alice], held.outputs[other, alice]
+        return leads(metric, ours, theirs, held.target[alice], errors)
+
+    for plan in whole:
+        if ahead(plan, alone, MARGIN) and ahead(plan, group, MARGIN):
+            return plan, True
+    return group, ahead(group, alone, -MARGIN)
+
+
+def _whole(method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
+    """Return the headline method with all agents, unless it is FedAvg."""
+    return [Plan(method, Coalition(agents), alice)] if method != SHARED else []
+
+
+def _plans(measurement: Measurement, method: str, alices: Sequence[int], agents: Sequence[int]) -> list[Plan]:
+    """Return every plan to train, without duplicates."""
+    coalitions: dict[Coalition, None] = {}
+    for alice in alices:
+        contributions, _ = contributions_of(measurement, alice, agents)
+        coalitions |= dict.fromkeys([Coalition([alice]), *(c for one in contributions.values() for c in one)])
+    shared = [Plan(SHARED, coalition) for coalition in coalitions]
+    return shared + [plan for alice in alices for plan in _whole(method, alice, agents)]
+
+
+def _steps(
+    measurement: Measurement, federation: Federation, settings: Settings, alices: Sequence[int], agents: Sequence[int]
+) -> int:
+    """Return the mini-batch steps of a cross-validation with one seed, of all agents together."""
+    steps = [settings.steps(len(rows_of(federation, i)) * (FOLDS - 1) // FOLDS) for i in range(federation.agents)]
+    plans = _plans(measurement, SHARED, alices, agents)
+    return settings.rounds * FOLDS * sum(steps[i] for plan in plans for i in plan.members)
+
+
+def _metric(metric: Metric | None, held: CrossValidation, alices: Sequence[int], federation: Federation) -> Metric:
+    """Return the metric of the study: the given one if it is defined on the rows of every agent, else the main one."""
+    defined = [metrics_of(held.target[i], federation.outputs) for i in alices]
+    return metric if metric and all(metric in some for some in defined) else defined[0][0]
+
+
+def _contributions(
+    measurement: Measurement, alice: int, agents: Sequence[int], held: CrossValidation, metric: Metric
+) -> tuple[dict[int, Interval], dict[int, float]]:
+    """Return each partner's contribution with its interval, and the standard error of sampling."""
+    contributions, per_pair = contributions_of(measurement, alice, agents)
+    coalitions = list(dict.fromkeys(c for one in contributions.values() for c in one))
+    methods = [held.outputs[Plan(SHARED, coalition), alice] for coalition in coalitions]
+    errors: dict[int, float] = {}
+    if per_pair:
+        values = {c: _score(held, Plan(SHARED, c), alice, metric) for c in coalitions}
+        errors = shapley.sampling_errors(per_pair, values)
+    table = [[one.get(coalition, 0.0) for coalition in coalitions] for one in contributions.values()]
+    intervals = contrasts(metric, methods, table, held.target[alice], [errors[p] for p in contributions if p in errors])
+    return dict(zip(contributions, intervals, strict=True)), errors
+
+
+def _score(held: CrossValidation, plan: Plan, alice: int, metric: Metric) -> float:
+    """Return the metric of a plan's model on Alice's held-out rows, the mean over seeds."""
+    return fmean(figures(metric, held.outputs[plan, alice], held.target[alice]).values())
+
+
+def _advice_json(one: Advice) -> dict[str, Any]:
+    return {
+        **{name: getattr(one, name) for name in ("method", "join", "alone", "joined", "sampling_errors")},
+        "partners": list(one.partners),
+        "contributions": {name: [*found, not isinstance(found, Hint)] for name, found in one.contributions.items()},
+    }
+
+
+def _read_advice(one: Mapping[str, Any]) -> Advice:
+    contributions = {
+        str(name): (Interval if clear else Hint)(*map(float, bounds))
+        for name, (*bounds, clear) in one["contributions"].items()
+    }
+    errors = {str(name): float(error) for name, error in one["sampling_errors"].items()}
+    partners = tuple(map(str, one["partners"]))
+    return Advice(
+        contributions,
+        errors,
+        str(one["method"]),
+        partners,
+        bool(one["join"]),
+        float(one["alone"]),
+        float(one["joined"]),
+    )
