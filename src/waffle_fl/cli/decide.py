@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,15 +23,17 @@ from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.distances import Distances, distances
 from waffle_fl.decision.partners import SHARED, PartnerOption
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
-from waffle_fl.decision.study import ALONE, DEFAULT, Decision, decide, runs_for
+from waffle_fl.decision.references import Reference, fit_references
+from waffle_fl.decision.study import ALONE, DEFAULT, Decision, alices_of, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
 from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
+from waffle_fl.tuning.default_training import Training, choose_training, given_settings, request_digest
 
-PAGE, DISTANCES = "decision.html", "distances.json"
+PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.json"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class DecisionFlags:
     takes long, such as on more than 2,000 images."""
     options: tuple[str, ...] = ()
     """Hyperparameters as METHOD.NAME=VALUE, such as ditto.lam=0.5, or a .toml file with one table per method."""
+    training: Literal["auto", "given"] = "auto"
+    """Training on your own data. auto: Adam, with learning rate, weight decay and, for tables, the network chosen per
+    method on validation data, and the model of the round with the best validation score. given, or any --lr or
+    --optimiser: the settings below."""
     metric: Literal["auto", "accuracy", "balanced_accuracy", "auc", "rmse"] = "auto"
     """Metric to compare by. auto is accuracy for classes and rmse for numbers."""
     out: str = ""
@@ -83,21 +90,66 @@ def decide_command(arguments: Sequence[str]) -> int:
     check_name(out.name)
     metric: Metric | None = None if flags.metric == "auto" else flags.metric
     runs = runs_for(s, methods, flags.seeds, out, args.runtime, options, metric)
+    by_hand = given_settings(arguments)
+    training = None
+    if s.is_own and flags.training == "auto" and not {"lr", "optimiser"}.intersection(by_hand):
+        training = _chosen_training(s, methods, options, by_hand, out, args.runtime, args.output)
+        runs = [(training.applied(config), folder) for config, folder in runs]
+        s = training.applied(RunConfig(method=SHARED, settings=s)).settings
     if not flags.out:
         default, out = out, default_folder(out, runs, args.runtime, args.output)
         runs = moved_to(runs, default, out)
     with live(args.output) as listener:
         execute(runs, args.runtime, listener)
     groups = measure_partners(flags.partners, s, runs, flags.seeds, options, metric, args.runtime, out, args.output)
+    groups = [(training.applied(config) if training else config, folder) for config, folder in groups]
     groups = [run for run in groups if run not in runs]
     if groups:
         with live(args.output) as listener:
             execute(groups, args.runtime, listener)
     write_distances(s, args.runtime, out)
+    write_references(s, runs, args.runtime, out)
     finished = read_finished([folder for _, folder in (*runs, *groups)], args.runtime)
     decision = write_decision(finished, out, out, metric, args.runtime.force, no_warning)
     _print_decision(decision, out / PAGE, args.output)
     return 0
+
+
+def _chosen_training(
+    s: Settings,
+    methods: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    given: Sequence[str],
+    out: Path,
+    runtime: Runtime,
+    output: ProgressFlags,
+) -> Training:
+    """Choose the training of each method, print it, and return it. The trials of equal requests are kept and reused."""
+    tried = tuple(dict.fromkeys((ALONE, SHARED, *methods)))
+    folder = out.with_name(f"{out.name}-training") / request_digest(s, tried, options, given)
+    with live(output) as listener:
+        training = choose_training(s, tried, options, given, folder, runtime, listener)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "training.json", training.to_json())
+    if not output.quiet:
+        print(f"note: training chosen on validation data: {training.text()}", file=sys.stderr)
+    return training
+
+
+def write_references(s: Settings, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, out: Path) -> None:
+    """Fit scikit-learn on each agent's own data and write its predictions to references.json; not for named data."""
+    if not s.is_own:
+        return
+    federation = all_alices_of(s, runtime)
+    found = fit_references(federation, alices_of(runs, federation.names))
+    with writable(out):
+        write_json(out / REFERENCES, {name: reference.to_json() for name, reference in found.items()})
+
+
+def read_references(folder: Path) -> dict[str, Reference]:
+    """Return the references in this folder by agent, if there are any."""
+    return {name: Reference.from_json(content) for name, content in (read_json(folder / REFERENCES) or {}).items()}
 
 
 def read_finished(folders: Sequence[Path], runtime: Runtime) -> list[FinishedRun]:
@@ -117,7 +169,8 @@ def write_decision(
     from waffle_fl.decision.page import write_page  # imports Altair, which takes seconds
 
     found = read_json(source / DISTANCES)
-    decision = decide(runs, Distances.from_json(found) if found else None, metric, force, warn, read_study(source))
+    known = Distances.from_json(found) if found else None
+    decision = decide(runs, known, metric, force, warn, read_study(source), read_references(source))
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)
@@ -146,6 +199,7 @@ def sentences(decision: Decision) -> list[str]:
     else:
         (view,) = decision.views
         lines = [verdict_text.verdict(view, decision.method, decision.metric), *verdict_text.caution(view, decision)]
+        lines += verdict_text.reference(view, decision.metric)
     return [*filter(None, lines), *decision.not_assessed, *recommendations(decision)]
 
 

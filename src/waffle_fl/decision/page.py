@@ -146,7 +146,8 @@ def _agent(decision: Decision, view: View, i: int) -> str:
     method, metric = decision.method, decision.metric
     standing = view.standings.get(method)
     mark = MARKS[standing.gains[metric].sign] if standing else "level"
-    sentences = [verdict_text.verdict(view, method, metric), " ".join(verdict_text.caution(view, decision))]
+    cautions = [*verdict_text.caution(view, decision), *verdict_text.reference(view, metric)]
+    sentences = [verdict_text.verdict(view, method, metric), " ".join(cautions)]
     parts = [
         f'<div class="verdict {mark}">{paragraphs(sentences)}</div>',
         figure(methods_chart(view, metric), f"{view.name}: each method on its own {view.tests} test samples"),

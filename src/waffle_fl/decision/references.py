@@ -8,7 +8,7 @@ series: logistic or ridge regression and a support vector machine on the standar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,19 @@ class Reference(NamedTuple):
     name: str
     output: NDArray[np.float64]  # (rows, classes) log-probabilities, or (rows, 1) numbers in the target's unit
     target: NDArray[Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "output": self.output.round(5).tolist(), "target": self.target.tolist()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Reference:
+        return cls(content["name"], np.asarray(content["output"], np.float64), np.asarray(content["target"]))
+
+
+def fit_references(federation: Federation, agents: Sequence[int]) -> dict[str, Reference]:
+    """Return the reference of each agent that has one, by name."""
+    found = {federation.names[agent]: fit_reference(federation, agent) for agent in agents}
+    return {name: reference for name, reference in found.items() if reference is not None}
 
 
 def fit_reference(federation: Federation, agent: int) -> Reference | None:

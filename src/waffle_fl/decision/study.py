@@ -15,6 +15,7 @@ from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, figures, gain, metrics_of
 from waffle_fl.decision.distances import Distances
 from waffle_fl.decision.partners import SHARED, Advice, PartnerStudy
+from waffle_fl.decision.references import Reference
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, all_alices_of, handle, plan
 from waffle_fl.federation import Federation, index_of
@@ -25,6 +26,7 @@ from waffle_fl.tensorfile import read_named
 ALONE = "local"
 DEFAULT = (ALONE, SHARED, "weight-erosion", "waffle", "ditto")
 PREDICTIONS = "predictions.safetensors"
+CHOSEN = ("lr", "weight_decay", "model")  # settings that may be chosen for each method on validation data
 PHASES = 20  # maximum number of slider positions
 LONGEST_LABEL = 120  # characters of a folder's name
 
@@ -40,6 +42,15 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class ComparedReference:
+    """A reference for training alone: its score by the main metric, and how much better it is than Local."""
+
+    name: str
+    score: float
+    gain: Interval
+
+
+@dataclass(frozen=True)
 class View:
     """The results of one agent with all methods."""
 
@@ -52,6 +63,7 @@ class View:
     notes: tuple[str, ...] = ()
     advice: Advice | None = None  # what each partner contributes, and the best group; None if not measured
     recommended: Interval | None = None  # gain of the best group over training alone, on test data
+    reference: ComparedReference | None = None  # scikit-learn on this agent's data alone
 
     @property
     def majority_share(self) -> float:
@@ -159,12 +171,13 @@ def decide(
     force: bool = False,
     warn: Warn | None = None,
     partners: PartnerStudy | None = None,
+    references: Mapping[str, Reference] | None = None,
 ) -> Decision:
     """Compare the methods on each agent's own test data.
 
     The default metric is accuracy, or RMSE for regression. The predictions are checked against their manifests, as by
     `manifest.verify`."""
-    check_alike(runs, ("seed", "alice", "leave_out"))
+    check_alike(runs, ("seed", "alice", "leave_out", *CHOSEN))
     verify_all([run.folder for run in runs if run.folder.is_dir()], (PREDICTIONS,), force, warn)
     _check_same_data(runs)
     absent = min((run.config.settings.leave_out for run in runs), key=len, default=())
@@ -183,6 +196,7 @@ def decide(
         group = _group_runs(runs, name, names, advice) if advice else []
         try:
             view, measured = _view(name, names, methods, by_agent[name], metric, advice, group)
+            view = replace(view, reference=_compared(by_agent[name], measured[0], (references or {}).get(name)))
         except NotAssessed as reason:
             not_assessed.append(f"{name} is not assessed: {reason}")
             continue
@@ -286,6 +300,16 @@ def _view(
         recommended=recommended,
     )
     return view, metrics
+
+
+def _compared(runs: Sequence[FinishedRun], metric: Metric, reference: Reference | None) -> ComparedReference | None:
+    """Compare a reference with training alone on the same test samples; None if they are not the same."""
+    predicted, target = _predictions([run for run in runs if run.config.method == ALONE])
+    if reference is None or not np.allclose(reference.target, target):
+        return None
+    output = {0: reference.output}
+    (score,) = figures(metric, output, target).values()
+    return ComparedReference(reference.name, score, gain(metric, output, predicted[ALONE], target))
 
 
 def _predictions(runs: Sequence[FinishedRun], target: Any = None) -> tuple[dict[str, dict[int, Array]], Any]:

@@ -98,6 +98,21 @@ def caution(view: View, decision: Decision) -> list[str]:
     return [*sentences, *(f"{note}." for note in view.notes)]
 
 
+def reference(view: View, metric: Metric) -> list[str]:
+    """Return how training alone compares with scikit-learn on the same data; what to try if it is clearly worse."""
+    found = view.reference
+    if found is None or ALONE not in view.standings:
+        return []
+    theirs, ours = number(found.score, metric), number(view.standings[ALONE].scores[metric].value, metric)
+    compared = f"{found.name} on {view.name}'s data alone has {theirs}, the model trained alone {ours}"
+    if found.gain.sign > 0:
+        return [
+            f"Training alone is weak here: {compared}. Gains over it say little before it is better: try another "
+            "--model, or set --lr and --rounds by hand."
+        ]
+    return [f"For reference: {compared}."]
+
+
 def partners(view: View, decision: Decision) -> str:
     """Return which partners help and which hurt, measured on held-out training rows."""
     if view.advice is None:

@@ -40,7 +40,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
 EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
-TUNED = ("lr", "weight_decay", "model", "optimiser", "momentum", "rounds", *RECIPE)  # what this module may set
+TUNED = ("lr", "weight_decay", "model", "rounds", *RECIPE)  # what this module may set
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,16 @@ class Training:
         """Return a run's config with the settings chosen for its method."""
         found = self.chosen.get(config.method, self.chosen.get("fedavg", {}))
         return replace(config, settings=replace(config.settings, **found))
+
+    def text(self) -> str:
+        """Return the choice in words: rounds, and per method what distinguishes it."""
+        shown = {
+            method: ", ".join(f"{name} {found[name]}" for name in ("model", "lr", "weight_decay") if found.get(name))
+            for method, found in self.chosen.items()
+        }
+        return f"{self.rounds} rounds; " + "; ".join(
+            f"{method}: {words or 'as given'}" for method, words in shown.items()
+        )
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
@@ -71,9 +81,7 @@ def choose_training(
 ) -> Training:
     """Return the training of each method; `given` are the settings that the user has set, which are kept."""
     federation = all_alices_of(settings, runtime)
-    free = {name: value for name, value in RECIPE.items() if name not in given and "optimiser" not in given}
-    if "momentum" in given:  # only SGD has it
-        free = {name: value for name, value in free.items() if name in ("validation", "final_model")}
+    free = {name: value for name, value in RECIPE.items() if name not in given}
     base = replace(settings, **free)
     if "rounds" not in given:
         base = replace(base, rounds=rounds_for(base, federation))
