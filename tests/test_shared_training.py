@@ -98,3 +98,14 @@ def test_other_seeds_starts_and_data_form_other_groups() -> None:
         replace(first, tamper=lambda up, r: up),
     ]
     assert groups_of(specs) == [[0, 1], [2], [3], [4]]
+
+
+def test_equal_coalitions_share_one_training() -> None:
+    """Runs without the same agents share their training; runs without other agents do not."""
+    federation = make_federation()
+    algorithm = ALGORITHMS["fedavg"](sgd=SGD(0.1))  # type: ignore[call-arg]
+    cases = [(0, "3"), (1, "3"), (0, "2")]
+    specs = [RunSpec(algorithm, replace(federation, alice=alice).without(gone), 1) for alice, gone in cases]
+    assert groups_of(specs) == [[0, 1], [2]]
+    for i, done in enumerate(outcomes(specs)[-1]):
+        assert same_outcome(done, replace(outcomes([specs[i]])[-1][0], index=i))
