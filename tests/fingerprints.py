@@ -21,6 +21,8 @@ KEPT = Path(__file__).with_name("fingerprints.json")
 TINY = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3, "batch_size": 16, "precision": "float64"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "kept momentum": {"momentum": 0.9, "momentum_between_rounds": "keep", "weight_decay": 0.01},
+    "Adam": {"optimiser": "adam", "momentum_between_rounds": "keep", "lr": 0.01, "weight_decay": 0.1},
+    "group normalisation": {"model": "cnn-gn"},
     "convolutions": {"model": "cnn", "epochs": 2},
     "augmented": {"model": "cnn", "augment": True},
     "guarded": {"guard": "standard", "attack": "sign-flip"},

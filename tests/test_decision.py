@@ -533,7 +533,19 @@ def folder_of_tables(folder: Path, numbers: bool) -> Path:
 
 def for_north(*command: str | Path, rounds: int) -> list[str | Path]:
     """A command on these tables with north as Alice."""
-    return [*command, "--target", "outcome", "--alice", "north", "--rounds", str(rounds), "--workers", "1"]
+    return [
+        *command,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        str(rounds),
+        "--workers",
+        "1",
+        "--lr",
+        "0.1",
+    ]
 
 
 def test_a_run_on_user_data_states_whether_alice_gains(tmp_path: Path) -> None:
@@ -614,8 +626,8 @@ def test_a_metric_is_checked_before_training(tmp_path: Path) -> None:
     data = folder_of_tables(tmp_path / "hospitals", numbers=False)
     header, *rows = (data / "south.csv").read_text().splitlines()
     (data / "south.csv").write_text("\n".join([header, *(row for row in rows if row.endswith("ill"))]) + "\n")
-    line = ["decide", data, "--target", "outcome", "--rounds", "1", "--workers", "1", "--seeds", "1", "--model"]
-    line += ["linear", "--methods", "fedavg", "--out", tmp_path / "d", "--quiet"]
+    line = ["decide", data, "--target", "outcome", "--rounds", "1", "--workers", "1", "--seeds", "1", "--lr", "0.1"]
+    line += ["--model", "linear", "--methods", "fedavg", "--out", tmp_path / "d", "--quiet"]
     refused = waffle(*line, "--metric", "rmse")
     assert refused.code == 2
     assert "rmse is not defined on any agent's test data; available: accuracy, balanced_accuracy, auc" in refused.err

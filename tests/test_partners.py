@@ -394,7 +394,21 @@ def test_options_of_several_methods(tmp_path: Path) -> None:
 
 def test_decide_takes_options(planted: Path, tmp_path: Path) -> None:
     """An option reaches the config of its method's runs only; a wrong one is refused before training."""
-    line = ["decide", planted, "--target", "outcome", "--rounds", "1", "--model", "linear", "--seeds", "1", "--quiet"]
+    line = [
+        "decide",
+        planted,
+        "--target",
+        "outcome",
+        "--rounds",
+        "1",
+        "--lr",
+        "0.1",
+        "--model",
+        "linear",
+        "--seeds",
+        "1",
+        "--quiet",
+    ]
     line += ["--workers", "1", "--alice", "alice", "--methods", "fedavg", "ditto", "--partners", "none"]
     shown = waffle(*line, "--options", "ditto.lam=0.5", "--out", tmp_path / "d")
     assert shown.code == 0, shown.err

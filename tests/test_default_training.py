@@ -1,0 +1,195 @@
+"""Training on the user's own data: what is chosen on validation data, and the references beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from cli_support import waffle
+from waffle_fl.config import RunConfig, Settings
+from waffle_fl.decision import verdict_text
+from waffle_fl.decision.bootstrap import Interval
+from waffle_fl.decision.references import Reference, fit_reference, fit_references
+from waffle_fl.decision.study import ComparedReference, Standing, View
+from waffle_fl.experiment import Listener, Runtime, all_alices_of
+from waffle_fl.federation import Federation
+from waffle_fl.models import builder, cnn_1d_gn, cnn_gn
+from waffle_fl.tuning import default_training
+from waffle_fl.tuning.default_training import choose_training, given_settings, grid_for, rounds_for
+from waffle_fl.user_data.array_checks import model_inputs
+
+
+def write_tables(folder: Path, rows: int = 60) -> Path:
+    """Two hospitals whose outcome depends on the first of three columns."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("north", "south"):
+        x = rng.normal(size=(rows, 3))
+        lines = [f"{a:.4f},{b:.4f},{c:.4f},{'ill' if a > 0 else 'well'}" for a, b, c in x]
+        (folder / f"{name}.csv").write_text("\n".join(["age,dose,size,outcome", *lines]) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tables(tmp_path_factory.mktemp("tables") / "hospitals")
+
+
+@pytest.fixture(scope="module")
+def settings(tables: Path) -> Settings:
+    return Settings(data=str(tables), target="outcome", alice="all")
+
+
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two candidates and few rounds: enough to see which one is chosen."""
+    monkeypatch.setattr(default_training, "TABLES", ({"model": "linear", "lr": 1e-6}, {"model": "linear", "lr": 0.05}))
+    monkeypatch.setattr(default_training, "STEPS", 10)
+    monkeypatch.setattr(default_training, "FEWEST_ROUNDS", 3)
+    monkeypatch.setattr(default_training, "MOST_ROUNDS", 6)
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, tmp_path: Path) -> None:
+    """Of a step size that learns nothing and one that learns, the second is chosen for both methods."""
+    methods = ["local", "fedavg"]
+    training = choose_training(settings, methods, {}, (), tmp_path, Runtime(), Listener())
+    for method in methods:
+        assert training.chosen[method]["lr"] == 0.05
+        assert training.scores[method][1][1] > training.scores[method][0][1]
+        run = training.applied(RunConfig(method=method, settings=settings)).settings
+        assert (run.optimiser, run.final_model, run.validation, run.lr) == ("adam", "selected", 0.2, 0.05)
+    other = training.applied(RunConfig(method="waffle", settings=settings)).settings
+    assert other.lr == 0.05  # a method that was not tried trains as FedAvg does
+    assert 3 <= training.rounds <= 6
+    assert "lr 0.05" in training.text()
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_given_settings_are_kept(settings: Settings, tmp_path: Path) -> None:
+    """Rounds and validation share that the user gives are not changed."""
+    given = replace(settings, rounds=2, validation=0.3)
+    training = choose_training(given, ["local"], {}, ("rounds", "validation"), tmp_path, Runtime(), Listener())
+    run = training.applied(RunConfig(method="local", settings=given)).settings
+    assert (run.rounds, run.validation) == (2, 0.3)
+
+
+def test_the_grid_depends_on_the_data(settings: Settings) -> None:
+    """Tables try a linear model and an MLP; a given network is kept; images try learning rates only."""
+    federation = all_alices_of(settings, Runtime())
+    assert {c["model"] for c in grid_for(settings, federation)} == {"linear", "mlp"}
+    assert {c["model"] for c in grid_for(replace(settings, model="mlp"), federation)} == {"mlp"}
+    images = replace(federation, x=torch.zeros(4, 3, 8, 8))
+    assert not any("model" in c for c in grid_for(settings, images))
+    assert rounds_for(settings, federation) == 160  # two mini-batches per round
+
+
+def test_flags_on_the_command_line_are_recognised() -> None:
+    """Flags with a value after a space or an equals sign count as given."""
+    assert given_settings(["folder", "--lr", "0.1", "--weight-decay=0.2", "--seeds", "1"]) == ["lr", "weight_decay"]
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_decide_chooses_training_and_shows_a_reference(tables: Path, tmp_path: Path) -> None:
+    """`waffle decide` on tables chooses its training, says so, and compares training alone with scikit-learn."""
+    out = tmp_path / "d"
+    line = ["decide", tables, "--target", "outcome", "--methods", "fedavg", "--seeds", "1", "--partners", "none"]
+    shown = waffle(*line, "--workers", "1", "--out", out)
+    assert shown.code == 0, shown.err
+    assert "training chosen on validation data" in shown.err
+    assert "on north&#x27;s data alone has" in (out / "decision.html").read_text()
+    (record,) = (tmp_path / "d-training").glob("*/training.json")
+    assert json.loads(record.read_text())["chosen"]["local"]["lr"] == 0.05
+    config = json.loads(next(out.glob("*local-1-north/config.json")).read_text())
+    assert (config["settings"]["optimiser"], config["settings"]["final_model"]) == ("adam", "selected")
+
+
+# ---------------------------------------------------------------------------------------------------------- references
+
+
+def test_a_reference_is_scikit_learn_on_the_agents_own_rows(settings: Settings) -> None:
+    """The predictions are those of the chosen estimator, fitted on training and validation rows of that agent."""
+    federation = all_alices_of(replace(settings, validation=0.2), Runtime())
+    found = fit_reference(federation, 0)
+    assert found is not None
+    rows = torch.cat([federation.train[0], federation.validation[0]])
+    x, y, test = federation.x[rows].numpy(), federation.labels(0, rows).numpy(), federation.test[0]
+    if found.name == "logistic regression":
+        x0 = (x - x.mean(0)) / x.std(0)
+        theirs = LogisticRegression(max_iter=500).fit(x0, y)
+        expected = theirs.predict((federation.x[test].numpy() - x.mean(0)) / x.std(0))
+        assert (found.output.argmax(axis=1) == expected).all()
+    assert (found.output.argmax(axis=1) == found.target).mean() > 0.8
+    again = Reference.from_json(json.loads(json.dumps(found.to_json())))
+    assert (again.output.argmax(axis=1) == found.output.argmax(axis=1)).all()
+
+
+def test_agents_without_validation_rows_have_no_reference(settings: Settings) -> None:
+    """Without validation rows no estimator can be chosen."""
+    assert fit_references(all_alices_of(settings, Runtime()), [0, 1]) == {}
+
+
+def test_a_regression_reference_is_in_the_unit_of_the_target() -> None:
+    """On a linear target the reference predicts the numbers themselves."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 4)).astype(np.float32)
+    y = (100 + 10 * x[:, 0]).astype(np.float32)
+    federation = Federation.from_arrays({"a": (x, y)}, task="regression", validation=0.2)
+    found = fit_reference(federation, 0)
+    assert found is not None
+    assert found.name == "ridge regression"
+    assert np.abs(found.output[:, 0] - found.target).max() < 1
+
+
+@pytest.mark.parametrize(("low", "opening"), [(0.01, "Training alone is weak here"), (-0.05, "For reference")])
+def test_a_weak_baseline_is_said(low: float, opening: str) -> None:
+    """If the reference is clearly better than training alone, the page says so and what to try."""
+    alone = Standing("local", {"accuracy": Interval(0.8, 0.7, 0.9)}, {}, (0.8,))
+    compared = ComparedReference("logistic regression", 0.9, Interval(0.1, low, 0.2))
+    view = View("north", 40, 20, (10, 10), {"local": alone}, {}, reference=compared)
+    (sentence,) = verdict_text.reference(view, "accuracy")
+    assert sentence.startswith(opening)
+    assert "logistic regression on north's data alone has 90.0 %, the model trained alone 80.0 %" in sentence
+    assert verdict_text.reference(replace(view, reference=None), "accuracy") == []
+
+
+# ------------------------------------------------------------------------------------------------- networks and arrays
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 28, 28), (3, 64, 48), (1, 1, 1)])
+def test_the_image_network_takes_any_size(shape: tuple[int, ...]) -> None:
+    """Images of any size give one output per class, without running statistics."""
+    net = cnn_gn(shape, 5)
+    assert net(torch.zeros(2, *shape)).shape == (2, 5)
+    assert not list(net.buffers())
+
+
+@pytest.mark.parametrize("shape", [(9, 128), (1, 7)])
+def test_the_network_for_series_takes_any_length(shape: tuple[int, ...]) -> None:
+    """Series of any length give one output per class."""
+    assert cnn_1d_gn(shape, 3)(torch.zeros(2, *shape)).shape == (2, 3)
+
+
+def test_normalised_networks_are_the_default_of_user_data() -> None:
+    """Your own images and series train networks with group normalisation."""
+    for shape in ((3, 16, 16), (9, 128)):
+        module = builder("auto", "my-folder", shape, 4)()
+        assert any(isinstance(part, torch.nn.GroupNorm) for part in module.modules())
+
+
+def test_bytes_and_channels_of_arrays() -> None:
+    """Bytes become numbers from -1 to 1, grey images get a channel, and channels that come last come first."""
+    photos = np.zeros((2, 8, 6, 3), np.uint8)
+    photos[0, 1, 2, 0] = 255
+    found = model_inputs(photos)
+    assert (found.shape, found.dtype, found[0, 0, 1, 2], found[0, 1, 1, 2]) == ((2, 3, 8, 6), np.float32, 1.0, -1.0)
+    assert model_inputs(np.zeros((2, 8, 6), np.uint8)).shape == (2, 1, 8, 6)
+    first = np.zeros((2, 3, 8, 3), np.float32)
+    assert model_inputs(first) is first  # ambiguous: taken as it is
+    assert model_inputs(np.zeros((2, 9, 128), np.float32)).shape == (2, 9, 128)
