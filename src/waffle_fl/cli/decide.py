@@ -31,7 +31,7 @@ from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
-from waffle_fl.tuning.default_training import Training, choose_training, given_settings, request_digest
+from waffle_fl.tuning.default_training import ChosenTraining, choose_training, given_settings, request_digest
 
 PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.json"
 
@@ -123,7 +123,7 @@ def _chosen_training(
     out: Path,
     runtime: Runtime,
     output: ProgressFlags,
-) -> Training:
+) -> ChosenTraining:
     """Choose the training of each method, print it, and return it. The trials of equal requests are kept and reused."""
     tried = tuple(dict.fromkeys((ALONE, SHARED, *methods)))
     folder = out.with_name(f"{out.name}-training") / request_digest(s, tried, options, given)

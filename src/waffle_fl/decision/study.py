@@ -178,6 +178,8 @@ def decide(
     The default metric is accuracy, or RMSE for regression. The predictions are checked against their manifests, as by
     `manifest.verify`."""
     check_alike(runs, ("seed", "alice", "leave_out", *CHOSEN))
+    for method in methods_of(runs):
+        check_alike([run for run in runs if run.config.method == method], ("seed", "alice", "leave_out"))
     verify_all([run.folder for run in runs if run.folder.is_dir()], (PREDICTIONS,), force, warn)
     _check_same_data(runs)
     absent = min((run.config.settings.leave_out for run in runs), key=len, default=())

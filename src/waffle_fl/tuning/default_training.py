@@ -44,7 +44,7 @@ TUNED = ("lr", "weight_decay", "model", "rounds", *RECIPE)  # what this module m
 
 
 @dataclass(frozen=True)
-class Training:
+class ChosenTraining:
     """The settings that were chosen for each method, and the validation score of every candidate."""
 
     rounds: int
@@ -78,7 +78,7 @@ def choose_training(
     folder: Path,
     runtime: Runtime,
     listener: Listener,
-) -> Training:
+) -> ChosenTraining:
     """Return the training of each method; `given` are the settings that the user has set, which are kept."""
     federation = all_alices_of(settings, runtime)
     free = {name: value for name, value in RECIPE.items() if name not in given}
@@ -100,7 +100,7 @@ def choose_training(
     if "rounds" not in given:
         base = _long_enough(base, best, options, folder, runtime, listener)
     common = {name: getattr(base, name) for name in (*free, "rounds")}
-    return Training(base.rounds, {m: {**common, **found} for m, found in best.items()}, scores)
+    return ChosenTraining(base.rounds, {m: {**common, **found} for m, found in best.items()}, scores)
 
 
 def rounds_for(s: Settings, federation: Federation) -> int:

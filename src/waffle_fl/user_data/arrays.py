@@ -51,8 +51,8 @@ def gather(
         }
     for name, arrays in agents.items():
         check_samples(name, arrays, task)
-    agents = {name: [a if i % 2 else model_inputs(a) for i, a in enumerate(arrays)] for name, arrays in agents.items()}
     check_kinds(agents)
+    agents = {name: [a if i % 2 else model_inputs(a) for i, a in enumerate(arrays)] for name, arrays in agents.items()}
     if task == "classification":
         check_range(agents, *((len(class_names), "") if class_names else NUMBERED[options.task]))
     made, digests, dropped = {}, {}, {}
