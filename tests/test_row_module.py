@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from waffle_fl.models import row_module
 from waffle_fl.models.row_module import Layout, RowModule, copy_each
+
+if TYPE_CHECKING:
+    from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Count compilations, with a backend that needs no compiler."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds, which other tests need not wait for
+
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     row_module._compiled_pass.cache_clear()
