@@ -1,19 +1,23 @@
 """Is training alone any good? Local with its defaults beside scikit-learn and a small CNN, on the agents' own data.
 
-    python -m benchmarks.references FOLDER heart-disease landmine ... --out results/references.jsonl
+    python -m benchmarks.references FOLDER heart-disease parkinson ...
 
 FOLDER holds one folder per data set, with one file per agent. Every agent trains alone, with the training that `decide`
 chooses. The references are those of the decision page, chosen on the same validation rows, and, for images and series,
 a small CNN with BatchNorm trained by Adam for 15 epochs. Scores are on test rows: accuracy, AUC for Landmine,
-and the share of the variance that is explained for regression, each in percent.
+and the share of the variance that is explained for regression, each in percent. The lines are added to
+results/references.jsonl, and the table of docs/decision.md is written from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +37,7 @@ from waffle_fl.tuning.default_training import choose_training
 TARGETS = {"parkinson": "motor_UPDRS"}
 DROPPED = {"parkinson": ("total_UPDRS",)}
 METRICS = {"landmine": "auc"}
+NAMES = {"accuracy": "accuracy", "auc": "AUC", "r2": "explained variance"}
 SEEDS = (1, 2)
 EPOCHS = 15
 
@@ -41,15 +46,13 @@ def local_scores(s: Settings, metric: str, folder: Path) -> tuple[dict[str, floa
     """Train every agent alone and return each one's test score, and the chosen settings."""
     runtime = Runtime()
     training = choose_training(s, ["local"], {}, (), folder / "training", runtime, Listener())
-    scores: dict[str, float] = {}
-    for alice in alices(s, runtime):
-        runs = [
-            (training.applied(RunConfig(method="local", settings=s_)), folder / f"{alice}-{seed}")
-            for seed in SEEDS
-            if (s_ := Settings(**{**vars(s), "alice": alice, "seed": seed}))
-        ]
-        execute(runs, runtime, Listener())
-        scores[alice] = fmean(_score(folder, metric) for _, folder in runs)
+    runs = {
+        (alice, seed): training.applied(RunConfig(method="local", settings=replace(s, alice=alice, seed=seed)))
+        for alice in alices(s, runtime)
+        for seed in SEEDS
+    }
+    execute([(config, folder / f"{alice}-{seed}") for (alice, seed), config in runs.items()], runtime, Listener())
+    scores = {a: fmean(_score(folder / f"{a}-{seed}", metric) for seed in SEEDS) for a, _ in runs}
     return scores, dict(training.chosen["local"])
 
 
@@ -96,12 +99,13 @@ def cnn_score(federation: Federation, agent: int, metric: str) -> float:
 
 def compare(folder: Path, name: str) -> dict[str, Any]:
     """Return one line of the record: mean scores over agents of a data set."""
-    s = Settings(data=str(folder / name), target=TARGETS.get(name, ""), alice="all", validation=0.2)
+    reading = {"target": TARGETS.get(name, ""), "drop": DROPPED.get(name, ()), "duplicates": "keep"}
+    s = Settings(data=str(folder / name), alice="all", validation=0.2, **reading)  # type: ignore[arg-type]
     federation = all_alices_of(s, Runtime())
     metric = METRICS.get(name, "accuracy" if federation.task == "classification" else "r2")
     began = time.process_time()
     with tempfile.TemporaryDirectory() as runs:
-        local, chosen = local_scores(Settings(**{**vars(s), "validation": 0.0}), metric, Path(runs))
+        local, chosen = local_scores(replace(s, validation=0.0), metric, Path(runs))
     seconds = round(time.process_time() - began)
     by_agent = {name: i for i, name in enumerate(federation.names)}
     references: dict[str, float] = {}
@@ -133,17 +137,39 @@ def _mean(values: dict[str, float]) -> float | None:
     return round(float(np.nanmean(list(values.values()))), 2) if values else None
 
 
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of docs/decision.md."""
+    rows = [
+        [line["data"], NAMES[line["metric"]], line["agents"], line["local"], line["reference"], line["cnn"],
+         f"{line['local_minus_best']:+.2f}"]
+        for line in lines
+    ]  # fmt: skip
+    head = ["data", "score in percent", "agents", "Local", "scikit-learn", "CNN", "Local minus the better one"]
+    shown = [["–" if value is None else str(value) for value in row] for row in rows]
+    texts = [f"| {' | '.join(row)} |" for row in (head, *shown)]
+    return "\n".join([texts[0], "|" + " --- |" * len(head), *texts[1:]])
+
+
+def write_page(record: Path, page: Path) -> None:
+    """Write the table of a record between the markers of a page."""
+    made = table([json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()])
+    text = page.read_text(encoding="utf-8")
+    marked = re.compile(r"(<!-- references -->\n).*?(<!-- end of references -->)", re.DOTALL)
+    page.write_text(marked.sub(lambda found: f"{found[1]}{made}\n{found[2]}", text), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.references", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("data", nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("data", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("results/references.jsonl"))
     given = parser.parse_args()
     for name in given.data:
         line = compare(given.folder, name)
         print(json.dumps(line), flush=True)
         with given.out.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
+    write_page(given.out, Path("docs/decision.md"))
 
 
 if __name__ == "__main__":

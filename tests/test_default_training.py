@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks import references
 from sklearn.linear_model import LogisticRegression
 
 from cli_support import waffle
@@ -145,6 +146,14 @@ def test_a_regression_reference_is_in_the_unit_of_the_target() -> None:
     assert found is not None
     assert found.name == "ridge regression"
     assert np.abs(found.output[:, 0] - found.target).max() < 1
+
+
+def test_the_page_shows_the_record_of_references() -> None:
+    """docs/decision.md has one row per data set of results/references.jsonl, and Local is within a point on average."""
+    root = Path(__file__).parent.parent
+    lines = [json.loads(line) for line in (root / "results" / "references.jsonl").read_text().splitlines()]
+    assert references.table(lines) in (root / "docs" / "decision.md").read_text()
+    assert np.mean([line["local_minus_best"] for line in lines]) > -1
 
 
 @pytest.mark.parametrize(("low", "opening"), [(0.01, "Training alone is weak here"), (-0.05, "For reference")])

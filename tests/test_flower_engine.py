@@ -629,6 +629,7 @@ def test_force_applies_once(folder: Path, tmp_path: Path) -> None:
     [
         (config(attack="sign-flip"), "attack works in simulations only"),
         (config(leave_out=("1",)), "leave_out works in simulations only"),
+        (config(final_model="selected"), "final_model = selected works in simulations only"),
         (config(shift="drift(sudden, 0.5)"), "drift works in simulations only"),
         (config(agents=4), "among 4 agents, but server.toml has 3 sites"),
         (tables(shift="rotate(45)"), "shift divides a data set among agents"),

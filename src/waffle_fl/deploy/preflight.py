@@ -72,6 +72,10 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError("leave_out works in simulations only: remove sites from server.toml instead")
     if s.attack != NONE:
         raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")
+    if s.final_model == "selected":
+        raise WaffleError(
+            "final_model = selected works in simulations only: remove it; the last round's model is saved"
+        )
     if s.duplicates == "drop":
         raise WaffleError(NO_DROP)
     if any(isinstance(shift, Drift) for shift in read_shifts(s.shift)):
