@@ -84,7 +84,7 @@ HELP_WIDTH = 100
 API = {  # the sections of reference/api.md: public names by subject
     "Data": ("load", "Dataset", "split", "Partition", "build", "Federation"),
     "Models": ("FlatModel", "Net"),
-    "Training": ("simulate", "RunSpec", "Outcome", "Measured", "SGD"),
+    "Training": ("simulate", "RunSpec", "Outcome", "Measured", "SGD", "Adam"),
     "Estimators": ("PersonalizedClassifier", "PersonalizedRegressor"),
     "Records": ("table_of_rounds",),
     "Methods from outside": ("Algorithm", "Round", "Grad"),
