@@ -49,7 +49,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Waffle, {"omega": "sigmoid(-2)"}, "omega: a sigmoid needs a slope >= 0, got -2.0"),
     (Waffle, {"psi": "nowhere:schedule"}, "psi: cannot import the schedule 'nowhere:schedule'"),
     (Waffle, {"psi": 3}, "psi: expected text or a function, got 3"),
-    (Waffle, {"sgd": 0.1}, "sgd: expected SGD, got 0.1"),
+    (Waffle, {"sgd": 0.1}, "sgd: expected SGD or Adam, got 0.1"),
     (APFL, {"mix": 3}, "mix: expected a number from 0 to 1, got 3"),
     (APFL, {"adaptive": True}, "adaptive: expected 'step' or 'round' or 'off', got True"),
     (FedProx, {"mu": -5}, "mu: expected at least 0, got -5"),

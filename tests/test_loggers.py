@@ -48,8 +48,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Interrupt once after the given round, as Ctrl-C does, without a checkpoint."""
     log = experiment.execution.log
 
-    def stopping(job: Any, outcome: Any, listener: Listener) -> None:
-        log(job, outcome, listener)
+    def stopping(job: Any, outcome: Any, *more: Any) -> None:
+        log(job, outcome, *more)
         if outcome.round == after:
             job.latest = None  # as if the process had died before it saved a checkpoint
             monkeypatch.setattr(experiment.execution, "log", log)

@@ -418,7 +418,7 @@ def test_data_of_one_file_and_of_arrays(tmp_path: Path) -> None:
     assert "which column is to be predicted?" in " ".join(waffle("data", folder).out.split())
     (tmp_path / "e").mkdir()
     np.savez(tmp_path / "e" / "a.npz", x=np.random.default_rng(0).normal(size=(9, 2)), y=np.arange(9) % 2)
-    assert "1 agents, 9 samples of shape 2, classification" in waffle("data", tmp_path / "e").out
+    assert "1 agents, 9 samples of shape 2, classification" in " ".join(waffle("data", tmp_path / "e").out.split())
     assert "(or the path of a data folder)" in waffle("data", "digitz").words
     assert "leave them out" in waffle("data", "digits", "--target", "y").words
     assert "each agent has its own" in waffle("data", folder, "--target", "y", "--split", "A").words

@@ -30,7 +30,7 @@ from waffle_fl.user_data.table_report import report_tables
 
 
 def data_command(arguments: Sequence[str]) -> int:
-    """Describe a data set, or check your own data folder: waffle data NAME or waffle data FOLDER --target COLUMN."""
+    """Describe a data set, or check your own folder: waffle data NAME."""
 
     @dataclass(frozen=True)
     class Data:

@@ -38,7 +38,7 @@ COMMANDS = {
     "export": Command("inference", "export", "Export a run's model for other programs: waffle export RUN."),
     "report": Command("commands", "report", "Write tables and charts of finished runs: waffle report RUNS."),
     "reproduce": Command("reproduce", "reproduce", "Reproduce the paper's tables and figures: waffle reproduce mnist."),
-    "data": Command("data", "data_command", "Download, verify and describe a data set: waffle data NAME."),
+    "data": Command("data", "data_command", "Describe a data set, or check your own folder: waffle data NAME."),
     "demo": Command("commands", "demo", "Train seven methods on five splits of the included digits: waffle demo."),
     "resume": Command("commands", "resume", "Resume an interrupted run: waffle resume RUN."),
     "deploy": Command("deploy", "deploy", "The same methods on real machines, through Flower: waffle deploy init."),
