@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Some virtual machines announce AMX but do not allow it; torch then cannot create its bf16 kernels.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores: more threads would only wait
 
 import numpy as np

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -59,18 +58,6 @@ def nets(model: FlatModel, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.stack([net.params for net in many]), torch.stack([net.stats for net in many])
 
 
-@cache
-def convolves_in_bf16() -> bool:
-    """Whether torch can train LeNet-5 in bf16 on this CPU."""
-    model = FlatModel(LeNet5, precision="bf16")
-    try:
-        model._grad(*nets(model, 1, 0), *batch_of(1, 0))
-    except RuntimeError as error:
-        assert "could not create a primitive" in str(error)
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("build", "rows"),
     [(LeNet5, 1), (LeNet5, 2), (lambda: mlp((1, 28, 28), 10), 5), (dropping, 3), (Normed, 1)],
@@ -78,8 +65,6 @@ def convolves_in_bf16() -> bool:
 )
 @pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
 def test_replay_equals_the_untraced_pass(build: Callable[[], nn.Module], rows: int, precision: str) -> None:
-    if precision == "bf16" and not convolves_in_bf16():
-        pytest.skip("this CPU has no convolution in bf16")
     model = FlatModel(build, precision=precision)  # type: ignore[arg-type]
     for seed in range(4):
         batch = batch_of(rows, seed)
