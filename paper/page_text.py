@@ -196,9 +196,9 @@ METHOD_REASONS = {
 
 HISTORY = """\
 - **Permutations of A\\* and B\\*.** With permutation seed 3 and five seeds, three of five MNIST claims did not hold.
-  Version 0.2 used permutation seed 1 and ten seeds, both chosen after that result. The claims are now about the mean
+  Earlier tables used permutation seed 1 and ten seeds, both chosen after that result. The claims are now about the mean
   over ten permutations; the rule was written before eight of them were run.
-- **Momentum on CIFAR-10.** Version 0.2 reset the momentum in every round and held out 5 % of the samples. WAFFLE was
+- **Momentum on CIFAR-10.** Earlier tables reset the momentum in every round and held out 5 % of the samples. WAFFLE was
   2.8 and 3.6 points below the paper on C and A\\*, and Local 3.1 on A. The first author's earlier public code creates
   each optimiser once, so the table now keeps the momentum and trains on all samples. The earlier record is
   `results/cifar10-reset.jsonl`.
@@ -206,9 +206,9 @@ HISTORY = """\
   WAFFLE's best round on C with seed 1; the other splits were run once afterwards. Both are in the table.
 - **Clipping.** The printed algorithm diverges. WAFFLE, SCAFFOLD and APPLE therefore clip gradients by default; the
   other methods do not.
-- **Speed.** Until version 0.2 a method's rounds were counted to 99 % of its own end, which rewards a bad end. They are
+- **Speed.** Earlier a method's rounds were counted to 99 % of its own end, which rewards a bad end. They are
   now counted to a target that both methods share.
-- **Exceptions.** Before version 0.2 a claim could be excused by a named exception, and a cell agreed with the paper if
+- **Exceptions.** Earlier a claim could be excused by a named exception, and a cell agreed with the paper if
   it was within 0.5 points or two deviations. There are no exceptions now, and agreement is a two-sided test.
 """
 
