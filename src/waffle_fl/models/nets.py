@@ -64,8 +64,8 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
 def cnn_gn(shape: Sequence[int], classes: int) -> nn.Module:
     """Convolutions with group normalisation for images of any size, pooled to at most 4 x 4, and one linear layer.
 
-    Group normalisation has no statistics that agents would have to share. The positions that the mean of `cnn` loses
-    are kept: on 743 digits this is the difference between 72 and 98 % after ten epochs.
+    Group normalisation has no statistics that agents would have to share. Unlike the mean of `cnn`, the linear layer
+    sees where in the image a feature is.
     """
     channels, height, width = shape
     layers: list[nn.Module] = []
