@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import references
+from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from cli_support import waffle
 from waffle_fl.config import RunConfig, Settings
@@ -121,11 +124,12 @@ def test_a_reference_is_scikit_learn_on_the_agents_own_rows(settings: Settings) 
     assert found is not None
     rows = torch.cat([federation.train[0], federation.validation[0]])
     x, y, test = federation.x[rows].numpy(), federation.labels(0, rows).numpy(), federation.test[0]
-    if found.name == "logistic regression":
-        x0 = (x - x.mean(0)) / x.std(0)
-        theirs = LogisticRegression(max_iter=500).fit(x0, y)
-        expected = theirs.predict((federation.x[test].numpy() - x.mean(0)) / x.std(0))
-        assert (found.output.argmax(axis=1) == expected).all()
+    estimators = {
+        "logistic regression": make_pipeline(StandardScaler(), LogisticRegression(max_iter=500)),
+        "gradient boosting": HistGradientBoostingClassifier(random_state=0),
+    }
+    expected = estimators[found.name].fit(x, y).predict(federation.x[test].numpy())
+    assert (found.output.argmax(axis=1) == expected).all()
     assert (found.output.argmax(axis=1) == found.target).mean() > 0.8
     again = Reference.from_json(json.loads(json.dumps(found.to_json())))
     assert (again.output.argmax(axis=1) == found.output.argmax(axis=1)).all()
