@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from conftest import outcomes_of, refusal
 from waffle_fl import SGD, FedAvg, FlatModel, RunSpec, build, load, split
-from waffle_fl.augment import PADDING, crop_and_flip, darkest
+from waffle_fl.augment import darkest, largest_shift, shift_and_flip
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.experiment import Runtime, execute
 from waffle_fl.models import mlp
@@ -21,34 +22,41 @@ from waffle_fl.models import mlp
 def all_views(image: Tensor, border: Tensor) -> list[Tensor]:
     """Return every crop of the padded image and its reflection."""
     _, height, width = image.shape
-    padded = torch.stack([F.pad(c, [PADDING] * 4, value=float(v)) for c, v in zip(image, border, strict=True)])
-    shifts = range(2 * PADDING + 1)
-    crops = [padded[:, i : i + height, j : j + width] for i in shifts for j in shifts]
+    down, across = largest_shift(height), largest_shift(width)
+    sides = [across, across, down, down]
+    padded = torch.stack([F.pad(c, sides, value=float(v)) for c, v in zip(image, border, strict=True)])
+    places = product(range(2 * down + 1), range(2 * across + 1))
+    crops = [padded[:, i : i + height, j : j + width] for i, j in places]
     return crops + [crop.flip(2) for crop in crops]
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 3), st.integers(3, 7), st.integers(3, 7), st.integers(0, 2**40))
+@given(st.integers(1, 3), st.integers(3, 17), st.integers(3, 17), st.integers(0, 2**40))
 def test_every_image_is_a_crop_or_a_reflected_crop(channels: int, height: int, width: int, key: int) -> None:
     x = torch.randn(2, 3, channels, height, width)
     border = darkest(x.flatten(0, 1))
-    seen = crop_and_flip(x, torch.tensor([key, key + 1]), border)
+    seen = shift_and_flip(x, torch.tensor([key, key + 1]), border)
     for image, found in zip(x.flatten(0, 1), seen.flatten(0, 1), strict=True):
         assert any(torch.equal(found, view) for view in all_views(image, border))
 
 
 def test_all_shifts_and_both_sides_occur() -> None:
-    image = torch.arange(1.0, 82.0).view(1, 9, 9)
-    seen = crop_and_flip(image.expand(1, 8000, 1, 9, 9), torch.tensor([7]), torch.zeros(1))[0]
-    assert len(torch.unique(seen, dim=0)) == 2 * (2 * PADDING + 1) ** 2
+    image = torch.arange(1.0, 257.0).view(1, 16, 16)
+    many, key, border = image.expand(1, 4000, 1, 16, 16), torch.tensor([7]), torch.zeros(1)
+    assert len(torch.unique(shift_and_flip(many, key, border)[0], dim=0)) == 2 * 5**2
+    assert len(torch.unique(shift_and_flip(many, key, border, flips=False)[0], dim=0)) == 5**2
+
+
+def test_largest_shift_is_an_eighth_of_the_image() -> None:
+    assert [largest_shift(size) for size in (3, 8, 28, 32, 64)] == [1, 1, 3, 4, 8]
 
 
 def test_draws_depend_on_the_key_alone() -> None:
     x, keys = torch.randn(3, 4, 1, 6, 6), torch.tensor([5, 6, 7])
-    together = crop_and_flip(x, keys, torch.zeros(1))
-    alone = crop_and_flip(x[1:2], keys[1:2], torch.zeros(1))
+    together = shift_and_flip(x, keys, torch.zeros(1))
+    alone = shift_and_flip(x[1:2], keys[1:2], torch.zeros(1))
     assert torch.equal(together[1:2], alone)
-    assert not torch.equal(together, crop_and_flip(x, keys + 100, torch.zeros(1)))
+    assert not torch.equal(together, shift_and_flip(x, keys + 100, torch.zeros(1)))
 
 
 def test_augmented_training_repeats() -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.augment import crop_and_flip, darkest
+from waffle_fl.augment import darkest, shift_and_flip
 from waffle_fl.federation import Federation
 from waffle_fl.models.flat import Batch
 from waffle_fl.randomness import derive, shuffle
@@ -60,6 +60,7 @@ class Batches:
         epochs: int,
         dtype: torch.dtype,
         augment: bool = False,
+        flips: bool = True,
         rounds: int = 1,
         agents: Sequence[Sequence[int]] | None = None,  # of each federation; None: all
         remainder: Remainder = "spread",
@@ -67,7 +68,7 @@ class Batches:
         agents = agents or [range(f.agents) for f in federations]
         self.batch_size, self.epochs, self.dtype, self.remainder = batch_size, epochs, dtype, remainder
         self.x, self.y, offsets = _pooled(federations)
-        self._border = darkest(self.x) if augment else None
+        self._border, self._flips = darkest(self.x) if augment else None, flips
         self.device = self.x.device
         rows = [
             (f, seed, offset, i)
@@ -143,7 +144,7 @@ class Batches:
         x = self.x.index_select(0, samples.flatten()).view(*samples.shape, *self.x.shape[1:])
         keys = plan.keys + (t << 16)
         if self._border is not None:
-            x = crop_and_flip(x, keys, self._border)
+            x = shift_and_flip(x, keys, self._border, self._flips)
         return Batch(x, y, plan.weight.index_select(1, t)[:, 0, :size], keys)
 
 

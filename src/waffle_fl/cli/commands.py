@@ -17,14 +17,25 @@ from waffle_fl.algorithms.registry import summary_of
 from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import problems, read_part
 from waffle_fl.cli.console import console_for
-from waffle_fl.cli.decide import PAGE, read_finished, sentences, with_baselines, write_decision, write_distances
+from waffle_fl.cli.decide import (
+    PAGE,
+    read_finished,
+    sentences,
+    with_baselines,
+    write_decision,
+    write_distances,
+    write_references,
+)
 from waffle_fl.cli.display import show_all_agents, show_result, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.progress import Folder, Notes, Output, ProgressFlags, default_folder, live
+from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chosen_training
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
-from waffle_fl.decision.study import decidable
+from waffle_fl.decision.partners import SHARED
+from waffle_fl.decision.study import ALONE, decidable
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import ALL_ALICES, Runtime, execute, plan
+from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import no_warning
 from waffle_fl.records import read_json
 from waffle_fl.report import write_report
@@ -59,6 +70,7 @@ def run(arguments: Sequence[str]) -> int:
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("baselines", Annotated[bool, tyro.conf.arg(help=BASELINES_HELP)], field(default=True)),
+            ("training", Annotated[TrainingOption, tyro.conf.arg(help=TRAINING_HELP)], field(default="auto")),
             ("runtime", Runtime, field(default_factory=Runtime)),
             ("output", ProgressFlags, field(default_factory=ProgressFlags)),
         ],
@@ -68,14 +80,20 @@ def run(arguments: Sequence[str]) -> int:
     config = check_run(method, dataclasses.asdict(args.settings), dataclasses.asdict(args.options))
     folder = Path(args.out or Path("runs") / config.label)
     check_name(folder.name)
-    all_agents = config.settings.alice == ALL_ALICES
-    baselines = not all_agents and config.settings.is_own and config.method != "local" and args.baselines
+    s, options = config.settings, {method: dict(config.options)} if config.options else {}
+    all_agents = s.alice == ALL_ALICES
+    baselines = not all_agents and s.is_own and config.method != "local" and args.baselines
+    runs = _run_per_agent(config, folder, args.runtime) if all_agents else _runs(config, folder, baselines)
+    trained = [one.method for one, _ in runs]
+    training = chosen_training(args.training, s, trained, options, arguments, folder, args.runtime, args.output)
+    if training:
+        runs = [(training.applied(one), out) for one, out in runs]
     if not args.out:
-        runs = _run_per_agent(config, folder, args.runtime) if all_agents else _runs(config, folder, baselines)
-        folder = default_folder(folder, runs, args.runtime, args.output)
+        default, folder = folder, default_folder(folder, runs, args.runtime, args.output)
+        runs = moved_to(runs, default, folder)
     if all_agents:
-        return _finish_all_agents(config, folder, args.runtime, args.output)
-    return _finish(config, folder, args.runtime, args.output, baselines)
+        return _finish_all_agents(runs, folder, args.runtime, args.output)
+    return _finish(runs, args.runtime, args.output)
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -96,8 +114,9 @@ def resume(arguments: Sequence[str]) -> int:
     if read_json(args.run / "config.json") is None:
         raise WaffleError(f"{args.run} is not a run folder: it has no config.json")
     config = config_of(args.run, args.trust, args.runtime.force)
-    baselines = (args.run / "local" / "config.json").exists()
-    return _finish(config, args.run, args.runtime, args.output, baselines)
+    others = [args.run / method for method in (ALONE, SHARED) if (args.run / method / "config.json").exists()]
+    runs = [(config, args.run), *((config_of(other, args.trust, args.runtime.force), other) for other in others)]
+    return _finish(runs, args.runtime, args.output)
 
 
 def _runs(config: RunConfig, folder: Path, baselines: bool) -> list[tuple[RunConfig, Path]]:
@@ -118,18 +137,19 @@ def _run_per_agent(config: RunConfig, folder: Path, runtime: Runtime) -> list[tu
     return plan(grid, folder, runtime)
 
 
-def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags, baselines: bool = False) -> int:
+def _finish(runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, output: ProgressFlags) -> int:
     """Train a run to its end and print its result. With baselines, also write the decision page."""
-    runs = _runs(config, folder, baselines)
+    (config, folder), *baseline_runs = runs
     with live(output) as listener:
         result, *others = execute(runs, runtime, listener)
     if result["status"] == "diverged":
         if output.json:
             print(json.dumps({"run": str(folder), "config": config.to_json(), **result}))
         raise WaffleError(result["message"])
-    verdict, baselines = [], baselines and all(other["status"] == "finished" for other in others)
+    verdict, baselines = [], bool(baseline_runs) and all(other["status"] == "finished" for other in others)
     if baselines:
         write_distances(config.settings, runtime, folder)
+        write_references(config.settings, runs, runtime, folder)
         finished = read_finished([run for _, run in runs], runtime)
         verdict = sentences(write_decision(finished, folder, folder, force=runtime.force, warn=no_warning))
     if output.json:
@@ -143,9 +163,11 @@ def _finish(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressF
     return 0
 
 
-def _finish_all_agents(config: RunConfig, folder: Path, runtime: Runtime, output: ProgressFlags) -> int:
+def _finish_all_agents(
+    runs: Sequence[tuple[RunConfig, Path]], folder: Path, runtime: Runtime, output: ProgressFlags
+) -> int:
     """Train one run per agent to its end, in one stack, and print the results."""
-    s, runs = config.settings, _run_per_agent(config, folder, runtime)
+    s = runs[0][0].settings
     with live(output) as listener:
         results = execute(runs, runtime, listener)
     if output.json:

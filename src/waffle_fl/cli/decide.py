@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from waffle_fl.cli.flags import parse, settings_class
 from waffle_fl.cli.method_options import read_options
 from waffle_fl.cli.partners import measure_partners, read_study, without_old_flags
 from waffle_fl.cli.progress import Output, ProgressFlags, default_folder, live
+from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chosen_training
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
@@ -31,7 +31,6 @@ from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
-from waffle_fl.tuning.default_training import ChosenTraining, choose_training, given_settings, request_digest
 
 PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.json"
 
@@ -50,10 +49,7 @@ class DecisionFlags:
     takes long, such as on more than 2,000 images."""
     options: tuple[str, ...] = ()
     """Hyperparameters as METHOD.NAME=VALUE, such as ditto.lam=0.5, or a .toml file with one table per method."""
-    training: Literal["auto", "given"] = "auto"
-    """Training on your own data. auto: Adam, with learning rate, weight decay and, for tables, the network chosen per
-    method on validation data, and the model of the round with the best validation score. given, or any --lr or
-    --optimiser: the settings below."""
+    training: Annotated[TrainingOption, tyro.conf.arg(help=TRAINING_HELP)] = "auto"
     metric: Literal["auto", "accuracy", "balanced_accuracy", "auc", "rmse"] = "auto"
     """Metric to compare by. auto is accuracy for classes and rmse for numbers."""
     out: str = ""
@@ -90,10 +86,8 @@ def decide_command(arguments: Sequence[str]) -> int:
     check_name(out.name)
     metric: Metric | None = None if flags.metric == "auto" else flags.metric
     runs = runs_for(s, methods, flags.seeds, out, args.runtime, options, metric)
-    by_hand = given_settings(arguments)
-    training = None
-    if s.is_own and flags.training == "auto" and not {"lr", "optimiser"}.intersection(by_hand):
-        training = _chosen_training(s, methods, options, by_hand, out, args.runtime, args.output)
+    training = chosen_training(flags.training, s, methods, options, arguments, out, args.runtime, args.output)
+    if training:
         runs = [(training.applied(config), folder) for config, folder in runs]
         s = training.applied(RunConfig(method=SHARED, settings=s)).settings
     if not flags.out:
@@ -113,28 +107,6 @@ def decide_command(arguments: Sequence[str]) -> int:
     decision = write_decision(finished, out, out, metric, args.runtime.force, no_warning)
     _print_decision(decision, out / PAGE, args.output)
     return 0
-
-
-def _chosen_training(
-    s: Settings,
-    methods: Sequence[str],
-    options: Mapping[str, Mapping[str, Any]],
-    given: Sequence[str],
-    out: Path,
-    runtime: Runtime,
-    output: ProgressFlags,
-) -> ChosenTraining:
-    """Choose the training of each method, print it, and return it. The trials of equal requests are kept and reused."""
-    tried = tuple(dict.fromkeys((ALONE, SHARED, *methods)))
-    folder = out.with_name(f"{out.name}-training") / request_digest(s, tried, options, given)
-    with live(output) as listener:
-        training = choose_training(s, tried, options, given, folder, runtime, listener)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "training.json", training.to_json())
-    if not output.quiet:
-        print(f"note: training chosen on validation data: {training.text()}", file=sys.stderr)
-    return training
 
 
 def write_references(s: Settings, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, out: Path) -> None:

@@ -122,7 +122,9 @@ class Settings:
     seed: int = parameter(1, at_least(0))
     """Seed of the initial model and of the order of the samples."""
     augment: bool = False
-    """Augment training images: random crops shifted by up to 4 pixels and random reflections, new in every step."""
+    """Augment training images: random shifts by up to an eighth of the image and random reflections, in every step."""
+    flips: bool = True
+    """With augment: reflect half of the images from left to right. Turn it off for digits and text."""
     guard: Literal["off", "standard"] = "off"
     """Server-side checks of each update, in addition to the check that it is finite."""
     attack: str = parameter(attacks.NONE, readable(attacks.parse, "an attack such as sign-flip"))

@@ -163,6 +163,7 @@ def _trained(
         batch_size=s.batch_size,
         epochs=s.epochs,
         augment=s.augment,
+        flips=s.flips,
         guard=s.guard,
         remainder=s.remainder,
         workers=runtime.workers,

@@ -26,7 +26,13 @@ from waffle_fl.tensorfile import read_named
 ALONE = "local"
 DEFAULT = (ALONE, SHARED, "weight-erosion", "waffle", "ditto")
 PREDICTIONS = "predictions.safetensors"
-CHOSEN = ("lr", "weight_decay", "model")  # settings that may be chosen for each method on validation data
+CHOSEN = (
+    "lr",
+    "weight_decay",
+    "model",
+    "augment",
+    "flips",
+)  # settings that may be chosen for each method
 PHASES = 20  # maximum number of slider positions
 LONGEST_LABEL = 120  # characters of a folder's name
 

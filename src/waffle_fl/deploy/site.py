@@ -209,7 +209,7 @@ class RequestHandler:
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
         return SiteTrainer(
-            self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment, s.remainder
+            self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment, s.flips, s.remainder
         )
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:

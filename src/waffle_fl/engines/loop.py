@@ -66,9 +66,8 @@ class AgentTraining:
     def __init__(self, algorithm: Algorithm, model: FlatModel, spec: RunSpec, s: RoundSettings) -> None:
         self.algorithm, self.model = algorithm, model
         federations, seeds = [spec.federation], [spec.seed]
-        self.batches = Batches(
-            federations, seeds, s.batch_size, s.epochs, model.dtype, s.augment, s.rounds, remainder=s.remainder
-        )
+        shape = (s.batch_size, s.epochs, model.dtype, s.augment, s.flips, s.rounds)
+        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder)
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 
     def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:

@@ -33,6 +33,7 @@ class RoundSettings:
     batch_size: int = parameter(32, at_least(1))
     epochs: int = parameter(1, at_least(1))
     augment: bool = False
+    flips: bool = True
     guard: Guard = "off"
     remainder: Remainder = "spread"
 

@@ -44,6 +44,7 @@ def simulate(
     batch_size: int = 32,
     epochs: int = 1,
     augment: bool = False,
+    flips: bool = True,
     guard: Guard = "off",
     remainder: Remainder = "spread",
     workers: int = 0,
@@ -54,7 +55,7 @@ def simulate(
     `start` is the number of rounds that the runs' states have completed. At most `workers` processes share the work on
     a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after another.
     """
-    settings = RoundSettings(rounds, batch_size, epochs, augment, guard, remainder)
+    settings = RoundSettings(rounds, batch_size, epochs, augment, flips, guard, remainder)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
     if type(workers) is not int or workers < 0:

@@ -58,7 +58,7 @@ class StackedBackend:
         cores = 1 if work.attempt else self._cores  # a retry has few runs: workers would not pay
 
         def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
-            shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.rounds)
+            shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.flips, s.rounds)
             batches = Batches(federations, seeds, *shape, agents, s.remainder)
             losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
             return RowTraining(algorithm, self.model, batches, self._graphs, list(map(len, agents)), cores, losses)

@@ -203,7 +203,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.epochs,
             s.batch_size,
             s.remainder,
-            s.augment and ("augment", s.shift),  # crops are padded with the darkest pixel of the whole stack
+            s.augment and ("augment", s.flips, s.shift),  # crops are padded with the darkest pixel of the whole stack
             s.guard,
             s.precision,
         )
@@ -248,6 +248,7 @@ def _train(
         remainder=s.remainder,
         epochs=s.epochs,
         augment=s.augment,
+        flips=s.flips,
         guard=s.guard,
         workers=runtime.workers,
         engine=runtime.engine,

@@ -23,7 +23,9 @@ from waffle_fl.experiment.runtime import Runtime
 from waffle_fl.federation import Federation, build, check_alice, index_of, pool_of
 from waffle_fl.folder_federation import folder_federation
 from waffle_fl.models import BY_AXES, DEFAULTS, FlatModel, builder, cross_entropy, squared_error
+from waffle_fl.models.flat import Precision
 from waffle_fl.partition import split
+from waffle_fl.user_data import Task
 
 MIN_STEPS_TO_COMPILE = 30_000  # training steps: compiling saves about 1 ms per step and takes half a minute
 
@@ -142,18 +144,44 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
 
 
 def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torch.device) -> FlatModel:
-    """Return the model that the settings describe, on its device."""
-    build_module = builder(s.model, s.data, federation.shape, federation.outputs)
+    """Return the model that the settings describe, on its device.
+
+    Runs with the same network share it: the trial of stacking and the traced gradients are made once per process.
+    """
     steps = s.rounds * sum(s.steps(n) for n in federation.samples.tolist())
     worth_compiling = device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
-    return FlatModel(
-        build_module,
-        loss=squared_error if federation.task == "regression" else cross_entropy,
-        precision=s.precision,
-        device=device,
-        stacked=None if runtime.rows == "auto" else runtime.rows == "stacked",
-        compiled=worth_compiling if runtime.compile == "auto" else runtime.compile == "on",
+    make = new_model if ":" in s.model else _known_model
+    return make(
+        model_name(s, federation.shape),
+        s.data,
+        federation.shape,
+        federation.outputs,
+        federation.task,
+        s.precision,
+        device,
+        None if runtime.rows == "auto" else runtime.rows == "stacked",
+        worth_compiling if runtime.compile == "auto" else runtime.compile == "on",
     )
+
+
+def new_model(
+    name: str,
+    data: str,
+    shape: tuple[int, ...],
+    outputs: int,
+    task: Task,
+    precision: Precision,
+    device: torch.device,
+    stacked: bool | None,
+    compiled: bool,
+) -> FlatModel:
+    """Build a model for samples of this shape."""
+    loss = squared_error if task == "regression" else cross_entropy
+    network = builder(name, data, shape, outputs)
+    return FlatModel(network, loss=loss, precision=precision, device=device, stacked=stacked, compiled=compiled)
+
+
+_known_model = lru_cache(maxsize=8)(new_model)
 
 
 def model_name(s: Settings, shape: Sequence[int]) -> str:

@@ -1,9 +1,9 @@
 """Training on the user's own data: optimiser settings per method, chosen on validation data from a small grid.
 
 A verdict is only as good as the models behind it. Unless the user gives these settings, agents train with Adam, a fifth
-of the training rows selects the round, and learning rate, weight decay and (for tables) the network are those with the
-best validation score, averaged over the agents. Test rows are never used. Where training is expensive, only Local and
-FedAvg are tried, and the other methods train as FedAvg does.
+of the training rows selects the round, and learning rate, weight decay, the network (for tables) and augmentation (for
+images) are those with the best validation score, averaged over the agents. Test rows are never used. Where training is
+expensive, only Local and FedAvg are tried, and the other methods train as FedAvg does.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ TABLES: tuple[dict[str, Any], ...] = (
     *({"model": "linear", "lr": lr, "weight_decay": decay} for lr in (0.01, 0.03) for decay in (0.0, 0.3)),
     *({"model": "mlp", "lr": lr, "weight_decay": decay} for lr in (0.003, 0.01) for decay in (0.0, 0.3)),
 )
-IMAGES: tuple[dict[str, Any], ...] = ({"lr": 0.003}, {"lr": 0.001}, {"lr": 0.003, "weight_decay": 0.1})
+SERIES: tuple[dict[str, Any], ...] = ({"lr": 0.003}, {"lr": 0.001}, {"lr": 0.003, "weight_decay": 0.1})
+IMAGES: tuple[dict[str, Any], ...] = (
+    {"lr": 0.003, "augment": True, "flips": False},
+    {"lr": 0.003, "augment": True, "flips": True},
+    {"lr": 0.003},
+)
 STEPS = 400  # mini-batches of the median agent, from which the number of rounds follows
 FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
 EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
-TUNED = ("lr", "weight_decay", "model", "rounds", *RECIPE)  # what this module may set
+TUNED = ("lr", "weight_decay", "model", "augment", "flips", "rounds", *RECIPE)  # what this module may set
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,10 @@ class ChosenTraining:
     def text(self) -> str:
         """Return the choice in words: rounds, and per method what distinguishes it."""
         shown = {
-            method: ", ".join(f"{name} {found[name]}" for name in ("model", "lr", "weight_decay") if found.get(name))
+            method: ", ".join(
+                [f"{name} {found[name]}" for name in ("model", "lr", "weight_decay") if found.get(name)]
+                + ["shifts and flips" if found.get("flips") else "shifts"] * bool(found.get("augment"))
+            )
             for method, found in self.chosen.items()
         }
         return f"{self.rounds} rounds; " + "; ".join(
@@ -110,9 +118,9 @@ def rounds_for(s: Settings, federation: Federation) -> int:
 
 
 def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
-    """Return the candidates for this data: a network for tables, otherwise only learning rate and weight decay."""
+    """Return the candidates for this data: networks for tables, augmentation for images."""
     if len(federation.shape) > 1 or ":" in s.model:
-        return [*IMAGES]
+        return [*(IMAGES if len(federation.shape) == 3 else SERIES)]
     return [c for c in TABLES if s.model in ("auto", c["model"])]
 
 
@@ -131,14 +139,17 @@ def is_expensive(federation: Federation) -> bool:
 
 def request_digest(settings: Settings, methods: Sequence[str], options: Mapping[str, Any], given: Sequence[str]) -> str:
     """Return a short hash of a request, the name of the folder of its trials."""
-    content = json.dumps([asdict(settings), sorted(methods), options, sorted(given), TABLES, IMAGES], default=str)
+    content = json.dumps(
+        [asdict(settings), sorted(methods), options, sorted(given), TABLES, IMAGES, SERIES], default=str
+    )
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def given_settings(arguments: Sequence[str]) -> list[str]:
     """Return the settings in TUNED that a command line sets."""
-    flags = {argument.split("=")[0] for argument in arguments}
-    return [name for name in TUNED if f"--{name.replace('_', '-')}" in flags]
+    flags = {argument.split("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
+    spelled = {name: name.replace("_", "-") for name in TUNED}
+    return [name for name, flag in spelled.items() if flags.intersection((f"--{flag}", f"--no-{flag}"))]
 
 
 def _runs(

@@ -31,12 +31,15 @@ class SiteTrainer:
         batch_size: int,
         epochs: int,
         augment: bool,
+        flips: bool = True,
         remainder: Remainder = "spread",
     ) -> None:
         self.model = prepared(model, federation)
         self.algorithm = for_model(algorithm, self.model.layers)
         self.federation = federation.to(model.device, model.dtype)
-        batches = Batches([self.federation], [seed], batch_size, epochs, model.dtype, augment, remainder=remainder)
+        batches = Batches(
+            [self.federation], [seed], batch_size, epochs, model.dtype, augment, flips, remainder=remainder
+        )
         self.steps = batches.steps[0]
         losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
         self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)

@@ -1,0 +1,53 @@
+"""Choose how the agents train on the user's own data, for `waffle run` and `waffle decide`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from waffle_fl.cli.progress import ProgressFlags, live
+from waffle_fl.config import Settings
+from waffle_fl.decision.partners import SHARED
+from waffle_fl.decision.study import ALONE
+from waffle_fl.errors import writable
+from waffle_fl.experiment import Runtime
+from waffle_fl.records import write_json
+from waffle_fl.tuning.default_training import ChosenTraining, choose_training, given_settings, request_digest
+
+TrainingOption: TypeAlias = Literal["auto", "given"]
+TRAINING_HELP = (
+    "Training on your own data. auto: Adam, with learning rate, weight decay and, for tables, the network, for images "
+    "augmentation, chosen per method on validation data, and the model of the round with the best validation score. "
+    "given, or any --lr or --optimiser: the settings below."
+)
+
+
+def chosen_training(
+    option: TrainingOption,
+    s: Settings,
+    methods: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    arguments: Sequence[str],
+    out: Path,
+    runtime: Runtime,
+    output: ProgressFlags,
+) -> ChosenTraining | None:
+    """Choose the training of each method, print it, and return it; None if the settings are used as given.
+
+    The trials are kept beside `out` and reused by equal requests.
+    """
+    given = given_settings(arguments)
+    if not s.is_own or option == "given" or {"lr", "optimiser"}.intersection(given):
+        return None
+    tried = tuple(dict.fromkeys((ALONE, SHARED, *methods)))
+    folder = out.with_name(f"{out.name}-training") / request_digest(s, tried, options, given)
+    with live(output) as listener:
+        training = choose_training(s, tried, options, given, folder, runtime, listener)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "training.json", training.to_json())
+    if not output.quiet:
+        print(f"note: training chosen on validation data: {training.text()}", file=sys.stderr)
+    return training
