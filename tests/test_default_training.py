@@ -108,7 +108,7 @@ def test_decide_chooses_training_and_shows_a_reference(tables: Path, tmp_path: P
     assert shown.code == 0, shown.err
     assert "training chosen on validation data" in shown.err
     assert "on north&#x27;s data alone has" in (out / "decision.html").read_text()
-    (record,) = (tmp_path / "d-training").glob("*/training.json")
+    (record,) = (tmp_path / ".training").glob("*/training.json")
     assert json.loads(record.read_text())["chosen"]["local"]["lr"] == 0.05
     config = json.loads(next(out.glob("*local-1-north/config.json")).read_text())
     assert (config["settings"]["optimiser"], config["settings"]["final_model"]) == ("adam", "selected")

@@ -168,7 +168,7 @@ def test_non_ascii_names_have_separate_folders(capsys: pytest.CaptureFixture[str
     arguments = ("--data", "医院", "--target", "ill", "--rounds", "1", "--quiet")
     code, _, err = waffle(capsys, "run", "waffle", *arguments, "--alice", "all")
     assert (code, err) == (0, "")
-    (found,) = Path("runs").iterdir()
+    (found,) = (path for path in Path("runs").iterdir() if not path.name.startswith("."))
     alices = [json.loads(path.read_text())["settings"]["alice"] for path in found.glob("*/config.json")]
     assert sorted(alices) == ["north", "上海", "北京"]
     labels = {alice: Settings(data="clinics", alice=alice) for alice in ("north wing", "北京", "上海")}

@@ -36,13 +36,13 @@ def chosen_training(
 ) -> ChosenTraining | None:
     """Choose the training of each method, print it, and return it; None if the settings are used as given.
 
-    The trials are kept beside `out` and reused by equal requests.
+    The trials are kept in a hidden folder beside `out` and reused by equal requests.
     """
     given = given_settings(arguments)
     if not s.is_own or option == "given" or {"lr", "optimiser"}.intersection(given):
         return None
     tried = tuple(dict.fromkeys((ALONE, SHARED, *methods)))
-    folder = out.with_name(f"{out.name}-training") / request_digest(s, tried, options, given)
+    folder = out.parent / ".training" / request_digest(s, tried, options, given, runtime)
     with live(output) as listener:
         training = choose_training(s, tried, options, given, folder, runtime, listener)
     with writable(folder):

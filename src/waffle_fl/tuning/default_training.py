@@ -21,6 +21,7 @@ from waffle_fl.config import RunConfig, Settings
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import Federation
 from waffle_fl.records import read_rounds, validation_rank
+from waffle_fl.versions import RESULTS_VERSION
 
 RunList: TypeAlias = list[tuple[RunConfig, Path]]
 
@@ -121,7 +122,7 @@ def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
     """Return the candidates for this data: networks for tables, augmentation for images."""
     if len(federation.shape) > 1 or ":" in s.model:
         return [*(IMAGES if len(federation.shape) == 3 else SERIES)]
-    return [c for c in TABLES if s.model in ("auto", c["model"])]
+    return [c for c in TABLES if s.model in ("auto", c["model"])] or [*SERIES]
 
 
 def _without(given: Sequence[str], candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -137,11 +138,12 @@ def is_expensive(federation: Federation) -> bool:
     return len(federation.shape) > 1 and int(federation.samples.sum()) > EXPENSIVE
 
 
-def request_digest(settings: Settings, methods: Sequence[str], options: Mapping[str, Any], given: Sequence[str]) -> str:
-    """Return a short hash of a request, the name of the folder of its trials."""
-    content = json.dumps(
-        [asdict(settings), sorted(methods), options, sorted(given), TABLES, IMAGES, SERIES], default=str
-    )
+def request_digest(
+    settings: Settings, methods: Sequence[str], options: Mapping[str, Any], given: Sequence[str], runtime: Runtime
+) -> str:
+    """Return a short hash of a request and its data, the name of the folder of its trials."""
+    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), TABLES, IMAGES, SERIES]
+    content = json.dumps([asdict(settings), sorted(methods), options, sorted(given), made], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
