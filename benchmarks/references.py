@@ -2,11 +2,12 @@
 
     python -m benchmarks.references FOLDER heart-disease parkinson ...
 
-FOLDER holds one folder per data set, with one file per agent. Every agent trains alone, with the training that `decide`
-chooses. The references are those of the decision page, chosen on the same validation rows, and, for images and series,
-a small CNN with BatchNorm trained by Adam for 15 epochs. Scores are on test rows: accuracy, AUC for Landmine,
-and the share of the variance that is explained for regression, each in percent. The lines are added to
-results/references.jsonl, and the table of docs/decision.md is written from it.
+FOLDER holds one folder per data set, with one file per agent. `photographs` are class folders of CIFAR-10 images, 1,000
+for each of four agents, which are written first. Every agent trains alone, with the training that `decide` chooses. The
+references are those of the decision page, chosen on the same validation rows, and, for images and series, a small CNN
+with BatchNorm trained by Adam for 15 epochs. Scores are on test rows: accuracy, AUC for Landmine, and the share of the
+variance that is explained for regression, each in percent. The lines replace those of the same data in
+results/references.jsonl, and the table of docs/examples/training-alone.md is written from it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from waffle_fl.config import RunConfig, Settings
+from waffle_fl.data import load
 from waffle_fl.decision.references import fit_reference
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import Federation
@@ -97,8 +99,24 @@ def cnn_score(federation: Federation, agent: int, metric: str) -> float:
         return score(net.eval()(federation.x[test]).double(), federation.labels(agent, test), metric)
 
 
+def write_photographs(folder: Path) -> None:
+    """Write CIFAR-10 images as PNG files: four agents, 1,000 random training images each, one folder per class."""
+    from PIL import Image
+
+    images = load("cifar10", allow_unverified=True)
+    rows = np.random.default_rng(0).permutation(len(images.y_train))[:4000].reshape(4, 1000)
+    low, high = images.x_train.min((0, 2, 3), keepdims=True), images.x_train.max((0, 2, 3), keepdims=True)
+    pixels = (255 * (images.x_train[rows.ravel()] - low) / (high - low)).round().astype(np.uint8)
+    for k, (row, image) in enumerate(zip(rows.ravel(), pixels.transpose(0, 2, 3, 1), strict=True)):
+        home = folder / f"site-{k // 1000 + 1}" / images.class_names[images.y_train[row]]
+        home.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(home / f"{row}.png")
+
+
 def compare(folder: Path, name: str) -> dict[str, Any]:
     """Return one line of the record: mean scores over agents of a data set."""
+    if name == "photographs" and not (folder / name).exists():
+        write_photographs(folder / name)
     reading = {"target": TARGETS.get(name, ""), "drop": DROPPED.get(name, ()), "duplicates": "keep"}
     s = Settings(data=str(folder / name), alice="all", validation=0.2, **reading)  # type: ignore[arg-type]
     federation = all_alices_of(s, Runtime())
@@ -118,15 +136,17 @@ def compare(folder: Path, name: str) -> dict[str, Any]:
             references[alice] = score(torch.as_tensor(found.output), target, metric)
         if len(federation.shape) > 1:
             cnn[alice] = cnn_score(federation, agent, metric)
-    best = {a: max(v for v in (references.get(a), cnn.get(a)) if v is not None) for a in local if a in references}
+    compared = [a for a in local if a in references]
+    ours, theirs, networks = (_mean({a: found[a] for a in compared if a in found}) for found in (local, references, cnn))
+    best = max(value for value in (theirs, networks) if value is not None)
     return {
         "data": name,
         "metric": metric,
-        "agents": len(local),
-        "local": _mean(local),
-        "reference": _mean(references),
-        "cnn": _mean(cnn),
-        "local_minus_best": round(float(np.nanmean([local[a] - best[a] for a in best])), 2),
+        "agents": len(compared),
+        "local": ours,
+        "reference": theirs,
+        "cnn": networks,
+        "local_minus_best": None if ours is None else round(ours - best, 2),
         "training": chosen,
         "by_agent": {a: round(v, 2) for a, v in local.items()} if len(local) <= 4 else {},
         "cpu_seconds": seconds,
@@ -138,12 +158,14 @@ def _mean(values: dict[str, float]) -> float | None:
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of docs/decision.md."""
+    """Return the table of the page."""
     rows = [
         [line["data"], NAMES[line["metric"]], line["agents"], line["local"], line["reference"], line["cnn"],
          f"{line['local_minus_best']:+.2f}"]
         for line in lines
     ]  # fmt: skip
+    mean = fmean(line["local_minus_best"] for line in lines)
+    rows.append([f"mean of {len(lines)}", "", "", "", "", "", f"{mean:+.2f}"])
     head = ["data", "score in percent", "agents", "Local", "scikit-learn", "CNN", "Local minus the better one"]
     shown = [["–" if value is None else str(value) for value in row] for row in rows]
     texts = [f"| {' | '.join(row)} |" for row in (head, *shown)]
@@ -167,9 +189,10 @@ def main() -> None:
     for name in given.data:
         line = compare(given.folder, name)
         print(json.dumps(line), flush=True)
-        with given.out.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-    write_page(given.out, Path("docs/decision.md"))
+        known = given.out.read_text(encoding="utf-8").splitlines() if given.out.exists() else []
+        kept = [text for text in known if json.loads(text)["data"] != name]
+        given.out.write_text("".join(f"{text}\n" for text in (*kept, json.dumps(line))), encoding="utf-8")
+    write_page(given.out, Path("docs/examples/training-alone.md"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from waffle_fl.results import WEIGHING, FinishedRun, check_alike, methods_of
 from waffle_fl.tensorfile import read_named
 
 ALONE = "local"
-DEFAULT = (ALONE, SHARED, "weight-erosion", "waffle", "ditto")
+DEFAULT = (ALONE, SHARED, "waffle", "ditto")
 PREDICTIONS = "predictions.safetensors"
 CHOSEN = (
     "lr",

@@ -43,6 +43,7 @@ IMAGES: tuple[dict[str, Any], ...] = (
 )
 STEPS = 400  # mini-batches of the median agent, from which the number of rounds follows
 FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
+MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are not doubled
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
 EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
@@ -96,26 +97,34 @@ def choose_training(
         base = replace(base, rounds=rounds_for(base, federation))
     candidates = _without(given, grid_for(base, federation))
     tried = [m for m in methods if m in PROXIES] if is_expensive(federation) else list(methods)
-    scores = {m: [(c, 0.0) for c in candidates] for m in tried}
-    if len(candidates) > 1:
-        runs = {
-            (method, k): _runs(method, replace(base, **candidate), options, folder / str(k), runtime)
-            for method in tried
-            for k, candidate in enumerate(candidates)
-        }
+    runs = {
+        (method, k): _runs(method, replace(base, **candidate), options, folder / str(k), runtime)
+        for method in tried
+        for k, candidate in enumerate(candidates)
+    }
+    if len(candidates) > 1 or "rounds" not in given:
         execute([run for group in runs.values() for run in group], runtime, listener)
-        scores = {m: [(c, _score(runs[m, k])) for k, c in enumerate(candidates)] for m in tried}
-    best = {m: max(found, key=lambda pair: pair[1])[0] for m, found in scores.items()}
+    scores = {m: [(c, _score(runs[m, k])) for k, c in enumerate(candidates)] for m in tried}
+    best = {m: max(range(len(found)), key=lambda k: found[k][1]) for m, found in scores.items()}
+    settings_of = {m: candidates[k] for m, k in best.items()}
     if "rounds" not in given:
-        base = _long_enough(base, best, options, folder, runtime, listener)
+        first = {m: runs[m, best[m]] for m in PROXIES if m in best}
+        base = _long_enough(base, first, settings_of, options, federation, folder, runtime, listener)
     common = {name: getattr(base, name) for name in (*free, "rounds")}
-    return ChosenTraining(base.rounds, {m: {**common, **found} for m, found in best.items()}, scores)
+    return ChosenTraining(base.rounds, {m: {**common, **found} for m, found in settings_of.items()}, scores)
 
 
 def rounds_for(s: Settings, federation: Federation) -> int:
     """Return the rounds in which the median agent makes about STEPS steps."""
     steps = median(s.steps(n) for n in federation.samples.tolist() if n)
-    return min(max(ceil(STEPS / steps), FEWEST_ROUNDS), MOST_ROUNDS)
+    return min(max(ceil(STEPS / steps), FEWEST_ROUNDS), most_rounds(federation))
+
+
+def most_rounds(federation: Federation) -> int:
+    """Return the most rounds that are tried: fewer for many images or series, which take minutes."""
+    if len(federation.shape) == 1:
+        return MOST_ROUNDS
+    return min(max(MOST_WORK // int(federation.samples.sum()), FEWEST_ROUNDS), MOST_ROUNDS)
 
 
 def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
@@ -167,23 +176,25 @@ def _runs(
 
 def _long_enough(
     base: Settings,
+    first: Mapping[str, RunList],
     best: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Mapping[str, Any]],
+    federation: Federation,
     folder: Path,
     runtime: Runtime,
     listener: Listener,
 ) -> Settings:
-    """Double the rounds until the validation score of Local and FedAvg no longer improves near the end."""
-    while base.rounds < MOST_ROUNDS:
+    """Double the rounds until the validation score of Local and FedAvg no longer improves near the end.
+
+    `first` are the runs of Local and FedAvg with the rounds of `base`.
+    """
+    runs, most = first, most_rounds(federation)
+    while base.rounds < most and any(_best_round(group) > STILL_IMPROVING * base.rounds for group in runs.values()):
+        base = replace(base, rounds=min(2 * base.rounds, most))
         runs = {
-            m: _runs(m, replace(base, **best[m]), options, folder / f"{base.rounds}-rounds", runtime)
-            for m in PROXIES
-            if m in best
+            m: _runs(m, replace(base, **best[m]), options, folder / f"{base.rounds}-rounds", runtime) for m in first
         }
         execute([run for group in runs.values() for run in group], runtime, listener)
-        if all(_best_round(group) <= STILL_IMPROVING * base.rounds for group in runs.values()):
-            return base
-        base = replace(base, rounds=min(2 * base.rounds, MOST_ROUNDS))
     return base
 
 
