@@ -663,7 +663,7 @@ def test_local_preprocessing_leaves_no_features_to_compare(tmp_path: Path) -> No
     text = (tmp_path / "d" / "decision.html").read_text()
     assert 'id="distance-gradient"' in text
     assert 'id="distance-feature"' not in text
-    assert "each agent standardised its columns with its own means" in text
+    assert "each agent standardised its features with its own means" in text
 
 
 @pytest.mark.data

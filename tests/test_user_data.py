@@ -436,7 +436,7 @@ def arrays(seed: int, rows: int = 20, shape: tuple[int, ...] = (3,)) -> tuple[np
 
 
 def test_a_folder_of_npz_is_a_federation(tmp_path: Path) -> None:
-    """Arrays x_train, y_train, x_test, y_test are used as given; x, y are split."""
+    """The division into x_train, y_train, x_test, y_test is used as given; x, y are split."""
     x, y = arrays(1)
     np.savez(tmp_path / "given.npz", x_train=x[:15], y_train=y[:15], x_test=x[15:], y_test=y[15:])
     x, y = arrays(2, 12)
@@ -477,8 +477,9 @@ def test_float_targets_of_arrays_mean_regression(tmp_path: Path) -> None:
     x, y = arrays(1)
     np.savez(tmp_path / "a.npz", x=x, y=y / 7)
     found = Federation.from_folder(tmp_path)
-    assert (found.task, found.unit) == ("regression", 1.0)
+    assert (found.task, found.unit) == ("regression", pytest.approx((y[found.train[0]] / 7).std()))
     assert found.y.is_floating_point()
+    assert Federation.from_folder(tmp_path, preprocessing="none").unit == 1.0
 
 
 def test_labels_of_arrays_follow_one_rule(tmp_path: Path) -> None:
@@ -545,8 +546,10 @@ def test_images_in_folders_by_class(tmp_path: Path) -> None:
     found = Federation.from_folder(tmp_path, alice="bob")
     assert (found.class_names, found.shape) == (("cat", "dog"), (3, 6, 8))
     assert found.samples.tolist() == [6, 6]
-    assert found.x.min() >= -1
-    assert found.x.max() <= 1
+    as_given = Federation.from_folder(tmp_path, preprocessing="none")
+    assert as_given.x.min() >= -1
+    assert as_given.x.max() <= 1
+    assert found.x[torch.cat(found.train)].mean(dim=(0, 2, 3)).abs().max() < 1e-6
     odd = tmp_path / "bob" / "dog" / "9.png"
     image.fromarray(np.zeros((6, 8), np.uint8)).save(odd)
     assert "the same size and channels" in refusal(Federation.from_folder, tmp_path)

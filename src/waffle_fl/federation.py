@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +19,25 @@ from waffle_fl.partition import Partition
 from waffle_fl.shifts import Covariate, Drift, read_shifts, shifted_groups
 from waffle_fl.shifts.covariates import materialise
 from waffle_fl.user_data import (
+    ArrayScaling,
     CollectedData,
     Duplicates,
     Preprocessing,
     ReadOptions,
+    ScopeOption,
     Task,
     TaskOption,
     gather,
     read_folder,
     stacked,
 )
+
+
+class TargetScale(NamedTuple):
+    """The mean and deviation with which the targets of a regression were standardised."""
+
+    mean: float = 0.0
+    deviation: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Federation:
     ids: tuple[int, ...]
     task: Task = "classification"
     preparations: tuple[Preprocessing, ...] = ()  # for tables: each agent's preprocessing
+    scalings: tuple[ArrayScaling, ...] = ()  # for arrays that were standardised: each agent's scaling
     notes: tuple[str, ...] = ()  # warnings about the data for readers of the results
     later: Tensor | None = None  # (agents, classes): agent i's label of class k after concept drift
     turn: Tensor | None = None  # per sample of the pool: the share of the rounds after which it has its later label
@@ -62,6 +72,11 @@ class Federation:
         return self.preparations[self.alice] if self.preparations else None
 
     @property
+    def scaling(self) -> ArrayScaling | None:
+        """Alice's scaling of arrays or images; None for tables and for samples that are used as given."""
+        return self.scalings[self.alice] if self.scalings else None
+
+    @property
     def outputs(self) -> int:
         """Number of outputs of a model per sample."""
         return len(self.class_names) if self.task == "classification" else 1
@@ -69,7 +84,12 @@ class Federation:
     @property
     def unit(self) -> float:
         """The size of a regression error of 1 in the target's unit."""
-        return self.preprocessing.target_deviation if self.preprocessing else 1.0
+        return self.target_scale(self.alice).deviation
+
+    def target_scale(self, agent: int) -> TargetScale:
+        """Return the mean and deviation with which the agent's targets were standardised, if they were."""
+        fitted = self.preparations or self.scalings
+        return TargetScale(fitted[agent].target_mean, fitted[agent].target_deviation) if fitted else TargetScale()
 
     @property
     def agents(self) -> int:
@@ -99,6 +119,7 @@ class Federation:
             alice=0,
             ids=self.ids[one],
             preparations=self.preparations[one],
+            scalings=self.scalings[one],
             later=None if self.later is None else self.later[one],
             shifted=tuple((shift, groups[one]) for shift, groups in self.shifted),
         )
@@ -123,6 +144,7 @@ class Federation:
             alice=stay.index(self.alice),
             ids=kept(self.ids),
             preparations=kept(self.preparations) if self.preparations else (),
+            scalings=kept(self.scalings) if self.scalings else (),
             later=None if self.later is None else self.later[stay],
             shifted=tuple((shift, kept(groups)) for shift, groups in self.shifted),
         )
@@ -195,6 +217,7 @@ class Federation:
         alice: str | int = 0,
         class_names: Sequence[str] = (),
         duplicates: Duplicates = "error",
+        preprocessing: ScopeOption = "none",
         task: TaskOption = "classification",
         test_share: float = 0.25,
         validation: float = 0.0,
@@ -203,10 +226,16 @@ class Federation:
         """Return a federation from named agents, after checking their arrays.
 
         An agent is (x_train, y_train, x_test, y_test), or (x, y), of which `test_share` is held out for testing.
+        Numbers are used as given; `preprocessing` "federated" or "local" standardises them as those of a folder.
         """
         items = list(agents.items() if isinstance(agents, Mapping) else agents)
         how = ReadOptions(
-            task=task, test_share=test_share, validation=validation, split_seed=split_seed, duplicates=duplicates
+            preprocessing=preprocessing,
+            task=task,
+            test_share=test_share,
+            validation=validation,
+            split_seed=split_seed,
+            duplicates=duplicates,
         )
         return check_alice(cls.from_gathered(gather(items, how, class_names), alice))
 
@@ -252,6 +281,7 @@ class Federation:
             tuple(range(len(names))),
             found.task,
             found.preparations,
+            found.scalings,
             found.notes,
         )
 

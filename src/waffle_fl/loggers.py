@@ -23,7 +23,10 @@ from waffle_fl.results import named_weights
 
 Log: TypeAlias = Literal["tensorboard", "mlflow"]
 SCALARS = ("accuracy", "rmse", "loss", "validation_accuracy", "validation_rmse", "validation_loss", "omega", "psi")
-ARTIFACTS = ("config.json", "provenance.json", "preprocessing.json", "result.json", "rounds.jsonl", "model.safetensors")
+ARTIFACTS = (
+    *("config.json", "provenance.json", "preprocessing.json", "scaling.json"),
+    *("result.json", "rounds.jsonl", "model.safetensors"),
+)
 STATUS = {"finished": "FINISHED", "diverged": "FAILED"}
 
 

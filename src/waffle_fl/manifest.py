@@ -23,7 +23,7 @@ from waffle_fl.user_key import key_id, user_key
 
 NAME, SCHEMA = "manifest.json", 1
 LOG, RESULT = "rounds.jsonl", "result.json"
-SMALL = ("config.json", "provenance.json", "preprocessing.json", RESULT)  # always checked
+SMALL = ("config.json", "provenance.json", "preprocessing.json", "scaling.json", RESULT)  # always checked
 LARGE = ("model.safetensors", "predictions.safetensors")  # checked only when they are read
 CHECKPOINTS = "checkpoint-*.safetensors"
 BLOCK = 1 << 20

@@ -3,6 +3,7 @@
 config.json          method, settings, options       rounds.jsonl               one line per round
 provenance.json      software, device, data          checkpoint-*.safetensors   the newest two states
 preprocessing.json   how Alice's tables are read     model.safetensors          Alice's model
+scaling.json         how her arrays are scaled       predictions.safetensors    its outputs for her test data
 result.json          status and scores               manifest.json              signed digests of all these files
 """
 

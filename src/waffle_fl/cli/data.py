@@ -141,6 +141,8 @@ def _describe_samples(found: CollectedData, folder: Path, output: Output) -> int
             n: {"train": len(a.train) + len(a.validation), "test": len(a.test)} for n, a in found.agents.items()
         },
         "label_counts": counts,
+        "preprocessing": found.scalings[0].scope if found.scalings else "none",
+        "scaling": {n: own.to_json() for n, own in zip(found.agents, found.scalings, strict=False)},
         "notes": list(found.notes),
     }
     if output.json:
@@ -150,6 +152,7 @@ def _describe_samples(found: CollectedData, folder: Path, output: Output) -> int
     rows = sum(len(agent.y) for agent in found.agents.values())
     sides = "x".join(map(str, shape))
     console.print(f"{folder}: {len(counts)} agents, {rows:,} samples of shape {sides}, {found.task}", highlight=False)
+    console.print(f"inputs are {_scaling_words(found)}", highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for head in ("agent", "train", "test", *found.class_names):
         table.add_column(escape(head), justify="left" if head == "agent" else "right")
@@ -160,6 +163,17 @@ def _describe_samples(found: CollectedData, folder: Path, output: Output) -> int
     for note in found.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _scaling_words(found: CollectedData) -> str:
+    """Return how arrays or images are standardised."""
+    if not found.scalings:
+        return "used as given"
+    sample = next(iter(found.agents.values())).x.shape[1:]
+    whose = "all agents'" if found.scalings[0].scope == "federated" else "each agent's own"
+    targets = "; so are the targets, with those of all agents" if found.task == "regression" else ""
+    per = "feature" if len(sample) < 2 else "channel"
+    return f"standardised per {per} with the mean and deviation of {whose} training samples{targets}"
 
 
 def _fetch(name: str, folder: str, quiet: bool) -> None:

@@ -63,8 +63,8 @@ class Settings:
     """Test samples that are also training data, and agents with the same training data: stop, keep or drop them."""
     max_expansion: float = parameter(10.0, at_least(1))
     """Most memory that a compressed file (.npz, .parquet, .xlsx, an image) takes, in multiples of its size or 32 MB."""
-    preprocessing: Literal["federated", "local"] = "federated"
-    """Standardise table columns by the mean and standard deviation of all agents, or of each agent alone."""
+    preprocessing: Literal["federated", "local", "none"] = "federated"
+    """Standardise inputs with the mean and deviation of all agents, or of each alone; none: use arrays as given."""
     test_share: float = parameter(0.25, fraction(positive=True))
     """Fraction of each agent's rows used for testing, unless your files mark the test rows."""
     task: Literal["auto", "classification", "regression"] = "auto"

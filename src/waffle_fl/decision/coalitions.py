@@ -184,7 +184,7 @@ def _predicted(
 
 def _in_unit(federation: Federation, agent: int, numbers: Tensor) -> Array:
     """Return a regression's numbers in the target's unit; a classification's unchanged."""
-    if federation.task == "classification" or not federation.preparations:
+    if federation.task == "classification":
         return numbers.double().numpy() if numbers.is_floating_point() else numbers.numpy()
-    prepared = federation.preparations[agent]
-    return np.asarray(prepared.target_mean + prepared.target_deviation * numbers.double().numpy())
+    mean, deviation = federation.target_scale(agent)
+    return np.asarray(mean + deviation * numbers.double().numpy())

@@ -3,7 +3,7 @@
 label      half the sum of the absolute differences between label shares: 0 for the same mix, 1 for no common label
            (regression: the difference between the mean targets, in standard deviations of all targets)
 feature    the difference between the means of a feature, in standard deviations of all training samples, averaged over
-           features (None for tables with local preprocessing, which sets the means of every agent to 0)
+           features (None with local preprocessing, which sets the means of every agent to 0)
 gradient   the sine of half the angle between the full gradients at one random model: 0 for the same direction, 0.71
            for a right angle, 1 for opposite directions, regardless of the gradients' norms
 
@@ -65,7 +65,7 @@ def distances(federation: Federation, model: FlatModel, seed: int = 1) -> Distan
     """Return all three distances between the agents that have training samples."""
     present = [i for i in range(federation.agents) if len(federation.train[i])]
     rows = [_subset(federation.train[i]) for i in present]
-    prepared = federation.preprocessing
+    prepared = federation.preprocessing or federation.scaling
     return Distances(
         names=[federation.names[i] for i in present],
         label=label_distance(federation, present).tolist(),

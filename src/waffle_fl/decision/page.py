@@ -53,7 +53,7 @@ KINDS = {
     ),
 }
 
-UNKNOWN = "Not available: each agent standardised its columns with its own means."
+UNKNOWN = "Not available: each agent standardised its features with its own means."
 
 
 def write_page(decision: Decision, path: Path) -> Path:

@@ -61,9 +61,8 @@ def fit_reference(federation: Federation, agent: int) -> Reference | None:
         fitted = kinds[best]().fit(*_data(federation, agent, both))
         output = _outputs(fitted, federation, _data(federation, agent, test)[0])
     target = federation.labels(agent, test).numpy()
-    if federation.task == "regression" and federation.preparations:
-        prepared = federation.preparations[agent]
-        mean, unit = prepared.target_mean, prepared.target_deviation
+    if federation.task == "regression":
+        mean, unit = federation.target_scale(agent)
         output, target = mean + unit * output, mean + unit * target.astype(np.float64)
     return Reference(best, output, target)
 

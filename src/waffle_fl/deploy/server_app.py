@@ -241,6 +241,8 @@ class JobRunner:
             return None
         if facts.prepared and s.preprocessing == "federated":
             run.keep("preprocessing.json", facts.prepared)
+        if facts.scaling and s.preprocessing == "federated":
+            run.keep("scaling.json", facts.scaling)
         start = initial_run_state(algorithm, model, s.seed, len(members))
         r, tensors, warnings = run.resume(tensors_of(start))
         for warning in warnings:

@@ -321,6 +321,8 @@ class RequestHandler:
         write_json(folder / "provenance.json", about)
         if f.preprocessing:
             write_json(folder / "preprocessing.json", f.preprocessing.to_json())
+        if f.scaling:
+            write_json(folder / "scaling.json", f.scaling.to_json())
         write_atomically(folder / "model.safetensors", model)
         write_json(folder / "result.json", {"schema": 1, "status": "finished", "rounds": s.rounds, "metrics": metrics})
         manifest.seal(folder)

@@ -1,4 +1,4 @@
-"""The survey before the first round: the sites' sample counts and, for tables, summaries for the preprocessing."""
+"""The survey before the first round: the sites' sample counts, and summaries for the preprocessing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from waffle_fl.config import Settings
 from waffle_fl.engines.flower.messages import read_count
 from waffle_fl.engines.flower.server_run import finite_or_none, one_line
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data import Column, Preprocessing
 from waffle_fl.user_data.agent_data import check_classes
+from waffle_fl.user_data.array_scaling import FeatureMoments, common_scaling
 from waffle_fl.user_data.cleaning import CellRules
 from waffle_fl.user_data.preprocessing import (
     Cellcount,
@@ -24,11 +27,13 @@ from waffle_fl.user_data.preprocessing import (
     joined_moments,
     kind_of,
     numeric_column,
+    table_scope,
 )
 
 LARGEST = 1e100  # largest accepted mean; its square is still finite
 MOST_CLASSES = 10_000  # limit for arrays, since each class is an output of the model
-Stage: TypeAlias = Literal["hello", "counts", "columns"]
+MOST_FEATURES = 100_000  # limit for arrays that are standardised, since every message holds their means
+Stage: TypeAlias = Literal["hello", "counts", "columns", "moments"]
 Answers: TypeAlias = dict[str, dict[str, Any]]  # by site, in the order of the agents
 Ask: TypeAlias = Callable[[Stage, dict[str, Any]], Answers]
 
@@ -44,7 +49,8 @@ class Survey:
     shape: tuple[int, ...]
     classes: tuple[str, ...]
     task: Task
-    prepared: dict[str, Any] | None = None  # a Preprocessing, as JSON
+    prepared: dict[str, Any] | None = None  # a Preprocessing, as JSON, for tables
+    scaling: dict[str, Any] | None = None  # an ArrayScaling, as JSON, for arrays that are standardised
 
     @property
     def outputs(self) -> int:
@@ -53,7 +59,7 @@ class Survey:
     @property
     def known(self) -> dict[str, Any]:
         """What a site needs to preprocess its data in the same way as the others."""
-        return {"prepared": self.prepared, "classes": list(self.classes)}
+        return {"prepared": self.prepared, "scaling": self.scaling, "classes": list(self.classes)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +70,7 @@ class Survey:
 
 
 def survey(ask: Ask, settings: Settings) -> Survey:
-    """Query the sites: once for arrays, three times for tables."""
+    """Query the sites: three times for tables, twice for arrays, or once if nothing of the arrays is summarised."""
     hello = ask("hello", {})
     kind = _agreed({name: one_line(reply.get("kind")) for name, reply in hello.items()}, "the kind of their data")
     digests = {name: _text(name, reply, "digest")[:64] for name, reply in hello.items()}
@@ -73,10 +79,31 @@ def survey(ask: Ask, settings: Settings) -> Survey:
     facts = {name: _facts(name, reply) for name, reply in hello.items()}
     shape, task = (_agreed({n: f[key] for n, f in facts.items()}, key) for key in ("shape", "task"))
     classes = max((f["classes"] for f in facts.values()), key=len)
-    return Survey(**_counts(hello), digests=digests, shape=shape, classes=classes, task=task)
+    counts = _counts(hello)
+    scaling = _scaling(ask, settings, counts["samples"], shape, task) if kind == "arrays" else None
+    return Survey(**counts, digests=digests, shape=shape, classes=classes, task=task, scaling=scaling)
+
+
+def _scaling(
+    ask: Ask, s: Settings, samples: Mapping[str, int], shape: tuple[int, ...], task: Task
+) -> dict[str, Any] | None:
+    """Return the common scaling of arrays, from the moments of the sites' training samples; None if there is none."""
+    if s.preprocessing == "none":
+        return None
+    federated, regression = s.preprocessing == "federated", task == "regression"
+    if federated and shape[0] > MOST_FEATURES:
+        raise WaffleError(
+            f"expected arrays with at most {MOST_FEATURES} features or channels, got {shape[0]}: standardise them in "
+            "the files and set --preprocessing none, or use --preprocessing local"
+        )
+    answers = ask("moments", {}) if federated or regression else {}
+    features = [_feature_moments(n, r, samples[n], shape[0]) for n, r in answers.items()] if federated else []
+    targets = [_target_moments(n, r, samples[n]) for n, r in answers.items()] if regression else []
+    return common_scaling(features, targets, s.preprocessing).to_json()
 
 
 def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:
+    scope = table_scope(s.preprocessing)
     orders = {name: _texts(name, reply, "columns") for name, reply in hello.items()}
     _check_dropped(s, hello)
     if not s.fill_absent:
@@ -96,7 +123,7 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
     if aim.task == "regression":
         kinds[target] = "numeric"
     answers = ask("columns", {"aim": aim.to_json(), "kinds": kinds})
-    local = s.preprocessing == "local"
+    local = scope == "local"
 
     def column(name: str) -> Column:
         if kinds[name] == "categorical":
@@ -107,7 +134,7 @@ def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> S
 
     regression = aim.task == "regression"
     goal = joined_moments(_moments(site, w, target) for site, w in answers.items()) if regression else Moments()
-    prepared = fit_jointly(aim, tuple(column(name) for name in features), goal, s.preprocessing)
+    prepared = fit_jointly(aim, tuple(column(name) for name in features), goal, scope)
     return Survey(
         **_counts(counted),
         digests=digests,
@@ -169,6 +196,8 @@ def _facts(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
         if task not in ("classification", "regression"):
             raise ValueError(task)
         shape = tuple(read_count({"shape": side}, "shape") for side in reply["shape"])
+        if not shape:
+            raise ValueError("the shape of a sample has no axis")
         if len(reply["classes"]) > MOST_CLASSES:
             raise ValueError(f"{len(reply['classes'])} classes, more than {MOST_CLASSES}")
     return {"shape": shape, "classes": _texts(name, reply, "classes"), "task": task}
@@ -185,10 +214,32 @@ def _cells(name: str, reply: Mapping[str, Any], column: str, present: bool) -> C
 def _moments(name: str, reply: Mapping[str, Any], column: str) -> Moments:
     with _readable(name):
         n, *rest = reply["moments"][column]
-        mean, squares = map(finite_or_none, rest)
-        if mean is None or squares is None or abs(mean) > LARGEST or not 0 <= squares <= LARGEST**2:
-            raise ValueError(f"{column!r} has mean and squared deviations {rest}")
+        mean, squares = _mean_and_squares(column, *rest)
         return Moments(read_count({column: n}, column), mean, squares)
+
+
+def _mean_and_squares(what: str, *given: Any) -> tuple[float, float]:
+    mean, squares = map(finite_or_none, given)
+    if mean is None or squares is None or abs(mean) > LARGEST or not 0 <= squares <= LARGEST**2:
+        raise ValueError(f"{what!r} has mean and squared deviations {list(given)}")
+    return mean, squares
+
+
+def _feature_moments(name: str, reply: Mapping[str, Any], samples: int, features: int) -> FeatureMoments:
+    """Return a site's moments of each feature or channel of its training samples."""
+    with _readable(name):
+        means, squares = reply["features"]
+        if not len(means) == len(squares) == features:
+            raise ValueError(f"moments of {len(means)} and {len(squares)} features, expected {features}")
+        pairs = [_mean_and_squares(f"feature {i}", *pair) for i, pair in enumerate(zip(means, squares, strict=True))]
+        found = np.array(pairs, np.float64).reshape(features, 2)
+        return FeatureMoments(samples, found[:, 0], found[:, 1])
+
+
+def _target_moments(name: str, reply: Mapping[str, Any], samples: int) -> Moments:
+    """Return a site's moments of the targets of its training samples."""
+    with _readable(name):
+        return Moments(samples, *_mean_and_squares("target", *reply["target"]))
 
 
 def _text(name: str, reply: Mapping[str, Any], key: str) -> str:

@@ -112,10 +112,9 @@ def predictions(model: FlatModel, answer: Predictor, federation: Federation) -> 
     parts = torch.split(rows, SCORE_ROWS)
     output = torch.cat([answer(federation.x[part].to(model.device, model.dtype)) for part in parts])
     tensors = {"output": output, "target": federation.labels(federation.alice, rows, progress=1.0)}
-    prepared = federation.preprocessing
-    if prepared is None or federation.task == "classification":
+    if federation.task == "classification":
         return tensors
-    mean, deviation = prepared.target_mean, prepared.target_deviation
+    mean, deviation = federation.target_scale(federation.alice)
     return {name: mean + deviation * numbers.double() for name, numbers in tensors.items()}
 
 

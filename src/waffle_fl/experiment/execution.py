@@ -159,6 +159,8 @@ def _open(
         return result
     if federation.preprocessing:
         run.keep("preprocessing.json", federation.preprocessing.to_json())
+    if federation.scaling:
+        run.keep("scaling.json", federation.scaling.to_json())
     for note in notes:
         listener.warned(f"{folder.name}: {note}")
     initial = initial_state(spec, model)

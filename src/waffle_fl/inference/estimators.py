@@ -28,10 +28,10 @@ from waffle_fl.inference.estimator_inputs import (
     check_samples,
     column_names,
 )
-from waffle_fl.inference.trained_run import check_portable, outputs, with_tensors
+from waffle_fl.inference.trained_run import check_portable, outputs, with_scaled_inputs, with_tensors
 from waffle_fl.models import FlatModel, builder, cross_entropy, ready, squared_error
 from waffle_fl.models.flat import Precision
-from waffle_fl.user_data import Preprocessing
+from waffle_fl.user_data import ArrayScaling
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -107,8 +107,9 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
             self.__dict__.pop(name, None)
         self.history_ = [{prefix * (k in SCORES) + k: v for k, v in line.items()} for line in history]
         self.weights_ = {name: mean(line["weights"][i] for line in history) for i, name in enumerate(agents.names)}
-        self.model_, self.shape_, self.unit_ = module, agents.shape, agents.unit
-        self.offset_ = agents.preprocessing.target_mean if agents.preprocessing else 0.0
+        self.model_ = with_scaled_inputs(module, agents.scaling, model.dtype)
+        self.shape_, self.unit_ = agents.shape, agents.unit
+        self.offset_ = agents.target_scale(agents.alice).mean
         if len(agents.shape) == 1:
             self.n_features_in_ = agents.shape[0]
         if data.columns:
@@ -230,8 +231,8 @@ class PersonalizedRegressor(RegressorMixin, _Personalized):  # type: ignore[misc
         pooled = np.concatenate(list(targets.values()))
         average, deviation = float(pooled.mean()), float(pooled.std()) or 1.0
         scaled = {name: (y - average) / deviation for name, y in targets.items()}
-        scaling = Preprocessing((), "y", "regression", target_mean=average, target_deviation=deviation)
-        agents = replace(self._from_arrays(x, scaled, "regression"), preparations=(scaling,) * len(pairs))
+        scaling = ArrayScaling((), (), len(pooled), average, deviation)
+        agents = replace(self._from_arrays(x, scaled, "regression"), scalings=(scaling,) * len(pairs))
         return _Data(agents, columns=_columns_of(pairs))
 
     def predict(self, X: Any) -> Array:

@@ -50,7 +50,7 @@ def _earlier_files(out: Path, model: str) -> dict[str, str]:
 
 
 def _program_bytes(trained: Trained, name: str, make: Callable[[Trained, Tensor, Path], None]) -> bytes:
-    x = torch.randn(EXAMPLES, *trained.shape, dtype=trained.dtype, generator=torch.Generator().manual_seed(0))
+    x = _examples(trained)
     with tempfile.TemporaryDirectory() as folder, _quiet():
         try:
             make(trained, x, Path(folder) / name)
@@ -62,6 +62,16 @@ def _program_bytes(trained: Trained, name: str, make: Callable[[Trained, Tensor,
                 f"this model cannot be written as {name} ({type(error).__name__}: {reason}): choose another --format"
             ) from None
         return (Path(folder) / name).read_bytes()
+
+
+def _examples(trained: Trained) -> Tensor:
+    """Return random samples with the mean and deviation of the training data."""
+    x = torch.randn(EXAMPLES, *trained.shape, dtype=trained.dtype, generator=torch.Generator().manual_seed(0))
+    if trained.scaling is None or not trained.scaling.mean:
+        return x
+    sides = (-1, *[1] * (x.ndim - 2))
+    mean, deviation = (torch.tensor(v).double().view(sides) for v in (trained.scaling.mean, trained.scaling.deviation))
+    return (mean + deviation * x).to(trained.dtype)
 
 
 def _exported(trained: Trained, x: Tensor, path: Path) -> None:

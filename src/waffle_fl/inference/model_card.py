@@ -65,12 +65,20 @@ def contributors(run: FinishedRun) -> dict[str, dict[str, float]]:
 
 
 def _preprocessing(trained: Trained) -> dict[str, Any] | None:
-    """Return the preprocessing of a table's row or of a published sample; None if there is none."""
+    """Return the preprocessing of a table's row, of an array or of a published sample; None if there is none."""
     if trained.preprocessing:
         content = trained.preprocessing.to_json()
         for column in content["columns"]:
             del column["low"], column["high"]  # values of single rows, which a published card must not contain
         return content
+    if trained.scaling:
+        per = "feature" if len(trained.shape) < 2 else "channel, the first axis of a sample"
+        return {
+            "formula": f"(value - mean) / deviation, for each {per}; 0 if the deviation is 0",
+            "included": "in the exported programs; model.safetensors alone takes standardised inputs",
+            "bytes": "value / 127.5 - 1 before; no program includes it",
+            **trained.scaling.to_json(),
+        }
     found = normalisation_of(trained.run.config.settings.data)
     if found is None:
         return None
@@ -86,7 +94,7 @@ def _preprocessing(trained: Trained) -> dict[str, Any] | None:
 def _output(trained: Trained) -> str:
     if trained.task == "classification":
         return "one score per class, in the order of `classes`; softmax turns them into probabilities"
-    if trained.preprocessing is None:
+    if trained.preprocessing is None and trained.scaling is None:
         return "the predicted number"
     return "the predicted number; model.safetensors alone returns it standardised (target_mean, target_deviation)"
 

@@ -1,4 +1,4 @@
-"""Load a finished run for inference: its model as a torch module, with input shape, task and preprocessing."""
+"""Load a finished run for inference: its model as a torch module, with input shape, task, preprocessing and scaling."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from waffle_fl.models import FlatModel, builder
 from waffle_fl.records import read_json
 from waffle_fl.results import FinishedRun, read_run
 from waffle_fl.tensorfile import read_tensors
-from waffle_fl.user_data import Preprocessing, Task
+from waffle_fl.user_data import ArrayScaling, Preprocessing, Task
 
 MODEL = "model.safetensors"
+FIRST_STANDARDISED = 4  # the RESULTS_VERSION from which on arrays are standardised
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class Trained:
     task: Task
     classes: tuple[str, ...]
     preprocessing: Preprocessing | None  # for tables
+    scaling: ArrayScaling | None = None  # for arrays that were standardised; part of the module
 
     def outputs(self, x: Tensor) -> Tensor:
         """Return one score per class, or a number in the unit of the target."""
-        return outputs(self.module, x.to(self.dtype))
+        return outputs(self.module, x.to(torch.float64 if self.scaling else self.dtype))
 
 
 def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Warn | None = None) -> Trained:
@@ -64,10 +66,34 @@ def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Wa
     model = FlatModel(build, precision=s.precision)
     _, tensors = read_tensors(folder / MODEL, model.state_dict(model.init(0)))
     preprocessing = Preprocessing.from_json(fitted) if fitted else None
-    module = with_tensors(build, model.dtype, tensors)
-    if task == "regression" and preprocessing:
-        module = nn.Sequential(module, TargetUnit(preprocessing)).eval()
-    return Trained(run, module, model.dtype, shape, task, classes, preprocessing)
+    scaling = _read_scaling(folder, shape)
+    fitted_inputs = preprocessing or scaling
+    if fitted_inputs is None:
+        _check_as_given(run)
+    module = with_scaled_inputs(with_tensors(build, model.dtype, tensors), scaling, model.dtype)
+    if task == "regression" and fitted_inputs:
+        module = nn.Sequential(module, TargetUnit(fitted_inputs)).eval()
+    return Trained(run, module, model.dtype, shape, task, classes, preprocessing, scaling)
+
+
+def _read_scaling(folder: Path, shape: tuple[int, ...]) -> ArrayScaling | None:
+    content = read_json(folder / "scaling.json")
+    scaling = ArrayScaling.from_json(content) if content else None
+    if scaling and len(scaling.mean) not in (0, shape[0] if shape else 1):
+        raise WaffleError(f"{folder}: scaling.json has {len(scaling.mean)} means, the model takes {shape}")
+    return scaling
+
+
+def _check_as_given(run: FinishedRun) -> None:
+    """Raise WaffleError if the run standardised its arrays: without their scaling every prediction would be wrong."""
+    s, version = run.config.settings, run.provenance.get("binding", {}).get("results_version")
+    if not isinstance(version, int) or version < FIRST_STANDARDISED:
+        return
+    if s.is_own and not s.target and s.preprocessing != "none":
+        raise WaffleError(
+            f"{run.folder} has no scaling.json: the model takes standardised inputs. In a deployment with local "
+            "preprocessing only Alice's site has it: predict there"
+        )
 
 
 def check_portable(config: RunConfig) -> None:
@@ -79,12 +105,37 @@ def check_portable(config: RunConfig) -> None:
         )
 
 
+def with_scaled_inputs(module: nn.Module, scaling: ArrayScaling | None, dtype: torch.dtype) -> nn.Module:
+    """Return a module that standardises its inputs first, if the training data was standardised."""
+    if scaling is None or not scaling.mean:
+        return module
+    return nn.Sequential(StandardisedInput(scaling, dtype), module).eval()
+
+
+class StandardisedInput(nn.Module):
+    """Standardise each feature or channel as the training data was: in float64, then rounded to float32."""
+
+    mean: Tensor
+    divisor: Tensor
+
+    def __init__(self, scaling: ArrayScaling, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("mean", torch.tensor(scaling.mean, dtype=torch.float64))
+        self.register_buffer("divisor", torch.tensor(scaling.divisor, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides = (-1, *[1] * (x.ndim - 2))
+        scaled = (x.double() - self.mean.view(sides)) / self.divisor.view(sides)
+        return scaled.float().to(self.dtype)
+
+
 class TargetUnit(nn.Module):
     """Convert a standardised number to the unit of the target, in float64: a time in seconds has many digits."""
 
-    def __init__(self, preprocessing: Preprocessing) -> None:
+    def __init__(self, fitted: Preprocessing | ArrayScaling) -> None:
         super().__init__()
-        self.mean, self.deviation = preprocessing.target_mean, preprocessing.target_deviation
+        self.mean, self.deviation = fitted.target_mean, fitted.target_deviation
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mean + self.deviation * x.double()

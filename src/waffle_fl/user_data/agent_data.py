@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.array_scaling import ArrayScaling
 from waffle_fl.user_data.cleaning import CellRules, Decimal
 from waffle_fl.user_data.duplicates import Duplicates
 from waffle_fl.user_data.expansion import TIMES
-from waffle_fl.user_data.preprocessing import Preprocessing, Scope, Task, TaskOption
+from waffle_fl.user_data.preprocessing import Preprocessing, ScopeOption, Task, TaskOption
 from waffle_fl.user_data.splitting import Rows, SelectedKeys, hold_out
 
 Array: TypeAlias = NDArray[Any]
-CHOICES = (("task", TaskOption), ("preprocessing", Scope), ("decimal", Decimal), ("duplicates", Duplicates))
+CHOICES = (("task", TaskOption), ("preprocessing", ScopeOption), ("decimal", Decimal), ("duplicates", Duplicates))
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ReadOptions:
 
     target: str = ""
     categorical: tuple[str, ...] = ()
-    preprocessing: Scope = "federated"
+    preprocessing: ScopeOption = "federated"
     task: TaskOption = "auto"
     test_share: float = 0.25
     validation: float = 0.0
@@ -71,8 +72,9 @@ class CollectedData(NamedTuple):
     agents: dict[str, AgentData]
     task: Task
     class_names: tuple[str, ...]
-    preparations: tuple[Preprocessing, ...] = ()
+    preparations: tuple[Preprocessing, ...] = ()  # of tables, one per agent
     notes: tuple[str, ...] = ()
+    scalings: tuple[ArrayScaling, ...] = ()  # of arrays and images, one per agent
 
 
 class RowSplit(NamedTuple):

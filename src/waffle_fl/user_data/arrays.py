@@ -24,9 +24,10 @@ from waffle_fl.user_data.array_checks import (
     model_inputs,
     native,
 )
+from waffle_fl.user_data.array_scaling import ArrayScaling, common_scaling, feature_moments, own_scaling
 from waffle_fl.user_data.duplicates import AgentRows, dropped_note, settle, unrepeated
 from waffle_fl.user_data.expansion import TIMES, check_expansion
-from waffle_fl.user_data.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Task, TaskOption
+from waffle_fl.user_data.preprocessing import MOST_CATEGORIES, MOST_CLASSES, Moments, Scope, Task, TaskOption, moments
 from waffle_fl.user_data.row_digests import digests_of
 
 SPLIT_NAMES, UNSPLIT_NAMES = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")
@@ -41,7 +42,10 @@ def gather(
     options: ReadOptions,
     class_names: Sequence[str] = (),
 ) -> CollectedData:
-    """Return the checked data of named agents: each (x_train, y_train, x_test, y_test), or (x, y), which is split."""
+    """Return the checked data of named agents: each (x_train, y_train, x_test, y_test), or (x, y), which is split.
+
+    Unless the preprocessing is none, inputs and the targets of a regression are standardised.
+    """
     check_names([name for name, _ in items])
     agents = {name: as_arrays(name, given) for name, given in items}
     task = _task_of([y for arrays in agents.values() for y in arrays[1::2]], options.task)
@@ -56,11 +60,11 @@ def gather(
     if task == "classification":
         check_range(agents, *((len(class_names), "") if class_names else NUMBERED[options.task]))
     made, digests, dropped = {}, {}, {}
-    kind = np.int64 if task == "classification" else np.float32
+    kind = np.int64 if task == "classification" else np.float64  # float32 after the targets are standardised
     for name, arrays in agents.items():
         arrays, dropped[name] = _without_repeats(arrays) if options.duplicates == "drop" else (arrays, 0)
         x, y = np.concatenate(arrays[::2]), np.concatenate(arrays[1::2]).astype(kind)
-        keys = keys_of(x, y)
+        keys = keys_of(x, y if task == "classification" else y.astype(np.float32))
         digests[name] = digests_of(keys)
         given = len(arrays[0]) if len(arrays) == 4 else None
         made[name] = AgentData(x, y, *divide(keys, y if task == "classification" else None, given, options))
@@ -69,10 +73,36 @@ def gather(
     made = {name: part._replace(test=settled.test[name]) for name, part in made.items()}
     notes = (*dropped_note(dropped), *settled.notes)
     if task == "regression":
-        return CollectedData(made, task, (), notes=notes)
-    largest = max(int(part.y.max(initial=0)) for part in made.values())
-    labels = tuple(class_names) or tuple(str(k) for k in range(largest + 1))
-    return CollectedData(made, task, labels, notes=notes)
+        labels: tuple[str, ...] = ()
+    else:
+        largest = max(int(part.y.max(initial=0)) for part in made.values())
+        labels = tuple(class_names) or tuple(str(k) for k in range(largest + 1))
+    found = CollectedData(made, task, labels, notes=notes)
+    return found if options.preprocessing == "none" else standardised(found, options.preprocessing)
+
+
+def standardised(found: CollectedData, scope: Scope) -> CollectedData:
+    """Return the data with inputs and targets standardised by the training samples of all agents, or of each."""
+    parts = found.agents.values()
+    features = [feature_moments(part.x, part.train) for part in parts] if scope == "federated" else []
+    targets = [target_moments(part) for part in parts] if found.task == "regression" else []
+    return with_scaling(found, common_scaling(features, targets, scope))
+
+
+def target_moments(part: AgentData) -> Moments:
+    """Return the moments of the targets of an agent's training samples."""
+    return moments(part.y[part.train].astype(np.float64))
+
+
+def with_scaling(found: CollectedData, common: ArrayScaling) -> CollectedData:
+    """Return the data as the common scaling makes it; with scope "local" each agent's inputs by their own."""
+    agents, scalings = dict(found.agents), []
+    for name, part in agents.items():
+        own = own_scaling(common, part.x, part.train)
+        y = own.targets(part.y) if found.task == "regression" else part.y
+        agents[name] = part._replace(x=own.transform(part.x, name), y=y)
+        scalings.append(own)
+    return found._replace(agents=agents, scalings=tuple(scalings))
 
 
 def _without_repeats(arrays: Sequence[Array]) -> tuple[list[Array], int]:

@@ -14,7 +14,7 @@ from waffle_fl.user_data.agent_data import AgentData, Array, CollectedData, Read
 from waffle_fl.user_data.arrays import gather, read_npz
 from waffle_fl.user_data.cleaning import all_columns, check_drop, check_missing, cleaned, filled
 from waffle_fl.user_data.duplicates import AgentRows, dropped_note, settle, unrepeated
-from waffle_fl.user_data.preprocessing import Preprocessing, aim_of, fit
+from waffle_fl.user_data.preprocessing import Preprocessing, aim_of, fit, table_scope
 from waffle_fl.user_data.row_digests import Digests, digests_of, groups_of
 from waffle_fl.user_data.suspicions import suspicions_of
 from waffle_fl.user_data.tables import HEART_CATEGORICAL, HEART_TARGET, UCI_HEART, Table, is_table, read_raw
@@ -135,6 +135,7 @@ def tables_at(path: Path, options: ReadOptions) -> list[Table]:
 
 def _from_tables(raw: Mapping[str, Sequence[Table]], options: ReadOptions) -> CollectedData:
     """Return the data of agents that have one table, which is split, or a training and a test table."""
+    scope = table_scope(options.preprocessing)
     target, categorical = goal_of([table for own in raw.values() for table in own], options)
     columns = all_columns([table for own in raw.values() for table in own])
     check_drop(columns, target, options.rules)
@@ -155,7 +156,7 @@ def _from_tables(raw: Mapping[str, Sequence[Table]], options: ReadOptions) -> Co
     rows = {name: split._replace(test=settled.test[name]) for name, split in rows.items()}
     training = {n: own[0].select(rows[n].train) for n, own in agents.items()}
     aim = replace(aim, rules=options.rules)
-    fitted = fit(aim, training, categorical, options.preprocessing, options.min_category)
+    fitted = fit(aim, training, categorical, scope, options.min_category)
     made = {name: parts_of(own, fitted[name], rows[name]) for name, own in agents.items()}
     unknown_rows = sum(fitted[name].count_unknown(table) for name, own in agents.items() for table in own)
     which = "held-out rows have a category that is in no agent's training rows"

@@ -34,6 +34,7 @@ from waffle_fl.user_data.tables import read_raw
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
 Scope: TypeAlias = Literal["federated", "local"]
+ScopeOption: TypeAlias = Literal["federated", "local", "none"]
 Task: TypeAlias = Literal["classification", "regression"]
 TaskOption: TypeAlias = Literal["auto", "classification", "regression"]
 Floats = NDArray[np.float32]
@@ -42,6 +43,9 @@ MOST_CATEGORIES = 100
 MOST_CLASSES = 20  # an integer target with more distinct values is a regression target
 
 ROUNDING = 1e-12  # relative to the mean: a smaller deviation is that of a constant
+NONE_FOR_TABLES = (
+    "preprocessing: expected federated or local for tables, got none: their columns must become numbers of one scale"
+)
 
 
 @dataclass(frozen=True)
@@ -276,6 +280,13 @@ def _with_range(column: Column, tables: Sequence[Table]) -> Column:
     values = [numbers(table.columns[column.name]) for table in tables] if column.kind == "numeric" else []
     found = np.concatenate([np.empty(0), *(own[np.isfinite(own)] for own in values)])
     return replace(column, low=float(found.min()), high=float(found.max())) if len(found) else column
+
+
+def table_scope(preprocessing: ScopeOption) -> Scope:
+    """Return whose means and deviations standardise the columns of tables; raise WaffleError for none."""
+    if preprocessing == "none":
+        raise WaffleError(NONE_FOR_TABLES)
+    return preprocessing
 
 
 def fit_jointly(aim: Preprocessing, columns: tuple[Column, ...], goal: Moments, scope: Scope) -> Preprocessing:
