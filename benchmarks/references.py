@@ -137,7 +137,10 @@ def compare(folder: Path, name: str) -> dict[str, Any]:
         if len(federation.shape) > 1:
             cnn[alice] = cnn_score(federation, agent, metric)
     compared = [a for a in local if a in references]
-    ours, theirs, networks = (_mean({a: found[a] for a in compared if a in found}) for found in (local, references, cnn))
+    columns = (local, references, cnn)
+    ours, theirs, networks = (
+        _mean({a: found[a] for a in compared if a in found}) for found in (local, references, cnn)
+    )
     best = max(value for value in (theirs, networks) if value is not None)
     return {
         "data": name,

@@ -25,7 +25,14 @@ from waffle_fl.experiment import Listener, Runtime, all_alices_of
 from waffle_fl.federation import Federation
 from waffle_fl.models import builder, cnn_1d_gn, cnn_gn
 from waffle_fl.tuning import default_training
-from waffle_fl.tuning.default_training import choose_training, given_settings, grid_for, rounds_for
+from waffle_fl.tuning.default_training import (
+    Measured,
+    best_candidate,
+    choose_training,
+    given_settings,
+    grid_for,
+    rounds_for,
+)
 from waffle_fl.user_data.array_checks import model_inputs
 
 
@@ -66,7 +73,7 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
     training = choose_training(settings, methods, {}, (), tmp_path, Runtime(), Listener())
     for method in methods:
         assert training.chosen[method]["lr"] == 0.05
-        assert training.scores[method][1][1] > training.scores[method][0][1]
+        assert training.scores[method][1][1].accuracy > training.scores[method][0][1].accuracy
         run = training.applied(RunConfig(method=method, settings=settings)).settings
         assert (run.optimiser, run.final_model, run.validation, run.lr) == ("adam", "selected", 0.2, 0.05)
     other = training.applied(RunConfig(method="waffle", settings=settings)).settings
@@ -76,6 +83,19 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
 
 
 @pytest.mark.usefixtures("small_grid")
+@pytest.mark.parametrize(
+    ("found", "samples", "best"),
+    [
+        ([(0.90, 0.5), (0.91, 0.9)], 100, 0),  # within the standard error of 2.9 points: the loss decides
+        ([(0.90, 0.5), (0.91, 0.9)], 10_000, 1),
+        ([(0.0, 3.0), (0.0, 2.0)], 100, 1),  # regression
+        ([(-1.0, 1e9), (0.4, 1.0)], 20, 1),  # the first diverged
+    ],
+)
+def test_the_loss_decides_between_equal_accuracies(found: list[tuple[float, float]], samples: int, best: int) -> None:
+    assert best_candidate([Measured(*pair) for pair in found], samples) == best
+
+
 def test_given_settings_are_kept(settings: Settings, tmp_path: Path) -> None:
     """Rounds and validation share that the user gives are not changed."""
     given = replace(settings, rounds=2, validation=0.3)

@@ -2,8 +2,9 @@
 
 A verdict is only as good as the models behind it. Unless the user gives these settings, agents train with Adam, a fifth
 of the training rows selects the round, and learning rate, weight decay, the network (for tables) and augmentation (for
-images) are those with the best validation score, averaged over the agents. Test rows are never used. Where training is
-expensive, only Local and FedAvg are tried, and the other methods train as FedAvg does.
+images) are those with the best validation score, averaged over the agents: the least loss among those within a standard
+error of the best accuracy. Test rows are never used. Where training is expensive, only Local and FedAvg are tried, and
+the other methods train as FedAvg does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
@@ -50,13 +51,20 @@ PROXIES = ("local", "fedavg")
 TUNED = ("lr", "weight_decay", "model", "augment", "flips", "rounds", *RECIPE)  # what this module may set
 
 
+class Measured(NamedTuple):
+    """Accuracy (0 for regression) and loss on validation data."""
+
+    accuracy: float
+    loss: float
+
+
 @dataclass(frozen=True)
 class ChosenTraining:
     """The settings that were chosen for each method, and the validation score of every candidate."""
 
     rounds: int
     chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
-    scores: Mapping[str, Sequence[tuple[Mapping[str, Any], float]]]  # method -> candidate and validation score
+    scores: Mapping[str, Sequence[tuple[Mapping[str, Any], Measured]]]  # method -> candidate, on validation data
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method."""
@@ -104,8 +112,10 @@ def choose_training(
     }
     if len(candidates) > 1 or "rounds" not in given:
         execute([run for group in runs.values() for run in group], runtime, listener)
-    scores = {m: [(c, _score(runs[m, k])) for k, c in enumerate(candidates)] for m in tried}
-    best = {m: max(range(len(found)), key=lambda k: found[k][1]) for m, found in scores.items()}
+    scores = {m: [(c, _measured(runs[m, k])) for k, c in enumerate(candidates)] for m in tried}
+    held_out = all_alices_of(base, runtime).validation
+    samples = sum(len(rows) for rows in held_out)
+    best = {m: best_candidate([measured for _, measured in found], samples) for m, found in scores.items()}
     settings_of = {m: candidates[k] for m, k in best.items()}
     if "rounds" not in given:
         first = {m: runs[m, best[m]] for m in PROXIES if m in best}
@@ -117,14 +127,12 @@ def choose_training(
 def rounds_for(s: Settings, federation: Federation) -> int:
     """Return the rounds in which the median agent makes about STEPS steps."""
     steps = median(s.steps(n) for n in federation.samples.tolist() if n)
-    return min(max(ceil(STEPS / steps), FEWEST_ROUNDS), most_rounds(federation))
+    return min(max(ceil(STEPS / steps), FEWEST_ROUNDS), MOST_ROUNDS)
 
 
 def most_rounds(federation: Federation) -> int:
-    """Return the most rounds that are tried: fewer for many images or series, which take minutes."""
-    if len(federation.shape) == 1:
-        return MOST_ROUNDS
-    return min(max(MOST_WORK // int(federation.samples.sum()), FEWEST_ROUNDS), MOST_ROUNDS)
+    """Return the number of rounds beyond which they are not doubled: fewer for many images or series."""
+    return MOST_ROUNDS if len(federation.shape) == 1 else min(MOST_WORK // int(federation.samples.sum()), MOST_ROUNDS)
 
 
 def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
@@ -198,11 +206,22 @@ def _long_enough(
     return base
 
 
-def _score(runs: RunList) -> float:
-    """Return the mean over Alices of the best validation score; a run that diverged counts as the worst."""
+def _measured(runs: RunList) -> Measured:
+    """Return the mean over Alices at the round with the best validation score; a diverged run counts as the worst."""
     best = [max(map(validation_rank, read_rounds(folder / "rounds.jsonl")), default=(-1.0, -1e9)) for _, folder in runs]
     accuracy, loss = (fmean(max(rank[i], -1e9) for rank in best) for i in (0, 1))
-    return accuracy + 1e-3 * loss if accuracy else loss
+    return Measured(accuracy, -loss)
+
+
+def best_candidate(found: Sequence[Measured], samples: int) -> int:
+    """Return the candidate with the least loss among those within a standard error of the best accuracy.
+
+    Accuracy on few or unbalanced samples is coarse; the loss then decides. Numbers have no accuracy: it is 0 for all.
+    """
+    top = max(measured.accuracy for measured in found)
+    error = sqrt(max(top * (1 - top), 0.0) / max(samples, 1))
+    close = [k for k, measured in enumerate(found) if measured.accuracy >= top - error]
+    return min(close, key=lambda k: found[k].loss)
 
 
 def _best_round(runs: RunList) -> float:
