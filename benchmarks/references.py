@@ -137,7 +137,6 @@ def compare(folder: Path, name: str) -> dict[str, Any]:
         if len(federation.shape) > 1:
             cnn[alice] = cnn_score(federation, agent, metric)
     compared = [a for a in local if a in references]
-    columns = (local, references, cnn)
     ours, theirs, networks = (
         _mean({a: found[a] for a in compared if a in found}) for found in (local, references, cnn)
     )
