@@ -21,9 +21,10 @@ from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Interval
 from waffle_fl.decision.references import Reference, fit_reference, fit_references
 from waffle_fl.decision.study import ComparedReference, Standing, View
-from waffle_fl.experiment import Listener, Runtime, all_alices_of
+from waffle_fl.experiment import Listener, Runtime, all_alices_of, execute
 from waffle_fl.federation import Federation
 from waffle_fl.models import builder, cnn_1d_gn, cnn_gn
+from waffle_fl.records import read_rounds
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
     Measured,
@@ -31,6 +32,7 @@ from waffle_fl.tuning.default_training import (
     choose_training,
     given_settings,
     grid_for,
+    has_rare_classes,
     rounds_for,
 )
 from waffle_fl.user_data.array_checks import model_inputs
@@ -94,6 +96,23 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
 )
 def test_the_loss_decides_between_equal_accuracies(found: list[tuple[float, float]], samples: int, best: int) -> None:
     assert best_candidate([Measured(*pair) for pair in found], samples) == best
+
+
+def test_rare_classes_select_the_round_by_its_loss(tmp_path: Path) -> None:
+    """If one class is rare, the round with the least validation loss is selected, and its model is saved."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "rare").mkdir()
+    for name in ("a", "b"):
+        y = (np.arange(120) % 10 == 0).astype(np.int64)
+        np.savez(tmp_path / "rare" / f"{name}.npz", x=rng.standard_normal((120, 3)) + y[:, None], y=y)
+    s = Settings(data=str(tmp_path / "rare"), rounds=5, alice="a")
+    assert has_rare_classes(all_alices_of(s, Runtime()))
+    training = choose_training(s, ["local"], {}, ("rounds", "model"), tmp_path / "t", Runtime(), Listener())
+    config = training.applied(RunConfig(method="local", settings=s))
+    assert config.settings.selected_by == "loss"
+    (result,) = execute([(config, tmp_path / "run")], Runtime(), Listener())
+    lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
+    assert result["selected"]["round"] == min(lines, key=lambda line: line["validation_loss"])["round"]
 
 
 def test_given_settings_are_kept(settings: Settings, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,7 +243,27 @@ def provenance(device: str, data_digest: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dict[str, Any]:
+class Selection(NamedTuple):
+    """How a round is selected: by a validation score, or given by its number."""
+
+    by: Literal["accuracy", "loss"] = "accuracy"
+    round: int = 0
+
+    def rank(self, line: Mapping[str, Any]) -> tuple[float, float]:
+        """Return a sort key, larger is better; a round that cannot be selected is the worst."""
+        if self.round:
+            return (0.0 if line["round"] == self.round else -math.inf), 0.0
+        if line.get("validation_loss") is None:
+            return -math.inf, -math.inf
+        return _rank(line, "validation_") if self.by == "accuracy" else (0.0, -line["validation_loss"])
+
+
+BY_ACCURACY = Selection()
+
+
+def summary(
+    rounds: list[dict[str, Any]], status: str, message: str = "", selection: Selection = BY_ACCURACY
+) -> dict[str, Any]:
     """Return the result of a run: best round (the paper's protocol), last round, round selected on validation data."""
     scored = [line for line in rounds if None not in (line.get("loss"), line.get("accuracy", line.get("rmse")))]
     result: dict[str, Any] = {"schema": SCHEMA, "status": status, "rounds": len(rounds)}
@@ -253,9 +273,9 @@ def summary(rounds: list[dict[str, Any]], status: str, message: str = "") -> dic
         best = max(scored, key=lambda line: _rank(line, ""))
         result["best"] = _entry(best)
         result["last"] = _entry(scored[-1])
-        validated = [line for line in scored if line.get("validation_loss") is not None]
-        if validated:
-            result["selected"] = _entry(max(validated, key=lambda line: _rank(line, "validation_")))
+        selected = max(scored, key=selection.rank)
+        if selection.rank(selected)[0] > -math.inf:
+            result["selected"] = _entry(selected)
     return result
 
 
@@ -263,12 +283,6 @@ def _rank(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
     """Return a sort key, larger is better. Ties in validation accuracy are broken by the smaller loss."""
     accuracy = line.get(f"{prefix}accuracy") or 0.0
     return accuracy, -line[f"{prefix}loss"] if prefix or "rmse" in line else 0.0
-
-
-def validation_rank(line: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a sort key by validation score, larger is better; a round without one is the worst."""
-    known = line.get("validation_loss") is not None
-    return _rank(line, "validation_") if known else (-math.inf, -math.inf)
 
 
 def _entry(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
 
+REFERENCE_VALIDATION = 0.2  # share of the training rows on which a reference is chosen, if no other share is held out
 PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.json"
 
 
@@ -113,7 +114,7 @@ def write_references(s: Settings, runs: Sequence[tuple[RunConfig, Path]], runtim
     """Fit scikit-learn on each agent's own data and write its predictions to references.json; not for named data."""
     if not s.is_own:
         return
-    federation = all_alices_of(s, runtime)
+    federation = all_alices_of(dataclasses.replace(s, validation=s.validation or REFERENCE_VALIDATION), runtime)
     found = fit_references(federation, alices_of(runs, federation.names))
     with writable(out):
         write_json(out / REFERENCES, {name: reference.to_json() for name, reference in found.items()})

@@ -119,6 +119,10 @@ class Settings:
     """Weight decay of the local steps."""
     final_model: Literal["last", "selected"] = "last"
     """Model that a run saves and predicts with: of the last round, or of the round with the best validation score."""
+    selected_by: Literal["accuracy", "loss"] = "accuracy"
+    """Validation score that selects a round: the accuracy, then the loss; or the loss alone, for rare classes."""
+    final_round: int = parameter(0, at_least(0))
+    """With final_model = selected: the round whose model is saved, at most rounds. 0: the best validation score."""
     seed: int = parameter(1, at_least(0))
     """Seed of the initial model and of the order of the samples."""
     augment: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -169,7 +169,8 @@ def _trained(
         workers=runtime.workers,
         engine=runtime.engine,
     )
-    last = {outcome.index: outcome for outcomes in deque(rounds, maxlen=1) for outcome in outcomes}
+    trained = deque(islice(rounds, s.final_round or None), maxlen=1)
+    last = {outcome.index: outcome for outcomes in trained for outcome in outcomes}
     return on_device(specs, model), [last.get(i) for i in range(len(specs))]
 
 

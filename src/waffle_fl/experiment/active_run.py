@@ -17,7 +17,7 @@ from waffle_fl.experiment.runtime import Listener
 from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
 from waffle_fl.models import FlatModel, Net
-from waffle_fl.records import Run, read_rounds, summary, validation_rank
+from waffle_fl.records import Run, Selection, read_rounds, summary
 
 CHECKPOINT_SHARE = 2000  # a run trains at least this many times as long as it saves,
 LONGEST_UNSAVED = 120.0  # but at most this many seconds between checkpoints
@@ -49,15 +49,19 @@ def log(active: ActiveRun, outcome: Outcome, spec: RunSpec, model: FlatModel, li
     active.run.append(outcome.measured)
     active.latest = outcome.round, outcome.state
     if selects(active.config.settings):
-        rank = validation_rank(outcome.measured)
+        rank = selection_of(active.config.settings).rank(outcome.measured)
         if active.selected is None or rank > active.selected.rank:
             active.selected = Selected(rank, own_net(spec, outcome.state, model))
     listener.advanced(active.config, outcome.measured)
 
 
 def selects(s: Settings) -> bool:
-    """Whether a run saves the model of the round with the best validation score."""
+    """Whether a run saves the model of a selected round."""
     return s.final_model == "selected"
+
+
+def selection_of(s: Settings) -> Selection:
+    return Selection(s.selected_by, s.final_round)
 
 
 def save(active: ActiveRun) -> None:
@@ -71,10 +75,12 @@ def selected_tensors(net: Net) -> dict[str, Tensor]:
     return {f"selected.{name}": tensor for name, tensor in net._asdict().items()}
 
 
-def selected_from(tensors: Mapping[str, Tensor], rounds: Sequence[Mapping[str, Any]], like: Net) -> Selected:
+def selected_from(
+    tensors: Mapping[str, Tensor], rounds: Sequence[Mapping[str, Any]], like: Net, selection: Selection
+) -> Selected:
     """Return the selected model of a checkpoint; its rank is the best of the logged rounds."""
     net = Net(*(tensors[f"selected.{name}"].to(old.device) for name, old in like._asdict().items()))
-    return Selected(max(map(validation_rank, rounds)), net)
+    return Selected(max(map(selection.rank, rounds)), net)
 
 
 def save_some(active_runs: Sequence[ActiveRun], every: float, round_seconds: float) -> None:
@@ -94,7 +100,8 @@ def save_some(active_runs: Sequence[ActiveRun], every: float, round_seconds: flo
 
 def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, message: str = "") -> dict[str, Any]:
     """Write the result of a run. The data of `spec` is on the model's device."""
-    result = summary(read_rounds(active.run.folder / "rounds.jsonl"), status, message)
+    rounds, selection = read_rounds(active.run.folder / "rounds.jsonl"), selection_of(active.config.settings)
+    result = summary(rounds, status, message, selection)
     state = active.latest[1] if active.latest else spec.state
     if status != "finished" or state is None:
         active.run.close(result)

@@ -31,6 +31,7 @@ from waffle_fl.experiment.active_run import (
     save_some,
     selected_from,
     selected_tensors,
+    selection_of,
     selects,
     state_of,
     tensors_of,
@@ -120,7 +121,9 @@ def _open(
     check_once(s, model, federation)
     spec = fitted(_run_spec(config, federation), model)
     check_model([spec], model, s.batch_size, s.remainder)
-    if selects(s) and not len(federation.validation[federation.alice]):
+    if s.final_round > s.rounds:
+        raise WaffleError(f"final_round: expected at most the number of rounds, {s.rounds}, got {s.final_round}")
+    if selects(s) and not s.final_round and not len(federation.validation[federation.alice]):
         raise WaffleError(
             "final_model: expected last without validation data, got selected: set validation, such as 0.2"
         )
@@ -175,7 +178,7 @@ def _open(
     next_save = time.monotonic() + runtime.checkpoint_seconds
     active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
     if tensors and selects(s):
-        active.selected = selected_from(tensors, read_rounds(folder / LOG), first)
+        active.selected = selected_from(tensors, read_rounds(folder / LOG), first, selection_of(s))
     return active
 
 

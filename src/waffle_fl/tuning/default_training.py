@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import Federation
-from waffle_fl.records import read_rounds, validation_rank
+from waffle_fl.records import Selection, read_rounds
 from waffle_fl.versions import RESULTS_VERSION
 
 RunList: TypeAlias = list[tuple[RunConfig, Path]]
@@ -33,8 +33,8 @@ RECIPE: dict[str, Any] = {  # settings that replace the defaults of `Settings`, 
     "final_model": "selected",
 }
 TABLES: tuple[dict[str, Any], ...] = (
-    *({"model": "linear", "lr": lr, "weight_decay": decay} for lr in (0.01, 0.03) for decay in (0.0, 0.3)),
-    *({"model": "mlp", "lr": lr, "weight_decay": decay} for lr in (0.003, 0.01) for decay in (0.0, 0.3)),
+    *({"model": "linear", "lr": lr, "weight_decay": decay} for lr in (0.01, 0.03) for decay in (0.1, 1.0)),
+    *({"model": "mlp", "lr": lr, "weight_decay": decay} for lr in (0.003, 0.01) for decay in (0.1, 1.0)),
 )
 SERIES: tuple[dict[str, Any], ...] = ({"lr": 0.003}, {"lr": 0.001}, {"lr": 0.003, "weight_decay": 0.1})
 IMAGES: tuple[dict[str, Any], ...] = (
@@ -48,7 +48,9 @@ MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
 EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
-TUNED = ("lr", "weight_decay", "model", "augment", "flips", "rounds", *RECIPE)  # what this module may set
+RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
+WORST = 1e9  # loss of a run without a finite validation loss
+TUNED = (*RECIPE, "rounds", "lr", "weight_decay", "model", "augment", "flips", "selected_by", "final_round")
 
 
 class Measured(NamedTuple):
@@ -56,6 +58,13 @@ class Measured(NamedTuple):
 
     accuracy: float
     loss: float
+
+
+class BestRound(NamedTuple):
+    """The round with the best validation score, or its mean over Alices, and the score there."""
+
+    round: float
+    measured: Measured
 
 
 @dataclass(frozen=True)
@@ -97,9 +106,14 @@ def choose_training(
     runtime: Runtime,
     listener: Listener,
 ) -> ChosenTraining:
-    """Return the training of each method; `given` are the settings that the user has set, which are kept."""
+    """Return the training of each method; `given` are the settings that the user has set, which are kept.
+
+    Tables are small: there the methods finally train on all rows, and the round with the best mean validation score of
+    the agents is used for all of them. For images and series every agent selects its own round.
+    """
     federation = all_alices_of(settings, runtime)
-    free = {name: value for name, value in RECIPE.items() if name not in given}
+    recipe = RECIPE | {"selected_by": "loss" if has_rare_classes(federation) else "accuracy"}
+    free = {name: value for name, value in recipe.items() if name not in given}
     base = replace(settings, **free)
     if "rounds" not in given:
         base = replace(base, rounds=rounds_for(base, federation))
@@ -110,24 +124,44 @@ def choose_training(
         for method in tried
         for k, candidate in enumerate(candidates)
     }
-    if len(candidates) > 1 or "rounds" not in given:
+    all_rows = len(federation.shape) == 1 and not {"validation", "final_model"}.intersection(given)
+    if len(candidates) > 1 or "rounds" not in given or all_rows:
         execute([run for group in runs.values() for run in group], runtime, listener)
-    scores = {m: [(c, _measured(runs[m, k])) for k, c in enumerate(candidates)] for m in tried}
-    held_out = all_alices_of(base, runtime).validation
-    samples = sum(len(rows) for rows in held_out)
-    best = {m: best_candidate([measured for _, measured in found], samples) for m, found in scores.items()}
-    settings_of = {m: candidates[k] for m, k in best.items()}
-    if "rounds" not in given:
-        first = {m: runs[m, best[m]] for m in PROXIES if m in best}
-        base = _long_enough(base, first, settings_of, options, federation, folder, runtime, listener)
+    samples = sum(map(len, all_alices_of(base, runtime).validation))
+    best_round = common_round if all_rows else own_rounds
+    found = {key: best_round(group, samples) for key, group in runs.items()}
+    scores = {m: [(c, found[m, k].measured) for k, c in enumerate(candidates)] for m in tried}
+    best = {m: best_candidate([measured for _, measured in tries], samples) for m, tries in scores.items()}
+    chosen = {m: {**candidates[k]} for m, k in best.items()}
+    last = {m: found[m, k].round for m, k in best.items()}
+    while "rounds" not in given and base.rounds < most_rounds(federation) and _improves(last, base.rounds):
+        base = replace(base, rounds=min(2 * base.rounds, most_rounds(federation)))
+        again = [m for m in chosen if all_rows or m in PROXIES]
+        longer = {m: _runs(m, replace(base, **chosen[m]), options, folder / f"{base.rounds}", runtime) for m in again}
+        execute([run for group in longer.values() for run in group], runtime, listener)
+        last = {m: best_round(group, samples).round for m, group in longer.items()}
+    if all_rows:
+        base = replace(base, validation=0.0)
+        chosen = {m: {**c, "final_round": round(last[m])} for m, c in chosen.items()}
     common = {name: getattr(base, name) for name in (*free, "rounds")}
-    return ChosenTraining(base.rounds, {m: {**common, **found} for m, found in settings_of.items()}, scores)
+    return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores)
+
+
+def _improves(last: Mapping[str, float], rounds: int) -> bool:
+    """Whether Local or FedAvg still improves near the end of training."""
+    return any(last[m] > STILL_IMPROVING * rounds for m in PROXIES if m in last)
 
 
 def rounds_for(s: Settings, federation: Federation) -> int:
     """Return the rounds in which the median agent makes about STEPS steps."""
     steps = median(s.steps(n) for n in federation.samples.tolist() if n)
     return min(max(ceil(STEPS / steps), FEWEST_ROUNDS), MOST_ROUNDS)
+
+
+def has_rare_classes(federation: Federation) -> bool:
+    """Whether most agents' training rows are nearly all of one class, so that accuracy says little."""
+    counts = [row for row in federation.label_counts().tolist() if sum(row)]
+    return bool(counts) and median(max(row) / sum(row) for row in counts) >= RARE
 
 
 def most_rounds(federation: Federation) -> int:
@@ -182,35 +216,30 @@ def _runs(
     return [(config, folder / config.label) for config in configs]
 
 
-def _long_enough(
-    base: Settings,
-    first: Mapping[str, RunList],
-    best: Mapping[str, Mapping[str, Any]],
-    options: Mapping[str, Mapping[str, Any]],
-    federation: Federation,
-    folder: Path,
-    runtime: Runtime,
-    listener: Listener,
-) -> Settings:
-    """Double the rounds until the validation score of Local and FedAvg no longer improves near the end.
-
-    `first` are the runs of Local and FedAvg with the rounds of `base`.
-    """
-    runs, most = first, most_rounds(federation)
-    while base.rounds < most and any(_best_round(group) > STILL_IMPROVING * base.rounds for group in runs.values()):
-        base = replace(base, rounds=min(2 * base.rounds, most))
-        runs = {
-            m: _runs(m, replace(base, **best[m]), options, folder / f"{base.rounds}-rounds", runtime) for m in first
-        }
-        execute([run for group in runs.values() for run in group], runtime, listener)
-    return base
+def own_rounds(runs: RunList, samples: int) -> BestRound:
+    """Return the mean over Alices, each at the round with her best validation score."""
+    logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
+    best = [
+        max(log, key=Selection(config.settings.selected_by).rank, default={})
+        for (config, _), log in zip(runs, logs, strict=True)
+    ]
+    return BestRound(fmean(line.get("round", 0) for line in best), _mean(best))
 
 
-def _measured(runs: RunList) -> Measured:
-    """Return the mean over Alices at the round with the best validation score; a diverged run counts as the worst."""
-    best = [max(map(validation_rank, read_rounds(folder / "rounds.jsonl")), default=(-1.0, -1e9)) for _, folder in runs]
-    accuracy, loss = (fmean(max(rank[i], -1e9) for rank in best) for i in (0, 1))
-    return Measured(accuracy, -loss)
+def common_round(runs: RunList, samples: int) -> BestRound:
+    """Return the round with the best mean over Alices; if rounds are equally accurate, the one with the least loss."""
+    logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
+    means = [_mean(lines) for lines in zip(*logs, strict=False)] or [Measured(0.0, WORST)]
+    by_loss = runs[0][0].settings.selected_by == "loss"
+    best = best_candidate([mean._replace(accuracy=0.0) for mean in means] if by_loss else means, samples)
+    return BestRound(best + 1, means[best])
+
+
+def _mean(lines: Sequence[Mapping[str, Any]]) -> Measured:
+    """Return the mean validation score of these rounds; one without a finite loss counts as the worst."""
+    losses = [line.get("validation_loss") for line in lines]
+    accuracy = fmean(line.get("validation_accuracy") or 0.0 for line in lines)
+    return Measured(accuracy, fmean(WORST if loss is None else loss for loss in losses))
 
 
 def best_candidate(found: Sequence[Measured], samples: int) -> int:
@@ -222,9 +251,3 @@ def best_candidate(found: Sequence[Measured], samples: int) -> int:
     error = sqrt(max(top * (1 - top), 0.0) / max(samples, 1))
     close = [k for k, measured in enumerate(found) if measured.accuracy >= top - error]
     return min(close, key=lambda k: found[k].loss)
-
-
-def _best_round(runs: RunList) -> float:
-    """Return the mean over Alices of the round with the best validation score."""
-    logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
-    return fmean(max(log, key=validation_rank)["round"] for log in logs if log)
