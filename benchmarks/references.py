@@ -41,6 +41,7 @@ DROPPED = {"parkinson": ("total_UPDRS",)}
 METRICS = {"landmine": "auc"}
 NAMES = {"accuracy": "accuracy", "auc": "AUC", "r2": "explained variance"}
 SEEDS = (1, 2)
+RECORD = Path("results/references.jsonl")
 EPOCHS = 15
 
 
@@ -186,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.references", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("data", nargs="*")
-    parser.add_argument("--out", type=Path, default=Path("results/references.jsonl"))
+    parser.add_argument("--out", type=Path, default=RECORD)
     given = parser.parse_args()
     for name in given.data:
         line = compare(given.folder, name)
@@ -194,7 +195,8 @@ def main() -> None:
         known = given.out.read_text(encoding="utf-8").splitlines() if given.out.exists() else []
         kept = [text for text in known if json.loads(text)["data"] != name]
         given.out.write_text("".join(f"{text}\n" for text in (*kept, json.dumps(line))), encoding="utf-8")
-    write_page(given.out, Path("docs/examples/training-alone.md"))
+    if given.out == RECORD:
+        write_page(given.out, Path("docs/examples/training-alone.md"))
 
 
 if __name__ == "__main__":

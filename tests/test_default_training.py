@@ -16,6 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cli_support import waffle
+from conftest import refusal
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Interval
@@ -25,6 +26,7 @@ from waffle_fl.experiment import Listener, Runtime, all_alices_of, execute
 from waffle_fl.federation import Federation
 from waffle_fl.models import builder, cnn_1d_gn, cnn_gn
 from waffle_fl.records import read_rounds
+from waffle_fl.tensorfile import read_named
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
     Measured,
@@ -77,14 +79,14 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
         assert training.chosen[method]["lr"] == 0.05
         assert training.scores[method][1][1].accuracy > training.scores[method][0][1].accuracy
         run = training.applied(RunConfig(method=method, settings=settings)).settings
-        assert (run.optimiser, run.final_model, run.validation, run.lr) == ("adam", "selected", 0.2, 0.05)
+        assert (run.optimiser, run.final_model, run.validation, run.lr) == ("adam", "selected", 0.0, 0.05)
+        assert 1 <= run.final_round <= run.rounds
     other = training.applied(RunConfig(method="waffle", settings=settings)).settings
     assert other.lr == 0.05  # a method that was not tried trains as FedAvg does
     assert 3 <= training.rounds <= 6
     assert "lr 0.05" in training.text()
 
 
-@pytest.mark.usefixtures("small_grid")
 @pytest.mark.parametrize(
     ("found", "samples", "best"),
     [
@@ -98,23 +100,51 @@ def test_the_loss_decides_between_equal_accuracies(found: list[tuple[float, floa
     assert best_candidate([Measured(*pair) for pair in found], samples) == best
 
 
+@pytest.mark.usefixtures("small_grid")
 def test_rare_classes_select_the_round_by_its_loss(tmp_path: Path) -> None:
-    """If one class is rare, the round with the least validation loss is selected, and its model is saved."""
+    """If one class is rare, the common round is the one with the least mean validation loss, and its model is saved."""
     rng = np.random.default_rng(0)
     (tmp_path / "rare").mkdir()
     for name in ("a", "b"):
         y = (np.arange(120) % 10 == 0).astype(np.int64)
         np.savez(tmp_path / "rare" / f"{name}.npz", x=rng.standard_normal((120, 3)) + y[:, None], y=y)
-    s = Settings(data=str(tmp_path / "rare"), rounds=5, alice="a")
+    s = Settings(data=str(tmp_path / "rare"), rounds=5, alice="all")
     assert has_rare_classes(all_alices_of(s, Runtime()))
-    training = choose_training(s, ["local"], {}, ("rounds", "model"), tmp_path / "t", Runtime(), Listener())
-    config = training.applied(RunConfig(method="local", settings=s))
-    assert config.settings.selected_by == "loss"
-    (result,) = execute([(config, tmp_path / "run")], Runtime(), Listener())
+    training = choose_training(s, ["local"], {}, ("rounds",), tmp_path / "t", Runtime(), Listener())
+    run = training.applied(RunConfig(method="local", settings=replace(s, alice="a")))
+    assert (run.settings.selected_by, run.settings.validation) == ("loss", 0.0)
+    trials = (tmp_path / "t" / "1").glob("*/rounds.jsonl")
+    losses = np.array([[line["validation_loss"] for line in read_rounds(path)] for path in trials])
+    assert run.settings.final_round == losses.mean(axis=0).argmin() + 1
+    (result,) = execute([(run, tmp_path / "run")], Runtime(), Listener())
+    assert result["selected"]["round"] == run.settings.final_round
     lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
-    assert result["selected"]["round"] == min(lines, key=lambda line: line["validation_loss"])["round"]
+    assert result["selected"]["accuracy"] == lines[run.settings.final_round - 1]["accuracy"]
 
 
+@pytest.mark.parametrize("final_round", [1, 2])
+def test_the_model_of_a_given_round_is_saved(settings: Settings, tmp_path: Path, final_round: int) -> None:
+    """The predictions are those of a run that ends with that round."""
+    chosen = {
+        "given": replace(settings, rounds=3, final_model="selected", final_round=final_round),
+        "short": replace(settings, rounds=final_round),
+    }
+    runs = [(RunConfig(method="fedavg", settings=s), tmp_path / name) for name, s in chosen.items()]
+    execute(runs, Runtime(), Listener())
+    given, short = (
+        read_named(folder / "predictions.safetensors", ("output", "target"))["output"] for _, folder in runs
+    )
+    assert torch.equal(given, short)
+
+
+def test_a_final_round_after_the_last_is_refused(settings: Settings, tmp_path: Path) -> None:
+    config = RunConfig(method="local", settings=replace(settings, rounds=3, final_model="selected", final_round=4))
+    assert "final_round: expected at most the number of rounds, 3, got 4" in refusal(
+        execute, [(config, tmp_path / "run")], Runtime(), Listener()
+    )
+
+
+@pytest.mark.usefixtures("small_grid")
 def test_given_settings_are_kept(settings: Settings, tmp_path: Path) -> None:
     """Rounds and validation share that the user gives are not changed."""
     given = replace(settings, rounds=2, validation=0.3)
