@@ -128,6 +128,7 @@ def test_federation_of_one(method: str) -> None:
         "fedprox": {"mu": 0.0},
         "pfedme": {"lam": 1.0, "eta": 1.0, "inner_steps": 1},
         "fedrep": {"head_layers": 0},
+        "pfedgraph": {"lam": 0.0},
     }
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.1), clip=2.0, **unmixed.get(method, {})))
     local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)

@@ -10,6 +10,7 @@ import torch
 from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
+from waffle_fl.algorithms.cobo import CoBo, partners
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedavg_ft import FedAvgFT
@@ -19,6 +20,7 @@ from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
+from waffle_fl.algorithms.pfedgraph import PFedGraph, graph, on_simplex
 from waffle_fl.algorithms.pfedme import PFedMe
 from waffle_fl.algorithms.scaffold import Scaffold, Up, received_control_variates
 from waffle_fl.algorithms.waffle import Waffle
@@ -386,6 +388,87 @@ def test_opposite_updates_separate_at_once() -> None:
     assert torch.equal(starts[1], server.x)
     assert torch.equal(starts[2, :-head], server.x[:-head])
     assert torch.equal(starts[2, -head:], net.params[-head:] - 1)
+
+
+def test_cobo_without_pull_is_local() -> None:
+    """With rho = 0 no agent is pulled towards another, whatever the weights are."""
+    assert close(alice_s_model(CoBo(LR, rho=0.0, gamma=1.0)), alice_s_model(Local(LR)))
+
+
+def test_cobo_s_weights_follow_the_rule() -> None:
+    """W of a pair moves by gamma K times the product of its gradients, and stays in [0, 1]; other weights stay."""
+    algorithm = CoBo(LR, gamma=0.01, pairs=1)
+    net = Net(torch.zeros(2).double(), torch.zeros(0).double())
+    steps = torch.tensor([3, 5, 4, 5, 3])
+    now = Round(2, 9, torch.tensor(0), steps > 0, steps > 0, steps, steps, 1)
+    server, _ = algorithm.init(net, 5)
+    server = server._replace(present=now.received, W=torch.full((5, 5), 0.5).double())
+    offer, _ = partners(server.present, 1, server.r)
+    slopes = torch.tensor([[1.0, 0.0], [2.0, 2.0], [-3.0, 1.0], [90.0, 0.0], [-90.0, 0.0]]).double()
+    dy = torch.zeros(5, 2).double()
+    up = algorithm.finish(*_measured(algorithm, server, slopes))[1]._replace(dy=dy)
+    after, _ = algorithm.aggregate(server, up, now)
+    for i in range(5):
+        for j in range(5):
+            change = 0.01 * min(steps[i], steps[j]) * float(slopes[i] @ slopes[j]) if j in offer.ids[i] else 0.0
+            assert float(after.W[i, j]) == pytest.approx(min(max(0.5 + change, 0.0), 1.0))
+
+
+def _measured(algorithm: CoBo, server: Any, slopes: torch.Tensor) -> Any:
+    """Return down, agents and local training of agents whose gradient is the same at every midpoint."""
+    down = algorithm.broadcast(server, len(slopes))
+    agents = algorithm.init(Net(slopes[0] * 0, slopes[0, :0]), len(slopes))[1]
+    return down, agents, algorithm.begin(down, agents)._replace(g=slopes[:, None].expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize("agents", range(1, 8))
+def test_cobo_s_partners_are_mutual(agents: int) -> None:
+    """On the ring an agent is the partner of its partners, at the place that is reported, and of no agent twice."""
+    present = torch.tensor([i != 1 for i in range(agents + 1)])
+    offer, place = partners(present, 3, torch.tensor(7))
+    for i in range(agents + 1):
+        found = offer.ids[i][offer.offered[i]].tolist()
+        assert len(set(found)) == len(found) == (0 if i == 1 else min(6, agents - 1))
+        assert i not in found
+        for s in range(6):
+            if offer.offered[i, s]:
+                assert offer.ids[offer.ids[i, s], place[s]] == i
+
+
+def test_pfedgraph_with_a_large_alpha_is_fedavg() -> None:
+    """If only the shares of samples count, all agents start from the same mean, which is FedAvg's."""
+    graphed = PFedGraph(LR, alpha=1e9, lam=0.0, used="mixed")
+    torch.testing.assert_close(alice_s_model(graphed), alice_s_model(FedAvg(LR, weighting="samples")))
+
+
+def test_pfedgraph_with_a_small_alpha_is_local() -> None:
+    """If only similarity counts, an agent's own model has all the weight."""
+    assert close(alice_s_model(PFedGraph(LR, alpha=1e-9, lam=0.0)), alice_s_model(Local(LR)))
+
+
+def test_pfedgraph_s_cosine_term_attracts() -> None:
+    """With the paper's sign the models end closer in angle than without the term, with the code's sign farther."""
+
+    def spread(**options: Any) -> float:
+        algorithm = PFedGraph(LR, **options)
+        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model())[-1].state
+        rows = torch.nn.functional.normalize(algorithm.personal(*state, 4).params)
+        return float((rows @ rows.T).mean())
+
+    assert spread(lam=2.0, cosine="code") < spread(lam=0.0) < spread(lam=2.0)
+
+
+def test_weights_of_the_graph_by_hand() -> None:
+    """Two agents: w_1 = p_1 + (cos_11 - cos_12) / (4 alpha), limited to [0, 1]; cosines may saturate."""
+    updates, samples = torch.tensor([[1.0, 0.0], [1.0, 0.5]]).double(), torch.tensor([1, 3])
+    gap = 1 - 1 / 1.25**0.5
+    for alpha, saturation, own in ((0.1, 1.0, 0.25 + gap / 0.4), (0.01, 1.0, 1.0), (0.1, 0.8, 0.25)):
+        w = graph(updates, samples, samples > 0, alpha, saturation)
+        assert w[0].tolist() == pytest.approx([own, 1 - own])
+    assert on_simplex(torch.tensor([[0.2, 0.3, 0.5], [5.0, 1.0, -1e30]]).double()).tolist() == [
+        pytest.approx([0.2, 0.3, 0.5]),
+        [1.0, 0.0, 0.0],
+    ]
 
 
 def _trained(dy: torch.Tensor) -> Any:

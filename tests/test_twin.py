@@ -79,6 +79,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("cfl", {"eps_mean": 0.4, "eps_max": 0.3}),
     ("cfl", {"eps_mean": 9.0, "eps_max": 0.0, "clip": 0.4}),
     ("knn-per", {}),
+    ("cobo", {}),
+    ("cobo", {"rho": 0.4, "gamma": 0.5, "rehearsed": 0.6, "clip": 0.8}),
+    ("cobo", {"rho": 0.2, "gamma": 0.5, "pairs": 2, "rehearsed": 1.0}),
+    ("pfedgraph", {}),
+    ("pfedgraph", {"alpha": 0.2, "lam": 0.5, "used": "mixed", "clip": 0.4}),
+    ("pfedgraph", {"alpha": 5.0, "lam": 0.2, "cosine": "code", "saturation": 0.9}),
 ]
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.apfl import APFL as APFL
     from waffle_fl.algorithms.apple import APPLE as APPLE
     from waffle_fl.algorithms.cfl import CFL as CFL
+    from waffle_fl.algorithms.cobo import CoBo as CoBo
     from waffle_fl.algorithms.contract import SGD as SGD
     from waffle_fl.algorithms.contract import Adam as Adam
     from waffle_fl.algorithms.contract import Algorithm as Algorithm
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.knn_per import KNNPer as KNNPer
     from waffle_fl.algorithms.local import Local as Local
     from waffle_fl.algorithms.per_fedavg import PerFedAvg as PerFedAvg
+    from waffle_fl.algorithms.pfedgraph import PFedGraph as PFedGraph
     from waffle_fl.algorithms.pfedme import PFedMe as PFedMe
     from waffle_fl.algorithms.scaffold import Scaffold as Scaffold
     from waffle_fl.algorithms.waffle import Waffle as Waffle
