@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
+from reference.partners import bound, partitions
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.cobo import CoBo, partners
@@ -15,6 +16,7 @@ from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedavg_ft import FedAvgFT
 from waffle_fl.algorithms.fedbn import FedBN
+from waffle_fl.algorithms.fedcollab import FedCollab, form_coalitions
 from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
@@ -469,6 +471,39 @@ def test_weights_of_the_graph_by_hand() -> None:
         pytest.approx([0.2, 0.3, 0.5]),
         [1.0, 0.0, 0.0],
     ]
+
+
+def test_fedcollab_that_values_no_samples_is_local() -> None:
+    """With C = 0 only the distance counts, and every agent stays alone."""
+    assert close(alice_s_model(FedCollab(LR, C=0.0, alone=2)), alice_s_model(Local(LR)))
+
+
+def test_fedcollab_that_values_samples_is_fedavg() -> None:
+    """With a large C all agents form one coalition; from the initial model it trains as FedAvg does."""
+    federation, model, joined = make_federation(), make_model(), FedCollab(LR, C=1e6, alone=2, start="initial")
+    outcomes = outcomes_of(RunSpec(joined, federation, 3), model, rounds=6)
+    assert [o.measured["coalitions"] for o in outcomes] == [4, 4, 1, 1, 1, 1]
+    average = FedAvg(LR, weighting="samples")
+    spec = RunSpec(average, federation, 3, state=State(*average.init(model.init(3), 4)))
+    *_, (last,) = simulate([spec], model, rounds=6, start=3, batch_size=BATCH)
+    assert close(outcomes[-1].state.server.x[0], last.state.server.x)
+
+
+@pytest.mark.parametrize("C", [0.3, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_coalitions_are_the_best_of_all_partitions(seed: int, C: float) -> None:
+    """The greedy search with restarts finds a partition with the least bound; an absent agent stays alone."""
+    g = torch.Generator().manual_seed(seed)
+    distance = torch.rand(7, 7, generator=g, dtype=torch.float64)
+    distance = torch.minimum(distance, distance.T).fill_diagonal_(0)
+    samples, present = torch.randint(5, 200, (7,), generator=g), torch.arange(7) != 2
+    label = form_coalitions(distance, samples, present, C).tolist()
+    assert label.count(label[2]) == 1
+    others = [i for i in range(7) if i != 2]
+    sizes, apart = [int(samples[i]) for i in others], distance[others][:, others].tolist()
+    found = [[k for k, i in enumerate(others) if label[i] == name] for name in {label[i] for i in others}]
+    least = min(bound(partition, apart, sizes, C) for partition in partitions(list(range(6))))
+    assert bound(found, apart, sizes, C) == pytest.approx(least)
 
 
 def _trained(dy: torch.Tensor) -> Any:

@@ -85,6 +85,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("pfedgraph", {}),
     ("pfedgraph", {"alpha": 0.2, "lam": 0.5, "used": "mixed", "clip": 0.4}),
     ("pfedgraph", {"alpha": 5.0, "lam": 0.2, "cosine": "code", "saturation": 0.9}),
+    ("fedcollab", {}),
+    ("fedcollab", {"C": 0.5, "alone": 2, "models": 2, "clip": 0.4}),
+    ("fedcollab", {"C": 1.0, "alone": 1, "models": 1, "start": "initial", "weighting": "equal"}),
 ]
 
 

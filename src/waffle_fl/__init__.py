@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.fedavg import FedAvg as FedAvg
     from waffle_fl.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
     from waffle_fl.algorithms.fedbn import FedBN as FedBN
+    from waffle_fl.algorithms.fedcollab import FedCollab as FedCollab
     from waffle_fl.algorithms.fedfomo import FedFomo as FedFomo
     from waffle_fl.algorithms.fedper import FedPer as FedPer
     from waffle_fl.algorithms.fedprox import FedProx as FedProx

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
 from reference.kin import waffle_kin
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
-from reference.partners import cobo, pfedgraph
+from reference.partners import cobo, fedcollab, pfedgraph
 from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
 
@@ -43,6 +43,7 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "knn-per": knn_per,
     "cobo": cobo,
     "pfedgraph": pfedgraph,
+    "fedcollab": fedcollab,
 }
 
 

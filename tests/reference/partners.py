@@ -1,14 +1,17 @@
-"""Reference for methods that choose partners: CoBo, pFedGraph.
+"""Reference for methods that choose partners: CoBo, pFedGraph, FedCollab.
 
 Written from the papers, with the changes listed in docs/algorithms.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+from torch.nn.utils import vector_to_parameters
 
 from reference.collaboration import epoch, split_mix
-from reference.problem import Problem, Trace, gradient, samples, step, weighted_sum
+from reference.problem import Problem, Trace, gradient, samples, step, train, weighted_sum
 
 
 def cobo(
@@ -114,3 +117,73 @@ def simplex_weights(cosines: list[float], p: list[float], alpha: float) -> list[
             cost = sum(-w[j] * cosines[j] + alpha * (w[j] - p[j]) ** 2 for j in range(N))
             found.append((cost, w))
     return min(found)[1]
+
+
+def errors(problem: Problem, i: int, model: Tensor) -> float:
+    """Return the share of agent i's training samples that a model misclassifies."""
+    x, y = (torch.cat(parts) for parts in zip(*epoch(problem, 1, i), strict=True))
+    vector_to_parameters(model.clone(), problem.nets[i].parameters())
+    with torch.no_grad():
+        return float((problem.nets[i](x).argmax(dim=1) != y).double().mean())
+
+
+def partitions(agents: list[int]) -> Iterator[list[list[int]]]:
+    """Yield every partition of the agents into coalitions."""
+    if not agents:
+        yield []
+        return
+    first, rest = agents[0], agents[1:]
+    for found in partitions(rest):
+        yield [[first], *found]
+        for k in range(len(found)):
+            yield [*found[:k], [first, *found[k]], *found[k + 1 :]]
+
+
+def bound(coalitions: list[list[int]], distance: list[list[float]], sizes: list[int], C: float) -> float:
+    """Return the mean over all agents of C sqrt(sum_j a_ij^2 / (beta_j m)) + sum_j a_ij D_ij."""
+    m, total = sum(sizes), 0.0
+    for coalition in coalitions:
+        for i in coalition:
+            a = {j: sizes[j] / sum(sizes[k] for k in coalition) for j in coalition}
+            total += C * math.sqrt(sum(a[j] ** 2 / (sizes[j] / m * m) for j in coalition))
+            total += sum(a[j] * distance[i][j] for j in coalition)
+    return total / len(sizes)
+
+
+def fedcollab(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    C: float = 10.0,
+    alone: int = 3,
+    models: int = 3,
+    start: str = "trained",
+    weighting: str = "samples",
+) -> Trace:
+    """FedCollab: distances between agents, the best of all partitions, then FedAvg in each coalition."""
+    trace, N = Trace(), len(problem.nets)
+    x, coalitions = [problem.start] * N, [[i] for i in range(N)]
+    exchange = math.ceil((N - 1) / models)
+    gap = [[0.0] * N for _ in range(N)]
+    for r in range(1, len(problem.batches) + 1):
+        turn = r - 1 - alone
+        for i in range(N):
+            for step_size in range(turn * models + 1, min((turn + 1) * models, N - 1) + 1) if turn >= 0 else ():
+                j = (i + step_size) % N
+                gap[i][j] = abs(errors(problem, i, x[j]) - errors(problem, j, x[j]))
+        y = [train(problem, r, i, x[i], clip) for i in range(N)]
+        sizes = [samples(problem, r, i) for i in range(N)]
+        if r == alone + exchange:
+            distance = [[max(gap[i][j], gap[j][i]) for j in range(N)] for i in range(N)]
+            coalitions = min(partitions(list(range(N))), key=lambda found: bound(found, distance, sizes, C))
+        for coalition in coalitions:
+            counts = [sizes[j] if weighting == "samples" else 1 for j in coalition]
+            shares = [count / sum(counts) for count in counts]
+            mean = weighted_sum(shares, [y[j] for j in coalition])
+            for j in coalition:
+                x[j] = problem.start if r == alone + exchange and start == "initial" else mean
+            if problem.alice in coalition:
+                row = dict(zip(coalition, shares, strict=True))
+                trace.weights.append([row.get(j, 0.0) for j in range(N)])
+        trace.models.append(x[problem.alice])
+    return trace

@@ -272,14 +272,26 @@ class FlatModel:
     @torch.no_grad()
     def batch_losses(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
         """Return (N, B): each row's losses on the samples of its batch, in evaluation mode; 0 on padding."""
+        losses = self._batch_scores(params, stats, batch)[1]
+        return torch.where(batch.weight > 0, losses, 0.0)
+
+    @torch.no_grad()
+    def batch_errors(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
+        """Return (N, B): 1 for wrong predictions, in evaluation mode; the loss limited to 1 if there are no classes."""
+        output, losses = self._batch_scores(params, stats, batch)
+        classes = output.ndim == 3 and not batch.y.is_floating_point()
+        errors = (output.argmax(dim=2) != batch.y).to(losses.dtype) if classes else losses.clamp(max=1)
+        return torch.where(batch.weight > 0, errors, 0.0)
+
+    def _batch_scores(self, params: Tensor, stats: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the outputs and losses of each row on the samples of its batch."""
         self._prepare_from(batch)
         if self._uses_folded:
             pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one would sum in another order
             output = self.predict_rows(pair, batch.x.expand(len(pair), *batch.x.shape[1:]))[: len(params)]
         else:
             output = torch.stack([self.predict(*row) for row in zip(params, stats, batch.x, strict=True)])
-        losses = self._loss(output.flatten(0, 1), batch.y.flatten()).view(batch.weight.shape)
-        return torch.where(batch.weight > 0, losses, 0.0)
+        return output, self._loss(output.flatten(0, 1), batch.y.flatten()).view(batch.weight.shape)
 
     def module(self) -> nn.Module:
         """Return this thread's copy of the network, in evaluation mode; its parameter values are meaningless."""
