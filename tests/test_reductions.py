@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
+from reference.features import combination
 from reference.partners import bound, partitions
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
@@ -17,6 +18,8 @@ from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedavg_ft import FedAvgFT
 from waffle_fl.algorithms.fedbn import FedBN
 from waffle_fl.algorithms.fedcollab import FedCollab, form_coalitions
+from waffle_fl.algorithms.feddbe import FedDBE
+from waffle_fl.algorithms.fedpac import FedPAC, head_weights
 from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
@@ -504,6 +507,58 @@ def test_coalitions_are_the_best_of_all_partitions(seed: int, C: float) -> None:
     found = [[k for k, i in enumerate(others) if label[i] == name] for name in {label[i] for i in others}]
     least = min(bound(partition, apart, sizes, C) for partition in partitions(list(range(6))))
     assert bound(found, apart, sizes, C) == pytest.approx(least)
+
+
+def test_fedpac_with_own_heads_is_fedrep() -> None:
+    """Without alignment and with its own head every agent trains as in FedRep."""
+    own = FedPAC(LR, lam=0.0, heads="own", used="mixed", weighting="equal")
+    assert close(alice_s_model(fitted(own)), alice_s_model(fitted(FedRep(LR))))
+
+
+def test_heads_of_two_agents_by_hand() -> None:
+    """At distance d of the class means, an agent's own head weighs (V_2 + d^2) / (V_1 + V_2 + d^2)."""
+    means, variance = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.5]]).double(), torch.tensor([0.2, 0.1]).double()
+    alpha = head_weights(means, variance, torch.ones(2) > 0)
+    assert alpha[0].tolist() == pytest.approx([0.35 / 0.55, 0.2 / 0.55])
+    assert alpha[1].tolist() == pytest.approx([0.1 / 0.55, 0.45 / 0.55])
+    assert head_weights(means, variance, torch.tensor([True, False]))[0].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_heads_are_combined_by_the_best_weights(seed: int) -> None:
+    """The weights equal those of the best of all supports, also if variances differ by orders of magnitude."""
+    g = torch.Generator().manual_seed(seed)
+    means = torch.randn(6, 4, generator=g, dtype=torch.float64) * torch.rand(6, 1, generator=g, dtype=torch.float64)
+    variance = 10 ** (3 * torch.rand(6, generator=g, dtype=torch.float64) - 3)
+    alpha = head_weights(means, variance, torch.ones(6) > 0)
+    for i in range(6):
+        assert alpha[i].tolist() == pytest.approx(combination(list(means), variance.tolist(), i), abs=1e-9)
+
+
+def test_feddbe_without_vector_and_pull_is_fedavg() -> None:
+    """Without the personal vector and the pull on the features all agents train as in FedAvg."""
+    plain = fitted(FedDBE(LR, kappa=0.0, memory=False))
+    assert close(alice_s_model(plain), alice_s_model(FedAvg(LR, weighting="samples")))
+
+
+def test_feddbe_s_first_round_is_fedavg_s() -> None:
+    """The first round only measures the mean of the features."""
+    dbe = fitted(FedDBE(LR, kappa=9.0))
+    assert close(alice_s_model(dbe, rounds=1), alice_s_model(FedAvg(LR, weighting="samples"), rounds=1))
+
+
+def test_feddbe_s_model_adds_the_vector_to_the_features() -> None:
+    """The model of an agent computes W (f(x) + m) + b."""
+    dbe, model, federation = fitted(FedDBE(LR)), make_model(), make_federation()
+    state = outcomes_of(RunSpec(dbe, federation, 3), model)[-1].state
+    shared, own = Net(state.server.x, state.server.stats), dbe.personal(*state, 4)
+    x = federation.x[:9].double()
+    output = model.predict(*shared, x)
+    weight = model.state_dict(shared)["3.weight"]
+    assert state.agents.m.abs().min() > 0
+    for i in range(4):
+        expected = output + state.agents.m[i] @ weight.T
+        torch.testing.assert_close(model.predict(own.params[i], own.stats[i], x), expected)
 
 
 def _trained(dy: torch.Tensor) -> Any:

@@ -88,6 +88,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fedcollab", {}),
     ("fedcollab", {"C": 0.5, "alone": 2, "models": 2, "clip": 0.4}),
     ("fedcollab", {"C": 1.0, "alone": 1, "models": 1, "start": "initial", "weighting": "equal"}),
+    ("fedpac", {}),
+    ("fedpac", {"lam": 3.0, "head_share": 0.7, "used": "mixed", "clip": 0.4}),
+    ("fedpac", {"lam": 0.0, "heads": "own", "weighting": "equal"}),
+    ("feddbe", {}),
+    ("feddbe", {"kappa": 3.0, "mu": 0.4, "clip": 0.6, "weighting": "equal"}),
+    ("feddbe", {"kappa": 0.0}),
+    ("feddbe", {"memory": False}),
 ]
 
 

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
     from waffle_fl.algorithms.fedbn import FedBN as FedBN
     from waffle_fl.algorithms.fedcollab import FedCollab as FedCollab
+    from waffle_fl.algorithms.feddbe import FedDBE as FedDBE
     from waffle_fl.algorithms.fedfomo import FedFomo as FedFomo
+    from waffle_fl.algorithms.fedpac import FedPAC as FedPAC
     from waffle_fl.algorithms.fedper import FedPer as FedPer
     from waffle_fl.algorithms.fedprox import FedProx as FedProx
     from waffle_fl.algorithms.fedrep import FedRep as FedRep

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
+from reference.features import feddbe, fedpac
 from reference.kin import waffle_kin
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
 from reference.partners import cobo, fedcollab, pfedgraph
@@ -44,6 +45,8 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "cobo": cobo,
     "pfedgraph": pfedgraph,
     "fedcollab": fedcollab,
+    "feddbe": feddbe,
+    "fedpac": fedpac,
 }
 
 
