@@ -452,7 +452,7 @@ def test_pfedgraph_with_a_small_alpha_is_local() -> None:
 
 
 def test_pfedgraph_s_cosine_term_attracts() -> None:
-    """With the paper's sign the models end closer in angle than without the term, with the code's sign farther."""
+    """An attracting term brings the models closer in angle than no term, a repelling one farther apart."""
 
     def spread(**options: Any) -> float:
         algorithm = PFedGraph(LR, **options)
@@ -460,7 +460,7 @@ def test_pfedgraph_s_cosine_term_attracts() -> None:
         rows = torch.nn.functional.normalize(algorithm.personal(*state, 4).params)
         return float((rows @ rows.T).mean())
 
-    assert spread(lam=2.0, cosine="code") < spread(lam=0.0) < spread(lam=2.0)
+    assert spread(lam=2.0, cosine="repel") < spread(lam=0.0) < spread(lam=2.0)
 
 
 def test_weights_of_the_graph_by_hand() -> None:

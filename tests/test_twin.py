@@ -1,4 +1,4 @@
-"""Every algorithm agrees with its reference implementation, which was written from the papers alone."""
+"""Every algorithm agrees with its reference implementation, which was written from the publications without it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("cobo", {"rho": 0.2, "gamma": 0.5, "pairs": 2, "rehearsed": 1.0}),
     ("pfedgraph", {}),
     ("pfedgraph", {"alpha": 0.2, "lam": 0.5, "used": "mixed", "clip": 0.4}),
-    ("pfedgraph", {"alpha": 5.0, "lam": 0.2, "cosine": "code", "saturation": 0.9}),
+    ("pfedgraph", {"alpha": 5.0, "lam": 0.2, "cosine": "repel", "saturation": 0.9}),
     ("fedcollab", {}),
     ("fedcollab", {"C": 0.5, "alone": 2, "models": 2, "clip": 0.4}),
     ("fedcollab", {"C": 1.0, "alone": 1, "models": 1, "start": "initial", "weighting": "equal"}),

@@ -1,5 +1,6 @@
 """Reference for methods that use the features, the input of the last layer: FedDBE, FedPAC.
 
+Written from the authors' objectives and the rules of their released code, with the changes listed in docs/algorithms.
 Each network is used as a body and a linear head, and the whole objective is differentiated by autograd.
 """
 
@@ -45,7 +46,7 @@ def feddbe(
     memory: bool = True,
     weighting: str = "samples",
 ) -> Trace:
-    """FedDBE, Algorithm 1; the first round trains without vector and pull, and measures the mean features."""
+    """FedDBE; the first round trains without vector and pull, and measures the mean features."""
     trace, N, x = Trace(), len(problem.nets), problem.start
     D = head_of(problem.nets[0], x)[0].shape[1]
     m, z = [torch.zeros(D, dtype=x.dtype) for _ in range(N)], None
@@ -91,7 +92,7 @@ def fedpac(
     used: str = "trained",
     weighting: str = "samples",
 ) -> Trace:
-    """FedPAC, Algorithm 1: statistics of the received features, head, aligned body, centroids, combination of heads."""
+    """FedPAC: statistics of the received features, head, aligned body, centroids, combination of heads."""
     trace, N = Trace(), len(problem.nets)
     weight, bias = head_of(problem.nets[0], problem.start)
     at, C = len(problem.start) - weight.numel() - bias.numel(), len(bias)

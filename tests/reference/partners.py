@@ -1,6 +1,6 @@
 """Reference for methods that choose partners: CoBo, pFedGraph, FedCollab.
 
-Written from the papers, with the changes listed in docs/algorithms.
+Written from the authors' objectives and the rules of their released code, with the changes listed in docs/algorithms.
 """
 
 import math
@@ -23,7 +23,7 @@ def cobo(
     pairs: int = 1,
     rehearsed: float = 0.1,
 ) -> Trace:
-    """CoBo, Algorithm 1: SGD on the penalised losses, then projected ascent on the weights of random pairs."""
+    """CoBo: SGD on the penalised losses, then projected ascent on the weights of random pairs."""
     trace, N = Trace(), len(problem.nets)
     x, W = [problem.start] * N, [[1.0] * N for _ in range(N)]
     for r in range(1, len(problem.batches) + 1):
@@ -70,13 +70,13 @@ def pfedgraph(
     clip: float = 0.0,
     alpha: float = 0.8,
     lam: float = 0.01,
-    cosine: str = "paper",
+    cosine: str = "attract",
     saturation: float = 1.0,
     used: str = "trained",
 ) -> Trace:
-    """pFedGraph, Algorithm 1; the gradient of the cosine term is that of autograd."""
+    """pFedGraph; the gradient of the cosine term is that of autograd."""
     trace, N = Trace(), len(problem.nets)
-    zeros, sign = torch.zeros_like(problem.start), -1.0 if cosine == "paper" else 1.0
+    zeros, sign = torch.zeros_like(problem.start), -1.0 if cosine == "attract" else 1.0
     starts, others, w = [problem.start] * N, [], [[0.0] * N for _ in range(N)]
     for r in range(1, len(problem.batches) + 1):
         theta = []

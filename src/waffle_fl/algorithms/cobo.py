@@ -162,7 +162,7 @@ class CoBo:
             (g[:, s].double() * g[offer.ids[:, s]].gather(1, _at(place[s], g))[:, 0].double()).sum(dim=1)
             for s in range(2 * self.pairs)
         ]
-        # Differs from the paper: W is updated once per round, for as many steps as both agents made.
+        # Differs from the authors' code: W is updated once per round, for as many steps as both agents made.
         steps = torch.minimum(now.steps[:, None], now.steps[offer.ids])
         ascent = self.gamma * steps.double() * torch.stack(products, dim=1)
         measured = now.received[:, None] & now.received[offer.ids]

@@ -120,9 +120,9 @@ class FedCollab:
     models: int = parameter(3, at_least(1))
     """Number of other agents' models that an agent evaluates per round, until it has evaluated all of them."""
     start: Literal["trained", "initial"] = parameter("trained", server_side=True)
-    """Model with which a coalition starts: the mean of its members' models, or the initial model as in the paper."""
+    """Model with which a coalition starts: the mean of its members' models, or the initial model (the authors)."""
     weighting: fedavg.Weighting = parameter("samples", server_side=True)
-    """Weight the agents of a coalition by their number of samples, as in the paper, or equally."""
+    """Weight the agents of a coalition by their number of samples, as the authors do, or equally."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -90,7 +90,7 @@ class FedDBE:
     memory: bool = True
     """Learn the personal vector m; false leaves it at 0."""
     weighting: Weighting = parameter("samples", server_side=True)
-    """Weight agents by their number of samples, as in the paper, or equally."""
+    """Weight agents by their number of samples, as the authors do, or equally."""
     last: LastLinear = model_dependent(LastLinear("", -1, -1, 0, 0))
 
     def __post_init__(self) -> None:

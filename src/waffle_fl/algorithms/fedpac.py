@@ -171,7 +171,7 @@ class FedPAC:
     used: Literal["trained", "mixed"] = "trained"
     """The agent's model: trained (after local training), or mixed (from which the next round starts)."""
     weighting: Weighting = parameter("samples", server_side=True)
-    """Weight agents by their number of samples in the body, as in the paper, or equally."""
+    """Weight agents by their number of samples in the body, as the authors do, or equally."""
     parts: Parts = model_dependent(Parts())
     shape: HeadShape = model_dependent(HeadShape())
     rehearsed: ClassVar[float] = 1.0

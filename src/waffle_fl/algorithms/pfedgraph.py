@@ -111,8 +111,8 @@ class PFedGraph:
     """Pull of the weights towards the shares of samples: large values are FedAvg, small ones prefer similar models."""
     lam: float = parameter(0.01, at_least(0))
     """Strength of the cosine term in local training; 0 turns it off."""
-    cosine: Literal["paper", "code"] = "paper"
-    """Sign of the cosine term: paper rewards similarity to the other models, the released code penalises it."""
+    cosine: Literal["attract", "repel"] = "attract"
+    """Sign of the cosine term: attract rewards similarity to the others, repel (the released code) penalises it."""
     saturation: float = parameter(1.0, between(0, 1), server_side=True)
     """Cosines of updates above this count as 1 in the weights; 1 turns this off, the released code has 0.9."""
     used: Literal["trained", "mixed"] = "trained"
@@ -140,7 +140,7 @@ class PFedGraph:
             size = inner(theta, theta).sqrt().clamp(min=SHORTEST)[:, None]
             along = inner(toward, theta)[:, None] / size**2
             slope = (toward - along * theta) / size  # of sum_j w_j cos(theta, theta_j)
-            g = torch.add(g, slope, alpha=-self.lam if self.cosine == "paper" else self.lam)
+            g = torch.add(g, slope, alpha=-self.lam if self.cosine == "attract" else self.lam)
         theta, velocity = self.sgd.step(theta, local.velocity, g, clip=self.clip)
         return Local(theta, stats, velocity, toward)
 
