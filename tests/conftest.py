@@ -8,7 +8,6 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def fitted(algorithm: Any) -> Any:
 
 def grad_of(model: FlatModel, batch: Batch) -> Grad:
     """Return a `Grad` for the first of two mini-batches in every row."""
-    return Grad(partial(model.grad, batch=batch), torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
+    return Grad.on(model, batch, torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
 
 
 def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, **options: object):

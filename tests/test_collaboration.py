@@ -389,7 +389,9 @@ def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
         assert torch.equal(features, x.flatten(1))
 
 
-@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per"])
+@pytest.mark.parametrize(
+    "method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per", "cobo", "pfedgraph"]
+)
 def test_shared_runs_equal_separate_runs(method: str) -> None:
     """All agents' models train together, and each agent has its own scores and weights."""
     specs = one_run_per_alice(method, make_federation())
@@ -408,7 +410,9 @@ def test_knn_per_and_fedavg_share_a_stack() -> None:
     assert first.measured["loss"] != second.measured["loss"]
 
 
-@pytest.mark.parametrize("method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per"])
+@pytest.mark.parametrize(
+    "method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per", "cobo", "pfedgraph"]
+)
 def test_defaults_learn(method: str) -> None:
     """With its defaults each method learns the digits of split C in 20 rounds."""
     config = check_run(method, {"validation": 0.2}, {})

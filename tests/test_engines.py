@@ -79,14 +79,14 @@ def test_single_rows_agree_with_the_loop(method: str) -> None:
     assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl"])
+@pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl", "cobo", "fedpac", "feddbe"])
 def test_statistics_and_dropout_agree_with_the_loop(method: str) -> None:
     """BatchNorm's statistics and seeded dropout are the same in both engines."""
     federation = make_federation((24, 16, 32, 14))
     assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca"])
+@pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca", "cobo", "fedcollab", "fedpac"])
 def test_an_agent_without_samples(method: str) -> None:
     """An agent without training samples takes no part in either engine."""
     federation = make_federation()

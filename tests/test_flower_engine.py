@@ -132,7 +132,9 @@ def test_every_method_ends_in_the_simulator_s_bits(method: str, folder: Path, tm
     assert result["metrics"] == reference[2]["metrics"]
 
 
-@pytest.mark.parametrize("method", ["knn-per", "fedfomo", "ifca", "fedala", "fedrep"])
+@pytest.mark.parametrize(
+    "method", ["knn-per", "fedfomo", "ifca", "fedala", "fedrep", "cobo", "pfedgraph", "fedcollab", "feddbe"]
+)
 @pytest.mark.parametrize("settings", [{"validation": 0.2}, {"target": "cost"}])
 def test_optional_hooks(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Methods that score candidates, run trial steps, use neighbours or split the model give the same bits."""

@@ -8,17 +8,24 @@ import pytest
 import torch
 
 from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
+from reference.features import combination
+from reference.partners import bound, partitions
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
+from waffle_fl.algorithms.cobo import CoBo, partners
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedavg_ft import FedAvgFT
 from waffle_fl.algorithms.fedbn import FedBN
+from waffle_fl.algorithms.fedcollab import FedCollab, form_coalitions
+from waffle_fl.algorithms.feddbe import FedDBE
+from waffle_fl.algorithms.fedpac import FedPAC, head_weights
 from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
+from waffle_fl.algorithms.pfedgraph import PFedGraph, graph, on_simplex
 from waffle_fl.algorithms.pfedme import PFedMe
 from waffle_fl.algorithms.scaffold import Scaffold, Up, received_control_variates
 from waffle_fl.algorithms.waffle import Waffle
@@ -386,6 +393,172 @@ def test_opposite_updates_separate_at_once() -> None:
     assert torch.equal(starts[1], server.x)
     assert torch.equal(starts[2, :-head], server.x[:-head])
     assert torch.equal(starts[2, -head:], net.params[-head:] - 1)
+
+
+def test_cobo_without_pull_is_local() -> None:
+    """With rho = 0 no agent is pulled towards another, whatever the weights are."""
+    assert close(alice_s_model(CoBo(LR, rho=0.0, gamma=1.0)), alice_s_model(Local(LR)))
+
+
+def test_cobo_s_weights_follow_the_rule() -> None:
+    """W of a pair moves by gamma K times the product of its gradients, and stays in [0, 1]; other weights stay."""
+    algorithm = CoBo(LR, gamma=0.01, pairs=1)
+    net = Net(torch.zeros(2).double(), torch.zeros(0).double())
+    steps = torch.tensor([3, 5, 4, 5, 3])
+    now = Round(2, 9, torch.tensor(0), steps > 0, steps > 0, steps, steps, 1)
+    server, _ = algorithm.init(net, 5)
+    server = server._replace(present=now.received, W=torch.full((5, 5), 0.5).double())
+    offer, _ = partners(server.present, 1, server.r)
+    slopes = torch.tensor([[1.0, 0.0], [2.0, 2.0], [-3.0, 1.0], [90.0, 0.0], [-90.0, 0.0]]).double()
+    dy = torch.zeros(5, 2).double()
+    up = algorithm.finish(*_measured(algorithm, server, slopes))[1]._replace(dy=dy)
+    after, _ = algorithm.aggregate(server, up, now)
+    for i in range(5):
+        for j in range(5):
+            change = 0.01 * min(steps[i], steps[j]) * float(slopes[i] @ slopes[j]) if j in offer.ids[i] else 0.0
+            assert float(after.W[i, j]) == pytest.approx(min(max(0.5 + change, 0.0), 1.0))
+
+
+def _measured(algorithm: CoBo, server: Any, slopes: torch.Tensor) -> Any:
+    """Return down, agents and local training of agents whose gradient is the same at every midpoint."""
+    down = algorithm.broadcast(server, len(slopes))
+    agents = algorithm.init(Net(slopes[0] * 0, slopes[0, :0]), len(slopes))[1]
+    return down, agents, algorithm.begin(down, agents)._replace(g=slopes[:, None].expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize("agents", range(1, 8))
+def test_cobo_s_partners_are_mutual(agents: int) -> None:
+    """On the ring an agent is the partner of its partners, at the place that is reported, and of no agent twice."""
+    present = torch.tensor([i != 1 for i in range(agents + 1)])
+    offer, place = partners(present, 3, torch.tensor(7))
+    for i in range(agents + 1):
+        found = offer.ids[i][offer.offered[i]].tolist()
+        assert len(set(found)) == len(found) == (0 if i == 1 else min(6, agents - 1))
+        assert i not in found
+        for s in range(6):
+            if offer.offered[i, s]:
+                assert offer.ids[offer.ids[i, s], place[s]] == i
+
+
+def test_pfedgraph_with_a_large_alpha_is_fedavg() -> None:
+    """If only the shares of samples count, all agents start from the same mean, which is FedAvg's."""
+    graphed = PFedGraph(LR, alpha=1e9, lam=0.0, used="mixed")
+    torch.testing.assert_close(alice_s_model(graphed), alice_s_model(FedAvg(LR, weighting="samples")))
+
+
+def test_pfedgraph_with_a_small_alpha_is_local() -> None:
+    """If only similarity counts, an agent's own model has all the weight."""
+    assert close(alice_s_model(PFedGraph(LR, alpha=1e-9, lam=0.0)), alice_s_model(Local(LR)))
+
+
+def test_pfedgraph_s_cosine_term_attracts() -> None:
+    """An attracting term brings the models closer in angle than no term, a repelling one farther apart."""
+
+    def spread(**options: Any) -> float:
+        algorithm = PFedGraph(LR, **options)
+        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model())[-1].state
+        rows = torch.nn.functional.normalize(algorithm.personal(*state, 4).params)
+        return float((rows @ rows.T).mean())
+
+    assert spread(lam=2.0, cosine="repel") < spread(lam=0.0) < spread(lam=2.0)
+
+
+def test_weights_of_the_graph_by_hand() -> None:
+    """Two agents: w_1 = p_1 + (cos_11 - cos_12) / (4 alpha), limited to [0, 1]; cosines may saturate."""
+    updates, samples = torch.tensor([[1.0, 0.0], [1.0, 0.5]]).double(), torch.tensor([1, 3])
+    gap = 1 - 1 / 1.25**0.5
+    for alpha, saturation, own in ((0.1, 1.0, 0.25 + gap / 0.4), (0.01, 1.0, 1.0), (0.1, 0.8, 0.25)):
+        w = graph(updates, samples, samples > 0, alpha, saturation)
+        assert w[0].tolist() == pytest.approx([own, 1 - own])
+    assert on_simplex(torch.tensor([[0.2, 0.3, 0.5], [5.0, 1.0, -1e30]]).double()).tolist() == [
+        pytest.approx([0.2, 0.3, 0.5]),
+        [1.0, 0.0, 0.0],
+    ]
+
+
+def test_fedcollab_that_values_no_samples_is_local() -> None:
+    """With C = 0 only the distance counts, and every agent stays alone."""
+    assert close(alice_s_model(FedCollab(LR, C=0.0, alone=2)), alice_s_model(Local(LR)))
+
+
+def test_fedcollab_that_values_samples_is_fedavg() -> None:
+    """With a large C all agents form one coalition; from the initial model it trains as FedAvg does."""
+    federation, model, joined = make_federation(), make_model(), FedCollab(LR, C=1e6, alone=2, start="initial")
+    outcomes = outcomes_of(RunSpec(joined, federation, 3), model, rounds=6)
+    assert [o.measured["coalitions"] for o in outcomes] == [4, 4, 1, 1, 1, 1]
+    average = FedAvg(LR, weighting="samples")
+    spec = RunSpec(average, federation, 3, state=State(*average.init(model.init(3), 4)))
+    *_, (last,) = simulate([spec], model, rounds=6, start=3, batch_size=BATCH)
+    assert close(outcomes[-1].state.server.x[0], last.state.server.x)
+
+
+@pytest.mark.parametrize("C", [0.3, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_coalitions_are_the_best_of_all_partitions(seed: int, C: float) -> None:
+    """The greedy search with restarts finds a partition with the least bound; an absent agent stays alone."""
+    g = torch.Generator().manual_seed(seed)
+    distance = torch.rand(7, 7, generator=g, dtype=torch.float64)
+    distance = torch.minimum(distance, distance.T).fill_diagonal_(0)
+    samples, present = torch.randint(5, 200, (7,), generator=g), torch.arange(7) != 2
+    label = form_coalitions(distance, samples, present, C).tolist()
+    assert label.count(label[2]) == 1
+    others = [i for i in range(7) if i != 2]
+    sizes, apart = [int(samples[i]) for i in others], distance[others][:, others].tolist()
+    found = [[k for k, i in enumerate(others) if label[i] == name] for name in {label[i] for i in others}]
+    least = min(bound(partition, apart, sizes, C) for partition in partitions(list(range(6))))
+    assert bound(found, apart, sizes, C) == pytest.approx(least)
+
+
+def test_fedpac_with_own_heads_is_fedrep() -> None:
+    """Without alignment and with its own head every agent trains as in FedRep."""
+    own = FedPAC(LR, lam=0.0, heads="own", used="mixed", weighting="equal")
+    assert close(alice_s_model(fitted(own)), alice_s_model(fitted(FedRep(LR))))
+
+
+def test_heads_of_two_agents_by_hand() -> None:
+    """At distance d of the class means, an agent's own head weighs (V_2 + d^2) / (V_1 + V_2 + d^2)."""
+    means, variance = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.5]]).double(), torch.tensor([0.2, 0.1]).double()
+    alpha = head_weights(means, variance, torch.ones(2) > 0)
+    assert alpha[0].tolist() == pytest.approx([0.35 / 0.55, 0.2 / 0.55])
+    assert alpha[1].tolist() == pytest.approx([0.1 / 0.55, 0.45 / 0.55])
+    assert head_weights(means, variance, torch.tensor([True, False]))[0].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_heads_are_combined_by_the_best_weights(seed: int) -> None:
+    """The weights equal those of the best of all supports, also if variances differ by orders of magnitude."""
+    g = torch.Generator().manual_seed(seed)
+    means = torch.randn(6, 4, generator=g, dtype=torch.float64) * torch.rand(6, 1, generator=g, dtype=torch.float64)
+    variance = 10 ** (3 * torch.rand(6, generator=g, dtype=torch.float64) - 3)
+    alpha = head_weights(means, variance, torch.ones(6) > 0)
+    for i in range(6):
+        assert alpha[i].tolist() == pytest.approx(combination(list(means), variance.tolist(), i), abs=1e-9)
+
+
+def test_feddbe_without_vector_and_pull_is_fedavg() -> None:
+    """Without the personal vector and the pull on the features all agents train as in FedAvg."""
+    plain = fitted(FedDBE(LR, kappa=0.0, memory=False))
+    assert close(alice_s_model(plain), alice_s_model(FedAvg(LR, weighting="samples")))
+
+
+def test_feddbe_s_first_round_is_fedavg_s() -> None:
+    """The first round only measures the mean of the features."""
+    dbe = fitted(FedDBE(LR, kappa=9.0))
+    assert close(alice_s_model(dbe, rounds=1), alice_s_model(FedAvg(LR, weighting="samples"), rounds=1))
+
+
+def test_feddbe_s_model_adds_the_vector_to_the_features() -> None:
+    """The model of an agent computes W (f(x) + m) + b."""
+    dbe, model, federation = fitted(FedDBE(LR)), make_model(), make_federation()
+    state = outcomes_of(RunSpec(dbe, federation, 3), model)[-1].state
+    shared, own = Net(state.server.x, state.server.stats), dbe.personal(*state, 4)
+    x = federation.x[:9].double()
+    output = model.predict(*shared, x)
+    weight = model.state_dict(shared)["3.weight"]
+    assert state.agents.m.abs().min() > 0
+    for i in range(4):
+        expected = output + state.agents.m[i] @ weight.T
+        torch.testing.assert_close(model.predict(own.params[i], own.stats[i], x), expected)
 
 
 def _trained(dy: torch.Tensor) -> Any:

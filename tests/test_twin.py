@@ -1,4 +1,4 @@
-"""Every algorithm agrees with its reference implementation, which was written from the papers alone."""
+"""Every algorithm agrees with its reference implementation, which was written from the publications without it."""
 
 from __future__ import annotations
 
@@ -79,6 +79,22 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("cfl", {"eps_mean": 0.4, "eps_max": 0.3}),
     ("cfl", {"eps_mean": 9.0, "eps_max": 0.0, "clip": 0.4}),
     ("knn-per", {}),
+    ("cobo", {}),
+    ("cobo", {"rho": 0.4, "gamma": 0.5, "rehearsed": 0.6, "clip": 0.8}),
+    ("cobo", {"rho": 0.2, "gamma": 0.5, "pairs": 2, "rehearsed": 1.0}),
+    ("pfedgraph", {}),
+    ("pfedgraph", {"alpha": 0.2, "lam": 0.5, "used": "mixed", "clip": 0.4}),
+    ("pfedgraph", {"alpha": 5.0, "lam": 0.2, "cosine": "repel", "saturation": 0.9}),
+    ("fedcollab", {}),
+    ("fedcollab", {"C": 0.5, "alone": 2, "models": 2, "clip": 0.4}),
+    ("fedcollab", {"C": 1.0, "alone": 1, "models": 1, "start": "initial", "weighting": "equal"}),
+    ("fedpac", {}),
+    ("fedpac", {"lam": 3.0, "head_share": 0.7, "used": "mixed", "clip": 0.4}),
+    ("fedpac", {"lam": 0.0, "heads": "own", "weighting": "equal"}),
+    ("feddbe", {}),
+    ("feddbe", {"kappa": 3.0, "mu": 0.4, "clip": 0.6, "weighting": "equal"}),
+    ("feddbe", {"kappa": 0.0}),
+    ("feddbe", {"memory": False}),
 ]
 
 

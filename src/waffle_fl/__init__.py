@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.apfl import APFL as APFL
     from waffle_fl.algorithms.apple import APPLE as APPLE
     from waffle_fl.algorithms.cfl import CFL as CFL
+    from waffle_fl.algorithms.cobo import CoBo as CoBo
     from waffle_fl.algorithms.contract import SGD as SGD
     from waffle_fl.algorithms.contract import Adam as Adam
     from waffle_fl.algorithms.contract import Algorithm as Algorithm
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.fedavg import FedAvg as FedAvg
     from waffle_fl.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
     from waffle_fl.algorithms.fedbn import FedBN as FedBN
+    from waffle_fl.algorithms.fedcollab import FedCollab as FedCollab
+    from waffle_fl.algorithms.feddbe import FedDBE as FedDBE
     from waffle_fl.algorithms.fedfomo import FedFomo as FedFomo
+    from waffle_fl.algorithms.fedpac import FedPAC as FedPAC
     from waffle_fl.algorithms.fedper import FedPer as FedPer
     from waffle_fl.algorithms.fedprox import FedProx as FedProx
     from waffle_fl.algorithms.fedrep import FedRep as FedRep
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.knn_per import KNNPer as KNNPer
     from waffle_fl.algorithms.local import Local as Local
     from waffle_fl.algorithms.per_fedavg import PerFedAvg as PerFedAvg
+    from waffle_fl.algorithms.pfedgraph import PFedGraph as PFedGraph
     from waffle_fl.algorithms.pfedme import PFedMe as PFedMe
     from waffle_fl.algorithms.scaffold import Scaffold as Scaffold
     from waffle_fl.algorithms.waffle import Waffle as Waffle

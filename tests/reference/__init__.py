@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
+from reference.features import feddbe, fedpac
 from reference.kin import waffle_kin
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
+from reference.partners import cobo, fedcollab, pfedgraph
 from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
 
@@ -40,6 +42,11 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "ifca": ifca,
     "cfl": cfl,
     "knn-per": knn_per,
+    "cobo": cobo,
+    "pfedgraph": pfedgraph,
+    "fedcollab": fedcollab,
+    "feddbe": feddbe,
+    "fedpac": fedpac,
 }
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from waffle_fl.constraints import above, at_least, below_one, check_fields, parameter, parameters_of
+from waffle_fl.models.flat import Batch, FlatModel
 from waffle_fl.models.flat import Net as Net
 
 Vector: TypeAlias = Tensor  # (P,)
@@ -34,6 +36,14 @@ ADAM_EPSILON = 1e-8  # as in torch.optim.Adam
 BLOCK = 1 << 20  # numbers per block, so that a block fits the CPU cache
 
 
+class Features(NamedTuple):
+    """Features of each row's mini-batch: the inputs of the model's last linear layer."""
+
+    values: Tensor  # (N, B, D)
+    labels: Tensor  # (N, B)
+    weight: Tensor  # (N, B), 0 for padding
+
+
 @dataclass(frozen=True)
 class Grad:
     """Mini-batch gradient of each row's own loss, and the normalisation statistics after that forward pass.
@@ -42,12 +52,29 @@ class Grad:
     The position in the round is given as tensors, so that a captured CUDA graph can update it.
     """
 
-    gradient: Callable[[Rows, Rows], Net]
+    gradient: Callable[..., Net]
     t: Tensor  # (1,): steps completed before this one
     steps: Tensor  # (N,): K_i, steps in the round
+    features_of: Callable[[Rows, Rows], Features] | None = None
 
-    def __call__(self, params: Rows, stats: Rows) -> Net:
-        return self.gradient(params, stats)
+    @classmethod
+    def on(cls, model: FlatModel, batch: Batch, t: Tensor, steps: Tensor, plain: bool = False) -> Grad:
+        """Return the gradient on a mini-batch; `plain` computes it by autograd on the module, row by row."""
+
+        def features_of(params: Rows, stats: Rows) -> Features:
+            return Features(model.training_features(params, stats, batch, plain), batch.y, batch.weight)
+
+        return cls(partial(model.plain_grad if plain else model.grad, batch=batch), t, steps, features_of)
+
+    def __call__(self, params: Rows, stats: Rows, pull: Tensor | None = None) -> Net:
+        """Return gradient and statistics; `pull` (N, B, D) adds <pull, features> to the loss of each sample."""
+        return self.gradient(params, stats) if pull is None else self.gradient(params, stats, pull=pull)
+
+    def features(self, params: Rows, stats: Rows) -> Features:
+        """Return the features of the mini-batch in this forward pass, with the labels of the samples."""
+        if self.features_of is None:
+            raise TypeError("this Grad was constructed without features: use Grad.on(model, batch, t, steps)")
+        return self.features_of(params, stats)
 
 
 class Round(NamedTuple):

@@ -41,6 +41,16 @@ class HasCandidates(Protocol):
 
 
 @runtime_checkable
+class CountsErrors(Protocol):
+    """Compares candidates by another measure than the loss."""
+
+    @property
+    def scored_by(self) -> Literal["loss", "error"]:
+        """What is written into `down.losses`; "error" is the share of wrong predictions, or the loss limited to 1."""
+        ...
+
+
+@runtime_checkable
 class HasWarmUp(Protocol):
     """Adapts the model from which an agent starts to train, on mini-batches of the round."""
 
@@ -110,6 +120,7 @@ HOOKS = {
     "helper": HasHelper,
     "scored_on": HasCandidates,
     "candidates": HasCandidates,
+    "scored_by": CountsErrors,
     "rehearsed": HasWarmUp,
     "rehearse": HasWarmUp,
     "relations": HasRelations,

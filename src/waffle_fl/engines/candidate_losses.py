@@ -19,7 +19,9 @@ WIDTH = 128  # fixed batch size, so that a row's bits do not depend on the sampl
 
 
 class CandidateLosses:
-    """Evaluates candidate models on samples of each row: training data, or validation data if the method says so.
+    """Evaluates candidate models on samples of each row, by loss or by errors.
+
+    The samples are training data, or validation data if the method says so.
 
     Does nothing for a method without `candidates`.
     """
@@ -35,12 +37,14 @@ class CandidateLosses:
         self.model, self._candidates = model, getattr(algorithm, "candidates", None)
         if self._candidates is None:
             return
+        by_error = getattr(algorithm, "scored_by", "loss") == "error"
+        self._scores = model.batch_errors if by_error else model.batch_losses
         held_out = getattr(algorithm, "scored_on", "training") == "validation"
         scored = [replace(f, train=tuple(_subsample(part) for part in _scored(f, held_out))) for f in federations]
         self._batches = Batches(scored, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
     def into(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
-        """Return `down` with each candidate's mean loss under the labels of round r in its field `losses`."""
+        """Return `down` with each candidate's mean score under the labels of round r in its field `losses`."""
         if self._candidates is None or not any(self._batches.lengths[rows]):
             return down
         nets = self._candidates(down, agents)
@@ -50,7 +54,7 @@ class CandidateLosses:
         for t in torch.arange(plan.samples.shape[1], device=self.model.device)[:, None]:
             batch = self._batches.batch(plan, t, WIDTH)
             losses = [
-                self.model.batch_losses(*net, batch).double().sum(dim=1)
+                self._scores(*net, batch).double().sum(dim=1)
                 for net in zip(nets.params.unbind(1), nets.stats.unbind(1), strict=True)
             ]
             total, count = total + torch.stack(losses, dim=1), count + batch.weight.double().sum(dim=1, keepdim=True)

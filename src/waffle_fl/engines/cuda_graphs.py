@@ -35,7 +35,7 @@ def one_step(
     together: bool,
 ) -> Any:
     """A2.7-8; unless all rows go `together`, rows that have completed their steps keep their state."""
-    grad = Grad(partial(model.grad, batch=batches.batch(plan, t, size)), t, plan.steps)
+    grad = Grad.on(model, batches.batch(plan, t, size), t, plan.steps)
     stepped = algorithm.step(local, grad)
     return stepped if together else where_rows(plan.active.index_select(1, t)[:, 0], stepped, local)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,4 +92,4 @@ class AgentTraining:
         for t in range(steps):
             at = torch.tensor([t], device=self.model.device)
             batch = self.batches.batch(plan, at, sizes[t])
-            yield Grad(partial(self.model.plain_grad, batch=batch), at, plan.steps)
+            yield Grad.on(self.model, batch, at, plan.steps, plain=True)

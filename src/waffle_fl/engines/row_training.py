@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -104,7 +103,7 @@ class RowTraining:
         counts = [math.ceil(share * steps / self.batches.epochs) for steps in self.batches.steps[rows]]
         last = torch.tensor(counts, device=self.model.device)
         for t, size in zip(torch.arange(max(counts), device=self.model.device)[:, None], sizes, strict=False):
-            grad = Grad(partial(self.model.grad, batch=self.batches.batch(plan, t, size)), t, plan.steps)
+            grad = Grad.on(self.model, self.batches.batch(plan, t, size), t, plan.steps)
             local = where_rows(t < last, rehearse(local, grad), local)
         return local
 

@@ -30,6 +30,7 @@ from waffle_fl.models.building import (
     to_integers,
     unsized,
 )
+from waffle_fl.models.joined import Joined, joined_loss, with_pull
 from waffle_fl.models.layers import Layers
 from waffle_fl.models.passes import Passes
 from waffle_fl.models.seeding import seeded
@@ -72,6 +73,7 @@ class FlatModel:
         self._known = False  # whether the forward pass has been observed
         self._uses_folded: bool | None = None  # whether the folded pass is exact for this module; None: not tested
         self._never_stack = False  # whether the test found that rows cannot be stacked
+        self._joined: dict[bool, FlatModel] = {}  # the model with features, for classes and for numbers
         module = built(self._build, 0)
         self._unsized = unsized(module)
         if not self._unsized:
@@ -208,11 +210,15 @@ class FlatModel:
         params, stats = self.passes.params.flatten(tensors), self.passes.stats.flatten(tensors)
         return Net(params.to(self.device, self.dtype), stats.to(self.device, self.dtype))
 
-    def grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
+    def grad(self, params: Tensor, stats: Tensor, batch: Batch, pull: Tensor | None = None) -> Net:
         """Return the gradient of each row's mean loss over its mini-batch, and its statistics afterwards.
 
-        With several models per row, `params` holds one block of rows after another, and the batch is repeated.
+        With several models per row, `params` holds one block of rows after another, and the batch is repeated. `pull`
+        (N, B, features) adds <pull, features> to the loss of each sample; features are the input of the last linear
+        layer.
         """
+        if pull is not None:
+            return self._with_features(batch).grad(params, stats, with_pull(batch, pull))
         models = len(params) // len(batch.x)
         if models > 1:
             batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
@@ -232,11 +238,44 @@ class FlatModel:
             return Net(passes.single_without_padding(params, stats, batch), stats)
         return Net(passes.folded(params, batch) if self._uses_folded else passes.vmapped(params, batch), stats)
 
-    def plain_grad(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
+    def plain_grad(self, params: Tensor, stats: Tensor, batch: Batch, pull: Tensor | None = None) -> Net:
         """Like `grad`, without stacking, tracing or rewriting: autograd on the module, one row after another."""
+        if pull is not None:
+            return self._with_features(batch).plain_grad(params, stats, with_pull(batch, pull))
         batches = [Batch(*(part[i % len(batch.x)] for part in batch)) for i in range(len(params))]
         rows = [self.passes.plain(*row) for row in zip(params, stats, batches, strict=True)]
         return Net(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
+
+    @torch.no_grad()
+    def training_features(self, params: Tensor, stats: Tensor, batch: Batch, plain: bool = False) -> Tensor:
+        """Return (N, B, features): the features of each row's mini-batch in the forward pass of `grad`.
+
+        `plain` computes them one row after another, as `plain_grad` does.
+        """
+        joined, last = self._with_features(batch), self.layers.last_linear
+        assert last is not None
+        if plain or not joined.stacked:
+            output = joined.passes.plain_outputs(params, stats, batch)
+        else:
+            joined._prepare_from(with_pull(batch, params.new_zeros(*batch.weight.shape, last.features)))
+            stacks = joined.passes.folded_training if joined._uses_folded else joined.passes.vmapped_training
+            output = joined.passes.plain_outputs(params, stats, batch) if joined._never_stack else stacks(params, batch)
+        return output[:, :, -last.features :]
+
+    def _with_features(self, batch: Batch) -> FlatModel:
+        """Return this model with its features joined to its outputs."""
+        if self.layers.last_linear is None:
+            raise WaffleError("expected a model with a linear layer, whose input are the features")
+        classes = not batch.y.is_floating_point()
+        if classes not in self._joined:
+            self._joined[classes] = FlatModel(
+                lambda: Joined(built(self._build, 0)),
+                loss=joined_loss(self._loss, classes),
+                precision=self.precision,
+                device=self.device,
+                stacked=self.stacked and not self._never_stack,
+            )
+        return self._joined[classes]
 
     @property
     def parallel_rows(self) -> int:
@@ -272,14 +311,26 @@ class FlatModel:
     @torch.no_grad()
     def batch_losses(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
         """Return (N, B): each row's losses on the samples of its batch, in evaluation mode; 0 on padding."""
+        losses = self._batch_scores(params, stats, batch)[1]
+        return torch.where(batch.weight > 0, losses, 0.0)
+
+    @torch.no_grad()
+    def batch_errors(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
+        """Return (N, B): 1 for wrong predictions, in evaluation mode; the loss limited to 1 if there are no classes."""
+        output, losses = self._batch_scores(params, stats, batch)
+        classes = output.ndim == 3 and not batch.y.is_floating_point()
+        errors = (output.argmax(dim=2) != batch.y).to(losses.dtype) if classes else losses.clamp(max=1)
+        return torch.where(batch.weight > 0, errors, 0.0)
+
+    def _batch_scores(self, params: Tensor, stats: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the outputs and losses of each row on the samples of its batch."""
         self._prepare_from(batch)
         if self._uses_folded:
             pair = params.expand(2, -1) if len(params) == 1 else params  # a stack of one would sum in another order
             output = self.predict_rows(pair, batch.x.expand(len(pair), *batch.x.shape[1:]))[: len(params)]
         else:
             output = torch.stack([self.predict(*row) for row in zip(params, stats, batch.x, strict=True)])
-        losses = self._loss(output.flatten(0, 1), batch.y.flatten()).view(batch.weight.shape)
-        return torch.where(batch.weight > 0, losses, 0.0)
+        return output, self._loss(output.flatten(0, 1), batch.y.flatten()).view(batch.weight.shape)
 
     def module(self) -> nn.Module:
         """Return this thread's copy of the network, in evaluation mode; its parameter values are meaningless."""

@@ -159,6 +159,32 @@ class Passes:
             output = stack.resolve(output)
         return output.view(*x.shape[:2], *output.shape[1:])  # type: ignore[no-any-return]
 
+    def plain_outputs(self, params: Tensor, stats: Tensor, batch: Batch) -> Tensor:
+        """Return the outputs (N, B, ...) in training mode, one row after another."""
+        outputs = []
+        for p, s, x, key in zip(params, stats, batch.x, batch.key, strict=True):
+            carried = {name: part.clone() for name, part in self.stats.unflatten(s).items()}
+            with self._seeded_for(key), SeededDropout(key):
+                outputs.append(self._call({**self.params.unflatten(p), **carried}, x))
+        return torch.stack(outputs)
+
+    def folded_training(self, params: Tensor, batch: Batch) -> Tensor:
+        """Return the outputs of rows without statistics in training mode, folded into one batch."""
+        if len(params) == 1:  # a stack of one would sum in another order, as in `folded`
+            return self.folded_training(params.expand(2, -1), Batch(*(p.expand(2, *p.shape[1:]) for p in batch)))[:1]
+        with Stacking(batch.key, self.products) as stack:
+            output = stack.resolve(self._call(self.params.unflatten(params), batch.x.flatten(0, 1)))
+        return output.view(*batch.weight.shape, *output.shape[1:])  # type: ignore[no-any-return]
+
+    def vmapped_training(self, params: Tensor, batch: Batch) -> Tensor:
+        """Return the outputs of rows without statistics in training mode, under vmap."""
+
+        def output(params: Tensor, x: Tensor, key: Tensor) -> Tensor:
+            with SeededDropout(key):
+                return self._call(self.params.unflatten(params), x)
+
+        return torch.vmap(output, randomness="error")(params, batch.x, batch.key)  # type: ignore[no-any-return]
+
     def tensors(self, net: Net) -> dict[str, Tensor]:
         """Return one model's tensors under all their names; a tensor that the module shares has several."""
         tensors = {**self.params.unflatten(net.params), **self.stats.unflatten(net.stats)}
