@@ -29,7 +29,7 @@ from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import read_named
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
-    Measured,
+    ValidationScore,
     best_candidate,
     choose_training,
     given_settings,
@@ -97,7 +97,7 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
     ],
 )
 def test_the_loss_decides_between_equal_accuracies(found: list[tuple[float, float]], samples: int, best: int) -> None:
-    assert best_candidate([Measured(*pair) for pair in found], samples) == best
+    assert best_candidate([ValidationScore(*pair) for pair in found], samples) == best
 
 
 @pytest.mark.usefixtures("small_grid")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, sqrt
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple, TypeAlias
 
 from waffle_fl.config import RunConfig, Settings
@@ -49,11 +49,12 @@ STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that trai
 EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
 RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
+LEAST = 1e-9  # smaller validation losses count as this
 WORST = 1e9  # loss of a run without a finite validation loss
 TUNED = (*RECIPE, "rounds", "lr", "weight_decay", "model", "augment", "flips", "selected_by", "final_round")
 
 
-class Measured(NamedTuple):
+class ValidationScore(NamedTuple):
     """Accuracy (0 for regression) and loss on validation data."""
 
     accuracy: float
@@ -64,7 +65,7 @@ class BestRound(NamedTuple):
     """The round with the best validation score, or its mean over Alices, and the score there."""
 
     round: float
-    measured: Measured
+    measured: ValidationScore
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ChosenTraining:
 
     rounds: int
     chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
-    scores: Mapping[str, Sequence[tuple[Mapping[str, Any], Measured]]]  # method -> candidate, on validation data
+    scores: Mapping[str, Sequence[tuple[Mapping[str, Any], ValidationScore]]]  # method -> candidate, on validation data
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method."""
@@ -229,20 +230,23 @@ def own_rounds(runs: RunList, samples: int) -> BestRound:
 def common_round(runs: RunList, samples: int) -> BestRound:
     """Return the round with the best mean over Alices; if rounds are equally accurate, the one with the least loss."""
     logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
-    means = [_mean(lines) for lines in zip(*logs, strict=False)] or [Measured(0.0, WORST)]
+    means = [_mean(lines) for lines in zip(*logs, strict=False)] or [ValidationScore(0.0, WORST)]
     by_loss = runs[0][0].settings.selected_by == "loss"
     best = best_candidate([mean._replace(accuracy=0.0) for mean in means] if by_loss else means, samples)
     return BestRound(best + 1, means[best])
 
 
-def _mean(lines: Sequence[Mapping[str, Any]]) -> Measured:
-    """Return the mean validation score of these rounds; one without a finite loss counts as the worst."""
+def _mean(lines: Sequence[Mapping[str, Any]]) -> ValidationScore:
+    """Return the mean accuracy and the geometric mean of the losses of these rounds.
+
+    One agent with outliers thus counts no more than the others. A round without a finite loss counts as the worst.
+    """
     losses = [line.get("validation_loss") for line in lines]
     accuracy = fmean(line.get("validation_accuracy") or 0.0 for line in lines)
-    return Measured(accuracy, fmean(WORST if loss is None else loss for loss in losses))
+    return ValidationScore(accuracy, geometric_mean(WORST if loss is None else max(loss, LEAST) for loss in losses))
 
 
-def best_candidate(found: Sequence[Measured], samples: int) -> int:
+def best_candidate(found: Sequence[ValidationScore], samples: int) -> int:
     """Return the candidate with the least loss among those within a standard error of the best accuracy.
 
     Accuracy on few or unbalanced samples is coarse; the loss then decides. Numbers have no accuracy: it is 0 for all.
