@@ -33,6 +33,7 @@ from waffle_fl.randomness import generator
 settings.register_profile("same-cases", deadline=None, derandomize=True)
 settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # see waffle_fl.cli
 
 STATE = tempfile.TemporaryDirectory(prefix="waffle-state-")  # tests do not sign with the user's key
 os.environ["WAFFLE_STATE_DIR"] = STATE.name

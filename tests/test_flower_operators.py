@@ -20,7 +20,7 @@ from waffle_fl.deploy.local_cluster import deployed, free_port
 from waffle_fl.deploy.settings_files import change, read_server
 
 SITES = ("a", "b")
-ROUNDS = 12
+ROUNDS = 8
 
 
 def waffle(*words: object) -> tuple[int, str, str]:
