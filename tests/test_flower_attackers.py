@@ -40,6 +40,7 @@ from waffle_fl.deploy.local_cluster import deployed
 from waffle_fl.deploy.settings_files import change, read_server, read_site
 
 SITES = ("a", "b")
+pytestmark = pytest.mark.slow_first
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,7 @@ def online(deployment: Deployment, name: str) -> None:
     deployment.wait_until(there)
 
 
+@pytest.mark.slow_first
 def test_status_stop_and_resume(running: Deployment, tmp_path: Path) -> None:
     """A running job is listed, stops between two rounds, and resumes to the bits of an uninterrupted run."""
     folder, out = running.folder, tmp_path / "job"
