@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 import types
@@ -32,12 +33,24 @@ from waffle_fl.randomness import generator
 settings.register_profile("same-cases", deadline=None, derandomize=True)
 settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # see waffle_fl.cli
+
+MEMORY = Path("/dev/shm")
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if min(free, shutil.disk_usage(MEMORY).free) > 8 << 30:  # the tests write up to 2 GiB, and sync each checkpoint
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
 
 STATE = tempfile.TemporaryDirectory(prefix="waffle-state-")  # tests do not sign with the user's key
 os.environ["WAFFLE_STATE_DIR"] = STATE.name
 
 SIZES = (23, 9, 32, 14)
 CLASSES, FEATURES, BATCH = 3, 5, 8
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests with the marker slow_first first, so that no process runs a long test alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow_first") is None)
 
 
 def make_federation(sizes: tuple[int, ...] = SIZES, alice: int = 0, seed: int = 0) -> Federation:

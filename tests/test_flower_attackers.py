@@ -40,6 +40,7 @@ from waffle_fl.deploy.local_cluster import deployed
 from waffle_fl.deploy.settings_files import change, read_server, read_site
 
 SITES = ("a", "b")
+pytestmark = pytest.mark.slow_first
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +176,10 @@ def test_a_local_process_cannot_take_a_site_s_task(running: Deployment) -> None:
     client.close()
 
 
-def test_no_secret_is_on_a_command_line(running: Deployment, tmp_path: Path) -> None:
-    """During a run, no process listing shows a token, a key or a secret."""
-    run = running.start_run(*run_arguments(2, tmp_path / "run", agents=2))
-    secrets = [(running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")]
+@pytest.fixture(scope="module")
+def command_lines(running: Deployment, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Run a job to its end and return the command lines of all processes seen during it."""
+    run = running.start_run(*run_arguments(2, tmp_path_factory.mktemp("watched") / "run", agents=2))
     seen: set[str] = set()
     while run.poll() is None:
         for number in processes_in(running.folder):
@@ -189,14 +190,20 @@ def test_no_secret_is_on_a_command_line(running: Deployment, tmp_path: Path) -> 
         time.sleep(0.05)
     del running.processes["run"]
     assert run.returncode == 0
-    assert seen
-    assert not [line for line in seen if "--token" in line or any(secret in line for secret in secrets)]
-    assert not [line for line in seen if re.search(r"\b[0-9a-f]{40,}\b", line)]
+    return seen
 
 
-def test_files_are_readable_by_their_owner_only(running: Deployment, tmp_path: Path) -> None:
-    """Models, states, ledgers, the database and surveys have mode 0600, their folders 0700."""
-    assert running.finish_run(*run_arguments(2, tmp_path / "modes", agents=2)) == 0
+def test_no_secret_is_on_a_command_line(running: Deployment, command_lines: set[str]) -> None:
+    """During a run, no process listing shows a token, a key or a secret."""
+    secrets = [(running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")]
+    assert command_lines
+    assert not [line for line in command_lines if "--token" in line or any(secret in line for secret in secrets)]
+    assert not [line for line in command_lines if re.search(r"\b[0-9a-f]{40,}\b", line)]
+
+
+@pytest.mark.usefixtures("command_lines")
+def test_files_are_readable_by_their_owner_only(running: Deployment) -> None:
+    """After a run, models, states, ledgers, the database and surveys have mode 0600, their folders 0700."""
     folder = running.folder
     secret = [
         folder / "superlink.db",

@@ -20,7 +20,7 @@ from waffle_fl.deploy.local_cluster import deployed, free_port
 from waffle_fl.deploy.settings_files import change, read_server
 
 SITES = ("a", "b")
-ROUNDS = 12
+ROUNDS = 8
 
 
 def waffle(*words: object) -> tuple[int, str, str]:
@@ -62,6 +62,7 @@ def online(deployment: Deployment, name: str) -> None:
     deployment.wait_until(there)
 
 
+@pytest.mark.slow_first
 def test_status_stop_and_resume(running: Deployment, tmp_path: Path) -> None:
     """A running job is listed, stops between two rounds, and resumes to the bits of an uninterrupted run."""
     folder, out = running.folder, tmp_path / "job"

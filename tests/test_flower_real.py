@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return federation(tmp_path / "federation", SITES)
 
 
+@pytest.mark.slow_first
 def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
     """F16: a run over Flower, TLS and authentication ends with the simulator's model and record bit for bit."""
     with deployed(Deployment(folder)) as deployment:

@@ -231,7 +231,8 @@ def kill_and_resume(tmp_path: Path, method: str, count: int) -> list[dict[str, A
     return [json.loads(text) for text in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.slow_first
+@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.thorough)])
 def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, tmp_path: Path) -> None:
     """WAFFLE runs killed by SIGKILL and resumed by the same command end like the uninterrupted run."""
     reports = kill_and_resume(tmp_path, "waffle", kills)
@@ -309,6 +310,7 @@ for every in (0, 1000):
 )
 
 
+@pytest.mark.slow_first
 def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
     """A run that dies during or after any file write or log line resumes exactly."""
     script, out = tmp_path / "steps.py", tmp_path / "runs"

@@ -206,13 +206,13 @@ def test_alice_all_plans_one_run_per_agent(clone: Path) -> None:
 def test_concurrent_shares_complete_a_study(clone: Path) -> None:
     """Shares are whole columns; processes that run them concurrently complete the study."""
     planned = read_part(clone, "tiny").planned()
-    shares = [running._share(planned, k, 3) for k in (1, 2, 3)]
+    shares = [running._share(planned, k, 2) for k in (1, 2)]
     assert sorted(name for share in shares for name in share) == sorted(planned)
     columns = [{name.rsplit("/", 2)[0] for name in share} for share in shares]
     assert sum(map(len, columns)) == len(set().union(*columns))
     command = [sys.executable, "-m", "paper", "tiny", "--device", "cpu", "--share"]
-    processes = [subprocess.Popen([*command, f"{k}/3"], cwd=clone, stderr=subprocess.DEVNULL) for k in (1, 2, 3)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen([*command, f"{k}/2"], cwd=clone, stderr=subprocess.DEVNULL) for k in (1, 2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert not read_part(clone, "tiny").missing()
 
 
@@ -528,6 +528,7 @@ def stale_pages_of_this_clone() -> tuple[str, ...]:
     return tuple(page.stale_pages(ROOT))
 
 
+@pytest.mark.slow_first
 def test_pages_and_figures_match_their_records() -> None:
     """Every generated page and figure is what the committed records give, and each algorithm's page has its results."""
     assert stale_pages_of_this_clone() == ()
@@ -544,7 +545,8 @@ def test_a_page_from_few_runs(selection: str, runs: list[FinishedRun], records: 
     some = replace(records, parts={**records.parts, "mnist": replace(part, name="mnist"), "mnist-6000": part})
     assert f"{175 - len(few)} of 175 runs" in page.results_page(some)
     assert page.convergence_page(some)
-    assert all(to_svg(chart()) for _, _, chart in page.pictures(some))
+    unchanged = {"drift", "quadratics", "accuracy-cifar10", "sizes"}  # not drawn from the records of MNIST
+    assert all(to_svg(chart()) for name, _, chart in page.pictures(some) if name not in unchanged)
 
 
 def test_the_readme_shows_both_data_sets(records: Records) -> None:
@@ -634,6 +636,7 @@ def test_check_prints_json(clone: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [claim["holds"] for claim in found if claim["main"]] == [True, True, True]
 
 
+@pytest.mark.slow_first
 @pytest.mark.parametrize(
     ("study", "failing"), [("mnist", []), ("cifar10", ["WAFFLE within 2 points of the paper on every split"])]
 )

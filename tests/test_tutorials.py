@@ -79,6 +79,7 @@ def run_bash(code: str, folder: Path) -> None:
         assert done.returncode == 0, f"exit code {done.returncode}\n{code}\n{output.read()}"
 
 
+@pytest.mark.slow_first
 @pytest.mark.parametrize("page", tutorials())
 def test_blocks_run(page: Path, folder: Path) -> None:
     """Each bash block exits with 0, and each python block ends without an exception; python blocks share names."""

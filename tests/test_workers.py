@@ -70,13 +70,14 @@ def run(specs: list[RunSpec], model: FlatModel, cores: int, rounds: int = 5) -> 
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_workers_change_no_bit(method: str, stacked: bool, worker_processes: list[int]) -> None:
     """Workers that train whole runs or single rows give the bits of one process in every round and state."""
-    model = make_model(torch.float32, stacked=stacked)
-    for specs, cores in ((specs_of(method), 2), (specs_of(method), 3), (specs_of(method, 1), 3)):
-        alone = run(specs, model, 1)
+    model, rounds = make_model(torch.float32, stacked=stacked), 3  # of which workers train the last two
+    for specs, numbers_of_cores in ((specs_of(method), (2, 3)), (specs_of(method, 1), (3,))):
+        alone = run(specs, model, 1, rounds)
         assert not worker_processes
-        assert run(specs, model, cores) == alone
-        assert len(worker_processes) == cores - 1
-        worker_processes.clear()
+        for cores in numbers_of_cores:
+            assert run(specs, model, cores, rounds) == alone
+            assert len(worker_processes) == cores - 1
+            worker_processes.clear()
 
 
 def test_chunks_of_workers_change_no_bit(worker_processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from waffle_fl.errors import WaffleError
 
+NUMBER = (int, float)
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -133,10 +135,10 @@ def constraint_of(kind: Any, name: str) -> Constraint | None:
 
 def check_fields(instance: Any) -> None:
     """Raise one WaffleError that lists every field whose value does not fit its type or its constraint."""
-    kind: Any = type(instance)
-    known = parameters_of(kind)
-    found = {name: known[name].problem(getattr(instance, name)) for name in known}
-    problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
+    known = parameters_of(type(instance))
+    problems = [
+        f"{name}: {problem}" for name, kind in known.items() if (problem := kind.problem(getattr(instance, name)))
+    ]
     if problems:
         raise WaffleError("; ".join(problems))
 
@@ -144,12 +146,12 @@ def check_fields(instance: Any) -> None:
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value has this type. An int counts as a float, a bool as neither; a float must be finite."""
     if hint is float:
-        return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
+        return isinstance(value, NUMBER) and type(value) is not bool and abs(value) <= sys.float_info.max
     if hint is int:
         return isinstance(value, int) and type(value) is not bool
     if type(hint) is type:
         return isinstance(value, hint)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = _parts(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
     if origin is tuple:
@@ -160,6 +162,11 @@ def fits(value: Any, hint: Any) -> bool:
         return callable(value)
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
+
+
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(hint), typing.get_args(hint)
 
 
 def _fit_each(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:

@@ -208,7 +208,7 @@ class RunConfig:
         return {
             "schema": SCHEMA,
             "method": self.method,
-            "settings": dataclasses.asdict(self.settings),
+            "settings": {name: getattr(self.settings, name) for name in parameters_of(Settings)},
             "options": options,
         }
 

@@ -27,7 +27,8 @@ from waffle_fl.errors import WaffleError
 log = logging.getLogger("waffle_fl")
 POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two polls for a task; the pause grows while none arrives
 ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-SLOW_IMPORTS = ("torch._dynamo",)  # needed by the traces of gradients
+SLOW_IMPORT = "torch._dynamo"  # needed by the traces of gradients; takes seconds
+LONG = 3.0  # seconds of a task after which SLOW_IMPORT is loaded once for all later tasks
 APPS = {"server": "flwr-serverapp", "site": "flwr-clientapp"}  # process name while an app runs
 
 
@@ -40,11 +41,11 @@ def serve(home: Path) -> None:
     end = endpoint_of(home)
     kind = TaskType.SERVER_APP if end.role == "server" else TaskType.CLIENT_APP
     _preload(end.role)
-    children: set[int] = set()
+    children: dict[int, float] = {}  # process ids, and when they began
     signal.signal(signal.SIGTERM, lambda *_: _stop(children))
     signal.signal(signal.SIGINT, lambda *_: _stop(children))
     while True:
-        children -= _ended(children)
+        _forget_ended(children)
         client = _client(end)
         pause = POLL
         try:
@@ -52,9 +53,10 @@ def serve(home: Path) -> None:
                 found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
                 pause = min(1.05 * pause, LONGEST_POLL)
                 if found.HasField("task") and found.token:
-                    children.add(_fork(home, end, str(found.token)))
+                    children[_fork(home, end, str(found.token))] = time.monotonic()
                     pause = POLL
-                children -= _ended(children)
+                if _forget_ended(children) > LONG and end.role == "site":
+                    import_module(SLOW_IMPORT)
                 time.sleep(pause)
         except HTTPStatusError as error:
             log.error("Flower's process rejected the request for tasks (%d)", error.response.status_code)
@@ -80,8 +82,6 @@ def _client(end: Endpoint) -> Any:
 def _preload(role: str) -> None:
     """Import what every app needs, once. Nothing is computed here, because a fork does not copy torch's threads."""
     import_module("waffle_fl.deploy.client_app" if role == "site" else "waffle_fl.deploy.server_app")
-    for slow in SLOW_IMPORTS if role == "site" else ():
-        import_module(slow)
     runtime: Any = import_module(
         "flwr.supernode.runtime.run_clientapp" if role == "site" else "flwr.superlink.runtime.run_serverapp"
     )
@@ -144,16 +144,19 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _ended(children: set[int]) -> set[int]:
-    return {number for number in children if os.waitpid(number, os.WNOHANG)[0]}
+def _forget_ended(children: dict[int, float]) -> float:
+    """Remove the processes that have ended; return how long the longest of them ran."""
+    ended = [number for number in children if os.waitpid(number, os.WNOHANG)[0]]
+    return max((time.monotonic() - children.pop(number) for number in ended), default=0.0)
 
 
-def _stop(children: set[int]) -> None:
+def _stop(children: dict[int, float]) -> None:
     """Stop the running apps, then exit."""
     for number in children:
         os.kill(number, signal.SIGTERM)
     end = time.monotonic() + 3
-    while (children := children - _ended(children)) and time.monotonic() < end:
+    while children and time.monotonic() < end:
+        _forget_ended(children)
         time.sleep(0.05)
     for number in children:
         os.kill(number, signal.SIGKILL)

@@ -11,6 +11,7 @@ import logging
 import logging.handlers
 import sys
 import time
+import tomllib
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -123,13 +124,16 @@ class OneLine(logging.Formatter):
         return "".join(char if char.isprintable() else "?" for char in text[:LONGEST_LINE])
 
 
-def main() -> None:
-    from waffle_fl.deploy.settings_files import name_of
+def _name_of(role: str, home: Path) -> str:
+    """Return the name in the log. `waffle deploy site` has checked site.toml; checking it again would import torch."""
+    return "server" if role == "superlink" else str(tomllib.loads((home / "site.toml").read_text())["name"])
 
+
+def main() -> None:
     role, home = sys.argv[1], Path(sys.argv[2])
     sys.argv = [f"flower-{role}", *sys.argv[3:]]
     import_module("flwr.supercore.logger")  # installs its own handler, replaced below
-    plain_logs(home, name_of(home))
+    plain_logs(home, _name_of(role, home))
     {"superlink": superlink, "supernode": supernode}[role](home)
 
 

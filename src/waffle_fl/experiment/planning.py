@@ -20,13 +20,16 @@ def plan(experiment: Experiment, out: Path, runtime: Runtime | None = None) -> l
     runtime = runtime or Runtime()
     runs = []
     shifts = experiment.shifts or (experiment.settings.shift,)
+    shared: dict[tuple[str, str, int], list[Settings]] = {}  # one check of the fields for all methods
     for method, kind, shift, seed in product(experiment.methods, experiment.splits, shifts, experiment.seeds):
         table = experiment.options.get(method, {})
         options = {k: v.get(kind) if isinstance(v, dict) else v for k, v in table.items()}
         given = {k: v for k, v in options.items() if v is not None}
-        settings = _settings_of_run(experiment.settings, kind, shift, seed)
-        for alice in alices(settings, runtime):
-            config = RunConfig(method=method, settings=replace(settings, alice=alice), options=given)
+        if (kind, shift, seed) not in shared:
+            settings = _settings_of_run(experiment.settings, kind, shift, seed)
+            shared[kind, shift, seed] = [replace(settings, alice=alice) for alice in alices(settings, runtime)]
+        for settings in shared[kind, shift, seed]:
+            config = RunConfig(method=method, settings=settings, options=given)
             runs.append((config, out / config.label))
     return runs
 
