@@ -33,7 +33,8 @@ from waffle_fl.randomness import generator
 settings.register_profile("same-cases", deadline=None, derandomize=True)
 settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # see waffle_fl.cli
+# A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 MEMORY = Path("/dev/shm")
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):

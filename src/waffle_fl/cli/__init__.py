@@ -17,8 +17,6 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     """Run the command. Imports take seconds and happen here, so that `main` also catches Ctrl-C during them."""
-    # If it is installed, altair's jsonschema imports rfc3987_syntax: two seconds for a format that charts do not have.
-    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     from waffle_fl import __version__
     from waffle_fl.cli import menu
     from waffle_fl.errors import Interrupted, WaffleError
