@@ -21,6 +21,7 @@ from waffle_fl.deploy.settings_files import change, read_server
 
 SITES = ("a", "b")
 ROUNDS = 8
+pytestmark = pytest.mark.slow_first
 
 
 def waffle(*words: object) -> tuple[int, str, str]:
@@ -50,8 +51,11 @@ def states(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Start a server and two sites and wait until the sites are connected."""
     folder = federation(tmp_path_factory.mktemp("operated") / "federation", SITES)
     with deployed(Deployment(folder)) as deployment:
+        for name in SITES:
+            online(deployment, name)
         yield deployment
 
 
@@ -62,7 +66,6 @@ def online(deployment: Deployment, name: str) -> None:
     deployment.wait_until(there)
 
 
-@pytest.mark.slow_first
 def test_status_stop_and_resume(running: Deployment, tmp_path: Path) -> None:
     """A running job is listed, stops between two rounds, and resumes to the bits of an uninterrupted run."""
     folder, out = running.folder, tmp_path / "job"

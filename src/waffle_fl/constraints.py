@@ -135,10 +135,9 @@ def constraint_of(kind: Any, name: str) -> Constraint | None:
 
 def check_fields(instance: Any) -> None:
     """Raise one WaffleError that lists every field whose value does not fit its type or its constraint."""
-    known = parameters_of(type(instance))
-    problems = [
-        f"{name}: {problem}" for name, kind in known.items() if (problem := kind.problem(getattr(instance, name)))
-    ]
+    kind: Any = type(instance)
+    found = {name: known.problem(getattr(instance, name)) for name, known in parameters_of(kind).items()}
+    problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
     if problems:
         raise WaffleError("; ".join(problems))
 
