@@ -26,7 +26,7 @@ from waffle_fl.tensorfile import read_named
 ALONE = "local"
 DEFAULT = (ALONE, SHARED, "waffle", "ditto")
 PREDICTIONS = "predictions.safetensors"
-CHOSEN = ("lr", "weight_decay", "model", "augment", "flips", "final_round")  # settings that may differ between methods
+CHOSEN = ("lr", "weight_decay", "model", "augment", "flips", "final_model", "final_round")  # may differ between methods
 PHASES = 20  # maximum number of slider positions
 LONGEST_LABEL = 120  # characters of a folder's name
 

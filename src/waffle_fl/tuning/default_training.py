@@ -78,7 +78,9 @@ class ChosenTraining:
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method."""
-        found = self.chosen.get(config.method, self.chosen.get("fedavg", {}))
+        found = self.chosen.get(config.method)
+        if found is None:  # not tried: trained as FedAvg, to the last round
+            found = {**self.chosen.get("fedavg", {}), "final_model": "last", "final_round": 0}
         return replace(config, settings=replace(config.settings, **found))
 
     def text(self) -> str:
@@ -109,8 +111,8 @@ def choose_training(
 ) -> ChosenTraining:
     """Return the training of each method; `given` are the settings that the user has set, which are kept.
 
-    Tables are small: there the methods finally train on all rows, and the round with the best mean validation score of
-    the agents is used for all of them. For images and series every agent selects its own round.
+    The methods finally train on all rows, and the round with the best mean validation score of the agents in the trials
+    is used for all of them. If `validation` or `final_model` is given, every agent selects its own round.
     """
     federation = all_alices_of(settings, runtime)
     recipe = RECIPE | {"selected_by": "loss" if has_rare_classes(federation) else "accuracy"}
@@ -125,7 +127,7 @@ def choose_training(
         for method in tried
         for k, candidate in enumerate(candidates)
     }
-    all_rows = len(federation.shape) == 1 and not {"validation", "final_model"}.intersection(given)
+    all_rows = not {"validation", "final_model"}.intersection(given)
     if len(candidates) > 1 or "rounds" not in given or all_rows:
         execute([run for group in runs.values() for run in group], runtime, listener)
     samples = sum(map(len, all_alices_of(base, runtime).validation))
@@ -137,8 +139,9 @@ def choose_training(
     last = {m: found[m, k].round for m, k in best.items()}
     while "rounds" not in given and base.rounds < most_rounds(federation) and _improves(last, base.rounds):
         base = replace(base, rounds=min(2 * base.rounds, most_rounds(federation)))
-        again = [m for m in chosen if all_rows or m in PROXIES]
-        longer = {m: _runs(m, replace(base, **chosen[m]), options, folder / f"{base.rounds}", runtime) for m in again}
+        longer = {
+            m: _runs(m, replace(base, **c), options, folder / f"{base.rounds}", runtime) for m, c in chosen.items()
+        }
         execute([run for group in longer.values() for run in group], runtime, listener)
         last = {m: best_round(group, samples).round for m, group in longer.items()}
     if all_rows:
@@ -228,11 +231,11 @@ def own_rounds(runs: RunList, samples: int) -> BestRound:
 
 
 def common_round(runs: RunList, samples: int) -> BestRound:
-    """Return the round with the best mean over Alices; if rounds are equally accurate, the one with the least loss."""
+    """Return the round with the best mean over Alices: the largest accuracy, then the least loss, or the least loss."""
     logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
     means = [_mean(lines) for lines in zip(*logs, strict=False)] or [ValidationScore(0.0, WORST)]
     by_loss = runs[0][0].settings.selected_by == "loss"
-    best = best_candidate([mean._replace(accuracy=0.0) for mean in means] if by_loss else means, samples)
+    best = min(range(len(means)), key=lambda r: (0.0 if by_loss else -means[r].accuracy, means[r].loss))
     return BestRound(best + 1, means[best])
 
 
