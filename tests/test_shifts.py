@@ -630,11 +630,17 @@ def test_alice_s_own_drift_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run.result["metrics"]["accuracy"] == pytest.approx(run.result["last"]["accuracy"])
 
 
+UNRECORDED = ("cobo", "pfedgraph", "fedcollab", "fedpac", "feddbe")
+
+
 def test_beyond_has_every_method_and_all_kinds_of_shifts() -> None:
-    """experiments/beyond.toml runs all methods on two data sets, the paper's splits and all shifts of grey images."""
+    """experiments/beyond.toml runs the methods on two data sets, the paper's splits and all shifts of grey images.
+
+    The methods in UNRECORDED have no record yet."""
     experiments = {e.name.rpartition("/")[2]: e for e in load_experiments(ROOT / "experiments" / "beyond.toml")}
     assert {e.settings.data for e in experiments.values()} == {"mnist", "fashion-mnist"}
-    assert all(e.methods == tuple(ALGORITHMS) for e in experiments.values())
+    recorded = tuple(method for method in ALGORITHMS if method not in UNRECORDED)
+    assert all(e.methods == recorded for e in experiments.values())
     for name in ("mnist", "fashion-mnist"):
         assert experiments[f"{name}-paper"].splits == ("A", "B", "C", "A*", "B*")
         kinds = {type(shift) for text in experiments[name].shifts for shift in read_shifts(text)}
