@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +33,13 @@ from waffle_fl.tuning.default_training import (
     ValidationScore,
     best_candidate,
     choose_training,
+    common_round,
     given_settings,
     grid_for,
     has_rare_classes,
+    own_rounds,
     rounds_for,
+    validation_samples,
 )
 from waffle_fl.user_data.array_checks import model_inputs
 
@@ -113,7 +117,7 @@ def test_rare_classes_select_the_round_by_its_loss(tmp_path: Path) -> None:
     training = choose_training(s, ["local"], {}, ("rounds",), tmp_path / "t", Runtime(), Listener())
     run = training.applied(RunConfig(method="local", settings=replace(s, alice="a")))
     assert (run.settings.selected_by, run.settings.validation) == ("loss", 0.0)
-    trials = (tmp_path / "t" / "1").glob("*/rounds.jsonl")
+    trials = (tmp_path / "t" / "candidate-1").glob("*/rounds.jsonl")
     losses = np.array([[line["validation_loss"] for line in read_rounds(path)] for path in trials])
     assert run.settings.final_round == losses.mean(axis=0).argmin() + 1
     (result,) = execute([(run, tmp_path / "run")], Runtime(), Listener())
@@ -137,11 +141,41 @@ def test_the_model_of_a_given_round_is_saved(settings: Settings, tmp_path: Path,
     assert torch.equal(given, short)
 
 
-def test_a_final_round_after_the_last_is_refused(settings: Settings, tmp_path: Path) -> None:
-    config = RunConfig(method="local", settings=replace(settings, rounds=3, final_model="selected", final_round=4))
-    assert "final_round: expected at most the number of rounds, 3, got 4" in refusal(
-        execute, [(config, tmp_path / "run")], Runtime(), Listener()
-    )
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"final_model": "selected", "final_round": 4}, "final_round: expected at most the number of rounds, 3, got 4"),
+        ({"final_round": 2}, "final_round: expected 0 unless final_model is selected, got 2"),
+    ],
+)
+def test_an_impossible_final_round_is_refused(
+    settings: Settings, tmp_path: Path, more: dict[str, Any], expected: str
+) -> None:
+    config = RunConfig(method="local", settings=replace(settings, rounds=3, **more))
+    assert expected in refusal(execute, [(config, tmp_path / "run")], Runtime(), Listener())
+
+
+@pytest.mark.parametrize("best_round", [common_round, own_rounds])
+def test_a_candidate_that_diverges_is_the_worst(settings: Settings, tmp_path: Path, best_round: Any) -> None:
+    """A candidate is the worst if one of its runs ends before the last round, however good the others are."""
+    config = RunConfig(method="local", settings=replace(settings, rounds=3))
+    for name, rounds in (("whole", 3), ("short", 1)):
+        (tmp_path / name).mkdir()
+        lines = [{"round": r + 1, "validation_accuracy": 1.0, "validation_loss": 0.1 * r} for r in range(rounds)]
+        (tmp_path / name / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, short = (config, tmp_path / "whole"), (config, tmp_path / "short")
+    assert best_round([whole]).round == 1
+    assert best_round([whole, short]).score.accuracy == -1
+    assert best_candidate([best_round([whole, short]).score, ValidationScore(0.5, 2.0)], 10) == 1
+
+
+def test_only_rows_of_the_trained_agents_count(settings: Settings) -> None:
+    """The standard error of a single Alice's accuracy follows from her own validation rows."""
+    held_out = replace(settings, validation=0.2)
+    names = all_alices_of(held_out, Runtime()).names
+    each = [validation_samples(replace(held_out, alice=name), Runtime()) for name in names]
+    assert min(each) > 0
+    assert sum(each) == validation_samples(held_out, Runtime())
 
 
 @pytest.mark.usefixtures("small_grid")

@@ -121,6 +121,8 @@ def _open(
     check_once(s, model, federation)
     spec = fitted(_run_spec(config, federation), model)
     check_model([spec], model, s.batch_size, s.remainder)
+    if s.final_round and not selects(s):
+        raise WaffleError(f"final_round: expected 0 unless final_model is selected, got {s.final_round}")
     if s.final_round > s.rounds:
         raise WaffleError(f"final_round: expected at most the number of rounds, {s.rounds}, got {s.final_round}")
     if selects(s) and not s.final_round and not len(federation.validation[federation.alice]):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
-from waffle_fl.federation import Federation
+from waffle_fl.federation import Federation, index_of
 from waffle_fl.records import Selection, read_rounds
 from waffle_fl.versions import RESULTS_VERSION
 
@@ -65,7 +65,10 @@ class BestRound(NamedTuple):
     """The round with the best validation score, or its mean over Alices, and the score there."""
 
     round: float
-    measured: ValidationScore
+    score: ValidationScore
+
+
+DIVERGED = BestRound(1, ValidationScore(-1.0, WORST))  # of runs that did not reach their last round
 
 
 @dataclass(frozen=True)
@@ -122,33 +125,36 @@ def choose_training(
         base = replace(base, rounds=rounds_for(base, federation))
     candidates = _without(given, grid_for(base, federation))
     tried = [m for m in methods if m in PROXIES] if is_expensive(federation) else list(methods)
-    runs = {
-        (method, k): _runs(method, replace(base, **candidate), options, folder / str(k), runtime)
-        for method in tried
-        for k, candidate in enumerate(candidates)
-    }
-    all_rows = not {"validation", "final_model"}.intersection(given)
-    if len(candidates) > 1 or "rounds" not in given or all_rows:
-        execute([run for group in runs.values() for run in group], runtime, listener)
-    samples = sum(map(len, all_alices_of(base, runtime).validation))
+    all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
     best_round = common_round if all_rows else own_rounds
-    found = {key: best_round(group, samples) for key, group in runs.items()}
-    scores = {m: [(c, found[m, k].measured) for k, c in enumerate(candidates)] for m in tried}
-    best = {m: best_candidate([measured for _, measured in tries], samples) for m, tries in scores.items()}
-    chosen = {m: {**candidates[k]} for m, k in best.items()}
-    last = {m: found[m, k].round for m, k in best.items()}
+
+    def measured(s: Settings, trials: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, list[BestRound]]:
+        """Train the trials, by method and folder, together; return the best round of each trial of a method."""
+        runs = {(m, at): _runs(m, replace(s, **c), options, folder / at, runtime) for (m, at), c in trials.items()}
+        execute([run for group in runs.values() for run in group], runtime, listener)
+        return {m: [best_round(group) for (own, _), group in runs.items() if own == m] for m, _ in runs}
+
+    found = measured(base, {(m, f"candidate-{k}"): c for m in tried for k, c in enumerate(candidates)})
+    samples = validation_samples(base, runtime)
+    best = {m: best_candidate([trial.score for trial in trials], samples) for m, trials in found.items()}
+    chosen = {m: candidates[k] for m, k in best.items()}
+    last = {m: found[m][k].round for m, k in best.items()}
     while "rounds" not in given and base.rounds < most_rounds(federation) and _improves(last, base.rounds):
         base = replace(base, rounds=min(2 * base.rounds, most_rounds(federation)))
-        longer = {
-            m: _runs(m, replace(base, **c), options, folder / f"{base.rounds}", runtime) for m, c in chosen.items()
-        }
-        execute([run for group in longer.values() for run in group], runtime, listener)
-        last = {m: best_round(group, samples).round for m, group in longer.items()}
+        longer = measured(base, {(m, f"{base.rounds}-rounds"): c for m, c in chosen.items()})
+        last = {m: trial.round for m, (trial,) in longer.items()}
     if all_rows:
         base = replace(base, validation=0.0)
         chosen = {m: {**c, "final_round": round(last[m])} for m, c in chosen.items()}
     common = {name: getattr(base, name) for name in (*free, "rounds")}
+    scores = {m: [(c, t.score) for c, t in zip(candidates, trials, strict=True)] for m, trials in found.items()}
     return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores)
+
+
+def validation_samples(s: Settings, runtime: Runtime) -> int:
+    """Return the number of validation rows of the agents that a model is trained for."""
+    federation = all_alices_of(s, runtime)
+    return sum(len(federation.validation[index_of(alice, federation.names)]) for alice in alices(s, runtime))
 
 
 def _improves(last: Mapping[str, float], rounds: int) -> bool:
@@ -220,22 +226,24 @@ def _runs(
     return [(config, folder / config.label) for config in configs]
 
 
-def own_rounds(runs: RunList, samples: int) -> BestRound:
+def own_rounds(runs: RunList) -> BestRound:
     """Return the mean over Alices, each at the round with her best validation score."""
     logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
-    best = [
-        max(log, key=Selection(config.settings.selected_by).rank, default={})
-        for (config, _), log in zip(runs, logs, strict=True)
-    ]
-    return BestRound(fmean(line.get("round", 0) for line in best), _mean(best))
+    if any(len(log) < config.settings.rounds for (config, _), log in zip(runs, logs, strict=True)):
+        return DIVERGED
+    rank = Selection(runs[0][0].settings.selected_by).rank
+    best = [max(log, key=rank) for log in logs]
+    return BestRound(fmean(line["round"] for line in best), _mean(best))
 
 
-def common_round(runs: RunList, samples: int) -> BestRound:
+def common_round(runs: RunList) -> BestRound:
     """Return the round with the best mean over Alices: the largest accuracy, then the least loss, or the least loss."""
+    s = runs[0][0].settings
     logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
-    means = [_mean(lines) for lines in zip(*logs, strict=False)] or [ValidationScore(0.0, WORST)]
-    by_loss = runs[0][0].settings.selected_by == "loss"
-    best = min(range(len(means)), key=lambda r: (0.0 if by_loss else -means[r].accuracy, means[r].loss))
+    if any(len(log) < s.rounds for log in logs):
+        return DIVERGED
+    means = [_mean(lines) for lines in zip(*logs, strict=True)]
+    best = min(range(s.rounds), key=lambda r: (0.0 if s.selected_by == "loss" else -means[r].accuracy, means[r].loss))
     return BestRound(best + 1, means[best])
 
 
