@@ -43,7 +43,8 @@ NAMES = {"accuracy": "accuracy", "auc": "AUC", "r2": "explained variance"}
 SEEDS = (1, 2)
 RECORD = Path("results/references.jsonl")
 EPOCHS = 15
-GOAL = -1.0  # points: Local minus the better reference, mean over the data sets
+GOAL = -1.0  # points: Local minus the better reference, mean over these data sets
+GOAL_DATA = (*("heart-disease", "parkinson", "har", "landmine", "school", "digit-domains", "office", "photographs"),)
 
 
 def local_scores(s: Settings, metric: str, folder: Path) -> tuple[dict[str, float], dict[str, Any]]:
@@ -180,9 +181,12 @@ def mean_difference(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def content(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table and whether the goal is reached."""
+    """Return the table and the verdict on the goal, which is undecided unless all its data sets are measured."""
+    missing = [name for name in GOAL_DATA if name not in {line["data"] for line in lines}]
     word = "reached" if mean_difference(lines) >= GOAL else "**not reached**"
-    goal = f"The goal is {word}: Local at most one point below the better reference, mean over the data sets."
+    if missing:
+        word = f"**undecided** without {' and '.join(missing)}"
+    goal = f"The goal, Local at most one point below the better reference in the mean over the data sets, is {word}."
     return f"{table(lines)}\n\n{goal}"
 
 
