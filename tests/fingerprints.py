@@ -15,6 +15,7 @@ from waffle_fl.config import RunConfig, check_run
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
+from waffle_fl.experiment.factories import simulation_options
 from waffle_fl.versions import RESULTS_VERSION
 
 KEPT = Path(__file__).with_name("fingerprints.json")
@@ -48,17 +49,7 @@ def losses(config: RunConfig) -> list[float]:
     model = model_of(s, federation, Runtime(), device_of("cpu"))
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
     spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
-    stream = simulate(
-        [spec],
-        model,
-        rounds=s.rounds,
-        batch_size=s.batch_size,
-        epochs=s.epochs,
-        remainder=s.remainder,
-        augment=s.augment,
-        guard=s.guard,
-        workers=1,
-    )
+    stream = simulate([spec], model, **simulation_options(s, Runtime(workers=1)))
     return [outcomes[0].measured["loss"] for outcomes in stream]
 
 

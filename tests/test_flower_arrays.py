@@ -18,7 +18,7 @@ from waffle_fl.deploy import membership, survey
 from waffle_fl.deploy.dry_run import dry_run
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.settings_files import change
-from waffle_fl.deploy.site_data import FEWEST
+from waffle_fl.deploy.site_arrays import FEWEST
 from waffle_fl.engines.flower.messages import Message
 from waffle_fl.errors import WaffleError
 from waffle_fl.inference.trained_run import open_run

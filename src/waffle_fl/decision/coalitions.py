@@ -25,6 +25,7 @@ from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.run_spec import Outcome, RunSpec, on_device, own_net
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment import Runtime, device_of, model_of
+from waffle_fl.experiment.factories import simulation_options
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 from waffle_fl.randomness import generator
@@ -156,19 +157,7 @@ def _trained(
     specs: Sequence[RunSpec], model: FlatModel, s: Settings, runtime: Runtime
 ) -> tuple[list[RunSpec], list[Outcome | None]]:
     """Return the runs on the model's device, and the last outcome of each."""
-    rounds = simulate(
-        specs,
-        model,
-        rounds=s.rounds,
-        batch_size=s.batch_size,
-        epochs=s.epochs,
-        augment=s.augment,
-        flips=s.flips,
-        guard=s.guard,
-        remainder=s.remainder,
-        workers=runtime.workers,
-        engine=runtime.engine,
-    )
+    rounds = simulate(specs, model, **simulation_options(s, runtime))
     trained = deque(islice(rounds, s.final_round or None), maxlen=1)
     last = {outcome.index: outcome for outcomes in trained for outcome in outcomes}
     return on_device(specs, model), [last.get(i) for i in range(len(specs))]

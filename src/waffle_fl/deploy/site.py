@@ -30,7 +30,8 @@ from waffle_fl.deploy.exposure import exposed_shares, usual_shares
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.settings_files import data_of, make_private, read_site
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
-from waffle_fl.deploy.site_data import FEWEST, SiteData
+from waffle_fl.deploy.site_arrays import FEWEST
+from waffle_fl.deploy.site_data import SiteData
 from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from waffle_fl.config import ALL_ALICES, Settings
 from waffle_fl.data import NAMES
 from waffle_fl.deploy.policy import Policy, Refused
-from waffle_fl.errors import WaffleError
+from waffle_fl.deploy.site_arrays import FEWEST, array_summary, check_scaling, impossible, scaling_of
 from waffle_fl.experiment import federation_of
 from waffle_fl.federation import Federation
-from waffle_fl.user_data import AgentData, ArrayScaling, CollectedData, Preprocessing, ReadOptions, gather
+from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, gather
 from waffle_fl.user_data.ambiguity import check_values
-from waffle_fl.user_data.array_scaling import FeatureMoments, feature_moments
-from waffle_fl.user_data.arrays import read_npz, target_moments, with_scaling
+from waffle_fl.user_data.arrays import read_npz, with_scaling
 from waffle_fl.user_data.cells import count_names, numbers
 from waffle_fl.user_data.cleaning import filled
 from waffle_fl.user_data.duplicates import settle
@@ -39,8 +37,6 @@ from waffle_fl.user_data.preprocessing import (
     MOST_CATEGORIES,
     NONE_FOR_TABLES,
     Column,
-    Moments,
-    ScopeOption,
     check_target,
     column_categories,
     column_moments,
@@ -59,9 +55,7 @@ NO_DROP = (
 LATER = (  # settings that a site's stored questions lack if an earlier version asked them
     *("drop", "missing", "decimal", "fold_case", "fill_absent", "duplicates", "max_expansion"),
 )
-FEWEST = 5  # minimum rows for a summary or a score
 MOST_NUMBERS = 10  # maximum different numbers of a target that counts as classes without being listed in `targets`
-ROUNDING = 1e-6  # relative tolerance when checking the common mean and deviation
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class SiteData:
             return {"kind": "arrays", **_facts(Federation.from_gathered(found, 0))}
         if stage != "moments":
             raise Refused(f"this site has arrays, which have no stage {stage!r}")
-        return _array_summary(found.agents[self.name], found.task == "regression", s.preprocessing)
+        return array_summary(found.agents[self.name], found.task == "regression", s.preprocessing)
 
     def _dropped(self, options: ReadOptions) -> list[str]:
         """Return which of the columns to drop this site has."""
@@ -170,9 +164,9 @@ class SiteData:
         found, own = self._gathered(s, tuple(map(str, known["classes"])), ())
         if found.task != own.task or len(found.class_names) > max(2 * len(own.class_names), MOST_CATEGORIES):
             raise Refused("the server's classes do not match those of this site's arrays")
-        common = _scaling_of(known, s.preprocessing)
+        common = scaling_of(known, s.preprocessing)
         if common:
-            _check_scaling(common, found.agents[self.name], found.task == "regression", self.policy.max_rows)
+            check_scaling(common, found.agents[self.name], found.task == "regression", self.policy.max_rows)
             found = with_scaling(found, common)
         return replace(Federation.from_gathered(found, 0), ids=(agent,))
 
@@ -277,74 +271,10 @@ def _check_moments(column: Column, train: Table, most: int) -> None:
             f"the server's preprocessing of {column.name!r} covers {column.rows} rows; this site has {here.n} and "
             f"allows {most} in total (max_rows)"
         )
-    if _impossible(here, column.mean, column.deviation, column.rows).any():
+    if impossible(here, column.mean, column.deviation, column.rows).any():
         raise Refused(
             f"the server's mean and deviation of {column.name!r} cannot be those of rows that include this site's"
         )
-
-
-def _impossible(here: Moments | FeatureMoments, mean: Any, deviation: Any, rows: int) -> NDArray[np.bool_]:
-    """Return whether, or for which features, the total variance is too small to include this site's contribution.
-
-    With n of N rows here, of mean m and variance s^2: deviation^2 >= n/N (s^2 + (m - mean)^2). The server reports N;
-    the site's `max_rows` bounds it.
-    """
-    mean, deviation = np.asarray(mean, np.float64), np.asarray(deviation, np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        share = (here.squares / here.n + (here.mean - mean) ** 2) * here.n / rows
-        scale = np.maximum(np.maximum(np.abs(here.mean), here.deviation), deviation)
-        most = deviation**2 + ROUNDING * scale**2
-        return np.asarray(~(share <= most) | ~np.isfinite(most))
-
-
-def _scaling_of(known: Mapping[str, Any], preprocessing: ScopeOption) -> ArrayScaling | None:
-    """Return the server's scaling of arrays, of the run's scope; None if the run uses them as given."""
-    try:
-        common = ArrayScaling.from_json(known["scaling"]) if known["scaling"] is not None else None
-    except (WaffleError, KeyError, TypeError):
-        raise Refused("the server's scaling cannot be read") from None
-    if preprocessing != (common.scope if common else "none"):
-        raise Refused("the server's scaling does not match this run's preprocessing")
-    return common
-
-
-def _check_scaling(common: ArrayScaling, here: AgentData, regression: bool, most: int) -> None:
-    """Refuse a common scaling that cannot follow from summaries that include this site's."""
-    features = feature_moments(here.x, here.train)
-    if len(common.mean) != (len(features.mean) if common.scope == "federated" else 0):
-        raise Refused(f"the server's scaling has {len(common.mean)} means, this site's samples {len(features.mean)}")
-    if not regression and (common.target_mean, common.target_deviation) != (0, 1):
-        raise Refused("the server's scaling has a scale of the target, which is a class here")
-    if not features.n or not (common.mean or regression):
-        return
-    if not features.n <= common.rows <= most:
-        raise Refused(
-            f"the server's scaling covers {common.rows} samples; this site has {features.n} and allows {most} in total "
-            "(max_rows)"
-        )
-    wrong = _impossible(features, common.mean, common.deviation, common.rows) if common.mean else np.zeros(0, bool)
-    if wrong.any():
-        raise Refused(
-            f"the server's mean and deviation of feature {int(wrong.argmax())} cannot be those of samples that include "
-            "this site's"
-        )
-    if regression and _impossible(target_moments(here), common.target_mean, common.target_deviation, common.rows).any():
-        raise Refused(
-            "the server's mean and deviation of the target cannot be those of samples that include this site's"
-        )
-
-
-def _array_summary(here: AgentData, regression: bool, preprocessing: ScopeOption) -> dict[str, Any]:
-    """Moments of the training samples; with local preprocessing only those of a regression's target leave."""
-    if 0 < len(here.train) < FEWEST:
-        raise Refused(f"this site has fewer than {FEWEST} training samples, too few to summarise")
-    summary: dict[str, Any] = {}
-    if preprocessing == "federated":
-        found = feature_moments(here.x, here.train)
-        summary["features"] = [found.mean.tolist(), found.squares.tolist()]
-    if regression and preprocessing != "none":
-        summary["target"] = list(target_moments(here)[1:])
-    return summary
 
 
 def _check_texts(name: str, texts: Sequence[str], cells: int = 0) -> None:

@@ -44,6 +44,7 @@ from waffle_fl.experiment.factories import (
     model_name,
     model_of,
     origin,
+    simulation_options,
 )
 from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
 from waffle_fl.federation import Federation
@@ -246,20 +247,7 @@ def _train(
     last = s.rounds if until is None else min(until, s.rounds)
     model = model_of(s, active_runs[0].spec.federation, runtime, device)
     specs = on_device([active.spec for active in active_runs], model)
-    stream = simulate(
-        specs,
-        model,
-        rounds=s.rounds,
-        start=active_runs[0].start,
-        batch_size=s.batch_size,
-        remainder=s.remainder,
-        epochs=s.epochs,
-        augment=s.augment,
-        flips=s.flips,
-        guard=s.guard,
-        workers=runtime.workers,
-        engine=runtime.engine,
-    )
+    stream = simulate(specs, model, start=active_runs[0].start, **simulation_options(s, runtime))
     began, ended = time.monotonic(), False
     try:
         for outcomes in islice(stream, last - active_runs[0].start):

@@ -184,6 +184,12 @@ def new_model(
 _known_model = lru_cache(maxsize=8)(new_model)
 
 
+def simulation_options(s: Settings, runtime: Runtime) -> dict[str, Any]:
+    """Return the arguments of `simulate` that the settings and the runtime determine."""
+    names = ("rounds", "batch_size", "epochs", "remainder", "augment", "flips", "guard")
+    return {name: getattr(s, name) for name in names} | {"workers": runtime.workers, "engine": runtime.engine}
+
+
 def model_name(s: Settings, shape: Sequence[int]) -> str:
     """Return the name of the network for samples of this shape, with `auto` resolved."""
     return (DEFAULTS.get(s.data) or BY_AXES.get(len(shape), "mlp")) if s.model == "auto" else s.model
