@@ -1,0 +1,169 @@
+"""Read a tournament file: which tasks, which methods, and how each method is tuned.
+
+    schema = 1
+    kind = "tournament"
+    methods = ["all"]
+    seeds = [1, 2, 3]
+    partitions = [1, 2, 3]                    # seeds of the splits and of the label permutations in the tables
+    tuning = { partitions = [101], seeds = [1], alices = 10 }   # only for choosing lr and one hyperparameter
+    rounds = 50                               # settings of all runs, as in an experiment file
+    [shared]                                  # an option that every method gets
+    clip = 5.0
+    [grid]                                    # one hyperparameter per method, and its values
+    ditto = { lam = [0.1, 1.0, 10.0] }
+    [data.digits]                             # a data set: its values of lr, its columns, its own settings
+    lr = [0.05, 0.1, 0.2]
+    columns = [{ split = "A" }, { split = "A", shift = "rotate(45)" }]
+
+A method without a hyperparameter of its own has `weight_decay` in the grid, so that every method has the same number of
+trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.config import ALL_ALICES, RunConfig, Settings, check_run, read_toml
+from waffle_fl.config.checking import floats, problems_of, tuples
+from waffle_fl.config.settings import check_schema, options_of
+from waffle_fl.constraints import parameters_of
+from waffle_fl.errors import WaffleError, suggest
+
+KIND = "tournament"
+Measure: TypeAlias = Literal["accuracy", "auc", "error"]
+TOP = ("schema", "kind", "methods", "seeds", "partitions", "tuning", "shared", "grid", "data")
+OWN = ("lr", "columns", "measure", "alices")  # keys of a data set that are not settings
+
+
+class Trial(NamedTuple):
+    """One choice of lr and of one hyperparameter of a method, or of a setting such as weight_decay."""
+
+    lr: float
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """A data set with its columns: kinds of heterogeneity under which every agent is Alice once."""
+
+    name: str
+    measure: Measure
+    lr: tuple[float, ...]
+    columns: tuple[Settings, ...]
+    alices: int  # at most this many agents are Alice; 0 means all
+
+
+@dataclass(frozen=True)
+class Tournament:
+    """The content of a tournament file."""
+
+    name: str
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    partitions: tuple[int, ...]
+    tuning_partitions: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+    tuning_alices: int
+    shared: Mapping[str, Any]
+    grid: Mapping[str, tuple[str, tuple[Any, ...]]]  # method -> (hyperparameter, its values)
+    data: Mapping[str, TaskSet]
+
+    def trials(self, method: str, tasks: TaskSet) -> list[Trial]:
+        """Return the trials of a method on a data set; every method has the same number."""
+        name, values = self.grid[method]
+        return [Trial(lr, name, value) for lr, value in product(tasks.lr, values)]
+
+    def config(self, method: str, column: Settings, trial: Trial, partition: int, seed: int) -> RunConfig:
+        """Return the config of a run; the permutations of labels are drawn anew for each partition."""
+        s = replace(column, lr=trial.lr, split_seed=partition, seed=seed)
+        if not s.is_own:
+            s = replace(s, permutation_seed=partition)
+        options = {key: value for key, value in self.shared.items() if key in options_of(method)}
+        if trial.name in options_of(method):
+            options |= {trial.name: trial.value}
+        else:
+            s = replace(s, **{trial.name: trial.value})
+        return RunConfig(method=method, settings=s, options=options)
+
+
+def is_tournament(path: Path) -> bool:
+    """Return whether a file is a tournament and not a grid of runs."""
+    return read_toml(path)[1].get("kind") == KIND
+
+
+def load_tournament(path: Path) -> Tournament:
+    """Read a tournament file, or raise one error that lists its problems."""
+    _, content = read_toml(path)
+    check_schema(content.get("schema"))
+    if content.get("kind") != KIND:
+        raise WaffleError(f"{path}: expected kind = {KIND!r}, got {content.get('kind')!r}")
+    missing = [key for key in TOP if key not in content and key != "shared"]
+    if missing:
+        raise WaffleError(f"{path}: a tournament needs {', '.join(missing)}")
+    methods = tuple(ALGORITHMS) if content["methods"] == [ALL_ALICES] else tuple(content["methods"])
+    unknown = next((method for method in methods if method not in ALGORITHMS), None)
+    if unknown:
+        raise WaffleError(f"{path}: unknown method {unknown!r}{suggest(unknown, ALGORITHMS)}")
+    general = {key: value for key, value in content.items() if key not in TOP}
+    tuning = content["tuning"]
+    found = Tournament(
+        path.stem,
+        methods,
+        tuple(content["seeds"]),
+        tuple(content["partitions"]),
+        tuple(tuning["partitions"]),
+        tuple(tuning["seeds"]),
+        int(tuning.get("alices", 0)),
+        content.get("shared", {}),
+        {method: _choices(path, method, content["grid"]) for method in methods},
+        {name: _tasks(path, name, general, table) for name, table in content["data"].items()},
+    )
+    if set(found.partitions) & set(found.tuning_partitions):
+        raise WaffleError(f"{path}: expected tuning partitions that are not in the tables, got {found.partitions}")
+    budgets = {len(values) for _, values in found.grid.values()}
+    if len(budgets) > 1:
+        raise WaffleError(f"{path}: expected as many values for every method in [grid], got {sorted(budgets)}")
+    for method in methods:  # every choice must be valid
+        for tasks in found.data.values():
+            for trial in found.trials(method, tasks):
+                config = found.config(method, tasks.columns[0], trial, 0, 0)
+                settings = {name: getattr(config.settings, name) for name in parameters_of(Settings)}
+                check_run(method, settings, config.options)
+    return found
+
+
+def _choices(path: Path, method: str, grid: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    table = grid.get(method)
+    if not isinstance(table, dict) or len(table) != 1:
+        raise WaffleError(f"{path}: expected one hyperparameter with its values in [grid] for {method}, got {table!r}")
+    ((name, values),) = table.items()
+    known = [*options_of(method), *parameters_of(Settings)]
+    if name not in known or not isinstance(values, list) or not values:
+        raise WaffleError(f"{path}: [grid] {method}: expected a list of values of one of its options, got {table!r}")
+    return name, tuple(values)
+
+
+def _tasks(path: Path, name: str, general: Mapping[str, Any], table: Mapping[str, Any]) -> TaskSet:
+    missing = [key for key in ("lr", "columns") if not table.get(key)]
+    if missing:
+        raise WaffleError(f"{path}: [data.{name}] needs {' and '.join(missing)}")
+    measure = table.get("measure", "accuracy")
+    if measure not in get_args(Measure):
+        raise WaffleError(f"{path}: [data.{name}] measure: unknown {measure!r}{suggest(measure, get_args(Measure))}")
+    own = {key: value for key, value in table.items() if key not in OWN}
+    known = parameters_of(Settings)
+    columns = []
+    for column in table["columns"]:
+        values = tuples({"data": name, **general, **own, **column})
+        problems = problems_of(values, known)
+        if problems:
+            raise WaffleError(f"{path}: [data.{name}] {'; '.join(problems)}")
+        settings = Settings(**floats(values, known))
+        columns.append(replace(settings, alice=ALL_ALICES) if settings.is_own else settings)
+    return TaskSet(name, measure, tuple(map(float, table["lr"])), tuple(columns), int(table.get("alices", 0)))

@@ -1,0 +1,202 @@
+"""Train what the records of a tournament lack, job by job; a job is one method on one data set.
+
+    python -m waffle_fl.tournament experiments/tournament.toml --data heart-disease --processes 8 --minutes 20
+
+Needs only torch and numpy. Every finished trial and every finished column is written at once, so an interrupted job
+continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from waffle_fl.config import Settings
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Runtime, device_of
+from waffle_fl.tournament.plan import TaskSet, Tournament, Trial, load_tournament
+from waffle_fl.tournament.record import (
+    Line,
+    append_lines,
+    chosen_trial,
+    column_name,
+    read_lines,
+    record_file,
+    table,
+    trial_key,
+    tuned,
+)
+from waffle_fl.tournament.tasks import Score, mean_points, train
+from waffle_fl.versions import RESULTS_VERSION
+
+Report = Callable[[str], None]
+
+
+class Job(NamedTuple):
+    """One method on one data set."""
+
+    data: str
+    method: str
+
+
+def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[str] = ()) -> list[Job]:
+    """Return the jobs of these data sets and methods; none given means all."""
+    for given, known in ((data, tournament.data), (methods, tournament.methods)):
+        odd = next((name for name in given if name not in known), None)
+        if odd:
+            raise WaffleError(f"expected names from {', '.join(known)}, got {odd!r}")
+    return [
+        Job(name, method)
+        for name in tournament.data
+        if not data or name in data
+        for method in tournament.methods
+        if not methods or method in methods
+    ]
+
+
+def run(
+    file: Path,
+    out: Path,
+    runtime: Runtime,
+    jobs: Sequence[Job],
+    processes: int = 1,
+    report: Report = print,
+) -> None:
+    """Run all jobs, several at a time, until they are done or the minutes of the runtime are over."""
+    end = time.time() + 60 * runtime.minutes if runtime.minutes else float("inf")
+    if processes == 1:
+        for job in jobs:
+            report(_run_job(file, out, runtime, job, end))
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        started = [pool.submit(_run_job, file, out, replace(runtime, workers=1), job, end) for job in jobs]
+        for future in as_completed(started):
+            report(future.result())
+
+
+def _run_job(file: Path, out: Path, runtime: Runtime, job: Job, end: float) -> str:
+    """Tune a method on a data set, then fill its part of the table. Return one line for the display."""
+    tournament = load_tournament(file)
+    tasks, path, began = tournament.data[job.data], record_file(out, tournament, job.data), time.time()
+    done = 0
+    try:
+        for lines in _lines(tournament, tasks, job.method, path, runtime):
+            append_lines(path, lines)
+            done += len(lines)
+            if time.time() > end:
+                return f"{job.data} {job.method}: stopped after {done} lines, {time.time() - began:.0f} s"
+    except (WaffleError, TypeError, RuntimeError, torch.OutOfMemoryError) as error:
+        return f"{job.data} {job.method}: failed: {type(error).__name__}: {error}"
+    return f"{job.data} {job.method}: {done} lines, {time.time() - began:.0f} s"
+
+
+def _lines(tournament: Tournament, tasks: TaskSet, method: str, path: Path, runtime: Runtime) -> Iterator[list[Line]]:
+    """Yield the lines that a method lacks on a data set, a trial or a column at a time."""
+    known = tuned(read_lines(path))
+    for trial in tournament.trials(method, tasks):
+        if trial_key(method, trial) not in known:
+            yield [_tuning_line(tournament, tasks, method, trial, runtime)]
+    lines = read_lines(path)
+    chosen = chosen_trial(tournament, tasks, method, lines)
+    if chosen is None:
+        raise WaffleError(f"{path}: the record lacks trials of {method} that were just written: is the disk full?")
+    held = table(lines)
+    for columns in _stacks(tasks, runtime):
+        missing = [
+            (column, partition)
+            for column in columns
+            for partition in tournament.partitions
+            if (method, column_name(column), partition) not in held
+        ]
+        if missing:
+            yield _table_lines(tournament, tasks, method, chosen, missing, runtime)
+
+
+def _stacks(tasks: TaskSet, runtime: Runtime) -> list[Sequence[Settings]]:
+    """Return the columns that train together: all on a GPU, one at a time on a CPU."""
+    return [tasks.columns] if device_of(runtime.device).type == "cuda" else [(column,) for column in tasks.columns]
+
+
+def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: Trial, runtime: Runtime) -> Line:
+    pairs = [(p, s) for p in tournament.tuning_partitions for s in tournament.tuning_seeds]
+    validation, diverged, count = [], 0, 0
+    for columns in _stacks(tasks, runtime):
+        configs = [tournament.config(method, column, trial, p, s) for column in columns for p, s in pairs]
+        found = [scores for _, _, scores in train(configs, runtime, tasks.measure, tournament.tuning_alices)]
+        for k in range(len(columns)):
+            own = [score for part in found[k * len(pairs) : (k + 1) * len(pairs)] for score in part]
+            validation.append(_short(mean_points([score.validation for score in own]), 6))
+            diverged += sum(score.last is None for score in own)
+            count += len(own)
+    return {
+        "stage": "tuning",
+        "method": method,
+        **trial._asdict(),
+        "validation": validation,
+        "diverged": diverged,
+        "tasks": count,
+        **_origin(runtime),
+    }
+
+
+def _table_lines(
+    tournament: Tournament,
+    tasks: TaskSet,
+    method: str,
+    trial: Trial,
+    missing: Sequence[tuple[Settings, int]],
+    runtime: Runtime,
+) -> list[Line]:
+    configs = [
+        tournament.config(method, column, trial, partition, seed)
+        for column, partition in missing
+        for seed in tournament.seeds
+    ]
+    found = {i: (names, scores) for i, names, scores in train(configs, runtime, tasks.measure, tasks.alices)}
+    lines = []
+    for k, (column, partition) in enumerate(missing):
+        own = [found[k * len(tournament.seeds) + i] for i in range(len(tournament.seeds))]
+        lines.append(
+            {
+                "stage": "table",
+                "method": method,
+                "column": column_name(column),
+                "partition": partition,
+                **trial._asdict(),
+                "seeds": list(tournament.seeds),
+                "alices": own[0][0],
+                **_columns([scores for _, scores in own]),
+                **_origin(runtime),
+            }
+        )
+    return lines
+
+
+def _columns(scores: Sequence[Sequence[Score]]) -> dict[str, list[list[float | None]]]:
+    """Return each score as a list of seeds of lists of Alices, and the mean curve per seed."""
+    named = {
+        name: [[_short(getattr(score, name), 4) for score in seed] for seed in scores]
+        for name in ("selected", "last", "best", "loss")
+    }
+    curves = [
+        [_short(mean_points(points), 4) for points in zip(*(s.curve for s in seed), strict=True)] for seed in scores
+    ]
+    return {**named, "curve": curves}
+
+
+def _short(value: float | None, digits: int) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def _origin(runtime: Runtime) -> Line:
+    device = device_of(runtime.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "results_version": RESULTS_VERSION}
