@@ -36,7 +36,7 @@ LAYERS = [
     {"records"},
     {"experiment", "results"},
     {"claims", "deploy", "inference", "loggers"},
-    {"report"},
+    {"report", "tournament"},
     {"decision"},
     {"tuning"},
     {"cli"},
@@ -55,6 +55,7 @@ BARE = (
     "results",
     "claims.record_files",
     "decision.study",
+    "tournament.running",
 )
 
 

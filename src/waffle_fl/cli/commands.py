@@ -29,6 +29,7 @@ from waffle_fl.cli.decide import (
 from waffle_fl.cli.display import show_all_agents, show_result, show_tables, show_verdicts
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.progress import Folder, Notes, Output, ProgressFlags, default_folder, live
+from waffle_fl.cli.tournament import check_tournament, run_tournament
 from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chosen_training
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
 from waffle_fl.decision.partners import SHARED
@@ -40,6 +41,7 @@ from waffle_fl.manifest import no_warning
 from waffle_fl.records import read_json
 from waffle_fl.report import write_report
 from waffle_fl.results import Details, condense, config_of, mean_weights, read_runs
+from waffle_fl.tournament.plan import is_tournament
 
 BASELINES_HELP = (
     "Train the Local and FedAvg baselines as well, so that the run can say whether Alice gains by joining. "
@@ -209,6 +211,11 @@ def bench(arguments: Sequence[str]) -> int:
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Bench, arguments, "bench")
+    if is_tournament(args.file):
+        if args.check:
+            return check_tournament(args.file.resolve(), args.output.json)
+        folder = Path(args.out or Path("runs") / args.file.stem)
+        return run_tournament(args.file, folder, args.runtime, args.output.json)
     experiments = load_experiments(args.file)
     if args.check:
         return _check(args.file.resolve(), args.output)

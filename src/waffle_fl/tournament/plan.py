@@ -36,7 +36,8 @@ from waffle_fl.errors import WaffleError, suggest
 
 KIND = "tournament"
 Measure: TypeAlias = Literal["accuracy", "auc", "error"]
-TOP = ("schema", "kind", "methods", "seeds", "partitions", "tuning", "shared", "grid", "data")
+TOP = ("schema", "kind", "methods", "seeds", "partitions", "tuning", "grid", "data")
+MORE = ("shared", "claims")
 OWN = ("lr", "columns", "measure", "alices")  # keys of a data set that are not settings
 
 
@@ -103,14 +104,14 @@ def load_tournament(path: Path) -> Tournament:
     check_schema(content.get("schema"))
     if content.get("kind") != KIND:
         raise WaffleError(f"{path}: expected kind = {KIND!r}, got {content.get('kind')!r}")
-    missing = [key for key in TOP if key not in content and key != "shared"]
+    missing = [key for key in TOP if key not in content]
     if missing:
         raise WaffleError(f"{path}: a tournament needs {', '.join(missing)}")
     methods = tuple(ALGORITHMS) if content["methods"] == [ALL_ALICES] else tuple(content["methods"])
     unknown = next((method for method in methods if method not in ALGORITHMS), None)
     if unknown:
         raise WaffleError(f"{path}: unknown method {unknown!r}{suggest(unknown, ALGORITHMS)}")
-    general = {key: value for key, value in content.items() if key not in TOP}
+    general = {key: value for key, value in content.items() if key not in (*TOP, *MORE)}
     tuning = content["tuning"]
     found = Tournament(
         path.stem,

@@ -1,0 +1,87 @@
+"""Check the records of a tournament against its file, and decide the claims of the file.
+
+    [[claims]]
+    claim = "WAFFLE is above Local over all tasks"
+    method = "waffle"
+    above = "local"          # holds if the difference is positive and significant (paired t test over the columns)
+
+    [[claims]]
+    claim = "WAFFLE is at most 0.3 points behind the best tuned method"
+    method = "waffle"
+    gap = 0.3                # holds if the mean gap to the best method of each column is at most this
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from waffle_fl.algorithms import title_of
+from waffle_fl.claims.verdict import Verdict
+from waffle_fl.config import read_toml
+from waffle_fl.errors import WaffleError
+from waffle_fl.tournament.plan import Tournament
+from waffle_fl.tournament.record import Line, chosen_trial, column_name, read_lines, record_file, table
+from waffle_fl.tournament.standings import Scores, compare, standings
+
+SIGNIFICANT = 0.05
+KEYS = {"claim", "method", "above", "gap"}
+
+
+def read_records(tournament: Tournament, folder: Path) -> dict[str, list[Line]]:
+    """Return the lines of each data set."""
+    return {data: read_lines(record_file(folder, tournament, data)) for data in tournament.data}
+
+
+def problems(tournament: Tournament, records: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Return one line per data set and method whose record is incomplete or not what the file says."""
+    return [problem for data in tournament.data for problem in _problems(tournament, data, records[data])]
+
+
+def _problems(tournament: Tournament, data: str, lines: Sequence[Line]) -> Iterator[str]:
+    tasks, held = tournament.data[data], table(lines)
+    wanted = {(column_name(column), partition) for column in tasks.columns for partition in tournament.partitions}
+    absent = [method for method in tournament.methods if not any(line["method"] == method for line in lines)]
+    if len(absent) == len(tournament.methods):
+        yield f"{data}: no record yet"
+        return
+    for method in tournament.methods:
+        chosen = chosen_trial(tournament, tasks, method, lines)
+        found = {key[1:]: line for key, line in held.items() if key[0] == method}
+        if chosen is None:
+            yield f"{data} {method}: the record lacks trials of the tuning"
+        elif wanted - set(found):
+            yield f"{data} {method}: the record lacks {len(wanted - set(found))} of {len(wanted)} parts of the table"
+        elif any((line["lr"], line["name"], line["value"]) != tuple(chosen) for line in found.values()):
+            yield f"{data} {method}: the table was made with another trial than the tuning chose, {chosen}"
+        if set(found) - wanted:
+            yield f"{data} {method}: the record has columns or partitions that the file lacks"
+
+
+def read_claims(file: Path) -> list[dict[str, Any]]:
+    """Return the claims of a tournament file."""
+    claims: list[dict[str, Any]] = read_toml(file)[1].get("claims", [])
+    for claim in claims:
+        if set(claim) - KEYS or not {"claim", "method"} <= set(claim) or ("above" in claim) == ("gap" in claim):
+            raise WaffleError(f"{file}: expected a claim with claim, method and either above or gap, got {claim}")
+    return claims
+
+
+def verdicts(claims: Sequence[Mapping[str, Any]], scores: Scores) -> list[Verdict]:
+    """Decide the claims. A claim about methods without a complete record is undecided."""
+    return [_verdict(claim, scores) for claim in claims]
+
+
+def _verdict(claim: Mapping[str, Any], scores: Scores) -> Verdict:
+    method, complete = claim["method"], scores.methods
+    if method not in complete or claim.get("above", method) not in complete:
+        return Verdict(claim["claim"], False, "the record is not complete", undecided=True)
+    if "above" in claim:
+        found = compare(scores, method, claim["above"])
+        significant = found.p < SIGNIFICANT
+        return Verdict(claim["claim"], significant and found.difference > 0, str(found), undecided=not significant)
+    own = next(standing for standing in standings(scores) if standing.method == method)
+    best = standings(scores)[0]
+    numbers = f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({title_of(best.method)})"
+    return Verdict(claim["claim"], own.gap <= claim["gap"], numbers)

@@ -1,0 +1,236 @@
+"""A tournament: tuned methods on many tasks, with every agent as Alice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli_support import waffle
+from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Runtime, execute
+from waffle_fl.records import read_rounds
+from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
+from waffle_fl.tournament.cost import cost_of
+from waffle_fl.tournament.plan import Trial, load_tournament
+from waffle_fl.tournament.record import append_lines, chosen_trial, read_lines, record_file, table
+from waffle_fl.tournament.running import jobs_of, run
+from waffle_fl.tournament.standings import Scores, compare, critical_difference, lowest, scores_of, standings
+from waffle_fl.tournament.tasks import train
+
+ROOT = Path(__file__).parent.parent
+TEXT = """
+schema = 1
+kind = "tournament"
+methods = ["local", "fedavg", "waffle"]
+seeds = [1, 2]
+partitions = [1]
+tuning = { partitions = [101], seeds = [1], alices = 2 }
+rounds = 2
+agents = 3
+validation = 0.2
+samples_per_agent = 40
+
+[shared]
+clip = 5.0
+
+[grid]
+local = { weight_decay = [0.0] }
+fedavg = { weight_decay = [0.0] }
+waffle = { compared = ["updates"] }
+
+[data.digits]
+lr = [0.02, 0.2]
+columns = [{ split = "A" }, { split = "A", shift = "drift(sudden, 0.5, k=4)" }]
+
+[[claims]]
+claim = "WAFFLE is above Local"
+method = "waffle"
+above = "local"
+"""
+CPU = Runtime(device="cpu", workers=1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tournament file and its complete records."""
+    folder = tmp_path_factory.mktemp("tournament")
+    (folder / "experiments").mkdir()
+    file = folder / "experiments" / "tiny.toml"
+    file.write_text(TEXT)
+    run(file, folder / "results", CPU, jobs_of(load_tournament(file)), report=lambda line: None)
+    return folder
+
+
+def test_the_projects_tournament_gives_every_method_the_same_budget() -> None:
+    """All methods of the package take part, with nine trials each on every data set."""
+    found = load_tournament(ROOT / "experiments" / "tournament.toml")
+    assert set(found.methods) == set(ALGORITHMS)
+    budgets = {len(found.trials(method, tasks)) for method in found.methods for tasks in found.data.values()}
+    assert budgets == {9}
+    assert not set(found.partitions) & set(found.tuning_partitions)
+
+
+def test_a_record_has_every_trial_and_every_part_of_the_table(finished: Path) -> None:
+    """The record is complete, and a second run adds nothing."""
+    tournament = load_tournament(finished / "experiments" / "tiny.toml")
+    records = read_records(tournament, finished / "results")
+    assert problems(tournament, records) == []
+    assert len(records["digits"]) == 3 * (2 + 2)
+    run(
+        finished / "experiments" / "tiny.toml",
+        finished / "results",
+        CPU,
+        jobs_of(tournament),
+        report=lambda line: None,
+    )
+    assert read_records(tournament, finished / "results") == records
+
+
+def test_every_agent_is_alice(finished: Path) -> None:
+    """A line of the table has one score per seed and agent."""
+    tournament = load_tournament(finished / "experiments" / "tiny.toml")
+    line = table(read_records(tournament, finished / "results")["digits"])["fedavg", "A", 1]
+    assert line["alices"] == ["agent 0", "agent 1", "agent 2"]
+    assert [len(seed) for seed in line["selected"]] == [3, 3]
+
+
+def test_scores_are_those_of_a_plain_run(finished: Path, tmp_path: Path) -> None:
+    """Selected, last and best round of a task agree with a run in its own folder."""
+    tournament = load_tournament(finished / "experiments" / "tiny.toml")
+    column = tournament.data["digits"].columns[0]
+    for method in ("local", "fedavg", "waffle"):
+        config = tournament.config(method, column, Trial(0.2, *_only(tournament.grid[method])), 1, 2)
+        ((_, names, scores),) = train([config], CPU, "accuracy")
+        alone = replace(config, settings=replace(config.settings, alice="1"))
+        (result,) = execute([(alone, tmp_path / method)], CPU)
+        own = scores[names.index("agent 1")]
+        assert own.selected == pytest.approx(100 * result["selected"]["accuracy"], abs=1e-9)
+        assert own.last == pytest.approx(100 * result["last"]["accuracy"], abs=1e-9)
+        assert own.best == pytest.approx(100 * result["best"]["accuracy"], abs=1e-9)
+        assert own.round == result["selected"]["round"]
+        assert len(read_rounds(tmp_path / method / "rounds.jsonl")) == 2
+
+
+def _only(choice: tuple[str, tuple[object, ...]]) -> tuple[str, object]:
+    return choice[0], choice[1][0]
+
+
+def test_tuning_chooses_by_validation_scores_only(finished: Path) -> None:
+    """The chosen trial has the best validation score, and a diverged run comes last."""
+    tournament = load_tournament(finished / "experiments" / "tiny.toml")
+    tasks = tournament.data["digits"]
+    lines = [
+        {"stage": "tuning", "method": "local", "lr": lr, "name": "weight_decay", "value": 0.0, **rest}
+        for lr, rest in (
+            (0.02, {"validation": [50.0, 60.0], "diverged": 0}),
+            (0.2, {"validation": [99.0, 99.0], "diverged": 1}),
+        )
+    ]
+    assert chosen_trial(tournament, tasks, "local", lines) == Trial(0.02, "weight_decay", 0.0)
+    assert chosen_trial(tournament, tasks, "local", lines[:1]) is None
+
+
+def test_a_table_made_with_another_trial_is_a_problem(finished: Path, tmp_path: Path) -> None:
+    """The check notices a line of the table whose lr is not the chosen one, and a missing line."""
+    tournament = load_tournament(finished / "experiments" / "tiny.toml")
+    lines = read_records(tournament, finished / "results")["digits"]
+    path = record_file(tmp_path, tournament, "digits")
+    at = next(k for k, line in enumerate(lines) if line["stage"] == "table")
+    append_lines(path, [*lines[:at], {**lines[at], "lr": 0.7}, *lines[at + 1 :]])
+    (problem,) = problems(tournament, {"digits": read_lines(path)})
+    assert "another trial" in problem
+    (problem,) = problems(tournament, {"digits": [line for k, line in enumerate(lines) if k != at]})
+    assert "lacks 1 of 2 parts" in problem
+
+
+def test_the_command_checks_the_records(finished: Path) -> None:
+    """`waffle bench FILE --check` prints the standings and exits with 0 for complete records, else with 1."""
+    file = finished / "experiments" / "tiny.toml"
+    shown = waffle("bench", file, "--check")
+    assert shown.code == 0
+    assert "FedAvg" in shown.out
+    other = finished / "experiments" / "other.toml"
+    other.write_text(TEXT)
+    shown = waffle("bench", other, "--check")
+    assert shown.code == 1
+    assert "no record yet" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"local", "fedavg"', '"locl", "fedavg"', "unknown method 'locl'"),
+        ("partitions = [101]", "partitions = [1]", "tuning partitions that are not in the tables"),
+        ('waffle = { compared = ["updates"] }', 'waffle = { compard = ["updates"] }', "expected a list of values"),
+        ('waffle = { compared = ["updates"] }', 'waffle = { compared = ["a", "b"] }', "as many values"),
+        ("lr = [0.02, 0.2]", "lr = [-1.0]", "lr"),
+        ("rounds = 2", "round = 2", "round"),
+        ('above = "local"', "", "either above or gap"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    """A wrong name or value is reported before anything trains."""
+    assert old in TEXT
+    file = tmp_path / "wrong.toml"
+    file.write_text(TEXT.replace(old, new, 1))
+    with pytest.raises(WaffleError, match=message):
+        read_claims(file)
+        load_tournament(file)
+
+
+def scores(**methods: list[float]) -> Scores:
+    """Scores of one column, one task per value."""
+    return Scores({("d", "A"): {m: {(1, str(k)): v for k, v in enumerate(some)} for m, some in methods.items()}})
+
+
+def test_standings_by_hand() -> None:
+    """Gap, worst tenth, share above Local and rank of two methods on four tasks, worked out by hand."""
+    found = standings(scores(local=[50.0, 60.0, 70.0, 80.0], waffle=[52.0, 58.0, 75.0, 85.0]))
+    first, second = found
+    assert (first.method, first.gap, first.rank) == ("waffle", 0.0, 1.0)
+    assert second.gap == pytest.approx(67.5 - 65.0)
+    assert first.gains == 0.75
+    assert second.worst == pytest.approx(52.0 - 50.0)
+    # differences 2, -2, 5, 5: mean 2.5, deviation sqrt(33/3), standard error 1.66 < 2.5
+    assert second.near == 0
+
+
+def test_a_diverged_run_counts_as_the_worst_of_its_task() -> None:
+    """None is replaced by the lowest score that any method has on the task."""
+    lines = [
+        {"stage": "table", "column": "A", "partition": 1, "alices": ["a"], "method": m, "selected": v}
+        for m, v in (("local", [[40.0], [60.0]]), ("waffle", [[None], [80.0]]))
+    ]
+    assert scores_of({"d": lines}).columns["d", "A"]["waffle"] == {(1, "a"): 60.0}
+
+
+def test_a_difference_is_tested_over_columns() -> None:
+    """The mean difference is over tasks; one column gives no test."""
+    found = compare(scores(local=[50.0, 60.0], waffle=[51.0, 63.0]), "waffle", "local")
+    assert found.difference == 2.0
+    assert found.tasks == 2
+    assert found.p != found.p
+
+
+def test_critical_difference_is_nemenyis() -> None:
+    """Demsar (2006), Table 5: q = 2.343 for three methods at the level 0.05."""
+    assert critical_difference(3, 10) == pytest.approx(2.343 * (3 * 4 / 60) ** 0.5, abs=2e-3)
+    assert lowest([5.0, 1.0, 3.0]) == 1.0
+
+
+def test_costs_of_methods() -> None:
+    """Messages and gradients per step: FedAvg one model each way, Ditto two gradients, WAFFLE two models down."""
+    assert cost_of("fedavg") == (1.0, 1.0, 1.0)
+    assert cost_of("ditto") == (1.0, 1.0, 2.0)
+    assert cost_of("waffle") == (2.0, 1.0, 1.0)
+    assert cost_of("local")[:2] == (0.0, 0.0)
+
+
+def test_an_undecided_claim_says_so(finished: Path) -> None:
+    """A claim about a method without a complete record is undecided."""
+    claims = read_claims(finished / "experiments" / "tiny.toml")
+    (verdict,) = verdicts(claims, scores(local=[1.0, 2.0]))
+    assert verdict.word == "undecided"
