@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paper import beyond_tables, figures, robustness_tables
+from paper import beyond_tables, figures, robustness_tables, tournament_page
 from paper.cell_tables import cifar_section, full_section, mnist_section, summary_table
 from paper.cells import our_runs
 from paper.claims import Verdict
@@ -97,7 +97,7 @@ def contents(root: Path) -> dict[Path, str]:
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
         made[path] = with_results(path.read_text(encoding="utf-8"), records, shifts)
-    return made
+    return made | tournament_page.contents(root)
 
 
 def results_page(records: Records) -> str:

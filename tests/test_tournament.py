@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from tests.cli_support import waffle
+
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
@@ -177,8 +177,7 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, old: str, new: str, m
     file = tmp_path / "wrong.toml"
     file.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(WaffleError, match=message):
-        read_claims(file)
-        load_tournament(file)
+        _ = read_claims(file), load_tournament(file)
 
 
 def scores(**methods: list[float]) -> Scores:

@@ -61,7 +61,9 @@ def show_standings(found: list[Standing], console: Console) -> None:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for s in found:
         near, gains = f"{s.near} of {s.columns}", f"{100 * s.gains:.0f} %"
-        table.add_row(title_of(s.method), f"{s.gap:.2f}", f"{s.largest:.2f}", near, f"{s.worst:.2f}", gains, f"{s.rank:.1f}")
+        table.add_row(
+            title_of(s.method), f"{s.gap:.2f}", f"{s.largest:.2f}", near, f"{s.worst:.2f}", gains, f"{s.rank:.1f}"
+        )
     if found:
         console.print(table)
 

@@ -1,14 +1,14 @@
 """Check the records of a tournament against its file, and decide the claims of the file.
 
-    [[claims]]
-    claim = "WAFFLE is above Local over all tasks"
-    method = "waffle"
-    above = "local"          # holds if the difference is positive and significant (paired t test over the columns)
+[[claims]]
+claim = "WAFFLE is above Local over all tasks"
+method = "waffle"
+above = "local"          # holds if the difference is positive and significant (paired t test over the columns)
 
-    [[claims]]
-    claim = "WAFFLE is at most 0.3 points behind the best tuned method"
-    method = "waffle"
-    gap = 0.3                # holds if the mean gap to the best method of each column is at most this
+[[claims]]
+claim = "WAFFLE is at most 0.3 points behind the best tuned method"
+method = "waffle"
+gap = 0.3                # holds if the mean gap to the best method of each column is at most this
 """
 
 from __future__ import annotations
@@ -83,5 +83,7 @@ def _verdict(claim: Mapping[str, Any], scores: Scores) -> Verdict:
         return Verdict(claim["claim"], significant and found.difference > 0, str(found), undecided=not significant)
     own = next(standing for standing in standings(scores) if standing.method == method)
     best = standings(scores)[0]
-    numbers = f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({title_of(best.method)})"
+    numbers = (
+        f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({title_of(best.method)})"
+    )
     return Verdict(claim["claim"], own.gap <= claim["gap"], numbers)
