@@ -13,8 +13,8 @@ import altair as alt
 
 from paper.figures import INK, styled
 from paper.markdown import prose, table
-from paper.sections import verdict_table
 from waffle_fl.algorithms import title_of
+from waffle_fl.claims.verdict import Verdict
 from waffle_fl.report.charts import to_svg
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
@@ -50,11 +50,16 @@ def contents(root: Path) -> dict[Path, str]:
         made[folder / "tournament-ranks.svg"] = to_svg(ranks(order))
         made[folder / "tournament-curves.svg"] = to_svg(curves(records, complete, order))
     claims = verdicts(read_claims(file), complete)
-    text = "\n\n".join([*sections(tournament, records, complete, order, missing), "## Claims", verdict_table(claims)])
+    text = "\n\n".join([*sections(tournament, records, complete, order, missing), "## Claims", claims_table(claims)])
     marker = re.compile(rf"(<!-- record: {NAME} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     old = page.read_text(encoding="utf-8")
     made[page] = marker.sub(lambda match: f"{match[1]}{text}\n{match[2]}", old)
     return made
+
+
+def claims_table(claims: Sequence[Verdict]) -> str:
+    """Return one row per claim; the claims were written before the runs."""
+    return table(["claim", "verdict", "numbers"], [[claim.claim, claim.word, claim.numbers] for claim in claims])
 
 
 def sections(
@@ -110,8 +115,8 @@ def caption(order: Sequence[Standing]) -> str:
     distance = critical_difference(len(order), order[0].columns)
     return prose(
         "First: points behind the best method of each column, mean over the columns, in the round selected on",
-        f"validation data. Second: mean ranks; methods closer than {distance:.1f} do not differ significantly (Nemenyi's",
-        "test, level 0.05), marked for the first one.",
+        f"validation data. Second: mean ranks; methods closer than {distance:.1f} do not differ significantly",
+        "(Nemenyi's test, level 0.05), marked for the first one.",
     )
 
 
