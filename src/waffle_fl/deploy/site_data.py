@@ -14,7 +14,7 @@ import numpy as np
 from waffle_fl.config import ALL_ALICES, Settings
 from waffle_fl.data import NAMES
 from waffle_fl.deploy.policy import Policy, Refused
-from waffle_fl.deploy.site_arrays import FEWEST, array_summary, check_scaling, impossible, scaling_of
+from waffle_fl.deploy.site_arrays import FEWEST, array_summary, check_clip, check_scaling, impossible, scaling_of
 from waffle_fl.experiment import federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, gather
@@ -34,6 +34,7 @@ from waffle_fl.user_data.folder_reader import (
     tables_at,
 )
 from waffle_fl.user_data.preprocessing import (
+    CLIP,
     MOST_CATEGORIES,
     NONE_FOR_TABLES,
     Column,
@@ -250,6 +251,7 @@ def _check_prepared(
     columns = [*(column.name for column in common.columns), common.target]
     if common.scope != options.preprocessing or sorted(columns) != sorted(tables[0].columns):
         raise Refused("the server's preprocessing does not match this site's columns and this run's target")
+    check_clip(common.clip, CLIP)
     for column in common.columns:
         if column.kind == "categorical":
             _check_texts(column.name, column.categories)
