@@ -151,6 +151,8 @@ class SiteData:
         return self._from_tables(s, agent, Preprocessing.from_json(known["prepared"]))
 
     def _check(self, s: Settings) -> None:
+        if s.test == "none":
+            raise Refused("a site scores models on its test data: set test to share")
         if s.duplicates == "drop":
             raise Refused(NO_DROP)
         if self.by_name != (not s.is_own) or (self.by_name and self.source != s.data):
