@@ -1,22 +1,23 @@
 """Is training alone any good? Local with its defaults beside scikit-learn and a small CNN, on the agents' own data.
 
-    python -m benchmarks.references FOLDER heart-disease parkinson ...
+    python -m benchmarks.references --data FOLDER heart-disease parkinson ...
 
 FOLDER holds one folder per data set, with one file per agent. `photographs` are class folders of CIFAR-10 images, 1,000
 for each of four agents, which are written first. Every agent trains alone, with the training that `decide` chooses. The
 references are those of the decision page, chosen on the same validation rows, and, for images and series, a small CNN
 with BatchNorm trained by Adam for 15 epochs. Scores are on test rows: accuracy, AUC for Landmine, and the share of the
-variance that is explained for regression, each in percent. The lines replace those of the same data in
-results/references.jsonl, and the table of docs/examples/training-alone.md is written from it.
+variance that is explained for regression, each in percent. The lines replace those of the same data in the file --out,
+as they come; several processes may write to it. `--page` writes the table of docs/examples/training-alone.md from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import re
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,15 +42,14 @@ DROPPED = {"parkinson": ("total_UPDRS",)}
 METRICS = {"landmine": "auc"}
 NAMES = {"accuracy": "accuracy", "auc": "AUC", "r2": "explained variance"}
 SEEDS = (1, 2)
-RECORD = Path("results/references.jsonl")
+RECORD, PAGE = Path("results/references.jsonl"), Path("docs/examples/training-alone.md")
 EPOCHS = 15
 GOAL = -1.0  # points: Local minus the better reference, mean over these data sets
 GOAL_DATA = ("heart-disease", "parkinson", "har", "landmine", "school", "digit-domains", "office", "photographs")
 
 
-def local_scores(s: Settings, metric: str, folder: Path) -> tuple[dict[str, float], dict[str, Any]]:
+def local_scores(s: Settings, metric: str, folder: Path, runtime: Runtime) -> tuple[dict[str, float], dict[str, Any]]:
     """Train every agent alone and return each one's test score, and the chosen settings."""
-    runtime = Runtime()
     training = choose_training(s, ["local"], {}, (), folder / "training", runtime, Listener())
     runs = {
         (alice, seed): training.applied(RunConfig(method="local", settings=replace(s, alice=alice, seed=seed)))
@@ -116,18 +116,18 @@ def write_photographs(folder: Path) -> None:
         Image.fromarray(image).save(home / f"{row}.png")
 
 
-def compare(folder: Path, name: str) -> dict[str, Any]:
+def compare(folder: Path, name: str, runtime: Runtime) -> dict[str, Any]:
     """Return one line of the record: mean scores over agents of a data set."""
     if name == "photographs" and not (folder / name).exists():
         write_photographs(folder / name)
     reading = {"target": TARGETS.get(name, ""), "drop": DROPPED.get(name, ()), "duplicates": "keep"}
     s = Settings(data=str(folder / name), alice="all", validation=0.2, **reading)  # type: ignore[arg-type]
-    federation = all_alices_of(s, Runtime())
+    federation = all_alices_of(s, runtime)
     metric = METRICS.get(name, "accuracy" if federation.task == "classification" else "r2")
-    began = time.process_time()
+    began = _cpu_seconds()
     with tempfile.TemporaryDirectory() as runs:
-        local, chosen = local_scores(replace(s, validation=0.0), metric, Path(runs))
-    seconds = round(time.process_time() - began)
+        local, chosen = local_scores(replace(s, validation=0.0), metric, Path(runs), runtime)
+    seconds = round(_cpu_seconds() - began)
     by_agent = {name: i for i, name in enumerate(federation.names)}
     references: dict[str, float] = {}
     cnn: dict[str, float] = {}
@@ -156,6 +156,12 @@ def compare(folder: Path, name: str) -> dict[str, Any]:
         "by_agent": {a: round(v, 2) for a, v in local.items()} if len(local) <= 4 else {},
         "cpu_seconds": seconds,
     }
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its workers that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _mean(values: dict[str, float]) -> float | None:
@@ -190,6 +196,21 @@ def content(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"{table(lines)}\n\n{goal}"
 
 
+def add_line(record: Path, line: Mapping[str, Any]) -> None:
+    """Replace the line of the same data in a record, or add it; other processes wait meanwhile."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    with record.open("a+", encoding="utf-8") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.seek(0)
+        known = {found["data"]: found for found in map(json.loads, stream)} | {line["data"]: line}
+        stream.truncate(0)
+        stream.writelines(f"{json.dumps(found)}\n" for _, found in sorted(known.items(), key=_place))
+
+
+def _place(item: tuple[str, Any]) -> int:
+    return GOAL_DATA.index(item[0])
+
+
 def write_page(record: Path, page: Path) -> None:
     """Write the table of a record between the markers of a page."""
     made = content([json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()])
@@ -200,18 +221,22 @@ def write_page(record: Path, page: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.references", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("data", nargs="*")
+    parser.add_argument("names", nargs="*", choices=GOAL_DATA, metavar="name", help=", ".join(GOAL_DATA))
+    parser.add_argument("--data", type=Path, help="folder that holds a folder per name")
     parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
+    parser.add_argument("--workers", type=int, default=0, help="processes on a CPU; 0: one per core")
+    parser.add_argument("--page", action="store_true", help="write the table of the page from --out")
     given = parser.parse_args()
-    for name in given.data:
-        line = compare(given.folder, name)
+    if given.names and given.data is None:
+        parser.error("expected --data FOLDER beside the names")
+    runtime = Runtime(device=given.device, workers=given.workers)
+    for name in given.names:
+        line = compare(given.data, name, runtime)
         print(json.dumps(line), flush=True)
-        known = given.out.read_text(encoding="utf-8").splitlines() if given.out.exists() else []
-        kept = [text for text in known if json.loads(text)["data"] != name]
-        given.out.write_text("".join(f"{text}\n" for text in (*kept, json.dumps(line))), encoding="utf-8")
-    if given.out == RECORD:
-        write_page(given.out, Path("docs/examples/training-alone.md"))
+        add_line(given.out, line)
+    if given.page:
+        write_page(given.out, PAGE)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from test_inference import output_of
 from waffle_fl import Federation, PersonalizedClassifier, PersonalizedRegressor
 from waffle_fl.decision.references import fit_reference
 from waffle_fl.inference.exporting import export
-from waffle_fl.inference.trained_run import open_run
+from waffle_fl.inference.trained_run import StandardisedInput, open_run
 from waffle_fl.results import read_run
 from waffle_fl.user_data import ArrayScaling, array_scaling
 from waffle_fl.user_data.array_scaling import FeatureMoments, feature_moments
-from waffle_fl.user_data.preprocessing import joined_moments, moments
+from waffle_fl.user_data.preprocessing import CLIP, joined_moments, moments
 
 Shape = tuple[int, ...]
 NAMES = ("north", "south", "west")
@@ -64,6 +64,29 @@ def trained(data: Path, out: Path, *arguments: str) -> Path:
 # ------------------------------------------------------------------------------------------------------------ fitting
 
 
+@pytest.mark.parametrize(("shape", "bound"), [((4,), CLIP), ((3, 16), None)])
+def test_features_are_clipped_and_channels_are_not(shape: Shape, bound: float | None, tmp_path: Path) -> None:
+    """A far value counts as one of three deviations; in a series it stays; the module in front of a model agrees."""
+    (tmp_path / "data").mkdir()
+    for seed, name in enumerate(NAMES):
+        x, y = samples(seed, shape=shape)
+        x[0] *= 1000
+        np.savez(tmp_path / "data" / f"{name}.npz", x_train=x, y_train=y, x_test=x[:5], y_test=y[:5])
+    found = Federation.from_folder(tmp_path / "data", duplicates="keep")
+    assert found.scaling is not None
+    assert found.scaling.clip == bound
+    assert (float(found.x.abs().max()) == CLIP) == (bound == CLIP)
+    raw = given(tmp_path / "data", duplicates="keep").x
+    torch.testing.assert_close(StandardisedInput(found.scaling, torch.float32)(raw), found.x, rtol=1e-5, atol=1e-5)
+
+
+def test_an_earlier_scaling_does_not_clip() -> None:
+    """A scaling.json without a bound, as runs of earlier versions have, leaves far values."""
+    content = ArrayScaling((0.0,), (1.0,), 5).to_json()
+    del content["clip"]
+    assert ArrayScaling.from_json(content).transform(np.array([[40.0]]), "north").item() == 40
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 10), (2, 5, 6)])
 def test_the_training_samples_of_all_agents_are_standardised(shape: Shape, tmp_path: Path) -> None:
     """Mean and deviation are those of the pooled training samples, per feature or per channel."""
@@ -75,9 +98,10 @@ def test_the_training_samples_of_all_agents_are_standardised(shape: Shape, tmp_p
     np.testing.assert_allclose(found.scaling.mean, pooled.mean(axis=axes), rtol=1e-12)
     np.testing.assert_allclose(found.scaling.deviation, pooled.std(axis=axes), rtol=1e-12)
     assert (found.scaling.rows, found.scaling.scope) == (len(pooled), "federated")
-    rows = found.x[torch.cat(found.train)].double().transpose(0, 1).flatten(1)
-    torch.testing.assert_close(rows.mean(dim=1), torch.zeros(shape[0]).double(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(rows.std(dim=1, correction=0), torch.ones(shape[0]).double(), atol=1e-6, rtol=0)
+    sides = (-1, *[1] * (pooled.ndim - 2))
+    scaled = (pooled - pooled.mean(axis=axes).reshape(sides)) / pooled.std(axis=axes).reshape(sides)
+    expected = np.clip(scaled, -CLIP, CLIP) if len(shape) == 1 else scaled
+    np.testing.assert_allclose(found.x[torch.cat(found.train)].numpy(), expected, atol=1e-6)
     assert [rows.tolist() for rows in found.train] == [rows.tolist() for rows in raw.train]
 
 
@@ -249,6 +273,7 @@ def test_a_scaling_survives_json(tmp_path: Path) -> None:
         *({"mean": found.mean[1:]}, {"mean": "1234"}, {"mean": [float("nan")] * 4}, {"mean": [10**400] * 4}),
         *({"deviation": [-1.0] * 4}, {"deviation": [float("inf")] * 4}, {"target_deviation": 0.0}, {"mean": None}),
         *({"rows": 1.5}, {"rows": -1}, {"scope": "none"}, {"target_mean": "0"}, {"more": 1}, {"scope": []}),
+        *({"clip": 0}, {"clip": "3"}, {"clip": float("nan")}),
     ):
         assert "expected a scaling as saved in a run folder" in refusal(ArrayScaling.from_json, {**content, **changes})
     assert "fields differ" in refusal(ArrayScaling.from_json, {"mean": []})

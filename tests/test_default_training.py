@@ -169,6 +169,14 @@ def test_a_candidate_that_diverges_is_the_worst(settings: Settings, tmp_path: Pa
     assert best_candidate([best_round([whole, short]).score, ValidationScore(0.5, 2.0)], 10) == 1
 
 
+def test_trials_score_validation_rows_and_no_test_rows(settings: Settings) -> None:
+    """With test = none every agent's test rows are its validation rows, which are scored once; without any it ends."""
+    held = replace(settings, validation=0.2)
+    found, usual = (all_alices_of(replace(held, test=test), Runtime()) for test in ("none", "share"))
+    assert all(rows is found.validation[i] for i, rows in enumerate(found.test))
+    assert [r.tolist() for r in found.train] == [r.tolist() for r in usual.train]
+
+
 def test_only_rows_of_the_trained_agents_count(settings: Settings) -> None:
     """The standard error of a single Alice's accuracy follows from her own validation rows."""
     held_out = replace(settings, validation=0.2)

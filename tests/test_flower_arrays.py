@@ -203,6 +203,8 @@ CANNOT_BE_READ, IMPOSSIBLE = (
         ({"rows": 10**18}, "(max_rows)"),
         ({"scope": "local"}, "does not match this run's preprocessing"),
         ({"target_mean": 5.0}, "has a scale of the target"),
+        ({"clip": 0.1}, "clips standardised inputs at 0.1, this site at 3.0"),
+        ({"clip": None}, "clips standardised inputs at None, this site at 3.0"),
         ({"mean": [float("nan")] * 4}, CANNOT_BE_READ),
         ({"mean": [1e300] * 4, "deviation": [1e300] * 4}, CANNOT_BE_READ),
         ({"mean": 3}, CANNOT_BE_READ),

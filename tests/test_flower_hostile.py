@@ -567,6 +567,15 @@ def test_impossible_means_are_refused(changes: dict[str, Any], first: SurveyedSi
     assert not reply.payloads
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_another_bound_of_inputs_is_refused(clip: float | None, first: SurveyedSite) -> None:
+    """A preparation that clips otherwise than this version is refused before training."""
+    known = {**first.facts.known, "prepared": {**(first.facts.prepared or {}), "clip": clip}}
+    reply = first.server.send_tasks(first.facts, first.server_run, (first.task, first.payload), known=known)
+    assert "clips standardised inputs at" in reply.fields["courses"]["course"]["error"]
+    assert not reply.payloads
+
+
 def test_reported_categories_cannot_be_omitted(first: SurveyedSite) -> None:
     """A preparation without a category that this site reported is refused."""
     prepared = first.facts.prepared

@@ -110,7 +110,9 @@ def test_onnx_takes_raw_columns(run: Path, tmp_path: Path, engine: str) -> None:
     trained = open_run(run)
     assert trained.preprocessing is not None
     (model,) = [path for path in export(trained, tmp_path, "onnx") if path.suffix == ".onnx"]
-    path = write(tmp_path / "new.csv", rows(9, 12))
+    lines = rows(9, 12)
+    lines[0][1] = "10000"  # clipped at three deviations
+    path = write(tmp_path / "new.csv", lines)
     inputs = columns_of(path, trained.preprocessing)
     session = runtime.InferenceSession(model) if engine == "onnxruntime" else runtime.ReferenceEvaluator(str(model))
     (scores,) = session.run(None, inputs)

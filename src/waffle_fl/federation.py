@@ -106,6 +106,10 @@ class Federation:
         """Shape of one sample."""
         return tuple(self.x.shape[1:])
 
+    def without_test(self) -> Federation:
+        """Return the federation with each agent's validation data in place of its test data, which is not used."""
+        return replace(self, test=self.validation, backdoor=None)
+
     def only(self, agent: int) -> Federation:
         """Return a federation of this agent alone, as a single site sees it."""
         one = slice(agent, agent + 1)

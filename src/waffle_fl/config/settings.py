@@ -89,8 +89,8 @@ class Settings:
     """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
     """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
-    test: Literal["share", "all"] = "share"
-    """Alice's test data: her share of the test set, or every test sample that fits her distribution."""
+    test: Literal["share", "all", "none"] = "share"
+    """Alice's test data: her share of the test set, every test sample of her distribution, or none: validation data."""
     split_seed: int = parameter(0, at_least(0))
     """Seed of the split. Independent of the seed of the run."""
     permutation_seed: int = parameter(0, at_least(0))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data import AgentData, ArrayScaling
-from waffle_fl.user_data.array_scaling import FeatureMoments, feature_moments
+from waffle_fl.user_data.array_scaling import FeatureMoments, clip_of, feature_moments
 from waffle_fl.user_data.arrays import target_moments
 from waffle_fl.user_data.preprocessing import Moments, ScopeOption
 
@@ -44,8 +44,15 @@ def scaling_of(known: Mapping[str, Any], preprocessing: ScopeOption) -> ArraySca
     return common
 
 
+def check_clip(clip: float | None, expected: float | None) -> None:
+    """Refuse another bound of standardised inputs: a small one would remove what distinguishes the samples."""
+    if clip != expected:
+        raise Refused(f"the server clips standardised inputs at {clip}, this site at {expected}")
+
+
 def check_scaling(common: ArrayScaling, here: AgentData, regression: bool, most: int) -> None:
     """Refuse a common scaling that cannot follow from summaries that include this site's."""
+    check_clip(common.clip, clip_of(here.x.ndim - 1))
     features = feature_moments(here.x, here.train)
     if len(common.mean) != (len(features.mean) if common.scope == "federated" else 0):
         raise Refused(f"the server's scaling has {len(common.mean)} means, this site's samples {len(features.mean)}")

@@ -14,7 +14,7 @@ import numpy as np
 from waffle_fl.config import ALL_ALICES, Settings
 from waffle_fl.data import NAMES
 from waffle_fl.deploy.policy import Policy, Refused
-from waffle_fl.deploy.site_arrays import FEWEST, array_summary, check_scaling, impossible, scaling_of
+from waffle_fl.deploy.site_arrays import FEWEST, array_summary, check_clip, check_scaling, impossible, scaling_of
 from waffle_fl.experiment import federation_of
 from waffle_fl.federation import Federation
 from waffle_fl.user_data import CollectedData, Preprocessing, ReadOptions, gather
@@ -34,6 +34,7 @@ from waffle_fl.user_data.folder_reader import (
     tables_at,
 )
 from waffle_fl.user_data.preprocessing import (
+    CLIP,
     MOST_CATEGORIES,
     NONE_FOR_TABLES,
     Column,
@@ -150,6 +151,8 @@ class SiteData:
         return self._from_tables(s, agent, Preprocessing.from_json(known["prepared"]))
 
     def _check(self, s: Settings) -> None:
+        if s.test == "none":
+            raise Refused("a site scores models on its test data: set test to share")
         if s.duplicates == "drop":
             raise Refused(NO_DROP)
         if self.by_name != (not s.is_own) or (self.by_name and self.source != s.data):
@@ -250,6 +253,7 @@ def _check_prepared(
     columns = [*(column.name for column in common.columns), common.target]
     if common.scope != options.preprocessing or sorted(columns) != sorted(tables[0].columns):
         raise Refused("the server's preprocessing does not match this site's columns and this run's target")
+    check_clip(common.clip, CLIP)
     for column in common.columns:
         if column.kind == "categorical":
             _check_texts(column.name, column.categories)

@@ -99,7 +99,7 @@ def _scaling(
     answers = ask("moments", {}) if federated or regression else {}
     features = [_feature_moments(n, r, samples[n], shape[0]) for n, r in answers.items()] if federated else []
     targets = [_target_moments(n, r, samples[n]) for n, r in answers.items()] if regression else []
-    return common_scaling(features, targets, s.preprocessing).to_json()
+    return common_scaling(features, targets, s.preprocessing, len(shape)).to_json()
 
 
 def _tables(ask: Ask, s: Settings, hello: Answers, digests: dict[str, str]) -> Survey:

@@ -133,7 +133,10 @@ class Evaluator:
     ) -> list[dict[str, Tensor]]:
         """Score each Alice's model on her test data and, if present, her validation data, with her current labels."""
         scores = self.score(algorithms, federations, [f.test[f.alice] for f in federations], nets, progress)
-        with_validation = [k for k, f in enumerate(federations) if len(f.validation[f.alice])]
+        untested = [k for k, f in enumerate(federations) if f.test[f.alice] is f.validation[f.alice]]
+        for k in untested:
+            scores[k] |= {f"validation_{key}": value for key, value in scores[k].items()}
+        with_validation = [k for k, f in enumerate(federations) if len(f.validation[f.alice]) and k not in untested]
         methods, others = [algorithms[k] for k in with_validation], [federations[k] for k in with_validation]
         more = self.score(
             methods, others, [f.validation[f.alice] for f in others], [nets[k] for k in with_validation], progress

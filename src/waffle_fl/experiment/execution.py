@@ -126,6 +126,8 @@ def _open(
         raise WaffleError(f"final_round: expected 0 unless final_model is selected, got {s.final_round}")
     if s.final_round > s.rounds:
         raise WaffleError(f"final_round: expected at most the number of rounds, {s.rounds}, got {s.final_round}")
+    if s.test == "none" and not len(federation.validation[federation.alice]):
+        raise WaffleError("test: expected share or all without validation data, got none: set validation, such as 0.2")
     if selects(s) and not s.final_round and not len(federation.validation[federation.alice]):
         raise WaffleError(
             "final_model: expected last without validation data, got selected: set validation, such as 0.2"

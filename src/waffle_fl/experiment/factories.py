@@ -46,6 +46,8 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
     Runs that differ only in seed, guard, or an attack that does not poison data share it.
     """
     s = replace(s, seed=0, guard="off")
+    if s.test == "none":
+        return federation_of(replace(s, test="share"), data_dir, allow_unverified).without_test()
     if parse(s.attack).poison is None:
         s = replace(s, attack=NONE, attackers=1)
     elif not s.is_own:

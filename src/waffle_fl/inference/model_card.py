@@ -73,8 +73,9 @@ def _preprocessing(trained: Trained) -> dict[str, Any] | None:
         return content
     if trained.scaling:
         per = "feature" if len(trained.shape) < 2 else "channel, the first axis of a sample"
+        bound = f", clipped at -{trained.scaling.clip:g} and {trained.scaling.clip:g}" if trained.scaling.clip else ""
         return {
-            "formula": f"(value - mean) / deviation, for each {per}; 0 if the deviation is 0",
+            "formula": f"(value - mean) / deviation, for each {per}{bound}; 0 if the deviation is 0",
             "included": "in the exported programs; model.safetensors alone takes standardised inputs",
             "bytes": "value / 127.5 - 1 before; no program includes it",
             **trained.scaling.to_json(),

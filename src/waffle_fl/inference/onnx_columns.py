@@ -28,7 +28,7 @@ def with_columns(model: Any, preprocessing: Preprocessing) -> Any:
     nodes, blocks = _Nodes(), []
     for i, column in enumerate(preprocessing.columns):
         make = nodes.numeric if column.kind == "numeric" else nodes.categorical
-        blocks += make(f"column {i}/", input_name(column.name), column, preprocessing.rules)
+        blocks += make(f"column {i}/", input_name(column.name), column, preprocessing)
     joined = nodes.add("Concat", blocks, "features/joined", axis=1)
     nodes.add("Cast", [joined], features.name, to=features.type.tensor_type.elem_type)
     nodes.made += inner.graph.node
@@ -82,10 +82,10 @@ class _Nodes:
     def as_float(self, name: str) -> str:
         return self.add("Cast", [name], f"{name} float", to=1)
 
-    def numeric(self, at: str, source: str, column: Column, rules: CellRules) -> list[str]:
+    def numeric(self, at: str, source: str, column: Column, fitted: Preprocessing) -> list[str]:
         """Add the features of a numeric column, computed in double precision."""
         zero = self.constant(f"{at}zero", [0.0], "DOUBLE")
-        for k, code in enumerate(_codes(column.name, rules)):
+        for k, code in enumerate(_codes(column.name, fitted.rules)):
             equal = self.add("Equal", [source, self.constant(f"{at}code {k}", [code], "DOUBLE")], f"{at}is code {k}")
             absent = self.constant(f"{at}absent {k}", [float("nan")], "DOUBLE")
             source = self.add("Where", [equal, absent, source], f"{at}without code {k}")
@@ -94,11 +94,15 @@ class _Nodes:
         scale = self.constant(f"{at}deviation", [column.deviation or float("inf")], "DOUBLE")  # a constant becomes 0
         centred = self.add("Sub", [source, centre], f"{at}centred")
         scaled = self.add("Div", [centred, scale], f"{at}scaled")
+        if fitted.clip is not None:
+            bounds = [self.constant(f"{at}{side:+}", [side * fitted.clip], "DOUBLE") for side in (-1, 1)]
+            scaled = self.add("Clip", [scaled, *bounds], f"{at}clipped")
         value = self.add("Where", [missing, zero, scaled], f"{at}value")
         return [self.as_feature(value), *([self.as_feature(missing)] if column.missing else [])]
 
-    def categorical(self, at: str, source: str, column: Column, rules: CellRules) -> list[str]:
+    def categorical(self, at: str, source: str, column: Column, fitted: Preprocessing) -> list[str]:
         """Add the one-hot features of a categorical column; an unknown category gives zeros."""
+        rules = fitted.rules
         words: dict[str, int] = dict.fromkeys(_missing_words(column.name, rules), ABSENT)
         for k, category in enumerate(column.categories):
             for text in _spellings(category, rules):

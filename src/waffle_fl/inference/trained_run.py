@@ -113,21 +113,22 @@ def with_scaled_inputs(module: nn.Module, scaling: ArrayScaling | None, dtype: t
 
 
 class StandardisedInput(nn.Module):
-    """Standardise each feature or channel as the training data was: in float64, then rounded to float32."""
+    """Standardise and clip each feature or channel as the training data was: in float64, then rounded to float32."""
 
     mean: Tensor
     divisor: Tensor
 
     def __init__(self, scaling: ArrayScaling, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.clip = dtype, scaling.clip
         self.register_buffer("mean", torch.tensor(scaling.mean, dtype=torch.float64))
         self.register_buffer("divisor", torch.tensor(scaling.divisor, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         sides = (-1, *[1] * (x.ndim - 2))
         scaled = (x.double() - self.mean.view(sides)) / self.divisor.view(sides)
-        return scaled.float().to(self.dtype)
+        bounded = scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+        return bounded.float().to(self.dtype)
 
 
 class TargetUnit(nn.Module):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.user_data.preprocessing import ROUNDING, Moments, Scope, joined_moments
+from waffle_fl.user_data.preprocessing import CLIP, ROUNDING, Moments, Scope, clipped, is_bound, joined_moments
 
 Floats64 = NDArray[np.float64]
 BLOCK = 1 << 20  # numbers that are converted to float64 at once
@@ -34,6 +34,7 @@ class ArrayScaling:
     target_mean: float = 0.0
     target_deviation: float = 1.0  # the unit in which a regression is trained
     scope: Scope = "federated"
+    clip: float | None = None  # largest distance of a standardised input from 0; None: unlimited, as in earlier runs
 
     @property
     def divisor(self) -> tuple[float, ...]:
@@ -41,21 +42,22 @@ class ArrayScaling:
         return tuple(deviation or float("inf") for deviation in self.deviation)
 
     def transform(self, x: NDArray[Any], name: str) -> NDArray[Any]:
-        """Return (value - mean) / deviation as float32; `name` is the agent's, for an error message."""
+        """Return (value - mean) / deviation, clipped, as float32; `name` is the agent's, for an error message."""
         if not self.mean:
             return x
         made = np.empty(x.shape, np.float32)
         mean, divisor = np.array(self.mean)[:, None], np.array(self.divisor)[:, None]
         for rows in _blocks(np.arange(len(x)), x):
             with np.errstate(over="ignore"):
-                block = ((_channels(x[rows]) - mean) / divisor).astype(np.float32)
+                scaled = (_channels(x[rows]) - mean) / divisor
+                block = scaled.astype(np.float32)
             bad = np.flatnonzero(~np.isfinite(block).all(axis=(1, 2)))
             if len(bad):
                 raise WaffleError(
                     f"{name}: a value of the sample at index {rows[bad[0]]} is too far from the training samples for "
                     "float32: repair it or drop the sample"
                 )
-            made[rows] = block.reshape(len(rows), *x.shape[1:])
+            made[rows] = clipped(scaled, self.clip).reshape(len(rows), *x.shape[1:])
         return made
 
     def targets(self, y: NDArray[Any]) -> Floats64:
@@ -86,6 +88,7 @@ class ArrayScaling:
             and type(self.rows) is int
             and self.rows >= 0
             and self.scope in get_args(Scope)
+            and is_bound(self.clip)
         )
 
 
@@ -127,13 +130,20 @@ def feature_moments(x: NDArray[Any], rows: NDArray[Any]) -> FeatureMoments:
     return FeatureMoments(len(rows), mean, squares / max(1, positions))
 
 
-def common_scaling(features: Sequence[FeatureMoments], targets: Sequence[Moments], scope: Scope) -> ArrayScaling:
+def clip_of(axes: int) -> float | None:
+    """Return the bound of standardised inputs: CLIP for features, none for the channels of a series or an image."""
+    return CLIP if axes == 1 else None
+
+
+def common_scaling(
+    features: Sequence[FeatureMoments], targets: Sequence[Moments], scope: Scope, axes: int
+) -> ArrayScaling:
     """Return the scaling common to all agents, from their moments in the agents' order.
 
-    `features` is empty for local preprocessing, `targets` for a classification.
+    `features` is empty for local preprocessing, `targets` for a classification. `axes` are those of a sample.
     """
     goal = joined_moments(targets)
-    common = ArrayScaling((), (), goal.n, goal.mean, goal.deviation or 1.0, scope)
+    common = ArrayScaling((), (), goal.n, goal.mean, goal.deviation or 1.0, scope, clip_of(axes))
     return _with_features(common, reduce(FeatureMoments.joined, features)) if features else common
 
 

@@ -86,7 +86,8 @@ def standardised(found: CollectedData, scope: Scope) -> CollectedData:
     parts = found.agents.values()
     features = [feature_moments(part.x, part.train) for part in parts] if scope == "federated" else []
     targets = [target_moments(part) for part in parts] if found.task == "regression" else []
-    return with_scaling(found, common_scaling(features, targets, scope))
+    axes = next(iter(parts)).x.ndim - 1
+    return with_scaling(found, common_scaling(features, targets, scope, axes))
 
 
 def target_moments(part: AgentData) -> Moments:

@@ -42,6 +42,7 @@ Floats = NDArray[np.float32]
 MOST_CATEGORIES = 100
 MOST_CLASSES = 20  # an integer target with more distinct values is a regression target
 
+CLIP = 3.0  # deviations from the mean at which standardised features are clipped: a far value would rule a model
 ROUNDING = 1e-12  # relative to the mean: a smaller deviation is that of a constant
 NONE_FOR_TABLES = (
     "preprocessing: expected federated or local for tables, got none: their columns must become numbers of one scale"
@@ -83,6 +84,7 @@ class Preprocessing:
     target_deviation: float = 1.0  # the unit in which a regression is trained
     scope: Scope = "federated"
     rules: CellRules = CellRules()  # how the cells were read, and are read by predict
+    clip: float | None = None  # largest distance of a standardised number from 0; None: unlimited, as in earlier runs
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -93,7 +95,7 @@ class Preprocessing:
 
         A category that is not in the training data raises WaffleError, or sets all one-hot features to 0 if `unknown`
         is "ignore"."""
-        blocks = [_block(column, table, unknown) for column in self.columns]
+        blocks = [_block(column, table, unknown, self.clip) for column in self.columns]
         return np.concatenate([np.empty((len(table), 0), np.float32), *blocks], axis=1)
 
     def count_unknown(self, table: Table) -> int:
@@ -160,7 +162,13 @@ class Preprocessing:
             and all(c.kind in get_args(Kind) for c in self.columns)
             and self.task in get_args(Task)
             and self.scope in get_args(Scope)
+            and is_bound(self.clip)
         )
+
+
+def is_bound(clip: Any) -> bool:
+    """Return whether this can be the bound of standardised inputs; it may come from an untrusted file."""
+    return clip is None or (type(clip) in (int, float) and clip > 0)
 
 
 class Cellcount(NamedTuple):
@@ -291,7 +299,7 @@ def table_scope(preprocessing: ScopeOption) -> Scope:
 
 def fit_jointly(aim: Preprocessing, columns: tuple[Column, ...], goal: Moments, scope: Scope) -> Preprocessing:
     """Return the preprocessing common to all agents: the columns and, for regression, the scale of the target."""
-    common = replace(aim, columns=columns, scope=scope)
+    common = replace(aim, columns=columns, scope=scope, clip=CLIP)
     if aim.task == "classification":
         return common
     return replace(common, target_mean=goal.mean, target_deviation=goal.deviation or 1.0)
@@ -364,11 +372,16 @@ def _local(column: Column, table: Table) -> Column:
     return replace(column, mean=own.mean, deviation=own.deviation)
 
 
-def _block(column: Column, table: Table, unknown: str) -> Floats:
+def clipped(scaled: NDArray[np.float64], clip: float | None) -> NDArray[np.float64]:
+    """Return standardised inputs with those beyond the bound moved to it; missing ones stay NaN."""
+    return scaled if clip is None else np.clip(scaled, -clip, clip)
+
+
+def _block(column: Column, table: Table, unknown: str, clip: float | None) -> Floats:
     cells = cells_of(table, column.name)
     missing = cells.missing[:, None]
     if column.kind == "numeric":
-        scaled = standardised(table, column.name, column.mean, column.deviation)
+        scaled = clipped(standardised(table, column.name, column.mean, column.deviation), clip)
         block = np.where(missing, 0.0, scaled[:, None])
     else:
         found = codes_of(cells, column.categories)
