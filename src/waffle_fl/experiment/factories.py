@@ -93,7 +93,7 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
         seed=s.split_seed,
         samples_per_agent=s.samples_per_agent,
         validation=s.validation,
-        test=s.test,
+        test="all" if s.test == "all" else "share",  # "none" is settled before
         shares=s.shares or None,
         sizes=s.sizes,
         direction=s.direction,
