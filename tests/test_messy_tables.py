@@ -129,6 +129,10 @@ ODD: dict[str, tuple[dict[str, list[str]], str]] = {
         {"lab": [*LAB[:-2], "-9", "-9"]},
         "column 'lab' has -9 in 4 rows, and else 0.2 to 10.2: if it means missing, set --missing -9",
     ),
+    "-999 beside other negative numbers": (
+        {"lab": [*column(["-12.5", "3.5", "21"], ROWS - 1), "-999"]},
+        "column 'lab' has -999 in 2 rows, and else -12.5 to 21: if it means missing, set --missing -999",
+    ),
     "-9 and 999": ({"lab": [*LAB[:-2], "-9", "999"]}, "if they mean missing, set --missing -9 999"),
     "an identifier": (
         {"patient_id": [str(i * i) for i in range(ROWS)]},
@@ -422,3 +426,13 @@ def test_data_of_one_file_and_of_arrays(tmp_path: Path) -> None:
     assert "(or the path of a data folder)" in waffle("data", "digitz").words
     assert "leave them out" in waffle("data", "digits", "--target", "y").words
     assert "each agent has its own" in waffle("data", folder, "--target", "y", "--split", "A").words
+
+
+def test_messages_show_the_beginning_of_a_long_cell(tmp_path: Path) -> None:
+    """A cell of 85,000 characters is cut in errors and in the report of `waffle data`."""
+    long = "x" * 85_000
+    folder = write(tmp_path / "d", north=table(1, lab=[*LAB[:-1], long]), south=table(2, lab=LAB))
+    assert f"has '{'x' * 40}...': repair it" in refusal(read, folder)
+    folder = write(tmp_path / "d", north=table(1, lab=column(["a", long])), south=table(2, lab=column(["a"])))
+    shown = waffle("data", folder, "--target", "y")
+    assert shown.code == 0 and len(shown.out) < 5_000

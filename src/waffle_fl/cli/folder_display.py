@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from waffle_fl.user_data.cells import shortened
 from waffle_fl.user_data.table_report import AgentReport, ColumnReport, FolderReport
 
 MOST_CLASSES = 8  # classes shown as columns; more are summarised
@@ -69,7 +70,7 @@ def _columns(report: FolderReport) -> Table:
 def _values(column: ColumnReport) -> str:
     if column.low is not None:
         return f"{column.low:g} to {column.high:g}, mean {column.mean:.4g}"
-    shown = [f"{name} ({count:,})" for name, count in list(column.counts.items())[:MOST_VALUES]]
+    shown = [f"{shortened(name)} ({count:,})" for name, count in list(column.counts.items())[:MOST_VALUES]]
     rest = len(column.counts) - len(shown)
     return ", ".join([*shown, *([f"{rest} more"] if rest > 0 else [])])
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.user_data.cells import quoted
 
 PAIRS = (  # two ways to write no and yes; a column should use one pair
     ("0", "1"),
@@ -43,7 +44,7 @@ def check_values(what: str, name: str, values: Collection[str]) -> None:
     """Raise WaffleError for categories or classes that probably mean the same."""
     found = []
     if variants := case_variants(values):
-        shown = ", ".join(" and ".join(map(repr, group)) for group in variants[:3])
+        shown = ", ".join(" and ".join(map(quoted, group)) for group in variants[:3])
         found.append(
             f"has {shown}, which differ only in case: set --fold-case to read them as one value, or --categorical "
             f"{name} to keep them apart"

@@ -19,6 +19,7 @@ Mask = NDArray[np.bool_]
 
 CHUNK = 1024  # cells that are Python objects at the same time
 WIDE = 1 << 32  # bytes of text in a column from which positions take eight bytes
+SHOWN = 40  # characters of a cell that a message shows
 UNKNOWN = -1  # code of a category that is not in the list
 ABSENT = -2  # code of a missing cell
 TRAILING_ZEROS = re.compile(r"(?<=\d)\.0+$")
@@ -138,6 +139,16 @@ def number_of(text: str) -> float:
         return float(text)
     except ValueError:
         return float("nan")
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a long cell, or the cell."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def quoted(text: str) -> str:
+    """Return the beginning of a cell in quotes, for a message."""
+    return repr(shortened(text))
 
 
 def _plain(text: str) -> str:

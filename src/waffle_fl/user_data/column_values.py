@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data.ambiguity import PERCENT
-from waffle_fl.user_data.cells import Cells, Table, number_of, numbers
+from waffle_fl.user_data.cells import Cells, Table, number_of, numbers, quoted
 from waffle_fl.user_data.cleaning import COMMA
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -31,7 +31,7 @@ def numeric(table: Table, name: str, remedy: str = AS_CATEGORIES) -> NDArray[np.
         if COMMA.fullmatch(text) or PERCENT.fullmatch(text):
             raise _no_number(table, name, int(bad[0]))
         raise WaffleError(
-            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} has {text!r}: {remedy}"
+            f"{table.path}: column {name!r} holds numbers, but line {table.lines[bad[0]]} has {quoted(text)}: {remedy}"
         )
     _refuse_huge(values, table, name)
     return values
@@ -74,7 +74,7 @@ def refuse_disguised_numbers(table: Table, name: str) -> None:
 
 def _no_number(table: Table, name: str, row: int) -> WaffleError:
     text, line = table.columns[name][row], table.lines[row]
-    where = f"{table.path}: column {name!r} has {text!r} in line {line}: "
+    where = f"{table.path}: column {name!r} has {quoted(text)} in line {line}: "
     if PERCENT.fullmatch(text):
         return WaffleError(
             f"{where}write numbers without percent signs and with the same unit at every agent, or set --drop {name}"
@@ -89,6 +89,6 @@ def _refuse_huge(values: NDArray[np.float64], table: Table, name: str) -> None:
     bad = np.flatnonzero(np.abs(values) > LARGEST)
     if len(bad):
         raise WaffleError(
-            f"{table.path}: column {name!r} has {table.columns[name][int(bad[0])]!r} in line {table.lines[bad[0]]}, "
-            "too large for float32: repair it or drop the row"
+            f"{table.path}: column {name!r} has {quoted(table.columns[name][int(bad[0])])} in line "
+            f"{table.lines[bad[0]]}, too large for float32: repair it or drop the row"
         )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.user_data.ambiguity import check_values
-from waffle_fl.user_data.cells import UNKNOWN, Cells, Table, codes_of, count_names, numbers
+from waffle_fl.user_data.cells import UNKNOWN, Cells, Table, codes_of, count_names, numbers, quoted
 from waffle_fl.user_data.cleaning import CellRules, cleaned, filled
 from waffle_fl.user_data.column_values import (
     AS_CLASSES,
@@ -119,7 +119,7 @@ class Preprocessing:
         bad = np.flatnonzero(found == UNKNOWN)
         if len(bad):
             raise WaffleError(
-                f"{table.path}: column {self.target!r} has {cells[int(bad[0])]!r} in line {table.lines[bad[0]]}, "
+                f"{table.path}: column {self.target!r} has {quoted(cells[int(bad[0])])} in line {table.lines[bad[0]]}, "
                 f"the classes are {', '.join(self.classes)}"
             )
         return found
@@ -388,7 +388,7 @@ def _block(column: Column, table: Table, unknown: str, clip: float | None) -> Fl
         bad = np.flatnonzero(found == UNKNOWN)
         if len(bad) and unknown == "refuse":
             raise WaffleError(
-                f"{table.path}: column {column.name!r} has {cells[int(bad[0])]!r} in line {table.lines[bad[0]]}, "
+                f"{table.path}: column {column.name!r} has {quoted(cells[int(bad[0])])} in line {table.lines[bad[0]]}, "
                 f"which is not in the training data; the categories are {', '.join(column.categories)}"
             )
         block = found[:, None] == np.arange(len(column.categories))[None, :]
