@@ -19,6 +19,7 @@ from waffle_fl.decision.verdict_text import METRIC_TITLES, difference, number, s
 
 WIDE = 2.5  # an interval is cut if it is this many times as wide as the median interval
 TICKS = 7
+LEAST_SHARE = 0.0005  # a smaller share has no block: its gap would shorten the column
 COLOURS = 8  # of partners; page.css defines them
 MARKS = {1: "up", 0: "level", -1: "down"}
 
@@ -158,6 +159,7 @@ def sources_chart(view: View, decision: Decision, method: str) -> str:
             f'<i class="{colour}" style="height:{100 * shares[i]:.2f}%" '
             f'title="{escape(decision.names[i])} {100 * shares[i]:.0f} %"></i>'
             for i, colour in zip(order, colours, strict=True)
+            if shares[i] >= LEAST_SHARE
         )
         columns.append(f'<div style="flex:{len(part)}">{blocks}</div>')
     mean = mean_over(rounds)

@@ -302,7 +302,7 @@ def _stops(decision: Decision, method: str) -> list[dict[str, Any]]:
     spans = phases(min(len(rounds) for rounds in update_weights))
 
     def shares(part: range | None) -> list[list[float]]:
-        return [[round(share, 3) for share in mean_over(rounds, part)] for rounds in update_weights]
+        return [[round(share, 5) for share in mean_over(rounds, part)] for rounds in update_weights]
 
     titles = [f"rounds {p.start + 1} to {p.stop}" if len(p) > 1 else f"round {p.stop}" for p in spans]
     later = [{"title": title, "shares": shares(p)} for title, p in zip(titles, spans, strict=True)]
