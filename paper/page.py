@@ -34,6 +34,7 @@ from paper.sections import (
     method_table,
     momentum,
     printed_erosion,
+    swings,
 )
 from paper.studies import STUDIES, find_root, read_study
 from waffle_fl.algorithms import ALGORITHMS
@@ -134,6 +135,8 @@ def convergence_page(records: Records) -> str:
         convergence(records),
         "## When training becomes local",
         local_from(records),
+        "## Why the last rounds swing",
+        swings(records),
         *(text for name in others for text in figure(records, name)),
     ]
     return "\n\n".join(sections) + "\n"

@@ -31,6 +31,14 @@ DRAWS_TEXT = """
 CONVERGENCE_INTRODUCTION = """
     This page counts rounds; [results.md](results.md) has the accuracies. It is written from the same records.
 """
+SWINGS_TEXT = """
+    CIFAR-10: mean change of the test accuracy from one round to the next, in points, over all seeds. The step size is
+    constant, so every model moves. The mean of ten agents is steady if their data is alike (A), and moves by many
+    points if labels are permuted (A*, B*), in FedAvg as in WAFFLE while other agents have weight. Once Alice is alone,
+    WAFFLE's model moves by about as much as Local's. The step between the two, from round 95 to 97, costs accuracy at
+    once, because the model then has her 5,000 images only. So the best round of a run is the best of a noisy sequence,
+    and differs between seeds.
+"""
 NOTHING_SELECTED = "All samples are used for training, so there is no validation data to select a round with."
 DEPARTURES_INTRODUCTION = """
     Our defaults differ from the rules that the paper prints. This page measures what each difference changes. It is
