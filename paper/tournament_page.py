@@ -13,7 +13,6 @@ import altair as alt
 
 from paper.figures import INK, styled
 from paper.markdown import prose, table
-from waffle_fl.algorithms import title_of
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.report.charts import to_svg
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
@@ -29,32 +28,34 @@ from waffle_fl.tournament.standings import (
     standings,
 )
 
-NAME = "tournament"
+NAMES = ("tournament", "kin-ablation")  # files in experiments/, and their pages in docs/
 CURVES = 8  # methods with curves, the first of the standings
 
 
 def contents(root: Path) -> dict[Path, str]:
-    """Return docs/tournament.md and its figures as the records give them."""
-    file, page = root / "experiments" / f"{NAME}.toml", root / "docs" / f"{NAME}.md"
+    """Return the pages and figures of all tournaments as the records give them."""
+    return {path: text for name in NAMES for path, text in _contents(root, name).items()}
+
+
+def _contents(root: Path, name: str) -> dict[Path, str]:
+    file, page = root / "experiments" / f"{name}.toml", root / "docs" / f"{name}.md"
     tournament = load_tournament(file)
     records = read_records(tournament, root / "results")
     missing = problems(tournament, records)
-    complete = Scores(
-        {c: found for c, found in scores_of(records).columns.items() if len(found) == len(tournament.methods)}
-    )
+    found = scores_of(records).columns
+    complete = Scores({column: some for column, some in found.items() if len(some) == len(tournament.methods)})
     order = standings(complete)
     made: dict[Path, str] = {}
     if order:
         folder = root / "docs" / "figures"
-        made[folder / "tournament-gaps.svg"] = to_svg(gaps(order))
-        made[folder / "tournament-ranks.svg"] = to_svg(ranks(order))
-        made[folder / "tournament-curves.svg"] = to_svg(curves(records, complete, order))
+        made[folder / f"{name}-gaps.svg"] = to_svg(gaps(tournament, order))
+        made[folder / f"{name}-ranks.svg"] = to_svg(ranks(tournament, order))
+        made[folder / f"{name}-curves.svg"] = to_svg(curves(tournament, records, complete, order))
     claims = verdicts(read_claims(file), complete)
     text = "\n\n".join([*sections(tournament, records, complete, order, missing), "## Claims", claims_table(claims)])
-    marker = re.compile(rf"(<!-- record: {NAME} -->\n).*?(<!-- end of record -->)", re.DOTALL)
+    marker = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     old = page.read_text(encoding="utf-8")
-    made[page] = marker.sub(lambda match: f"{match[1]}{text}\n{match[2]}", old)
-    return made
+    return made | {page: marker.sub(lambda match: f"{match[1]}{text}\n{match[2]}", old)}
 
 
 def claims_table(claims: Sequence[Verdict]) -> str:
@@ -78,16 +79,16 @@ def sections(
     if not order:
         return
     yield counts(tournament, scores)
-    yield from (f"![{name}](figures/{name}.svg)" for name in ("tournament-gaps", "tournament-ranks"))
+    yield from (f"![{tournament.name}-{kind}](figures/{tournament.name}-{kind}.svg)" for kind in ("gaps", "ranks"))
     yield caption(order)
     yield "## All methods"
     yield all_methods(tournament, records, order)
-    yield "![tournament-curves](figures/tournament-curves.svg)"
+    yield f"![{tournament.name}-curves](figures/{tournament.name}-curves.svg)"
     yield prose(
         f"Points on test data over the rounds (Landmine: accuracy), mean over all tasks, first {CURVES} methods."
     )
     yield "## Each data set"
-    yield by_data(scores, order)
+    yield by_data(tournament, scores, order)
     yield "## What the tuning chose"
     yield choices(tournament, records, order)
 
@@ -126,10 +127,10 @@ def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], o
     lines = [line for some in records.values() for line in some]
     rows = []
     for s in order:
-        loss, cost = mean_loss(lines, s.method), cost_of(s.method)
+        loss, cost = mean_loss(lines, s.method), cost_of(tournament.entry(s.method).method)
         rows.append(
             [
-                title_of(s.method),
+                tournament.title(s.method),
                 f"{s.gap:.2f}",
                 f"{last.get(s.method, math.nan):.2f}",
                 f"{s.largest:.1f}",
@@ -163,7 +164,7 @@ def _like(records: Mapping[str, Sequence[Line]], order: Sequence[Standing], prot
     )
 
 
-def by_data(scores: Scores, order: Sequence[Standing]) -> str:
+def by_data(tournament: Tournament, scores: Scores, order: Sequence[Standing]) -> str:
     """Return the mean points of every method on each data set."""
     data = list(dict.fromkeys(name for name, _ in scores.columns))
     means = {
@@ -172,7 +173,7 @@ def by_data(scores: Scores, order: Sequence[Standing]) -> str:
         for s in order
     }
     best = {name: max(means[name, s.method] for s in order) for name in data}
-    rows = [[title_of(s.method), *(_bold(means[name, s.method], best[name]) for name in data)] for s in order]
+    rows = [[tournament.title(s.method), *(_bold(means[name, s.method], best[name]) for name in data)] for s in order]
     columns = {name: sum(c[0] == name for c in scores.columns) for name in data}
     head = ["", *(f"{name} ({columns[name]})" for name in data)]
     note = prose("Mean points over the tasks; in brackets the number of columns.")
@@ -187,7 +188,7 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
     """Return lr and the hyperparameter that was chosen per method and data set."""
     rows = []
     for s in order:
-        row = [title_of(s.method), f"`{tournament.grid[s.method][0]}`"]
+        row = [tournament.title(s.method), f"`{tournament.grid[s.method][0]}`"]
         for name, tasks in tournament.data.items():
             found = chosen_trial(tournament, tasks, s.method, records[name])
             row.append("–" if found is None else f"{found.lr:g}, {found.value}")
@@ -195,9 +196,9 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
     return table(["", "hyperparameter", *(f"{name}: lr, value" for name in tournament.data)], rows)
 
 
-def gaps(order: Sequence[Standing]) -> Any:
+def gaps(tournament: Tournament, order: Sequence[Standing]) -> Any:
     """Draw the mean gap of every method."""
-    values = [{"method": title_of(s.method), "gap": s.gap, "ours": s.method.startswith("waffle")} for s in order]
+    values = [{"method": tournament.title(s.method), "gap": s.gap, "ours": tournament.entry(s.method).method.startswith("waffle")} for s in order]
     titles = [value["method"] for value in values]
     colour = alt.condition("datum.ours", alt.value("#d1495b"), alt.value("#4c78a8"))
     bars = (
@@ -215,13 +216,13 @@ def gaps(order: Sequence[Standing]) -> Any:
     return styled(bars + text)
 
 
-def ranks(order: Sequence[Standing]) -> Any:
+def ranks(tournament: Tournament, order: Sequence[Standing]) -> Any:
     """Draw the mean rank of every method, and the critical difference from the first."""
     by_rank = sorted(order, key=lambda s: s.rank)
     distance = critical_difference(len(order), order[0].columns)
     limit = by_rank[0].rank + distance
     values = [
-        {"method": title_of(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)} for s in by_rank
+        {"method": tournament.title(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)} for s in by_rank
     ]
     titles = [value["method"] for value in values]
     base = alt.Chart(
@@ -236,7 +237,7 @@ def ranks(order: Sequence[Standing]) -> Any:
     return styled(line + points)
 
 
-def curves(records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[Standing]) -> Any:
+def curves(tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[Standing]) -> Any:
     """Draw the mean points over the rounds of the first methods."""
     shown = [s.method for s in order[:CURVES]]
     values = []
@@ -250,8 +251,8 @@ def curves(records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequenc
             if None not in curve
         ]
         means = [mean(points) for points in zip(*found, strict=True)]
-        values += [{"method": title_of(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)]
-    titles = [title_of(method) for method in shown]
+        values += [{"method": tournament.title(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)]
+    titles = [tournament.title(method) for method in shown]
     chart = (
         alt.Chart(alt.Data(values=values), width=560, height=260)
         .mark_line(strokeWidth=2)

@@ -168,6 +168,10 @@ def test_the_command_checks_the_records(finished: Path) -> None:
         ('waffle = { compared = ["updates"] }', 'waffle = { compared = ["a", "b"] }', "as many values"),
         ("lr = [0.02, 0.2]", "lr = [-1.0]", "lr"),
         ("rounds = 2", "round = 2", "round"),
+        ("clip = 5.0", "clp = 5.0", "unknown option 'clp'"),
+        ("[grid]", '[variants.soft]\nmethod = "waffle"\nclp = 0.0\n[grid]', "unknown option 'clp'"),
+        ("[grid]", '[variants.soft]\nmethod = "wafle"\n[grid]', "unknown method 'wafle'"),
+        ("[grid]", "[variants.soft]\nclip = 0.0\n[grid]", "expected a new name and method"),
         ('above = "local"', "", "either above or gap"),
     ],
 )
@@ -178,6 +182,19 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, old: str, new: str, m
     file.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(WaffleError, match=message):
         _ = read_claims(file), load_tournament(file)
+
+
+def test_a_variant_fixes_options_and_settings_of_its_method(tmp_path: Path) -> None:
+    """A variant has the trials of its method, its own options, and the shared ones that it does not fix."""
+    file = tmp_path / "variants.toml"
+    file.write_text(TEXT.replace("[grid]", '[variants.free]\nmethod = "waffle"\nclip = 0.0\nmomentum = 0.9\n[grid]'))
+    found = load_tournament(file)
+    assert found.methods[-1] == "free"
+    tasks = found.data["digits"]
+    assert found.trials("free", tasks) == found.trials("waffle", tasks)
+    config = found.config("free", tasks.columns[0], found.trials("free", tasks)[0], 1, 1)
+    assert (config.method, config.options["clip"], config.settings.momentum) == ("waffle", 0.0, 0.9)
+    assert found.config("waffle", tasks.columns[0], found.trials("waffle", tasks)[0], 1, 1).options["clip"] == 5.0
 
 
 def scores(**methods: list[float]) -> Scores:

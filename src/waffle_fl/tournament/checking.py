@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import title_of
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.config import read_toml
 from waffle_fl.errors import WaffleError
@@ -84,6 +83,6 @@ def _verdict(claim: Mapping[str, Any], scores: Scores) -> Verdict:
     own = next(standing for standing in standings(scores) if standing.method == method)
     best = standings(scores)[0]
     numbers = (
-        f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({title_of(best.method)})"
+        f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({best.method})"
     )
     return Verdict(claim["claim"], own.gap <= claim["gap"], numbers)
