@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.constraints import above, at_least, below_one, check_fields, parameter, parameters_of
+from waffle_fl.constraints import above, at_least, below_one, check_fields, parameter, parameters_of, unless
 from waffle_fl.models.flat import Batch, FlatModel
 from waffle_fl.models.flat import Net as Net
 
@@ -27,6 +27,8 @@ Vector: TypeAlias = Tensor  # (P,)
 Rows: TypeAlias = Tensor  # (N, P)
 Weights: TypeAlias = Tensor  # (N,), float64
 State: TypeAlias = Any  # a NamedTuple of tensors, private to its algorithm
+AsMethod: TypeAlias = Literal["method"]  # an option of the optimiser that the method sets itself
+AS_METHOD: AsMethod = "method"
 
 TINY = 1e-300
 NEARLY_EQUAL = 1e-12
@@ -154,6 +156,7 @@ class SGD:
     momentum: float = parameter(0.0, below_one())
     weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
+    clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -169,8 +172,10 @@ class SGD:
         """Return the model and velocity after one step.
 
         A control variate's correction is added after momentum has amplified g: docs/paper.md, section 3. The step is
-        clipped to the norm that momentum produces from steady gradients of norm `clip`.
+        clipped to the norm that momentum produces from steady gradients of norm `clip`. The optimiser's own `clip`, if
+        set, replaces this argument.
         """
+        clip = clip if self.clip == AS_METHOD else self.clip
         if self.weight_decay:
             g = torch.add(g, y, alpha=self.weight_decay)
         if self.momentum:
@@ -200,6 +205,7 @@ class Adam:
     weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
     second: float = parameter(0.999, below_one())
+    clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -212,7 +218,11 @@ class Adam:
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
     ) -> tuple[Rows, Rows]:
-        """Return the model and the moments after one step; `clip` limits the norm of the gradient."""
+        """Return the model and the moments after one step; `clip` limits the norm of the gradient.
+
+        The optimiser's own `clip`, if set, replaces this argument.
+        """
+        clip = clip if self.clip == AS_METHOD else self.clip
         if clip:
             g = g * (clip / g.norm(dim=1, keepdim=True).clamp(min=clip))
         size = y.shape[1]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from waffle_fl import attacks
 from waffle_fl.algorithms import SGD, Adam, Algorithm, algorithm_of, hyperparameters
+from waffle_fl.algorithms.contract import AS_METHOD, AsMethod
 from waffle_fl.batches import Remainder, batches_per_epoch
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
@@ -34,6 +35,7 @@ from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
 EARLIER = {"remainder": "keep"}  # settings of runs made before the setting existed, if not the default
+COMMON = ("clip",)  # settings of all methods; a method's hyperparameter of the same name comes first
 ALL_ALICES = "all"  # alice = "all": each agent is Alice once; methods = ["all"]: every method
 
 
@@ -117,6 +119,8 @@ class Settings:
     """Reset the momentum (adam: the moments) to zero in each round, or keep it as part of the agent's state."""
     weight_decay: float = parameter(0.0, constraint_of(SGD, "weight_decay"))
     """Weight decay of the local steps."""
+    clip: float | AsMethod = parameter(AS_METHOD, constraint_of(SGD, "clip"))
+    """Largest norm of a gradient, for every method; 0 turns clipping off, method uses the default of each method."""
     final_model: Literal["last", "selected"] = "last"
     """Model that a run saves and predicts with: of the last round, or of the round with the best validation score."""
     selected_by: Literal["accuracy", "loss"] = "accuracy"
@@ -182,13 +186,22 @@ class RunConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def algorithm(self) -> Algorithm:
-        s = self.settings
-        sgd: SGD | Adam = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
+        """Return the method with its optimiser. A common setting becomes the method's hyperparameter of that name.
+
+        Where the method has no such hyperparameter, the setting is an option of the optimiser.
+        """
+        s, kind = self.settings, algorithm_of(self.method)
+        common = {name: getattr(s, name) for name in COMMON if getattr(s, name) != AS_METHOD}
+        own = {name: value for name, value in common.items() if name in hyperparameters(kind)}
+        rest = {name: value for name, value in common.items() if name not in own}
+        sgd: SGD | Adam
         if s.optimiser == "adam":
             if s.momentum:
                 raise WaffleError(f"momentum: expected 0 with the optimiser adam, got {s.momentum}: leave it out")
-            sgd = Adam(s.lr, weight_decay=s.weight_decay, momentum_between_rounds=s.momentum_between_rounds)
-        return algorithm_of(self.method)(sgd=sgd, **self.options)  # type: ignore[call-arg]
+            sgd = Adam(s.lr, weight_decay=s.weight_decay, momentum_between_rounds=s.momentum_between_rounds, **rest)
+        else:
+            sgd = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds, **rest)
+        return kind(sgd=sgd, **{**own, **self.options})  # type: ignore[call-arg]
 
     @property
     def label(self) -> str:
