@@ -39,7 +39,7 @@ def fedamp(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, alpha: floa
     trace, N = Trace(), len(problem.nets)
     zeros = torch.zeros_like(problem.start)
     w, u = [problem.start] * N, [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         for i in range(N):
             velocity = problem.velocity(i, zeros)
             for batch in problem.batches[r - 1][i]:
@@ -65,7 +65,7 @@ def fedfomo(problem: Problem, *, clip: float = 0.0) -> Trace:
     """FedFomo, Eq. 4 and 5. Every agent receives all other models, so no sampling is needed."""
     trace, N = Trace(), len(problem.nets)
     y, before = [problem.start] * N, [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         starts, weights = [], []
         for i in range(N):
             gain = [0.0] * N
@@ -100,7 +100,7 @@ def apple(
     zeros = torch.zeros_like(problem.start)
     core = [problem.start] * N
     shift = [[0.0] * N for _ in range(N)]
-    for r in range(1, R + 1):
+    for r in problem.rounds():
         sizes = [samples(problem, r, i) for i in range(N)]
         last = global_share * R
         pull = mu * ((math.cos(math.pi * (r - 1) / last) + 1) / 2 if r - 1 < last else 0.0)
@@ -140,7 +140,7 @@ def fedala(
     tensors = list(problem.nets[0].parameters())  # one weight and one bias per layer
     head = sum(tensor.numel() for tensor in (tensors[-2 * head_layers :] if head_layers else tensors))
     y, W = [x] * N, [torch.ones_like(x) for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         for i in range(N):
             own = torch.cat([x[:-head], y[i][-head:]])
             batches = epoch(problem, r, i)
@@ -187,7 +187,7 @@ def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3) -> Trace:
     for j in range(1, clusters):
         signs = [-1.0 if split_mix(j, n + 1) >> 1 & 1 else 1.0 for n in range(len(problem.start))]
         theta.append(problem.start * torch.tensor(signs, dtype=problem.start.dtype))
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         chosen, trained = [], []
         for i in range(N):
             losses = [loss(problem, i, model) for model in theta]
@@ -207,7 +207,7 @@ def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.4, eps_max: 
     """CFL, Algorithm 3, with an exhaustive search for each bipartition. Both parts start from the cluster's model."""
     trace, N = Trace(), len(problem.nets)
     clusters = [(list(range(N)), problem.start)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         after = []
         for members, theta in clusters:
             dy = {i: train(problem, r, i, theta, clip) - theta for i in members}

@@ -14,7 +14,7 @@ Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of glob
 def local(problem: Problem, *, clip: float = 0.0) -> Trace:
     """Alice trains alone (section 2)."""
     trace, y, N = Trace(), problem.start, len(problem.nets)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         y = train(problem, r, problem.alice, y, clip)
         trace.models.append(y)
         trace.weights.append([1.0 if i == problem.alice else 0.0 for i in range(N)])
@@ -25,7 +25,7 @@ def fedavg(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> 
     """Federated averaging of the updates (section 2)."""
     assert weighting in ("equal", "samples")
     trace, x, N = Trace(), problem.start, len(problem.nets)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
         sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(N)]
         weights = [size / sum(sizes) for size in sizes]
@@ -88,7 +88,7 @@ def controlled(
     trace, x, N = Trace(), problem.start, len(problem.nets)
     c = torch.zeros_like(x)
     c_i = [torch.zeros_like(x) for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):  # line 2
+    for r in problem.rounds():  # line 2
         dy, dc = [], []
         for i in range(N):  # line 4
             y = train(problem, r, i, x, clip, correction=correction * (c - c_i[i]))  # lines 5 to 8
@@ -177,7 +177,7 @@ def weight_erosion(
     """Weight Erosion (section 5.1). The round's gradient g_i is the update -dy_i/lr (lr cancels everywhere)."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
     alpha = [1.0] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
         norm = float(dy[problem.alice].norm())
         for i in range(N):
@@ -200,7 +200,7 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
     zeros = torch.zeros_like(x)
     personal = [problem.start] * N
     mixes = [mix] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = []
         for i in range(N):
             w, v, m = x, personal[i], mixes[i]
@@ -231,7 +231,7 @@ def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
     trace, x, N = Trace(), problem.start, len(problem.nets)
     zeros = torch.zeros_like(x)
     personal = [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         for i in range(N):
             v, velocity = personal[i], problem.velocity(i, x, "v")
             for batch in problem.batches[r - 1][i]:

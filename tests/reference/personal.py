@@ -18,7 +18,7 @@ def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: 
     """FedProx, Algorithm 2: each agent minimises F_i(y) + mu/2 |y - x|^2 from x."""
     trace, x = Trace(), problem.start
     zeros = torch.zeros_like(x)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = []
         for i, net in enumerate(problem.nets):
             y, velocity = x, problem.velocity(i, x)
@@ -36,13 +36,13 @@ def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: 
 def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting: str = "equal") -> Trace:
     """FedAvg in all rounds but the last `tuning`; in those Alice fine-tunes the global model alone."""
     trace, x, N, R = Trace(), problem.start, len(problem.nets), len(problem.batches)
-    for r in range(1, R - tuning + 1):
+    for r in problem.rounds(1, R - tuning):
         trained = [train(problem, r, i, x, clip) for i in range(N)]
         trace.models.append(trained[problem.alice])
         trace.weights.append(shares(problem, r, weighting))
         x = weighted_sum(trace.weights[-1], trained)
     y = x
-    for r in range(max(R - tuning, 0) + 1, R + 1):
+    for r in problem.rounds(max(R - tuning, 0) + 1, R):
         y = train(problem, r, problem.alice, y, clip)
         trace.models.append(y)
         trace.weights.append(shares(problem, r, weighting))
@@ -62,7 +62,7 @@ def per_fedavg(
     trace, x, N = Trace(), problem.start, len(problem.nets)
     zeros = torch.zeros_like(x)
     per_update = 2 if variant == "first-order" else 3
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = []
         for i, net in enumerate(problem.nets):
             w, velocity, left = x, problem.velocity(i, x), list(problem.batches[r - 1][i])
@@ -95,7 +95,7 @@ def pfedme(
     """pFedMe, Algorithm 1; a few SGD steps on the same mini-batch solve the inner problem approximately."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
     zeros = torch.zeros_like(x)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained, personal = [], []
         for i, net in enumerate(problem.nets):
             w, theta, velocity = x, x, problem.velocity(i, x)
@@ -125,7 +125,7 @@ def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighti
     at = sum(sizes[: len(sizes) - head_layers])
     trace, N = Trace(), len(problem.nets)
     body, heads = problem.start[:at], [problem.start[at:]] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = [train(problem, r, i, torch.cat([body, heads[i]]), clip) for i in range(N)]
         heads = [y[at:] for y in trained]
         trace.weights.append(shares(problem, r, weighting))
@@ -140,7 +140,7 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
     at = sum(sizes[: len(sizes) - head_layers])
     trace, N = Trace(), len(problem.nets)
     body, heads = problem.start[:at], [problem.start[at:]] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         bodies: list[Tensor] = []
         for i, net in enumerate(problem.nets):
             batches, b, h = problem.batches[r - 1][i], body, heads[i]
@@ -169,7 +169,7 @@ def fedbn(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> T
     kinds = [torch.full((size,), isinstance(layer, nn.BatchNorm1d)) for layer, size in layers(problem.nets[0])]
     own, trace, N = torch.cat(kinds), Trace(), len(problem.nets)
     models = [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = [train(problem, r, i, models[i], clip) for i in range(N)]
         trace.weights.append(shares(problem, r, weighting))
         mean = weighted_sum(trace.weights[-1], trained)

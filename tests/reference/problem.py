@@ -1,5 +1,6 @@
 """The problem that all reference methods solve, and one step of SGD."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +32,16 @@ class Problem:
     momentum: float
     weight_decay: float
     keeps_momentum: bool = False
+    lr_decay: float = 1.0
     velocities: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (agent, model) -> at a round's end
+
+    def rounds(self, first: int = 1, last: int | None = None) -> Iterator[int]:
+        """Yield the numbers of the rounds, and set the learning rate of each."""
+        start = self.lr
+        for r in range(first, (len(self.batches) if last is None else last) + 1):
+            self.lr = start * self.lr_decay ** (r - 1)
+            yield r
+        self.lr = start
 
     def velocity(self, agent: int, like: Tensor, model: str = "") -> Tensor:
         """Return an agent's velocity at the start of a round."""

@@ -85,17 +85,19 @@ class APFL:
         v, v_velocity = self.sgd.step(local.v, local.v_velocity, share * g_mixed, clip=self.clip)
         mix = local.mix
         if self.adaptive == "step":
-            slope = inner(local.v - local.w, g_mixed)
+            slope = inner(local.v - local.w, g_mixed)[:, None]
             mix = torch.where(local.first, self._adapted(mix, slope), mix)
         return Local(w, stats, velocity, v, mixed_stats, v_velocity, mix, torch.zeros_like(local.first))
 
     def _adapted(self, mix: Tensor, slope: Tensor) -> Tensor:
-        return torch.where(torch.isfinite(slope), (mix - self.sgd.lr * slope).clamp(0, 1), mix)
+        """Return the share after a step along its gradient (N, 1)."""
+        change = (self.sgd.lr * slope).squeeze(1)
+        return torch.where(torch.isfinite(change), (mix - change).clamp(0, 1), mix)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
         mix = local.mix
         if self.adaptive == "round":
-            slope = ((agents.v - down.x) * (agents.v - local.v)).sum(dim=1) / self.sgd.lr
+            slope = ((agents.v - down.x) * (agents.v - local.v)).sum(dim=1, keepdim=True) / self.sgd.lr
             mix = self._adapted(mix, slope)
         return Agents(local.v, local.w, local.mixed_stats, mix), Up(local.w - down.x, local.stats)
 

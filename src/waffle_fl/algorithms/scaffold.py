@@ -80,7 +80,7 @@ class Info(NamedTuple):
     weights: Weights
 
 
-def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, share: float) -> Rows:
+def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float | Tensor, share: float) -> Rows:
     """A2.9: c_i+ = share (c_i - c) + (x - y_i) / (K_i lr), where share is 1 in the paper.
 
     An agent that made no step keeps its c_i.
@@ -89,7 +89,7 @@ def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, shar
     return torch.where(moves > 0, share * (c_i - c) - dy / moves.clamp(min=lr), c_i)
 
 
-def received_control_variates(server: Shared, up: Up, now: Round, lr: float, share: float) -> Rows:
+def received_control_variates(server: Shared, up: Up, now: Round, lr: float | Tensor, share: float) -> Rows:
     """Return c_i+ of every agent. An agent whose update was clipped or not received keeps its c_i."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, share)
     return torch.where(now.intact[:, None], c_i, server.c_i)

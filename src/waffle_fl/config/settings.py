@@ -21,6 +21,7 @@ from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
     Parameter,
     at_least,
+    between,
     check_fields,
     constraint_of,
     each_above,
@@ -28,6 +29,7 @@ from waffle_fl.constraints import (
     parameter,
     parameters_of,
     readable,
+    unless,
 )
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError
@@ -35,7 +37,7 @@ from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
 EARLIER = {"remainder": "keep"}  # settings of runs made before the setting existed, if not the default
-COMMON = ("clip",)  # settings of all methods; a method's hyperparameter of the same name comes first
+COMMON = ("clip", "averaging")  # settings of all methods; a method's hyperparameter of the same name comes first
 ALL_ALICES = "all"  # alice = "all": each agent is Alice once; methods = ["all"]: every method
 
 
@@ -111,6 +113,8 @@ class Settings:
     """Samples that fill no mini-batch: spread them over all batches, keep them as a small last batch, or drop them."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
+    lr_decay: float = parameter(1.0, constraint_of(SGD, "lr_decay"))
+    """Factor by which lr is multiplied after every round; 1 keeps it constant."""
     optimiser: Literal["sgd", "adam"] = "sgd"
     """Optimiser of the agents. adam uses the usual moments 0.9 and 0.999 and decoupled weight decay."""
     momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
@@ -121,6 +125,8 @@ class Settings:
     """Weight decay of the local steps."""
     clip: float | AsMethod = parameter(AS_METHOD, constraint_of(SGD, "clip"))
     """Largest norm of a gradient, for every method; 0 turns clipping off, method uses the default of each method."""
+    averaging: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, between(0, 1)))
+    """Share of the rounds so far over which an agent's model is averaged; 0: the latest; method: as the method does."""
     final_model: Literal["last", "selected"] = "last"
     """Model that a run saves and predicts with: of the last round, or of the round with the best validation score."""
     selected_by: Literal["accuracy", "loss"] = "accuracy"
@@ -193,14 +199,15 @@ class RunConfig:
         s, kind = self.settings, algorithm_of(self.method)
         common = {name: getattr(s, name) for name in COMMON if getattr(s, name) != AS_METHOD}
         own = {name: value for name, value in common.items() if name in hyperparameters(kind)}
-        rest = {name: value for name, value in common.items() if name not in own}
+        shared = {name: getattr(s, name) for name in ("weight_decay", "momentum_between_rounds", "lr_decay")}
+        shared |= {name: value for name, value in common.items() if name not in own}
         sgd: SGD | Adam
         if s.optimiser == "adam":
             if s.momentum:
                 raise WaffleError(f"momentum: expected 0 with the optimiser adam, got {s.momentum}: leave it out")
-            sgd = Adam(s.lr, weight_decay=s.weight_decay, momentum_between_rounds=s.momentum_between_rounds, **rest)
+            sgd = Adam(s.lr, **shared)
         else:
-            sgd = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds, **rest)
+            sgd = SGD(s.lr, s.momentum, **shared)
         return kind(sgd=sgd, **{**own, **self.options})  # type: ignore[call-arg]
 
     @property
