@@ -12,17 +12,32 @@ import torch
 from conftest import BATCH, fitted, make_federation, make_model, refusal
 from reference import run as run_reference
 from test_twin import SEED, batches_of, module_of
-from waffle_fl import APFL, SGD, Adam, Ditto, FedAvg, KNNPer, Local, RunSpec, Waffle, WaffleKin, simulate
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl import (
+    APFL,
+    SGD,
+    Adam,
+    Ditto,
+    FedAvg,
+    FedRep,
+    KNNPer,
+    Local,
+    RunSpec,
+    Waffle,
+    WaffleKin,
+    WeightErosion,
+    simulate,
+)
+from waffle_fl.algorithms import ALGORITHMS, Round, for_model
 from waffle_fl.algorithms.scaffold import Up
 from waffle_fl.cli.flags import settings_class
-from waffle_fl.config import RunConfig, check_run, load_experiment
+from waffle_fl.config import RunConfig, check_run, load_experiment, option_types
 from waffle_fl.engines.aggregation import aggregate_together, registered
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, initial_state, own_net
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.experiment.active_run import state_of, tensors_of
 from waffle_fl.experiment.planning import plan
+from waffle_fl.models import FlatModel, mlp
 from waffle_fl.tensorfile import pack, unpack
 
 ALICE, AGENTS = 2, 4
@@ -257,3 +272,55 @@ def test_a_method_whose_model_an_agent_cannot_compute_is_refused_in_one_line() -
 
     message = refusal(fitted(Hidden(SGD(averaging=0.5))).init, make_model().init(0), AGENTS)
     assert message.startswith("averaging: expected a method whose personal() reads only fields that broadcast() sends")
+
+
+# ------------------------------------------------------------------------------------ weighting and the authors' rules
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((method, {"weighting": "samples"}) for method in ("apfl", "ditto", "pfedme", "fedrep", "per-fedavg", "knn-per")),
+    ("ifca", {"weighting": "samples", "clusters": 2}),
+    ("cfl", {"weighting": "samples", "eps_mean": 9.0, "eps_max": 0.0}),
+    ("cfl", {"split_first": True, "eps_mean": 9.0, "eps_max": 0.0}),
+    ("scaffold", {"weighting": "samples", "clip": 0.0}),
+    ("fedrep", {"tuning": 2}),
+    ("fedamp", {"own": 0.4, "sigma": 2.0}),
+    ("weight-erosion", {"p_d": 0.05, "p_d_rounds": 10}),
+    ("apfl", {"mixing": "outputs"}),
+    ("apfl", {"mixing": "outputs", "mix": 0.3, "adaptive": "off", "clip": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_authors_rules_agree_with_the_reference(method: str, options: dict[str, Any]) -> None:
+    """Weighting by samples and the rules of the authors' code agree with the reference in both engines."""
+    settings = {"momentum": 0.5, "weight_decay": 0.01}
+    check_engines_and_twin(method, SGD(0.2, 0.5, 0.01), reference(method, 4, **settings, **options), **options)
+
+
+def test_weighting_is_one_word_for_every_method_whose_server_averages() -> None:
+    """The setting reaches each method that averages; it has no effect on the others, and their command no flag."""
+    averaging = {name for name in ALGORITHMS if "weighting" in option_types(name)}
+    others = {"local", "waffle", "waffle-kin", "weight-erosion", "fedamp", "fedfomo", "apple", "cobo", "pfedgraph"}
+    assert averaging == set(ALGORITHMS) - others
+    for name in ALGORITHMS:
+        algorithm: Any = check_run(name, {"weighting": "samples"}, {}).algorithm()
+        assert getattr(algorithm, "weighting", "") == ("samples" if name in averaging else "")
+        assert not hasattr(settings_class(method=name)(), "weighting")
+
+
+def test_weight_erosion_erodes_as_much_in_a_shorter_run() -> None:
+    """With p_d_rounds = 100 a run of 50 rounds has twice the penalty."""
+    scaled, plain = WeightErosion(p_d=0.01, p_d_rounds=100), WeightErosion(p_d=0.02)
+    server, _ = plain.init(make_model().init(0), AGENTS)
+    up = Up(torch.randn(AGENTS, len(server.x), dtype=torch.float64), server.stats.expand(AGENTS, -1))
+    ones = torch.ones(AGENTS, dtype=torch.int64)
+    now = Round(1, 50, torch.tensor(ALICE), ones > 0, ones > 0, ones, ones, BATCH)
+    torch.testing.assert_close(scaled.aggregate(server, up, now)[0].alpha, plain.aggregate(server, up, now)[0].alpha)
+
+
+def test_mixed_outputs_need_classes() -> None:
+    """Outputs are mixed for classes only, and the rows of a stack do not depend on each other."""
+    layers = FlatModel(lambda: mlp((5,), 1, hidden=6)).layers
+    assert "mixing: expected a model" in refusal(for_model, APFL(mixing="outputs"), layers)
+    check_resumes_and_site(APFL(SGD(0.1, 0.5), mixing="outputs"))
+    check_resumes_and_site(FedRep(SGD(0.1, 0.5), tuning=1))

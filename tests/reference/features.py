@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from reference.collaboration import epoch
-from reference.personal import shares
-from reference.problem import Batch, Problem, Trace, gradient, step, weighted_sum
+from reference.problem import Batch, Problem, Trace, gradient, shares, step, weighted_sum
 
 
 def body_of(net: nn.Module, y: Tensor, x: Tensor) -> Tensor:

@@ -5,13 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from reference.problem import Problem, Trace, gradient, samples, step, train, weighted_sum
-
-
-def shares(problem: Problem, r: int, weighting: str) -> list[float]:
-    """Return the aggregation weight of each agent in round r."""
-    sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(len(problem.nets))]
-    return [size / sum(sizes) for size in sizes]
+from reference.problem import Problem, Trace, gradient, shares, step, train, weighted_sum
 
 
 def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: str = "equal") -> Trace:
@@ -56,10 +50,11 @@ def per_fedavg(
     inner_lr: float = 0.03,
     variant: str = "first-order",
     delta: float = 0.001,
+    weighting: str = "equal",
 ) -> Trace:
     """Per-FedAvg, Algorithm 1, without the Hessian (FO, section 5) or by differences (HF, Eq. 19 there)."""
     assert variant in ("first-order", "hessian-free")
-    trace, x, N = Trace(), problem.start, len(problem.nets)
+    trace, x = Trace(), problem.start
     zeros = torch.zeros_like(x)
     per_update = 2 if variant == "first-order" else 3
     for r in problem.rounds():
@@ -78,8 +73,8 @@ def per_fedavg(
             trained.append(w)
         first = problem.batches[r - 1][problem.alice][0]
         trace.models.append(x - inner_lr * gradient(problem.nets[problem.alice], x, first))
-        trace.weights.append([1 / N] * N)
-        x = weighted_sum([1 / N] * N, trained)
+        trace.weights.append(shares(problem, r, weighting))
+        x = weighted_sum(trace.weights[-1], trained)
     return trace
 
 
@@ -91,9 +86,10 @@ def pfedme(
     inner_steps: int = 5,
     eta: float = 0.5,
     beta: float = 1.0,
+    weighting: str = "equal",
 ) -> Trace:
     """pFedMe, Algorithm 1; a few SGD steps on the same mini-batch solve the inner problem approximately."""
-    trace, x, N = Trace(), problem.start, len(problem.nets)
+    trace, x = Trace(), problem.start
     zeros = torch.zeros_like(x)
     for r in problem.rounds():
         trained, personal = [], []
@@ -108,8 +104,8 @@ def pfedme(
             trained.append(w)
             personal.append(theta)
         trace.models.append(personal[problem.alice])
-        trace.weights.append([1 / N] * N)
-        x = (1 - beta) * x + beta * weighted_sum([1 / N] * N, trained)
+        trace.weights.append(shares(problem, r, weighting))
+        x = (1 - beta) * x + beta * weighted_sum(trace.weights[-1], trained)
     return trace
 
 
@@ -134,7 +130,15 @@ def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighti
     return trace
 
 
-def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_share: float = 0.5) -> Trace:
+def fedrep(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    head_layers: int = 1,
+    head_share: float = 0.5,
+    tuning: int = 0,
+    weighting: str = "equal",
+) -> Trace:
     """FedRep, Algorithm 1: train the head with the body fixed, then the body with the head fixed."""
     sizes = [size for _, size in layers(problem.nets[0])]
     at = sum(sizes[: len(sizes) - head_layers])
@@ -145,6 +149,8 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
         for i, net in enumerate(problem.nets):
             batches, b, h = problem.batches[r - 1][i], body, heads[i]
             on_head = max(1, math.floor(head_share * len(batches))) if len(batches) > 1 else 0
+            tuned = r > len(problem.batches) - tuning
+            on_head = len(batches) if tuned else on_head
             of_head, of_body = problem.velocity(i, h, "head"), problem.velocity(i, b, "body")
             for batch in batches[:on_head]:
                 g = gradient(net, torch.cat([b, h]), batch)[at:]
@@ -158,9 +164,9 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
             problem.keep(i, of_body, "body")
             heads[i] = h
             bodies.append(b)
-        body = weighted_sum([1 / N] * N, bodies)
+        trace.weights.append(shares(problem, r, weighting))
+        body = weighted_sum(trace.weights[-1], bodies)
         trace.models.append(torch.cat([body, heads[problem.alice]]))
-        trace.weights.append([1 / N] * N)
     return trace
 
 

@@ -86,6 +86,12 @@ def samples(problem: Problem, r: int, i: int) -> int:
     return sum(len(y) for _, y in problem.batches[r - 1][i])
 
 
+def shares(problem: Problem, r: int, weighting: str) -> list[float]:
+    """Return the aggregation weight of each agent in round r."""
+    sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(len(problem.nets))]
+    return [size / sum(sizes) for size in sizes]
+
+
 def weighted_sum(weights: list[float], vectors: list[Tensor]) -> Tensor:
     """Return sum_i weights_i vectors_i."""
     total = torch.zeros_like(vectors[0])

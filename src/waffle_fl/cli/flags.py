@@ -107,10 +107,11 @@ def settings_class(exclude: tuple[str, ...] = (), method: str = "", **defaults: 
     """Return a dataclass of all settings that a flag can express, except `exclude`.
 
     `shares` is a matrix and has no flag: set it in an experiment file. For a single method, a common setting that is
-    also its hyperparameter has one flag, that of the method.
+    also its hyperparameter has one flag, that of the method; `weighting` has none unless the method averages.
     """
     hints = typing.get_type_hints(Settings)
-    left_out = ("shares", *exclude, *(set(COMMON).intersection(option_types(method)) if method else ()))
+    own = {"weighting", *set(COMMON).intersection(option_types(method))} if method else set()
+    left_out = ("shares", *exclude, *own)
     types = {name: kind for name, kind in hints.items() if name not in left_out}
     return _flags_of(Settings, types, "Data, agents, model and local training.", defaults)
 

@@ -37,7 +37,11 @@ from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
 EARLIER = {"remainder": "keep"}  # settings of runs made before the setting existed, if not the default
-COMMON = ("clip", "averaging")  # settings of all methods; a method's hyperparameter of the same name comes first
+COMMON = (
+    "clip",
+    "averaging",
+    "weighting",
+)  # settings of all methods; a method's hyperparameter of the same name comes first
 ALL_ALICES = "all"  # alice = "all": each agent is Alice once; methods = ["all"]: every method
 
 
@@ -127,6 +131,8 @@ class Settings:
     """Largest norm of a gradient, for every method; 0 turns clipping off, method uses the default of each method."""
     averaging: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, between(0, 1)))
     """Share of the rounds so far over which an agent's model is averaged; 0: the latest; method: as the method does."""
+    weighting: Literal["method", "equal", "samples"] = AS_METHOD
+    """Weight agents equally or by their number of samples, in methods whose server averages; method: as it does."""
     final_model: Literal["last", "selected"] = "last"
     """Model that a run saves and predicts with: of the last round, or of the round with the best validation score."""
     selected_by: Literal["accuracy", "loss"] = "accuracy"
@@ -194,13 +200,14 @@ class RunConfig:
     def algorithm(self) -> Algorithm:
         """Return the method with its optimiser. A common setting becomes the method's hyperparameter of that name.
 
-        Where the method has no such hyperparameter, the setting is an option of the optimiser.
+        Where the method has no such hyperparameter, the setting is an option of the optimiser; `weighting` then has no
+        effect, because the method does not average.
         """
         s, kind = self.settings, algorithm_of(self.method)
         common = {name: getattr(s, name) for name in COMMON if getattr(s, name) != AS_METHOD}
         own = {name: value for name, value in common.items() if name in hyperparameters(kind)}
         shared = {name: getattr(s, name) for name in ("weight_decay", "momentum_between_rounds", "lr_decay")}
-        shared |= {name: value for name, value in common.items() if name not in own}
+        shared |= {name: value for name, value in common.items() if name not in own and name != "weighting"}
         sgd: SGD | Adam
         if s.optimiser == "adam":
             if s.momentum:
