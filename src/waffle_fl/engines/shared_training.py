@@ -158,8 +158,8 @@ def _state_for(spec: RunSpec, first: RunSpec, state: State) -> State:
     """Return the group's state as the run's own algorithm has it: a helper's state has some of its carrier's fields."""
     if spec.algorithm == first.algorithm:
         return state
-    server, agents = spec.algorithm.init(Net(*state.server), spec.federation.agents)
-    return State(server, agents._replace(**{name: getattr(state.agents, name) for name in agents._fields}))
+    _, agents = spec.algorithm.init(Net(state.server.x, state.server.stats), spec.federation.agents)
+    return State(state.server, agents._replace(**{name: getattr(state.agents, name) for name in agents._fields}))
 
 
 def _weights(spec: RunSpec, state: State) -> dict[str, Any]:

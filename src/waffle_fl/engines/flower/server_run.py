@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
+from waffle_fl.algorithms.averaged_models import AVERAGED
 from waffle_fl.algorithms.kept_momentum import VELOCITY
 from waffle_fl.engines.aggregation import Registered, aggregate, screened_of
 from waffle_fl.engines.arithmetic import one_thread, products
@@ -172,8 +173,8 @@ class ServerRun:
 
     def own_model(self) -> Net | None:
         """Alice's model, or None if only her site has it (a personal model)."""
-        marked = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
-        agents = marked if (copies := self._copies()) is None else copies
+        unknown = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
+        agents = unknown if (copies := self._copies(unknown)) is None else copies
         net = self.plan.algorithm.personal(self.latest.server, agents, len(self.plan.names))
         own = tree_map(lambda field: field[self.plan.alice], net)
         return None if own.params.isnan().any() else own
@@ -227,15 +228,18 @@ class ServerRun:
             return None
         return diverged(self.state.round + 1, self.plan.names[self.plan.alice])
 
-    def _copies(self) -> Any:
-        """The agents' states with velocities set to zero, or None if the server has no copy of them."""
+    def _copies(self, start: Any) -> Any:
+        """The agents' states, or None if the server has no copy of them.
+
+        Velocities and averages are those of `start`: the server has none, and an agent can start them anew.
+        """
         fields, server = type(self._agents)._fields, self.latest.server
-        if not all(hasattr(server, name) or name.endswith(VELOCITY) for name in fields):
+        if not all(hasattr(server, name) or _restartable(name) for name in fields):
             return None
-        return type(self._agents)(*(getattr(server, name, getattr(self._agents, name)) for name in fields))
+        return type(self._agents)(*(getattr(server, name, getattr(start, name)) for name in fields))
 
     def _copy_of(self, agent: int) -> Any:
-        copies = self._copies()
+        copies = self._copies(self._agents)
         return None if copies is None else rows_of(copies, slice(agent, agent + 1))
 
     def _handle_lost_state(self, agent: int, again: bool) -> None:
@@ -245,8 +249,9 @@ class ServerRun:
         elif self._copy_of(agent) is not None:
             self.lost.add(agent)
             self.resend.add(agent)
-            velocity = any(name.endswith(VELOCITY) for name in self._agents._fields)
-            more = "; its momentum starts at zero" if velocity else ""
+            fields = self._agents._fields
+            more = "; its momentum starts at zero" if any(name.endswith(VELOCITY) for name in fields) else ""
+            more += "; its average starts anew" if any(name.startswith(AVERAGED) for name in fields) else ""
             self.notes.append((agent, f"lost its state of round {round_}; the server restored it{more}"))
         elif agent == self.plan.alice:
             self.stuck = (
@@ -255,6 +260,11 @@ class ServerRun:
             )
         else:
             self.notes.append((agent, f"lost its personal model of round {round_}: restore the site's `state` folder"))
+
+
+def _restartable(name: str) -> bool:
+    """Whether a field of an agent's state can start anew if the agent has lost it."""
+    return name.endswith(VELOCITY) or name.startswith(AVERAGED)
 
 
 def tensors_of(state: RunState) -> dict[str, Tensor]:
