@@ -198,7 +198,14 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
 
 def gaps(tournament: Tournament, order: Sequence[Standing]) -> Any:
     """Draw the mean gap of every method."""
-    values = [{"method": tournament.title(s.method), "gap": s.gap, "ours": tournament.entry(s.method).method.startswith("waffle")} for s in order]
+    values = [
+        {
+            "method": tournament.title(s.method),
+            "gap": s.gap,
+            "ours": tournament.entry(s.method).method.startswith("waffle"),
+        }
+        for s in order
+    ]
     titles = [value["method"] for value in values]
     colour = alt.condition("datum.ours", alt.value("#d1495b"), alt.value("#4c78a8"))
     bars = (
@@ -222,7 +229,8 @@ def ranks(tournament: Tournament, order: Sequence[Standing]) -> Any:
     distance = critical_difference(len(order), order[0].columns)
     limit = by_rank[0].rank + distance
     values = [
-        {"method": tournament.title(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)} for s in by_rank
+        {"method": tournament.title(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)}
+        for s in by_rank
     ]
     titles = [value["method"] for value in values]
     base = alt.Chart(
@@ -237,7 +245,9 @@ def ranks(tournament: Tournament, order: Sequence[Standing]) -> Any:
     return styled(line + points)
 
 
-def curves(tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[Standing]) -> Any:
+def curves(
+    tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[Standing]
+) -> Any:
     """Draw the mean points over the rounds of the first methods."""
     shown = [s.method for s in order[:CURVES]]
     values = []
@@ -251,7 +261,9 @@ def curves(tournament: Tournament, records: Mapping[str, Sequence[Line]], scores
             if None not in curve
         ]
         means = [mean(points) for points in zip(*found, strict=True)]
-        values += [{"method": tournament.title(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)]
+        values += [
+            {"method": tournament.title(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)
+        ]
     titles = [tournament.title(method) for method in shown]
     chart = (
         alt.Chart(alt.Data(values=values), width=560, height=260)

@@ -61,7 +61,13 @@ def show_standings(tournament: Tournament, found: list[Standing], console: Conso
     for s in found:
         near, gains = f"{s.near} of {s.columns}", f"{100 * s.gains:.0f} %"
         table.add_row(
-            tournament.title(s.method), f"{s.gap:.2f}", f"{s.largest:.2f}", near, f"{s.worst:.2f}", gains, f"{s.rank:.1f}"
+            tournament.title(s.method),
+            f"{s.gap:.2f}",
+            f"{s.largest:.2f}",
+            near,
+            f"{s.worst:.2f}",
+            gains,
+            f"{s.rank:.1f}",
         )
     if found:
         console.print(table)

@@ -82,7 +82,5 @@ def _verdict(claim: Mapping[str, Any], scores: Scores) -> Verdict:
         return Verdict(claim["claim"], significant and found.difference > 0, str(found), undecided=not significant)
     own = next(standing for standing in standings(scores) if standing.method == method)
     best = standings(scores)[0]
-    numbers = (
-        f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({best.method})"
-    )
+    numbers = f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({best.method})"
     return Verdict(claim["claim"], own.gap <= claim["gap"], numbers)

@@ -154,7 +154,10 @@ def load_tournament(path: Path) -> Tournament:
     if len(budgets) > 1:
         raise WaffleError(f"{path}: expected as many values for every method in [grid], got {sorted(budgets)}")
     for name in methods:
-        given, known = {**found.shared, **found.entry(name).fixed}, [*options_of(found.entry(name).method), *general_names]
+        given, known = (
+            {**found.shared, **found.entry(name).fixed},
+            [*options_of(found.entry(name).method), *general_names],
+        )
         odd = next((key for key in given if key not in known), None)
         if odd:
             raise WaffleError(f"{path}: {name}: unknown option {odd!r}{suggest(odd, known)}")
