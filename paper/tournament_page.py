@@ -21,7 +21,7 @@ from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial
 from waffle_fl.tournament.standings import (
     Scores,
-    Standing,
+    MethodStanding,
     critical_difference,
     mean_loss,
     scores_of,
@@ -67,7 +67,7 @@ def sections(
     tournament: Tournament,
     records: Mapping[str, Sequence[Line]],
     scores: Scores,
-    order: Sequence[Standing],
+    order: Sequence[MethodStanding],
     missing: Sequence[str],
 ) -> Iterator[str]:
     """Yield the sections of the page."""
@@ -111,7 +111,7 @@ def _budget(tournament: Tournament) -> int:
     return len(tournament.trials(tournament.methods[0], tasks))
 
 
-def caption(order: Sequence[Standing]) -> str:
+def caption(order: Sequence[MethodStanding]) -> str:
     """Return what the first two figures show."""
     distance = critical_difference(len(order), order[0].columns)
     return prose(
@@ -121,7 +121,7 @@ def caption(order: Sequence[Standing]) -> str:
     )
 
 
-def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[Standing]) -> str:
+def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[MethodStanding]) -> str:
     """Return one row per method: gaps, shares, calibration and costs."""
     last = {standing.method: standing.gap for standing in standings(_like(records, order, "last"))}
     lines = [line for some in records.values() for line in some]
@@ -156,7 +156,7 @@ def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], o
     return f"{table(head, rows)}\n\n{notes}"
 
 
-def _like(records: Mapping[str, Sequence[Line]], order: Sequence[Standing], protocol: Any) -> Scores:
+def _like(records: Mapping[str, Sequence[Line]], order: Sequence[MethodStanding], protocol: Any) -> Scores:
     """Return the scores by another protocol, of the columns that have it and all methods."""
     found = scores_of(records, protocol).columns
     return Scores(
@@ -164,7 +164,7 @@ def _like(records: Mapping[str, Sequence[Line]], order: Sequence[Standing], prot
     )
 
 
-def by_data(tournament: Tournament, scores: Scores, order: Sequence[Standing]) -> str:
+def by_data(tournament: Tournament, scores: Scores, order: Sequence[MethodStanding]) -> str:
     """Return the mean points of every method on each data set."""
     data = list(dict.fromkeys(name for name, _ in scores.columns))
     means = {
@@ -184,7 +184,7 @@ def _bold(value: float, best: float) -> str:
     return f"**{value:.2f}**" if value == best else f"{value:.2f}"
 
 
-def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[Standing]) -> str:
+def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[MethodStanding]) -> str:
     """Return lr and the hyperparameter that was chosen per method and data set."""
     rows = []
     for s in order:
@@ -196,7 +196,7 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
     return table(["", "hyperparameter", *(f"{name}: lr, value" for name in tournament.data)], rows)
 
 
-def gaps(tournament: Tournament, order: Sequence[Standing]) -> Any:
+def gaps(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
     """Draw the mean gap of every method."""
     values = [
         {
@@ -223,7 +223,7 @@ def gaps(tournament: Tournament, order: Sequence[Standing]) -> Any:
     return styled(bars + text)
 
 
-def ranks(tournament: Tournament, order: Sequence[Standing]) -> Any:
+def ranks(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
     """Draw the mean rank of every method, and the critical difference from the first."""
     by_rank = sorted(order, key=lambda s: s.rank)
     distance = critical_difference(len(order), order[0].columns)
@@ -246,7 +246,7 @@ def ranks(tournament: Tournament, order: Sequence[Standing]) -> Any:
 
 
 def curves(
-    tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[Standing]
+    tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[MethodStanding]
 ) -> Any:
     """Draw the mean points over the rounds of the first methods."""
     shown = [s.method for s in order[:CURVES]]

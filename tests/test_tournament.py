@@ -14,7 +14,7 @@ from waffle_fl.experiment import Runtime, execute
 from waffle_fl.records import read_rounds
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
-from waffle_fl.tournament.plan import Trial, load_tournament
+from waffle_fl.tournament.plan import TuningTrial, load_tournament
 from waffle_fl.tournament.record import append_lines, chosen_trial, read_lines, record_file, table
 from waffle_fl.tournament.running import jobs_of, run
 from waffle_fl.tournament.standings import Scores, compare, critical_difference, lowest, scores_of, standings
@@ -102,7 +102,7 @@ def test_scores_are_those_of_a_plain_run(finished: Path, tmp_path: Path) -> None
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
     column = tournament.data["digits"].columns[0]
     for method in ("local", "fedavg", "waffle"):
-        config = tournament.config(method, column, Trial(0.2, *_only(tournament.grid[method])), 1, 2)
+        config = tournament.config(method, column, TuningTrial(0.2, *_only(tournament.grid[method])), 1, 2)
         ((_, names, scores),) = train([config], CPU, "accuracy")
         alone = replace(config, settings=replace(config.settings, alice="1"))
         (result,) = execute([(alone, tmp_path / method)], CPU)
@@ -129,7 +129,7 @@ def test_tuning_chooses_by_validation_scores_only(finished: Path) -> None:
             (0.2, {"validation": [99.0, 99.0], "diverged": 1}),
         )
     ]
-    assert chosen_trial(tournament, tasks, "local", lines) == Trial(0.02, "weight_decay", 0.0)
+    assert chosen_trial(tournament, tasks, "local", lines) == TuningTrial(0.02, "weight_decay", 0.0)
     assert chosen_trial(tournament, tasks, "local", lines[:1]) is None
 
 

@@ -17,7 +17,7 @@ from waffle_fl.experiment import Runtime
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.running import jobs_of, run
-from waffle_fl.tournament.standings import Standing, scores_of, standings
+from waffle_fl.tournament.standings import MethodStanding, scores_of, standings
 
 COLUMNS = ("method", "gap", "largest", "near best", "worst tenth", "above Local", "mean rank")
 
@@ -53,7 +53,7 @@ def check_tournament(file: Path, as_json: bool) -> int:
     return 1 if wrong else 0
 
 
-def show_standings(tournament: Tournament, found: list[Standing], console: Console) -> None:
+def show_standings(tournament: Tournament, found: list[MethodStanding], console: Console) -> None:
     """Print the methods, the one with the smallest mean gap to the best method first."""
     table = Table(title="\nPoints behind the best method", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in COLUMNS:

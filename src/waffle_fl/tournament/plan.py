@@ -44,7 +44,7 @@ MORE = ("shared", "claims", "variants")
 OWN = ("lr", "columns", "measure", "alices")  # keys of a data set that are not settings
 
 
-class Trial(NamedTuple):
+class TuningTrial(NamedTuple):
     """One choice of lr and of one hyperparameter of a method, or of a setting such as weight_decay."""
 
     lr: float
@@ -86,12 +86,12 @@ class Tournament:
     grid: Mapping[str, tuple[str, tuple[Any, ...]]]  # method -> (hyperparameter, its values)
     data: Mapping[str, TaskSet]
 
-    def trials(self, method: str, tasks: TaskSet) -> list[Trial]:
+    def trials(self, method: str, tasks: TaskSet) -> list[TuningTrial]:
         """Return the trials of a method on a data set; every method has the same number."""
         name, values = self.grid[method]
-        return [Trial(lr, name, value) for lr, value in product(tasks.lr, values)]
+        return [TuningTrial(lr, name, value) for lr, value in product(tasks.lr, values)]
 
-    def config(self, method: str, column: Settings, trial: Trial, partition: int, seed: int) -> RunConfig:
+    def config(self, method: str, column: Settings, trial: TuningTrial, partition: int, seed: int) -> RunConfig:
         """Return the config of a run; the permutations of labels are drawn anew for each partition."""
         base, fixed = self.entry(method)
         s = replace(column, lr=trial.lr, split_seed=partition, seed=seed)

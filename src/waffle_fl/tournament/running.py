@@ -21,7 +21,7 @@ import torch
 from waffle_fl.config import Settings
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, device_of
-from waffle_fl.tournament.plan import TaskSet, Tournament, Trial, load_tournament
+from waffle_fl.tournament.plan import TaskSet, Tournament, TuningTrial, load_tournament
 from waffle_fl.tournament.record import (
     Line,
     append_lines,
@@ -33,27 +33,27 @@ from waffle_fl.tournament.record import (
     trial_key,
     tuned,
 )
-from waffle_fl.tournament.tasks import Score, mean_points, train
+from waffle_fl.tournament.tasks import AliceScore, mean_points, train
 from waffle_fl.versions import RESULTS_VERSION
 
 Report = Callable[[str], None]
 
 
-class Job(NamedTuple):
+class TournamentJob(NamedTuple):
     """One method on one data set."""
 
     data: str
     method: str
 
 
-def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[str] = ()) -> list[Job]:
+def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[str] = ()) -> list[TournamentJob]:
     """Return the jobs of these data sets and methods; none given means all."""
     for given, known in ((data, tournament.data), (methods, tournament.methods)):
         odd = next((name for name in given if name not in known), None)
         if odd:
             raise WaffleError(f"expected names from {', '.join(known)}, got {odd!r}")
     return [
-        Job(name, method)
+        TournamentJob(name, method)
         for name in tournament.data
         if not data or name in data
         for method in tournament.methods
@@ -65,7 +65,7 @@ def run(
     file: Path,
     out: Path,
     runtime: Runtime,
-    jobs: Sequence[Job],
+    jobs: Sequence[TournamentJob],
     processes: int = 1,
     report: Report = print,
 ) -> None:
@@ -82,7 +82,7 @@ def run(
             report(future.result())
 
 
-def _run_job(file: Path, out: Path, runtime: Runtime, job: Job, end: float) -> str:
+def _run_job(file: Path, out: Path, runtime: Runtime, job: TournamentJob, end: float) -> str:
     """Tune a method on a data set, then fill its part of the table. Return one line for the display."""
     tournament = load_tournament(file)
     tasks, path, began = tournament.data[job.data], record_file(out, tournament, job.data), time.time()
@@ -125,7 +125,7 @@ def _stacks(tasks: TaskSet, runtime: Runtime) -> list[Sequence[Settings]]:
     return [tasks.columns] if device_of(runtime.device).type == "cuda" else [(column,) for column in tasks.columns]
 
 
-def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: Trial, runtime: Runtime) -> Line:
+def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: TuningTrial, runtime: Runtime) -> Line:
     pairs = [(p, s) for p in tournament.tuning_partitions for s in tournament.tuning_seeds]
     validation, diverged, count = [], 0, 0
     for columns in _stacks(tasks, runtime):
@@ -151,7 +151,7 @@ def _table_lines(
     tournament: Tournament,
     tasks: TaskSet,
     method: str,
-    trial: Trial,
+    trial: TuningTrial,
     missing: Sequence[tuple[Settings, int]],
     runtime: Runtime,
 ) -> list[Line]:
@@ -180,7 +180,7 @@ def _table_lines(
     return lines
 
 
-def _columns(scores: Sequence[Sequence[Score]]) -> dict[str, list[list[float | None]]]:
+def _columns(scores: Sequence[Sequence[AliceScore]]) -> dict[str, list[list[float | None]]]:
     """Return each score as a list of seeds of lists of Alices, and the mean curve per seed."""
     named = {
         name: [[_short(getattr(score, name), 4) for score in seed] for seed in scores]

@@ -35,7 +35,7 @@ class Scores:
         return [method for method in first if all(method in some for some in every)]
 
 
-class Standing(NamedTuple):
+class MethodStanding(NamedTuple):
     """One method over all columns; points are means over columns."""
 
     method: str
@@ -81,7 +81,7 @@ def _completed(found: Mapping[str, Mapping[TaskKey, list[float | None]]]) -> dic
     }
 
 
-def standings(scores: Scores) -> list[Standing]:
+def standings(scores: Scores) -> list[MethodStanding]:
     """Return the methods, the one with the smallest mean gap first."""
     found = []
     methods = scores.methods
@@ -99,7 +99,7 @@ def standings(scores: Scores) -> list[Standing]:
                 gains += [column[method][key] > column[BASELINE][key] for key in column[method]]
         share = mean(gains) if gains else math.nan
         columns = len(scores.columns)
-        found.append(Standing(method, mean(gaps), max(gaps), near, columns, mean(worst), share, ranks[method]))
+        found.append(MethodStanding(method, mean(gaps), max(gaps), near, columns, mean(worst), share, ranks[method]))
     return sorted(found, key=lambda standing: standing.gap)
 
 
