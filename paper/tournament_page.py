@@ -20,8 +20,8 @@ from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial
 from waffle_fl.tournament.standings import (
-    Scores,
     MethodStanding,
+    Scores,
     critical_difference,
     mean_loss,
     scores_of,
