@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from waffle_fl.engines.tree import rows_of
 from waffle_fl.experiment.active_run import state_of, tensors_of
 from waffle_fl.experiment.planning import plan
 from waffle_fl.models import FlatModel, mlp
+from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import pack, unpack
 
 ALICE, AGENTS = 2, 4
@@ -210,7 +212,7 @@ def test_adam_decays_too() -> None:
 
 def test_control_variates_use_the_lr_of_the_round() -> None:
     """c_i = c_i - c - dy / (K lr) with the lr of round 3, for the guard and in batched aggregation."""
-    algorithm, settings, work = fitted(Waffle(SGD(0.1, lr_decay=0.5))), RoundSettings(10, BATCH), []
+    algorithm, settings, work = fitted(Waffle(SGD(0.1, lr_decay=0.5, averaging=0.5))), RoundSettings(10, BATCH), []
     for seed in (3, 4):
         federation = make_federation(alice=ALICE, seed=seed)
         stream = simulate([RunSpec(algorithm, federation, seed)], make_model(), rounds=2, batch_size=BATCH, workers=1)
@@ -324,3 +326,38 @@ def test_mixed_outputs_need_classes() -> None:
     assert "mixing: expected a model" in refusal(for_model, APFL(mixing="outputs"), layers)
     check_resumes_and_site(APFL(SGD(0.1, 0.5), mixing="outputs"))
     check_resumes_and_site(FedRep(SGD(0.1, 0.5), tuning=1))
+
+
+# ------------------------------------------------------------------------------------------------------- on real sites
+
+
+def site_config() -> RunConfig:
+    small = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 16, "rounds": 3, "model": "mlp"}
+    return check_run("fedavg", {**small, "precision": "float64", "lr_decay": 0.7, "averaging": 0.6}, {})
+
+
+def test_sites_give_the_bits_of_the_simulator(tmp_path: Path) -> None:
+    """With decay and averaging a job ends in the simulator's bits; the averaged model comes from Alice's site."""
+    pytest.importorskip("flwr", reason="the Flower engine needs flwr")
+    from flower_harness import bits, federation, run_job, run_simulation
+
+    run_job(federation(tmp_path / "federation", ("a", "b", "c")), site_config(), tmp_path / "run")
+    assert bits(tmp_path / "run")[:2] == bits(run_simulation(site_config(), tmp_path / "reference"))[:2]
+
+
+def test_a_site_that_lost_its_state_starts_its_average_anew_and_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="the Flower engine needs flwr")
+    from flower_harness import Grid, federation, run_job
+
+    folder = federation(tmp_path / "federation", ("a", "b", "c"))
+
+    def delete_state(site: str, request: Any, reply: Any) -> Any:
+        if site == "b" and any(task["round"] == 1 for task in request.fields.get("tasks", [])):
+            shutil.rmtree(folder / "sites" / "b" / "state")
+        return reply
+
+    run_job(folder, site_config(), tmp_path / "run", Grid(folder, delete_state))
+    lines = read_rounds(tmp_path / "run" / "rounds.jsonl")
+    reasons = [reason for line in lines for name, reason in line.get("refused", []) if name == "agent 1"]
+    assert len(lines) == 3
+    assert reasons == ["lost its state of round 1; the server restored it; its average starts anew"]
