@@ -70,6 +70,11 @@ def fraction(positive: bool = False) -> Constraint:
     return Constraint("a fraction from 0 to below 1", lambda value: 0 <= value < 1)
 
 
+def share() -> Constraint:
+    """Constraint to a part of a whole, or the whole."""
+    return Constraint("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
 def each_above(bound: float) -> Constraint:
     return Constraint(f"numbers above {bound}", lambda values: all(value > bound for value in values))
 

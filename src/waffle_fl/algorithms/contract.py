@@ -89,6 +89,7 @@ class Round(NamedTuple):
     steps: Tensor  # (N,) K_i, mini-batches planned for each agent
     batch_size: int
     suspect: Tensor | None = None  # (N,) bool: received agents that the guard flagged; None: no guard
+    asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
 
 
 @dataclass(frozen=True)
@@ -323,6 +324,11 @@ def normalised(weights: Weights, fallback: Tensor) -> Weights:
     usable = torch.isfinite(total) & (total > 0)
     equal = fallback.double() / fallback.sum().clamp(min=1)
     return torch.where(usable, weights / torch.where(usable, total, 1.0), equal)
+
+
+def unless_absent(now: Round, new: Tensor, before: Tensor) -> Tensor:
+    """Return the new rows of the agents that took part in the round, and the earlier rows of the others."""
+    return new if now.asked is None else torch.where(now.asked.view(-1, *[1] * (new.ndim - 1)), new, before)
 
 
 def one_hot(agent: Tensor, agents: int) -> Weights:

@@ -101,6 +101,10 @@ class FedDBE:
             raise WaffleError("feddbe: expected a model with a linear layer with a bias, to whose input m is added")
         return replace(self, last=layers.last_linear)
 
+    def setup_rounds(self, agents: int) -> int:
+        """The first round, in which the mean features of all agents are measured."""
+        return 1
+
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         zeros = net.params.new_zeros(self.last.features)
         return Server(*net, zeros, zeros.new_zeros(())), Agents(zeros.expand(agents, -1))

@@ -116,6 +116,24 @@ class ChecksAgents(Protocol):
         ...
 
 
+@runtime_checkable
+class HasSetup(Protocol):
+    """Begins with rounds that need all agents, also with partial participation."""
+
+    def setup_rounds(self, agents: int) -> int:
+        """Return the number of these rounds."""
+        ...
+
+
+@runtime_checkable
+class ExpectsCohort(Protocol):
+    """Sends something that depends on which agents take part in the round."""
+
+    def expect(self, server: State, asked: Tensor) -> State:
+        """Return the server's state before a round of the agents `asked` (N,). Not called if all agents take part."""
+        ...
+
+
 HOOKS = {
     "helper": HasHelper,
     "scored_on": HasCandidates,
@@ -128,4 +146,6 @@ HOOKS = {
     "answer": PredictsWithTrainingData,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
+    "setup_rounds": HasSetup,
+    "expect": ExpectsCohort,
 }

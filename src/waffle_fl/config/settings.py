@@ -27,6 +27,7 @@ from waffle_fl.constraints import (
     parameter,
     parameters_of,
     readable,
+    share,
 )
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError
@@ -107,6 +108,8 @@ class Settings:
     """Most samples per mini-batch."""
     remainder: Remainder = "spread"
     """Samples that fill no mini-batch: spread them over all batches, keep them as a small last batch, or drop them."""
+    participation: float = parameter(1.0, share())
+    """Share of the agents that take part in each round. At least two do; see docs/how-to/participation.md."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
     optimiser: Literal["sgd", "adam"] = "sgd"

@@ -34,6 +34,7 @@ from waffle_fl.engines.flower.server_run import (
     tensors_of,
 )
 from waffle_fl.engines.flower.transport import MessageFactory, Transport
+from waffle_fl.engines.participation import Cohorts
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.experiment import model_name
 from waffle_fl.federation import index_of
@@ -232,6 +233,7 @@ class JobRunner:
             batch_size=s.batch_size,
             guard=s.guard,
             handle=s.alice,
+            cohorts=Cohorts(algorithm, samples, members, members.index(alice), s.seed, s.participation, s.guard),
             scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
         )
         run = stack.enter_context(
@@ -366,7 +368,8 @@ class JobRunner:
         for name, reason in seen.items():
             descriptions = {REASONS[CLIPPED]: "update clipped", REASONS[ABSENT]: "did not answer"}
             self.job.journal.write(note=f"round {r}: {name} {descriptions.get(reason, f'screened: {reason}')}")
-        others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice]
+        asked = evaluated.measured.get("participants", plan.names)
+        others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice and name in asked]
         if others and all(screened.get(name, REASONS[OK]) not in USED for name in others):
             self.job.journal.write(note=f"round {r}: only Alice's own update was used, so this was a local step")
 

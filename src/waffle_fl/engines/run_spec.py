@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
-from waffle_fl.constraints import at_least, check_fields, parameter
+from waffle_fl.constraints import at_least, check_fields, parameter, share
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
@@ -36,6 +36,7 @@ class RoundSettings:
     flips: bool = True
     guard: Guard = "off"
     remainder: Remainder = "spread"
+    participation: float = parameter(1.0, share())
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,6 +84,7 @@ class Measured(TypedDict, total=False):
     omega: float  # WAFFLE: degree of personalisation
     psi: float
     norms: list[float]  # norm of each agent's update
+    participants: list[str]  # the agents that took part, if not all
     screened: dict[str, str]  # agents whose update was rejected or clipped, and why
     refused: list[list[str]]  # messages that could not be read: agent, reason
     attackers_weight: float  # sum of the attackers' weights

@@ -213,6 +213,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.remainder,
             s.augment and ("augment", s.flips, s.shift),  # crops are padded with the darkest pixel of the whole stack
             s.guard,
+            s.participation,
             s.precision,
         )
         f = active.spec.federation

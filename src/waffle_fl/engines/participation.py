@@ -1,0 +1,89 @@
+"""Partial participation: the agents that take part in a round.
+
+The cohort of a round depends only on the run's seed, the round and the agents that have samples. Its size is constant,
+so every round trains a stack of the same shape. Alice always takes part where the training depends on her; a method
+that trains the same for every Alice samples without regard to her, so that it still trains once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from waffle_fl.algorithms import Algorithm
+from waffle_fl.engines.aggregation import Registered
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec
+from waffle_fl.engines.tree import replace_rows, tree_map
+from waffle_fl.guard import Guard
+from waffle_fl.randomness import derive, noise
+
+FEWEST = 2  # agents in a cohort: with one there is no federation
+
+
+def cohort_size(able: int, share: float) -> int:
+    """Return the number of agents per round, of `able` agents with samples: the share, rounded, and at least two."""
+    return min(able, max(FEWEST, math.floor(share * able + 0.5)))
+
+
+class Cohorts:
+    """The agents of one run that take part in each round. `setup_rounds` of a method are rounds of all agents."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        samples: Sequence[int],
+        ids: Sequence[int],
+        alice: int,
+        seed: int,
+        share: float,
+        guard: Guard = "off",
+    ) -> None:
+        self.agents, self._seed, self._all = len(samples), seed, share == 1
+        self._setup = algorithm.setup_rounds(self.agents) if hasattr(algorithm, "setup_rounds") else 0
+        self._able = torch.tensor([i for i, n in enumerate(samples) if n])
+        self._ids = torch.tensor(ids)[self._able]
+        needs_alice = getattr(algorithm, "for_alice", False) or guard != "off"  # the guard compares updates with hers
+        self._alice = self._able == alice if needs_alice else torch.zeros_like(self._able, dtype=torch.bool)
+        self._size = cohort_size(len(self._able), share)
+
+    def __call__(self, r: int) -> tuple[int, ...]:
+        """Return the agents of round r, in order."""
+        if self._all or r <= self._setup:
+            return tuple(range(self.agents))
+        key = torch.tensor([derive(self._seed, "participation", r)])
+        draws = noise(key, int(self._ids.max()) + 1)[0][self._ids].masked_fill(self._alice, -1)
+        drawn = draws.argsort(stable=True)[: self._size]
+        return tuple(self._able[drawn].sort().values.tolist())
+
+
+def cohorts_of(spec: RunSpec, settings: RoundSettings) -> Cohorts:
+    """Return the agents that take part in each round of a run."""
+    f, share = spec.federation, settings.participation
+    return Cohorts(spec.algorithm, f.samples.tolist(), f.ids, f.alice, spec.seed, share, settings.guard)
+
+
+def asking(known: Registered, cohort: Sequence[int]) -> Registered:
+    """Return what the server knows in a round of these agents."""
+    if len(cohort) == len(known.samples):
+        return known
+    rows = torch.tensor(cohort, device=known.asked.device)
+    return known._replace(asked=torch.zeros_like(known.asked).index_fill(0, rows, True))
+
+
+def expecting(algorithm: Algorithm, server: Any, cohort: Sequence[int], known: Registered) -> Any:
+    """Return the server's state before a round of these agents."""
+    if len(cohort) == len(known.samples) or not hasattr(algorithm, "expect"):
+        return server
+    return algorithm.expect(server, asking(known, cohort).asked)
+
+
+def for_all_agents(cohort: Sequence[int], before: Any, agents: Any, up: Any, known: Registered) -> tuple[Any, Any]:
+    """Return states and updates of all agents from those of the cohort: the others keep their state and send zeros."""
+    if len(cohort) == len(known.samples):
+        return agents, up
+    rows = torch.tensor(cohort, device=known.asked.device)
+    sent = tree_map(lambda field: field.new_zeros(len(known.samples), *field.shape[1:]).index_copy(0, rows, field), up)
+    return replace_rows(before, rows, agents), sent

@@ -1,0 +1,150 @@
+"""Partial participation: the same cohorts in every engine, and absent agents keep their state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
+from test_engines import assert_engines_agree
+from waffle_fl import SGD, FedAvg, RunSpec, Scaffold, Waffle, simulate
+from waffle_fl.algorithms import ALGORITHMS, Round
+from waffle_fl.algorithms.waffle import NO_PART, calc_weights
+from waffle_fl.engines import aggregation, run_workers, workers
+from waffle_fl.engines.cuda_graphs import late_rows
+from waffle_fl.engines.participation import Cohorts, cohort_size
+from waffle_fl.engines.run_spec import RoundSettings, initial_state
+from waffle_fl.experiment.active_run import state_of, tensors_of
+
+SIZES = (23, 9, 0, 17, 14, 9)
+STEP = SGD(0.1, 0.9, 0.01, "keep")
+HALF: dict[str, Any] = {"participation": 0.5, "rounds": 4, "epochs": 1}
+every = pytest.mark.parametrize("method", list(ALGORITHMS))
+
+
+def make(method: str) -> Any:
+    """Return the method; FedCollab forms its coalitions in round 3, so that cohorts follow."""
+    more = {"fedcollab": {"alone": 1, "models": 3}}.get(method, {})
+    return ALGORITHMS[method](sgd=STEP, **more)  # type: ignore[call-arg]
+
+
+def cohorts(algorithm: Any = None, share: float = 0.5, **more: Any) -> Cohorts:
+    given: dict[str, Any] = {"samples": SIZES, "ids": range(len(SIZES)), "alice": 3, "seed": 1, **more}
+    return Cohorts(algorithm or FedAvg(), share=share, **given)
+
+
+def test_the_size_of_a_cohort() -> None:
+    """A share of the agents that have samples, rounded, and at least two if there are two."""
+    assert [cohort_size(20, share) for share in (1.0, 0.5, 0.125, 0.1, 0.01)] == [20, 10, 3, 2, 2]
+    assert [cohort_size(n, 0.1) for n in (1, 2, 3, 25)] == [1, 2, 2, 3]
+    assert len(cohorts()(1)) == 3  # of five agents with samples
+
+
+def test_cohorts_depend_on_seed_and_round_only() -> None:
+    """Agents without samples never take part, every other agent does, and other agents do not change the order."""
+    drawn = [cohorts()(r) for r in range(1, 41)]
+    assert {agent for cohort in drawn for agent in cohort} == {0, 1, 3, 4, 5}
+    assert drawn == [cohorts(alice=0)(r) for r in range(1, 41)]
+    assert drawn != [cohorts(seed=2)(r) for r in range(1, 41)]
+    fewer = cohorts(samples=(23, 9, 17, 14), ids=(0, 1, 3, 4), share=0.75, alice=0)  # the ids of the four that stay
+    names = {0: 0, 1: 1, 2: 3, 3: 4}
+    for r, cohort in enumerate(drawn, 1):
+        assert {agent for agent in cohort if agent != 5} <= {names[agent] for agent in fewer(r)}
+
+
+def test_alice_takes_part_where_training_depends_on_her() -> None:
+    """In every round of a method for Alice, or with a guard; other methods do not look at her."""
+    rounds = range(1, 21)
+    assert all(3 in cohorts(Waffle())(r) and len(cohorts(Waffle())(r)) == 3 for r in rounds)
+    assert all(3 in cohorts(guard="standard")(r) for r in rounds)
+    assert not all(3 in cohorts()(r) for r in rounds)
+
+
+def test_setup_rounds_ask_all_agents() -> None:
+    """FedDBE measures its features, and FedCollab forms its coalitions, with all agents."""
+    sizes = [len(cohorts(make("feddbe"))(r)) for r in (1, 2)]
+    assert sizes == [6, 3]
+    assert [len(cohorts(make("fedcollab"))(r)) for r in (3, 4)] == [6, 3]
+
+
+@every
+def test_the_stack_agrees_with_the_loop(method: str) -> None:
+    """Both engines train the same cohorts to the same models, for every Alice of a shared training."""
+    specs = [RunSpec(make(method), replace(make_federation(SIZES), alice=alice), 1) for alice in (0, 3)]
+    assert_engines_agree(specs, make_model(), **HALF)
+
+
+@every
+def test_absent_agents_keep_their_state_and_resumed_runs_their_cohorts(method: str) -> None:
+    """The state of an absent agent does not change; the last round is the same alone, resumed and beside others."""
+    model, federation = make_model(torch.float32), make_federation(SIZES, alice=3)
+    spec, other = RunSpec(make(method), federation, 1), RunSpec(make(method), make_federation((12, 20, 7), seed=2), 4)
+    together = [line[0] for line in simulate([spec, other], model, batch_size=BATCH, **HALF)]
+    before, last = together[-2].state, together[-1]
+    absent = [i for i, name in enumerate(federation.names) if name not in last.measured["participants"]]
+    assert absent
+    for field, earlier in zip(last.state.agents, before.agents, strict=True):
+        assert torch.equal(field[absent], earlier[absent])
+    saved = state_of(tensors_of(before), initial_state(spec, model))
+    resumed = outcomes_of(replace(spec, state=saved), model, start=3, workers=1, **HALF)[-1]
+    ends = [tensors_of(outcome.state) for outcome in (last, resumed)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert resumed.measured["participants"] == last.measured["participants"]
+
+
+@pytest.mark.parametrize("kind", ["run workers", "row workers", "single rows", "aggregate together"])
+def test_no_part_of_the_engine_changes_a_cohort(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers, rows one after another and batched aggregation agree with the loop."""
+    for name in ("ROUND", "START", "WARM_UP"):
+        monkeypatch.setattr(workers, name, 0.0)
+    if kind == "row workers":
+        monkeypatch.setattr(run_workers, "applies", lambda specs, model, cores: False)
+    if kind == "aggregate together":
+        monkeypatch.setattr(aggregation, "applies", lambda model: True)
+    specs = [RunSpec(make("waffle"), make_federation(SIZES, alice=3, seed=seed), 1) for seed in (0, 5)]
+    stacked = False if kind == "single rows" else None
+    assert_engines_agree(specs, make_model(stacked=stacked), workers=2 if "workers" in kind else 1, **HALF)
+
+
+def test_full_participation_is_the_default() -> None:
+    """A share of 1 trains all agents and records no participants; a share must be above 0."""
+    spec = RunSpec(FedAvg(), make_federation(), 1)
+    (one,) = outcomes_of(spec, make_model(), rounds=1, participation=1.0)
+    assert "participants" not in one.measured
+    assert refusal(RoundSettings, 1, participation=0.0) == (
+        "participation: expected a number above 0 and at most 1, got 0.0"
+    )
+
+
+def test_scaffold_with_absent_agents() -> None:
+    """x moves by the mean of the cohort's updates, and c stays the mean of the control variates of all agents."""
+    spec = RunSpec(Scaffold(SGD(0.1)), make_federation(SIZES), 1)
+    *_, two = outcomes_of(spec, make_model(), **{**HALF, "rounds": 2})
+    weights = torch.tensor(two.measured["weights"])
+    names = [f"agent {i}" for i in weights.nonzero().flatten().tolist()]
+    assert names == two.measured["participants"]
+    assert weights[weights > 0].tolist() == pytest.approx([1 / 3] * 3)
+    able = torch.tensor(SIZES) > 0
+    torch.testing.assert_close(two.state.server.c, two.state.server.c_i[able].mean(dim=0))
+
+
+def test_waffle_averages_the_rounds_in_which_an_agent_took_part() -> None:
+    """The weight of an agent is its mean over those of the last three rounds in which it took part."""
+    now = Round(10, 100, torch.tensor(0), torch.tensor([True, True, False]), *[torch.tensor([8, 8, 8])] * 3, BATCH)
+    now = now._replace(intact=now.received, asked=now.received)
+    dy = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    past = torch.tensor([[0.9, NO_PART, 0.1], [0.6, NO_PART, 0.4]], dtype=torch.float64)
+    alpha_bar, alpha, _ = calc_weights(dy, past, now, 1.0, 1.0)
+    assert alpha.tolist() == [0.5, 0.5, 0.0]
+    assert (alpha_bar * (2 / 3 + 0.5)).tolist() == pytest.approx([2 / 3, 0.5, 0.0])
+
+
+def test_rows_that_go_on_alone_have_few_shapes() -> None:
+    """With cohorts, the rows with more steps than the others are rounded up to a power of two, the longest first."""
+    steps = [3, 9, 4, 8, 7]
+    assert late_rows(steps, 4, varying=False) == [1, 3, 4]
+    assert late_rows(steps, 4, varying=True) == [1, 3, 4, 2]
+    assert late_rows(steps, 8, varying=True) == [1]
