@@ -21,18 +21,19 @@ from waffle_fl.experiment.active_run import state_of, tensors_of
 
 SIZES = (23, 9, 0, 17, 14, 9)
 STEP = SGD(0.1, 0.9, 0.01, "keep")
-HALF: dict[str, Any] = {"participation": 0.5, "rounds": 4, "epochs": 1}
+HALF: dict[str, Any] = {"participation": 0.5, "rounds": 3, "epochs": 1}
+MODEL, FLOAT32 = make_model(), make_model(torch.float32)
 every = pytest.mark.parametrize("method", list(ALGORITHMS))
 
 
 def make(method: str) -> Any:
-    """Return the method; FedCollab forms its coalitions in round 3, so that cohorts follow."""
-    more = {"fedcollab": {"alone": 1, "models": 3}}.get(method, {})
+    """Return the method; FedCollab forms its coalitions in round 2, so that a cohort follows."""
+    more = {"fedcollab": {"alone": 1, "models": 5}}.get(method, {})
     return ALGORITHMS[method](sgd=STEP, **more)  # type: ignore[call-arg]
 
 
 def cohorts(algorithm: Any = None, share: float = 0.5, **more: Any) -> Cohorts:
-    given: dict[str, Any] = {"samples": SIZES, "ids": range(len(SIZES)), "alice": 3, "seed": 1, **more}
+    given: dict[str, Any] = {"samples": SIZES, "ids": range(len(SIZES)), "alice": 3, "seed": 1, "rounds": 40, **more}
     return Cohorts(algorithm or FedAvg(), share=share, **given)
 
 
@@ -56,40 +57,43 @@ def test_cohorts_depend_on_seed_and_round_only() -> None:
 
 
 def test_alice_takes_part_where_training_depends_on_her() -> None:
-    """In every round of a method for Alice, or with a guard; other methods do not look at her."""
+    """In every round of a method for Alice, or if the settings need her; other methods do not look at her."""
     rounds = range(1, 21)
     assert all(3 in cohorts(Waffle())(r) and len(cohorts(Waffle())(r)) == 3 for r in rounds)
-    assert all(3 in cohorts(guard="standard")(r) for r in rounds)
+    assert all(3 in cohorts(needs_alice=True)(r) for r in rounds)
+    assert RoundSettings(1, guard="standard").needs_alice
+    assert RoundSettings(1, participation=0.5, alice_takes_part="always").needs_alice
+    assert not RoundSettings(1, alice_takes_part="always").needs_alice
     assert not all(3 in cohorts()(r) for r in rounds)
 
 
-def test_setup_rounds_ask_all_agents() -> None:
-    """FedDBE measures its features, and FedCollab forms its coalitions, with all agents."""
-    sizes = [len(cohorts(make("feddbe"))(r)) for r in (1, 2)]
-    assert sizes == [6, 3]
-    assert [len(cohorts(make("fedcollab"))(r)) for r in (3, 4)] == [6, 3]
+def test_some_methods_have_rounds_of_all_agents() -> None:
+    """FedDBE measures features, FedCollab forms coalitions, and FedAvg+FT fine-tunes with all agents."""
+    assert [len(cohorts(make("feddbe"))(r)) for r in (1, 2)] == [6, 3]
+    assert [len(cohorts(make("fedcollab"))(r)) for r in (2, 3)] == [6, 3]
+    assert [len(cohorts(make("fedavg-ft"))(r)) for r in (39, 40)] == [3, 6]
 
 
 @every
 def test_the_stack_agrees_with_the_loop(method: str) -> None:
     """Both engines train the same cohorts to the same models, for every Alice of a shared training."""
     specs = [RunSpec(make(method), replace(make_federation(SIZES), alice=alice), 1) for alice in (0, 3)]
-    assert_engines_agree(specs, make_model(), **HALF)
+    assert_engines_agree(specs, MODEL, **HALF)
 
 
 @every
 def test_absent_agents_keep_their_state_and_resumed_runs_their_cohorts(method: str) -> None:
     """The state of an absent agent does not change; the last round is the same alone, resumed and beside others."""
-    model, federation = make_model(torch.float32), make_federation(SIZES, alice=3)
+    model, federation = FLOAT32, make_federation(SIZES, alice=3)
     spec, other = RunSpec(make(method), federation, 1), RunSpec(make(method), make_federation((12, 20, 7), seed=2), 4)
     together = [line[0] for line in simulate([spec, other], model, batch_size=BATCH, **HALF)]
-    before, last = together[-2].state, together[-1]
+    start = max(k for k, outcome in enumerate(together) if "participants" in outcome.measured)
+    before, last = together[start - 1].state, together[start]
     absent = [i for i, name in enumerate(federation.names) if name not in last.measured["participants"]]
-    assert absent
     for field, earlier in zip(last.state.agents, before.agents, strict=True):
         assert torch.equal(field[absent], earlier[absent])
     saved = state_of(tensors_of(before), initial_state(spec, model))
-    resumed = outcomes_of(replace(spec, state=saved), model, start=3, workers=1, **HALF)[-1]
+    resumed = outcomes_of(replace(spec, state=saved), model, start=start, workers=1, **HALF)[0]
     ends = [tensors_of(outcome.state) for outcome in (last, resumed)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     assert resumed.measured["participants"] == last.measured["participants"]
@@ -112,17 +116,25 @@ def test_no_part_of_the_engine_changes_a_cohort(kind: str, monkeypatch: pytest.M
 def test_full_participation_is_the_default() -> None:
     """A share of 1 trains all agents and records no participants; a share must be above 0."""
     spec = RunSpec(FedAvg(), make_federation(), 1)
-    (one,) = outcomes_of(spec, make_model(), rounds=1, participation=1.0)
+    (one,) = outcomes_of(spec, MODEL, rounds=1, participation=1.0)
     assert "participants" not in one.measured
     assert refusal(RoundSettings, 1, participation=0.0) == (
         "participation: expected a number above 0 and at most 1, got 0.0"
     )
 
 
+def test_alice_always_takes_part_if_the_settings_say_so() -> None:
+    """Then every Alice has a training of her own, and she is in each of its rounds."""
+    specs = [RunSpec(FedAvg(SGD(0.1)), make_federation(SIZES, alice=alice), 1) for alice in (0, 3)]
+    lines = list(simulate(specs, MODEL, batch_size=BATCH, alice_takes_part="always", **HALF))
+    assert all(f"agent {3 * outcome.index}" in outcome.measured["participants"] for line in lines for outcome in line)
+    assert not torch.equal(lines[-1][0].state.server.x, lines[-1][1].state.server.x)
+
+
 def test_scaffold_with_absent_agents() -> None:
     """x moves by the mean of the cohort's updates, and c stays the mean of the control variates of all agents."""
     spec = RunSpec(Scaffold(SGD(0.1)), make_federation(SIZES), 1)
-    *_, two = outcomes_of(spec, make_model(), **{**HALF, "rounds": 2})
+    *_, two = outcomes_of(spec, MODEL, **{**HALF, "rounds": 2})
     weights = torch.tensor(two.measured["weights"])
     names = [f"agent {i}" for i in weights.nonzero().flatten().tolist()]
     assert names == two.measured["participants"]

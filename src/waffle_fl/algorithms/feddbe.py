@@ -101,9 +101,8 @@ class FedDBE:
             raise WaffleError("feddbe: expected a model with a linear layer with a bias, to whose input m is added")
         return replace(self, last=layers.last_linear)
 
-    def setup_rounds(self, agents: int) -> int:
-        """The first round, in which the mean features of all agents are measured."""
-        return 1
+    def asks_all(self, r: int, of: int, agents: int) -> bool:
+        return r == 1  # the mean features of all agents are measured
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         zeros = net.params.new_zeros(self.last.features)

@@ -117,11 +117,11 @@ class ChecksAgents(Protocol):
 
 
 @runtime_checkable
-class HasSetup(Protocol):
-    """Begins with rounds that need all agents, also with partial participation."""
+class AsksAll(Protocol):
+    """Has rounds in which all agents take part, also with partial participation."""
 
-    def setup_rounds(self, agents: int) -> int:
-        """Return the number of these rounds."""
+    def asks_all(self, r: int, of: int, agents: int) -> bool:
+        """Return whether round r of `of` is one of them, with so many agents."""
         ...
 
 
@@ -146,6 +146,6 @@ HOOKS = {
     "answer": PredictsWithTrainingData,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
-    "setup_rounds": HasSetup,
+    "asks_all": AsksAll,
     "expect": ExpectsCohort,
 }

@@ -17,7 +17,6 @@ from waffle_fl.algorithms import Algorithm
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import replace_rows, tree_map
-from waffle_fl.guard import Guard
 from waffle_fl.randomness import derive, noise
 
 FEWEST = 2  # agents in a cohort: with one there is no federation
@@ -29,7 +28,7 @@ def cohort_size(able: int, share: float) -> int:
 
 
 class Cohorts:
-    """The agents of one run that take part in each round. `setup_rounds` of a method are rounds of all agents."""
+    """The agents of one run that take part in each round; a method may have rounds of all agents (`asks_all`)."""
 
     def __init__(
         self,
@@ -38,20 +37,21 @@ class Cohorts:
         ids: Sequence[int],
         alice: int,
         seed: int,
+        rounds: int,
         share: float,
-        guard: Guard = "off",
+        needs_alice: bool = False,
     ) -> None:
-        self.agents, self._seed, self._all = len(samples), seed, share == 1
-        self._setup = algorithm.setup_rounds(self.agents) if hasattr(algorithm, "setup_rounds") else 0
+        self.agents, self._seed, self._rounds, self._all = len(samples), seed, rounds, share == 1
+        self._asks_all = getattr(algorithm, "asks_all", None)
         self._able = torch.tensor([i for i, n in enumerate(samples) if n])
         self._ids = torch.tensor(ids)[self._able]
-        needs_alice = getattr(algorithm, "for_alice", False) or guard != "off"  # the guard compares updates with hers
+        needs_alice = needs_alice or getattr(algorithm, "for_alice", False)
         self._alice = self._able == alice if needs_alice else torch.zeros_like(self._able, dtype=torch.bool)
         self._size = cohort_size(len(self._able), share)
 
     def __call__(self, r: int) -> tuple[int, ...]:
         """Return the agents of round r, in order."""
-        if self._all or r <= self._setup:
+        if self._all or (self._asks_all and self._asks_all(r, self._rounds, self.agents)):
             return tuple(range(self.agents))
         key = torch.tensor([derive(self._seed, "participation", r)])
         draws = noise(key, int(self._ids.max()) + 1)[0][self._ids].masked_fill(self._alice, -1)
@@ -61,8 +61,9 @@ class Cohorts:
 
 def cohorts_of(spec: RunSpec, settings: RoundSettings) -> Cohorts:
     """Return the agents that take part in each round of a run."""
-    f, share = spec.federation, settings.participation
-    return Cohorts(spec.algorithm, f.samples.tolist(), f.ids, f.alice, spec.seed, share, settings.guard)
+    f, s = spec.federation, settings
+    facts = spec.algorithm, f.samples.tolist(), f.ids, f.alice, spec.seed
+    return Cohorts(*facts, s.rounds, s.participation, s.needs_alice)
 
 
 def asking(known: Registered, cohort: Sequence[int]) -> Registered:

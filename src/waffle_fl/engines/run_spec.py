@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
@@ -16,6 +16,10 @@ from waffle_fl.models import FlatModel
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> updates that arrive at the server
 Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
+
+
+Presence: TypeAlias = Literal["by-method", "always"]
+"""When Alice takes part in a round: where the method's training depends on her, or always."""
 
 
 class State(NamedTuple):
@@ -37,9 +41,16 @@ class RoundSettings:
     guard: Guard = "off"
     remainder: Remainder = "spread"
     participation: float = parameter(1.0, share())
+    alice_takes_part: Presence = "by-method"
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def needs_alice(self) -> bool:
+        """Whether Alice takes part in every round of every method, so that no method trains once for all Alices."""
+        always = self.participation < 1 and self.alice_takes_part == "always"
+        return always or self.guard != "off"  # the guard compares updates with hers
 
 
 @dataclass(frozen=True)
