@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from test_engines import assert_engines_agree
 from waffle_fl import SGD, FedAvg, RunSpec, Scaffold, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Round
 from waffle_fl.algorithms.waffle import NO_PART, calc_weights
-from waffle_fl.engines import aggregation, run_workers, workers
+from waffle_fl.engines import aggregation, cuda_graphs, run_workers, workers
 from waffle_fl.engines.cuda_graphs import late_rows
 from waffle_fl.engines.participation import Cohorts, cohort_size
 from waffle_fl.engines.run_spec import RoundSettings, initial_state
@@ -99,18 +100,32 @@ def test_absent_agents_keep_their_state_and_resumed_runs_their_cohorts(method: s
     assert resumed.measured["participants"] == last.measured["participants"]
 
 
-@pytest.mark.parametrize("kind", ["run workers", "row workers", "single rows", "aggregate together"])
+def replayed(graph: Any, size: int, together: bool) -> Any:
+    """Return a stand-in for a captured graph, which computes its step on a CPU."""
+    return SimpleNamespace(replay=lambda: graph._advance(size, together))
+
+
+@pytest.mark.parametrize("kind", ["run workers", "row workers", "single rows", "graphs"])
 def test_no_part_of_the_engine_changes_a_cohort(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers, rows one after another and batched aggregation agree with the loop."""
+    """Workers, rows one after another and graphs of one shape agree with the loop."""
     for name in ("ROUND", "START", "WARM_UP"):
         monkeypatch.setattr(workers, name, 0.0)
     if kind == "row workers":
         monkeypatch.setattr(run_workers, "applies", lambda specs, model, cores: False)
-    if kind == "aggregate together":
-        monkeypatch.setattr(aggregation, "applies", lambda model: True)
+    if kind == "graphs":
+        monkeypatch.setattr(cuda_graphs, "applies", lambda model: True)
+        monkeypatch.setattr(cuda_graphs._Graph, "_captured", replayed)
     specs = [RunSpec(make("waffle"), make_federation(SIZES, alice=3, seed=seed), 1) for seed in (0, 5)]
     stacked = False if kind == "single rows" else None
     assert_engines_agree(specs, make_model(stacked=stacked), workers=2 if "workers" in kind else 1, **HALF)
+
+
+@pytest.mark.parametrize("method", ["waffle", "cobo", "fedfomo", "apple"])
+def test_batched_aggregation_of_cohorts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods that treat absent agents differently aggregate several runs in one computation."""
+    monkeypatch.setattr(aggregation, "applies", lambda model: True)
+    specs = [RunSpec(make(method), make_federation(SIZES, alice=3, seed=seed), 1) for seed in (0, 5)]
+    assert_engines_agree(specs, MODEL, **HALF)
 
 
 def test_full_participation_is_the_default() -> None:
