@@ -56,10 +56,10 @@ def _trainer(algorithm: Algorithm, seed: int, model: FlatModel, s: RoundSettings
 
 def _start(server: Any, model: FlatModel, seed: int) -> Net:
     """Return the server's model, if it has one model for all agents, else the initial model."""
-    initial = model.init(seed)
-    x, stats = getattr(server, "x", None), getattr(server, "stats", None)
-    complete = x is not None and x.shape == initial.params.shape and stats.shape == initial.stats.shape
-    return Net(x, stats) if complete else initial
+    initial, x, stats = model.init(seed), getattr(server, "x", None), getattr(server, "stats", None)
+    if x is None or stats is None or (x.shape, stats.shape) != (initial.params.shape, initial.stats.shape):
+        return initial
+    return Net(x, stats)
 
 
 def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:

@@ -43,14 +43,20 @@ class Cohorts:
     ) -> None:
         self.agents, self._seed, self._rounds, self._all = len(samples), seed, rounds, share == 1
         self._asks_all = getattr(algorithm, "asks_all", None)
-        self._able = torch.tensor([i for i, n in enumerate(samples) if n])
+        self._able = torch.tensor([i for i, n in enumerate(samples) if n], dtype=torch.int64)
         self._ids = torch.tensor(ids)[self._able]
         needs_alice = needs_alice or getattr(algorithm, "for_alice", False)
         self._alice = self._able == alice if needs_alice else torch.zeros_like(self._able, dtype=torch.bool)
         self._size = cohort_size(len(self._able), share)
+        self._latest: tuple[int, tuple[int, ...]] = 0, ()
 
     def __call__(self, r: int) -> tuple[int, ...]:
-        """Return the agents of round r, in order."""
+        """Return the agents of round r, in order; the latest round is kept."""
+        if self._latest[0] != r:
+            self._latest = r, self._drawn(r)
+        return self._latest[1]
+
+    def _drawn(self, r: int) -> tuple[int, ...]:
         if self._all or (self._asks_all and self._asks_all(r, self._rounds, self.agents)):
             return tuple(range(self.agents))
         key = torch.tensor([derive(self._seed, "participation", r)])
