@@ -54,7 +54,7 @@ class StackedBackend:
         ]
         key = work.runs, tuple(map(len, cohorts))
         if key not in self._trainings:
-            if not work.attempt:  # a run has diverged: trainings of the former set of runs are obsolete
+            if not work.attempt:  # a run has diverged, or cohorts have another size: the former trainings are obsolete
                 self.close()
             self._trainings[key] = self._training(work, cohorts)
         left = self.settings.rounds - work.r + 1
