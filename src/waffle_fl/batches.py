@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,18 @@ from waffle_fl.federation import Federation
 from waffle_fl.models.flat import Batch
 from waffle_fl.randomness import derive, shuffle
 
+T = TypeVar("T")
 Remainder: TypeAlias = Literal["spread", "keep", "drop"]
 """What happens to the samples that do not fill a mini-batch: see `batch_sizes`."""
+
+
+RowNumbers: TypeAlias = slice | list[int]
+"""Rows of a stack: a slice, or single rows in any order."""
+
+
+def select(values: Sequence[T], rows: RowNumbers) -> list[T]:
+    """Return the values of these rows."""
+    return list(values[rows]) if isinstance(rows, slice) else [values[i] for i in rows]
 
 
 def batches_per_epoch(samples: int, batch_size: int, remainder: Remainder) -> int:
@@ -89,17 +99,21 @@ class Batches:
             self._relabel = torch.cat([self._relabel, later], dim=1)
         self.steps = [epochs * batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
 
-    def sizes(self, rows: slice, padded: bool) -> list[int]:
+    def sizes(self, rows: RowNumbers, padded: bool) -> list[int]:
         """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
         if padded:
-            return [self.batch_size] * max(self.steps[rows])
-        (length,) = set(self.lengths[rows])
+            return [self.batch_size] * max(select(self.steps, rows))
+        (length,) = set(select(self.lengths, rows))
         return batch_sizes(length, self.batch_size, self.remainder) * self.epochs
 
-    def plan(self, r: int, attempt: int, rows: slice) -> BatchPlan:
-        """Return the order of the samples in round r, for these rows."""
-        lengths, steps = self.lengths[rows], self.steps[rows]
-        longest, most = max(lengths), max(steps)
+    def plan(self, r: int, attempt: int, rows: RowNumbers) -> BatchPlan:
+        """Return the order of the samples in round r, for these rows.
+
+        A plan of single rows is as long as that of all rows: cohorts of one size have plans of one shape.
+        """
+        lengths, steps = select(self.lengths, rows), select(self.steps, rows)
+        alike = isinstance(rows, list)
+        longest, most = max(self.lengths if alike else lengths), max(self.steps if alike else steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
         orders = [
             shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(self.epochs)
@@ -130,8 +144,8 @@ class Batches:
         first = batch * self.batch_size
         return first, torch.minimum(first + self.batch_size, length)
 
-    def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
-        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._agent_keys[rows]]
+    def _keys(self, purpose: str, rows: RowNumbers, *words: int) -> Tensor:
+        keys = [derive(seed, purpose, agent, *words) for seed, agent in select(self._agent_keys, rows)]
         return torch.tensor(keys, device=self.device)
 
     def batch(self, plan: BatchPlan, t: Tensor, size: int) -> Batch:

@@ -75,8 +75,9 @@ def unless(word: str, constraint: Constraint) -> Constraint:
     return Constraint(f"{constraint.words}, or {word!r}", lambda value: value == word or constraint.holds(value))
 
 
-def positive_share() -> Constraint:
-    return Constraint("a number above 0, at most 1", lambda value: 0 < value <= 1)
+def share() -> Constraint:
+    """Constraint to a part of a whole, or the whole."""
+    return Constraint("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def each_above(bound: float) -> Constraint:

@@ -27,7 +27,7 @@ from waffle_fl.constraints import (
     check_fields,
     parameter,
     parameters_of,
-    positive_share,
+    share,
     unless,
 )
 from waffle_fl.models.flat import Batch, FlatModel
@@ -101,6 +101,7 @@ class Round(NamedTuple):
     steps: Tensor  # (N,) K_i, mini-batches planned for each agent
     batch_size: int
     suspect: Tensor | None = None  # (N,) bool: received agents that the guard flagged; None: no guard
+    asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class SGD:
     weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
     clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
-    lr_decay: float = parameter(1.0, positive_share())
+    lr_decay: float = parameter(1.0, share())
     averaging: float = parameter(0.0, between(0, 1))
 
     def __post_init__(self) -> None:
@@ -231,7 +232,7 @@ class Adam:
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
     second: float = parameter(0.999, below_one())
     clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
-    lr_decay: float = parameter(1.0, positive_share())
+    lr_decay: float = parameter(1.0, share())
     averaging: float = parameter(0.0, between(0, 1))
 
     def __post_init__(self) -> None:
@@ -360,6 +361,11 @@ def normalised(weights: Weights, fallback: Tensor) -> Weights:
     usable = torch.isfinite(total) & (total > 0)
     equal = fallback.double() / fallback.sum().clamp(min=1)
     return torch.where(usable, weights / torch.where(usable, total, 1.0), equal)
+
+
+def unless_absent(now: Round, new: Tensor, before: Tensor) -> Tensor:
+    """Return the new rows of the agents that took part in the round, and the earlier rows of the others."""
+    return new if now.asked is None else torch.where(now.asked.view(-1, *[1] * (new.ndim - 1)), new, before)
 
 
 def one_hot(agent: Tensor, agents: int) -> Weights:

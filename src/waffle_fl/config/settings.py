@@ -29,6 +29,7 @@ from waffle_fl.constraints import (
     parameter,
     parameters_of,
     readable,
+    share,
     unless,
 )
 from waffle_fl.data import NAMES
@@ -93,6 +94,10 @@ class Settings:
     """Number or name of the agent the model is trained for. `all` trains one model per agent."""
     leave_out: tuple[str, ...] = ()
     """Names or numbers of agents to exclude from training."""
+    newcomers: tuple[str, ...] = ()
+    """Names or numbers of agents that take no part in training and join after the last round."""
+    newcomer_rounds: int = parameter(1, at_least(1))
+    """Rounds of local training of an agent that joins after training, while the server does not change."""
     samples_per_agent: int = parameter(0, at_least(0))
     """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
@@ -115,6 +120,10 @@ class Settings:
     """Most samples per mini-batch."""
     remainder: Remainder = "spread"
     """Samples that fill no mini-batch: spread them over all batches, keep them as a small last batch, or drop them."""
+    participation: float = parameter(1.0, share())
+    """Share of the agents that take part in each round. At least two do; see docs/how-to/participation.md."""
+    alice_takes_part: Literal["by-method", "always"] = "by-method"
+    """With participation below 1: Alice takes part where the method's training depends on her, or always."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
     lr_decay: float = parameter(1.0, constraint_of(SGD, "lr_decay"))

@@ -19,6 +19,7 @@ from waffle_fl.engines.aggregation import admit, diagnostics, receive, registere
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, own_net
 from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
@@ -28,17 +29,20 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
     """Train one federation and yield the outcome of each round; the run ends when Alice's training diverges."""
     algorithm, federation, agents_count = spec.algorithm, spec.federation, spec.federation.agents
     training = AgentTraining(algorithm, model, spec, settings)
-    known, evaluator = registered(federation, settings, model.device), Evaluator(model)
+    everyone, evaluator = registered(federation, settings, model.device), Evaluator(model)
+    cohorts = cohorts_of(spec, settings)
     state = spec.state or initial_state(spec, model)  # A2.1
     for r in range(start + 1, settings.rounds + 1):  # A2.2
+        known = asking(everyone, cohort := cohorts(r))  # all agents, or a sample of them
         for attempt in range(ATTEMPTS):
-            server, before = state
+            server, before = expecting(algorithm, state.server, cohort, known), state.agents
             down = algorithm.broadcast(server, agents_count)  # A2.3
             trained = [
                 training.round(i, rows_of(down, slice(i, i + 1)), rows_of(before, slice(i, i + 1)), r, attempt)
-                for i in range(agents_count)  # A2.4-12
+                for i in cohort  # A2.4-12
             ]
             agents, up = (stack(rows) for rows in zip(*trained, strict=True))
+            agents, up = for_all_agents(cohort, before, agents, up, known)
             arrived = receive(spec, model, up, r, known)
             up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
             server, info = algorithm.aggregate(server, up, now)  # A2.13-16

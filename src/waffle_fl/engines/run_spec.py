@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
-from waffle_fl.constraints import at_least, check_fields, parameter
+from waffle_fl.constraints import at_least, check_fields, parameter, share
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
@@ -16,6 +16,10 @@ from waffle_fl.models import FlatModel
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> updates that arrive at the server
 Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
+
+
+Presence: TypeAlias = Literal["by-method", "always"]
+"""When Alice takes part in a round: where the method's training depends on her, or always."""
 
 
 class State(NamedTuple):
@@ -36,9 +40,17 @@ class RoundSettings:
     flips: bool = True
     guard: Guard = "off"
     remainder: Remainder = "spread"
+    participation: float = parameter(1.0, share())
+    alice_takes_part: Presence = "by-method"
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def needs_alice(self) -> bool:
+        """Whether Alice takes part in every round of every method, so that no method trains once for all Alices."""
+        always = self.participation < 1 and self.alice_takes_part == "always"
+        return always or self.guard != "off"  # the guard compares updates with hers
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class Measured(TypedDict, total=False):
     omega: float  # WAFFLE: degree of personalisation
     psi: float
     norms: list[float]  # norm of each agent's update
+    participants: list[str]  # the agents that took part, if not all
     screened: dict[str, str]  # agents whose update was rejected or clipped, and why
     refused: list[list[str]]  # messages that could not be read: agent, reason
     attackers_weight: float  # sum of the attackers' weights

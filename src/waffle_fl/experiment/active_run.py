@@ -12,7 +12,9 @@ from torch import Tensor
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of
+from waffle_fl.engines.newcomers import join_after_training
 from waffle_fl.engines.run_spec import Outcome, RunSpec, State, own_net
+from waffle_fl.experiment.factories import round_settings
 from waffle_fl.experiment.runtime import Listener
 from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
@@ -36,6 +38,7 @@ class ActiveRun:
     next_save: float
     latest: tuple[int, State] | None = None
     selected: Selected | None = None
+    newcomers: tuple[Federation, ...] = ()  # agents that join after training, each alone
 
 
 class Selected(NamedTuple):
@@ -109,6 +112,12 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
     own, federation = active.selected.net if active.selected else own_net(spec, state, model), spec.federation
     tensors = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
     result |= {"metrics": measure(tensors["output"], tensors["target"])}
+    if active.newcomers:
+        s = active.config.settings
+        result["newcomers"] = {
+            one.names[0]: join_after_training(spec, state, model, round_settings(s), one, s.newcomer_rounds)
+            for one in active.newcomers
+        }
     active.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in tensors.items()})
     return result
 

@@ -43,7 +43,9 @@ from waffle_fl.experiment.factories import (
     federation_of,
     model_name,
     model_of,
+    newcomers_of,
     origin,
+    round_settings,
     simulation_options,
 )
 from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
@@ -181,7 +183,8 @@ def _open(
         listener.warned(warning)
     state = state_of(tensors, initial) if tensors else None
     next_save = time.monotonic() + runtime.checkpoint_seconds
-    active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
+    newcomers = newcomers_of(s, all_agents, runtime)
+    active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save, newcomers=newcomers)
     if tensors and selects(s):
         active.selected = selected_from(tensors, read_rounds(folder / LOG), first, selection_of(s))
     return active
@@ -215,6 +218,8 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.remainder,
             s.augment and ("augment", s.flips, s.shift),  # crops are padded with the darkest pixel of the whole stack
             s.guard,
+            s.participation,
+            s.alice_takes_part,
             s.precision,
         )
         f = active.spec.federation
@@ -230,7 +235,7 @@ def _carried(active_runs: Sequence[ActiveRun]) -> dict[int, int]:
     """Map each run that needs no training of its own to the run with the same settings and round that carries it."""
     alike: dict[Any, list[int]] = {}
     for i, active in enumerate(active_runs):
-        if active.config.settings.guard == "off":  # a guard depends on Alice, so training cannot be shared
+        if not round_settings(active.config.settings).needs_alice:  # otherwise training cannot be shared
             alike.setdefault((active.config.settings, active.start), []).append(i)
     found = ((indices, carriers([active_runs[i].spec for i in indices])) for indices in alike.values())
     return {indices[k]: indices[carrier] for indices, pairs in found for k, carrier in pairs.items()}
