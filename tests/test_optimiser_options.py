@@ -199,7 +199,7 @@ def test_a_constant_lr_adds_nothing() -> None:
     for name, kind in (("sgd", SGD), ("adam", Adam)):
         config = check_run("fedavg", {"lr": 0.1, "lr_decay": 0.9, "optimiser": name}, {})
         assert config.algorithm().sgd == kind(0.1, lr_decay=0.9)
-    assert "lr_decay: expected a number above 0, at most 1, got 1.5" in refusal(SGD, lr_decay=1.5)
+    assert "lr_decay: expected a number above 0 and at most 1, got 1.5" in refusal(SGD, lr_decay=1.5)
 
 
 def test_adam_decays_too() -> None:
