@@ -81,6 +81,7 @@ def test_tables_end_in_the_simulator_s_bits(settings: dict[str, Any], tmp_path: 
     reference = bits(run_simulation(tables(data=str(data), **settings), tmp_path / "reference"))
     assert (model, rounds) == reference[:2]
     assert result["metrics"] == reference[2]["metrics"]
+    assert "with two sites WAFFLE's weights are fixed" in (folder / "jobs" / "run.log").read_text()
 
 
 RULES = {"missing": ("-9", "sex=x"), "decimal": ",", "fold_case": True, "drop": ("cost",), "duplicates": "keep"}
