@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import fork_server
 from waffle_fl.algorithms import Grad, for_model
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
@@ -52,6 +53,11 @@ CLASSES, FEATURES, BATCH = 3, 5, 8
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests with the marker slow_first first, so that no process runs a long test alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow_first") is None)
+
+
+def pytest_sessionfinish() -> None:
+    if fork_server.shared.cache_info().currsize:
+        fork_server.shared().close()
 
 
 def make_federation(sizes: tuple[int, ...] = SIZES, alice: int = 0, seed: int = 0) -> Federation:
