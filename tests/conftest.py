@@ -88,9 +88,10 @@ def grad_of(model: FlatModel, batch: Batch) -> Grad:
     return Grad.on(model, batch, torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
 
 
-def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, **options: object):
+def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, workers: int = 1, **options: object):
     """Return the outcome of each round of a short run."""
-    return [outcomes[0] for outcomes in simulate([spec], model, rounds=rounds, batch_size=BATCH, **options)]
+    settings = {"rounds": rounds, "batch_size": BATCH, "workers": workers, **options}
+    return [outcomes[0] for outcomes in simulate([spec], model, **settings)]
 
 
 class FakeClock:

@@ -225,7 +225,7 @@ def kill_and_resume(tmp_path: Path, method: str, count: int) -> list[dict[str, A
 
 
 @pytest.mark.slow_first
-@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.thorough)])
 def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, tmp_path: Path) -> None:
     """WAFFLE runs killed by SIGKILL and resumed by the same command end like the uninterrupted run."""
     reports = kill_and_resume(tmp_path, "waffle", kills)
