@@ -43,7 +43,9 @@ def _contents(root: Path, name: str) -> dict[Path, str]:
     records = read_records(tournament, root / "results")
     missing = problems(tournament, records)
     found = scores_of(records).columns
-    complete = Scores({column: some for column, some in found.items() if len(some) == len(tournament.methods)})
+    complete = Scores(
+        {column: some for column, some in found.items() if set(some) == set(tournament.entries(column[0]))}
+    )
     order = standings(complete)
     made: dict[Path, str] = {}
     if order:
@@ -82,7 +84,7 @@ def sections(
     yield from (f"![{tournament.name}-{kind}](figures/{tournament.name}-{kind}.svg)" for kind in ("gaps", "ranks"))
     yield caption(order)
     yield "## All methods"
-    yield all_methods(tournament, records, order)
+    yield all_methods(tournament, records, scores, order)
     yield f"![{tournament.name}-curves](figures/{tournament.name}-curves.svg)"
     yield prose(
         f"Points on test data over the rounds (Landmine: accuracy), mean over all tasks, first {CURVES} methods."
@@ -121,9 +123,14 @@ def caption(order: Sequence[MethodStanding]) -> str:
     )
 
 
-def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[MethodStanding]) -> str:
+def all_methods(
+    tournament: Tournament,
+    records: Mapping[str, Sequence[Line]],
+    scores: Scores,
+    order: Sequence[MethodStanding],
+) -> str:
     """Return one row per method: gaps, shares, calibration and costs."""
-    last = {standing.method: standing.gap for standing in standings(_like(records, order, "last"))}
+    last = {standing.method: standing.gap for standing in standings(_like(records, scores, "last"))}
     lines = [line for some in records.values() for line in some]
     rows = []
     for s in order:
@@ -156,11 +163,11 @@ def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], o
     return f"{table(head, rows)}\n\n{notes}"
 
 
-def _like(records: Mapping[str, Sequence[Line]], order: Sequence[MethodStanding], protocol: Any) -> Scores:
+def _like(records: Mapping[str, Sequence[Line]], scores: Scores, protocol: Any) -> Scores:
     """Return the scores by another protocol, of the columns that have it and all methods."""
     found = scores_of(records, protocol).columns
     return Scores(
-        {column: methods for column, methods in found.items() if len(methods) == len(order) and all(methods.values())}
+        {column: methods for column, methods in found.items() if column in scores.columns and all(methods.values())}
     )
 
 
@@ -171,16 +178,21 @@ def by_data(tournament: Tournament, scores: Scores, order: Sequence[MethodStandi
         (name, s.method): mean(mean(scores.columns[c][s.method].values()) for c in scores.columns if c[0] == name)
         for name in data
         for s in order
+        if s.method in tournament.entries(name)
     }
-    best = {name: max(means[name, s.method] for s in order) for name in data}
-    rows = [[tournament.title(s.method), *(_bold(means[name, s.method], best[name]) for name in data)] for s in order]
+    best = {name: max(value for (other, _), value in means.items() if other == name) for name in data}
+    rows = [
+        [tournament.title(s.method), *(_bold(means.get((name, s.method)), best[name]) for name in data)] for s in order
+    ]
     columns = {name: sum(c[0] == name for c in scores.columns) for name in data}
     head = ["", *(f"{name} ({columns[name]})" for name in data)]
     note = prose("Mean points over the tasks; in brackets the number of columns.")
     return f"{table(head, rows)}\n\n{note}"
 
 
-def _bold(value: float, best: float) -> str:
+def _bold(value: float | None, best: float) -> str:
+    if value is None:
+        return "–"
     return f"**{value:.2f}**" if value == best else f"{value:.2f}"
 
 
@@ -253,12 +265,11 @@ def curves(
     values = []
     for method in shown:
         found = [
-            curve
+            line["curve"]
             for data, lines in records.items()
             for line in lines
             if line["stage"] == "table" and line["method"] == method and (data, line["column"]) in scores.columns
-            for curve in line["curve"]
-            if None not in curve
+            if None not in line["curve"]
         ]
         means = [mean(points) for points in zip(*found, strict=True)]
         values += [

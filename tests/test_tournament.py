@@ -17,7 +17,7 @@ from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import TuningTrial, load_tournament
 from waffle_fl.tournament.record import append_lines, chosen_trial, read_lines, record_file, table
 from waffle_fl.tournament.running import jobs_of, run
-from waffle_fl.tournament.standings import Scores, compare, critical_difference, lowest, scores_of, standings
+from waffle_fl.tournament.standings import Scores, alices_of, compare, critical_difference, lowest, scores_of, standings
 from waffle_fl.tournament.tasks import train
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ def test_every_agent_is_alice(finished: Path) -> None:
     """A line of the table has one score per seed and agent."""
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
     line = table(read_records(tournament, finished / "results")["digits"])["fedavg", "A", 1]
-    assert line["alices"] == ["agent 0", "agent 1", "agent 2"]
+    assert alices_of(line) == ["agent 0", "agent 1", "agent 2"]
     assert [len(seed) for seed in line["selected"]] == [3, 3]
 
 

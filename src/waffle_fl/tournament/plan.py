@@ -41,7 +41,7 @@ KIND = "tournament"
 Measure: TypeAlias = Literal["accuracy", "auc", "error"]
 TOP = ("schema", "kind", "methods", "seeds", "partitions", "tuning", "grid", "data")
 MORE = ("shared", "claims", "variants")
-OWN = ("lr", "columns", "measure", "alices")  # keys of a data set that are not settings
+OWN = ("lr", "columns", "measure", "alices", "without")  # keys of a data set that are not settings
 
 
 class TuningTrial(NamedTuple):
@@ -68,6 +68,7 @@ class TaskSet:
     lr: tuple[float, ...]
     columns: tuple[Settings, ...]
     alices: int  # at most this many agents are Alice; 0 means all
+    without: tuple[str, ...]  # entries that are not defined for this data set
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class Tournament:
     shared: Mapping[str, Any]
     grid: Mapping[str, tuple[str, tuple[Any, ...]]]  # method -> (hyperparameter, its values)
     data: Mapping[str, TaskSet]
+
+    def entries(self, data: str) -> list[str]:
+        """Return the methods and variants that take part on a data set."""
+        return [name for name in self.methods if name not in self.data[data].without]
 
     def trials(self, method: str, tasks: TaskSet) -> list[TuningTrial]:
         """Return the trials of a method on a data set; every method has the same number."""
@@ -205,4 +210,5 @@ def _tasks(path: Path, name: str, general: Mapping[str, Any], table: Mapping[str
             raise WaffleError(f"{path}: [data.{name}] {'; '.join(problems)}")
         settings = Settings(**floats(values, known))
         columns.append(replace(settings, alice=ALL_ALICES) if settings.is_own else settings)
-    return TaskSet(name, measure, tuple(map(float, table["lr"])), tuple(columns), int(table.get("alices", 0)))
+    most, without = int(table.get("alices", 0)), tuple(table.get("without", ()))
+    return TaskSet(name, measure, tuple(map(float, table["lr"])), tuple(columns), most, without)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ from waffle_fl.tournament.tasks import AliceScore, mean_points, train
 from waffle_fl.versions import RESULTS_VERSION
 
 Report = Callable[[str], None]
+EACH_ALICE, MEANS = ("selected", "last"), ("best", "loss")  # scores in a record per Alice, and as means over Alices
 
 
 class TournamentJob(NamedTuple):
@@ -56,7 +57,7 @@ def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[
         TournamentJob(name, method)
         for name in tournament.data
         if not data or name in data
-        for method in tournament.methods
+        for method in tournament.entries(name)
         if not methods or method in methods
     ]
 
@@ -143,7 +144,7 @@ def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: Tun
         "validation": validation,
         "diverged": diverged,
         "tasks": count,
-        **_origin(runtime),
+        "origin": _origin(runtime),
     }
 
 
@@ -172,31 +173,34 @@ def _table_lines(
                 "partition": partition,
                 **trial._asdict(),
                 "seeds": list(tournament.seeds),
-                "alices": own[0][0],
+                "alices": _alices(own[0][0]),
                 **_columns([scores for _, scores in own]),
-                **_origin(runtime),
+                "origin": _origin(runtime),
             }
         )
     return lines
 
 
-def _columns(scores: Sequence[Sequence[AliceScore]]) -> dict[str, list[list[float | None]]]:
-    """Return each score as a list of seeds of lists of Alices, and the mean curve per seed."""
-    named = {
-        name: [[_short(getattr(score, name), 4) for score in seed] for seed in scores]
-        for name in ("selected", "last", "best", "loss")
+def _columns(scores: Sequence[Sequence[AliceScore]]) -> dict[str, list[Any]]:
+    """Return scores as a list of seeds of lists of Alices; means per seed of the others; one curve."""
+    each = {name: [[_short(getattr(score, name), 4) for score in seed] for seed in scores] for name in EACH_ALICE}
+    means = {
+        name: [_short(mean_points([getattr(score, name) for score in seed]), 4) for seed in scores] for name in MEANS
     }
-    curves = [
-        [_short(mean_points(points), 4) for points in zip(*(s.curve for s in seed), strict=True)] for seed in scores
-    ]
-    return {**named, "curve": curves}
+    curves = zip(*(score.curve for seed in scores for score in seed), strict=True)
+    return {**each, **means, "curve": [_short(mean_points(points), 4) for points in curves]}
 
 
 def _short(value: float | None, digits: int) -> float | None:
     return None if value is None else float(f"{value:.{digits}g}")
 
 
-def _origin(runtime: Runtime) -> Line:
+def _alices(names: Sequence[str]) -> list[str] | int:
+    """Return the names of the Alices, or their number if they are agent 0, agent 1 and so on."""
+    return len(names) if list(names) == [f"agent {i}" for i in range(len(names))] else list(names)
+
+
+def _origin(runtime: Runtime) -> str:
     device = device_of(runtime.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "results_version": RESULTS_VERSION}
+    return f"{name}, torch {torch.__version__}, results version {RESULTS_VERSION}"
