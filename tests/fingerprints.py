@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "validation": {"validation": 0.2, "seed": 7},
     "small last batch": {"remainder": "keep"},
     "dropped samples": {"remainder": "drop"},
+    "seven steps": {"steps_per_round": 7},
 }
 
 

@@ -66,7 +66,7 @@ class AgentTraining:
         self.algorithm, self.model = algorithm, model
         federations, seeds = [spec.federation], [spec.seed]
         shape = (s.batch_size, s.epochs, model.dtype, s.augment, s.flips, s.rounds)
-        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder)
+        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder, steps_per_round=s.steps_per_round)
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 
     def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
@@ -77,8 +77,8 @@ class AgentTraining:
         if hasattr(algorithm, "rehearse") and hasattr(
             algorithm, "rehearsed"
         ):  # for methods that adapt their starting point
-            epoch = self.batches.steps[i] // self.batches.epochs
-            for grad in self._gradients(row, r, attempt, math.ceil(algorithm.rehearsed * epoch)):
+            rehearsed = math.ceil(algorithm.rehearsed * self.batches.per_epoch[i])
+            for grad in self._gradients(row, r, attempt, min(rehearsed, self.batches.steps[i])):
                 local = algorithm.rehearse(local, grad)
         for grad in self._gradients(row, r, attempt, self.batches.steps[i]):  # A2.6
             local = algorithm.step(local, grad)  # A2.7-8

@@ -36,6 +36,7 @@ class RoundSettings:
     flips: bool = True
     guard: Guard = "off"
     remainder: Remainder = "spread"
+    steps_per_round: int = parameter(0, at_least(0))
 
     def __post_init__(self) -> None:
         check_fields(self)

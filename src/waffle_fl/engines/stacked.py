@@ -59,7 +59,7 @@ class StackedBackend:
 
         def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
             shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.flips, s.rounds)
-            batches = Batches(federations, seeds, *shape, agents, s.remainder)
+            batches = Batches(federations, seeds, *shape, agents, s.remainder, s.steps_per_round)
             losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
             return RowTraining(algorithm, self.model, batches, self._graphs, list(map(len, agents)), cores, losses)
 

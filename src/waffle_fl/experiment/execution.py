@@ -209,6 +209,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.model,
             s.rounds,
             s.epochs,
+            s.steps_per_round,
             s.batch_size,
             s.remainder,
             s.augment and ("augment", s.flips, s.shift),  # crops are padded with the darkest pixel of the whole stack

@@ -186,7 +186,7 @@ _known_model = lru_cache(maxsize=8)(new_model)
 
 def simulation_options(s: Settings, runtime: Runtime) -> dict[str, Any]:
     """Return the arguments of `simulate` that the settings and the runtime determine."""
-    names = ("rounds", "batch_size", "epochs", "remainder", "augment", "flips", "guard")
+    names = ("rounds", "batch_size", "epochs", "steps_per_round", "remainder", "augment", "flips", "guard")
     return {name: getattr(s, name) for name in names} | {"workers": runtime.workers, "engine": runtime.engine}
 
 
