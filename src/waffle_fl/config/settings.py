@@ -89,6 +89,8 @@ class Settings:
     """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
     """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
+    scored: Literal["alice", "all"] = "alice"
+    """Score Alice's model on her test data, or the model of every agent on its own: the mean over all test samples."""
     test: Literal["share", "all"] = "share"
     """Alice's test data: her share of the test set, or every test sample that fits her distribution."""
     split_seed: int = parameter(0, at_least(0))

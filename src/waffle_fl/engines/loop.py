@@ -17,9 +17,9 @@ from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
-from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, own_net
+from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, scored_net
 from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
 
@@ -44,8 +44,7 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
             server, info = algorithm.aggregate(server, up, now)  # A2.13-16
             agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
             after = State(server, agents)
-            net = own_net(spec, after, model)
-            (scores,) = evaluator.evaluate([algorithm], [federation], [net], r / settings.rounds)
+            (scores,) = evaluate_runs(evaluator, [spec], [scored_net(spec, after, model)], r / settings.rounds)
             measured = {**scores, **diagnostics(algorithm, server, up, info, known.alice)}
             (numbers,) = to_numbers(
                 [{**measured, "received": now.received, "codes": codes, "refused": arrived.refused}]

@@ -40,6 +40,7 @@ from waffle_fl.experiment.factories import (
     advice,
     check_once,
     check_schedules,
+    check_scored,
     federation_of,
     model_name,
     model_of,
@@ -114,7 +115,7 @@ def _open(
     """Lock and open a run's folder. Return the run in progress, or the result if it has ended."""
     s = config.settings
     all_agents = federation_of(s, runtime.data_dir, runtime.allow_unverified)
-    is_local = config.method == "local"  # no other agent's training is used
+    is_local = config.method == "local" and s.scored == "alice"  # no other agent's training is used
     federation = all_agents.only(all_agents.alice) if is_local else all_agents
     if s.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {s.data} has samples of shape {federation.shape}")
@@ -132,6 +133,7 @@ def _open(
         )
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
+    check_scored(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
@@ -139,7 +141,7 @@ def _open(
         agents=list(all_agents.names),
         alice=all_agents.alice,
         label_counts=all_agents.label_counts().tolist(),
-        test_samples=len(federation.test[federation.alice]),
+        test_samples=sum(map(len, federation.test)) if spec.everyone else len(federation.test[federation.alice]),
         task=all_agents.task,
         classes=list(all_agents.class_names),
         sample=list(all_agents.shape),
@@ -188,6 +190,8 @@ def _open(
 def _run_spec(config: RunConfig, federation: Federation) -> RunSpec:
     """Return the run as the engine's spec. A single agent has no attackers."""
     s = config.settings
+    if s.scored == "all":
+        return RunSpec(config.algorithm(), federation, s.seed, everyone=True)
     spec = RunSpec(config.algorithm(), federation, s.seed, requested=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
         return spec
