@@ -18,12 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from waffle_fl.randomness import derive
 
 CENTRES = ("cleveland", "hungarian", "switzerland", "va")
 DROPPED, CATEGORICAL = (10, 11, 12), (2, 6)  # columns: mostly missing outside Cleveland; chest pain, resting ECG
 TRAIN_SHARE, SPLIT_SEED = 0.66, 43
+SEEDS = range(42, 47)
 Table = NDArray[np.float64]
 
 
@@ -39,8 +43,15 @@ class Logistic(nn.Module):
 
 
 def logistic(shape: Sequence[int], classes: int) -> nn.Module:
-    """Return FLamby's model; cross-entropy of its two logits is the binary cross-entropy of its one."""
-    return Logistic(*shape)
+    """Return FLamby's model; cross-entropy of its two logits is the binary cross-entropy of its one.
+
+    A run with one of FLamby's seeds starts from the weights that FLamby's code draws with this seed.
+    """
+    seed = {derive(seed, "init"): seed for seed in SEEDS}.get(torch.initial_seed())
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        return Logistic(*shape)
 
 
 def read(file: Path) -> Table:
