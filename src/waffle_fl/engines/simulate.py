@@ -54,7 +54,8 @@ def simulate(
     """Train the runs together and yield their outcomes, one list per round; diverged runs drop out.
 
     `start` is the number of rounds that the runs' states have completed. At most `workers` processes share the work on
-    a CPU; 0 means one per core. `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0. `engine="loop"` computes every round as the paper prints it, one agent after another.
+    a CPU; 0 means one per core. `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0.
+    `engine="loop"` computes every round as the paper prints it, one agent after another.
     """
     settings = RoundSettings(rounds, batch_size, epochs, augment, flips, guard, remainder, steps_per_round)
     if type(start) is not int or not 0 <= start <= rounds:
