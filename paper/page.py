@@ -213,7 +213,7 @@ def with_tables(text: str, part: Part, verdicts: Sequence[Verdict], sections: Se
     made = []
     if missing:
         command = f"`python -m paper {record}` makes them"
-        made.append(f"**{missing} of {planned} runs of `results/{record}.jsonl` are missing**; {command}.")
+        made.append(f"**{missing} of {planned} runs of `experiments/{record}.toml` have no record**; {command}.")
     if part.all_runs:
         made += sections(part, verdicts)
     inner = "\n\n".join(made)

@@ -39,8 +39,7 @@ class SiteTrainer:
         self.algorithm = for_model(algorithm, self.model.layers)
         self.federation = federation.to(model.device, model.dtype)
         shape = (batch_size, epochs, model.dtype, augment, flips)
-        data = [self.federation], [seed]
-        batches = Batches(*data, *shape, remainder=remainder, steps_per_round=steps_per_round)
+        batches = Batches([self.federation], [seed], *shape, remainder=remainder, steps_per_round=steps_per_round)
         self.steps = batches.steps[0]
         losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
         self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)
