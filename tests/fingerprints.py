@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small last batch": {"remainder": "keep"},
     "dropped samples": {"remainder": "drop"},
     "partial participation": {"participation": 0.5, "agents": 5},
+    "seven steps": {"steps_per_round": 7},
 }
 
 

@@ -47,6 +47,11 @@ def batch_sizes(samples: int, batch_size: int, remainder: Remainder) -> list[int
     return [min(batch_size, samples - b * batch_size) for b in range(batches)]
 
 
+def steps_of(samples: int, batch_size: int, epochs: int, remainder: Remainder, steps_per_round: int = 0) -> int:
+    """Return K_i: the mini-batches of one round at an agent; `steps_per_round` of them unless it is 0."""
+    return min(samples, 1) * steps_per_round or epochs * batches_per_epoch(samples, batch_size, remainder)
+
+
 class BatchPlan(NamedTuple):
     """The mini-batches of one round: the samples of each row and step, and which of them are padding."""
 
@@ -74,9 +79,10 @@ class Batches:
         rounds: int = 1,
         agents: Sequence[Sequence[int]] | None = None,  # of each federation; None: all
         remainder: Remainder = "spread",
+        steps_per_round: int = 0,
     ) -> None:
         agents = agents or [range(f.agents) for f in federations]
-        self.batch_size, self.epochs, self.dtype, self.remainder = batch_size, epochs, dtype, remainder
+        self.batch_size, self.dtype, self.remainder = batch_size, dtype, remainder
         self.x, self.y, offsets = _pooled(federations)
         self._border, self._flips = darkest(self.x) if augment else None, flips
         self.device = self.x.device
@@ -97,14 +103,16 @@ class Batches:
             self._drift_times = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
             later = torch.stack([(f.relabel if f.later is None else f.later)[i] for f, _, _, i in rows])
             self._relabel = torch.cat([self._relabel, later], dim=1)
-        self.steps = [epochs * batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
+        self.per_epoch = [batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
+        self.steps = [steps_of(n, batch_size, epochs, remainder, steps_per_round) for n in self.lengths]
 
     def sizes(self, rows: RowNumbers, padded: bool) -> list[int]:
         """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
         if padded:
             return [self.batch_size] * max(select(self.steps, rows))
         (length,) = set(select(self.lengths, rows))
-        return batch_sizes(length, self.batch_size, self.remainder) * self.epochs
+        steps, per_epoch = select(self.steps, rows)[0], max(1, select(self.per_epoch, rows)[0])
+        return (batch_sizes(length, self.batch_size, self.remainder) * -(-steps // per_epoch))[:steps]
 
     def plan(self, r: int, attempt: int, rows: RowNumbers) -> BatchPlan:
         """Return the order of the samples in round r, for these rows.
@@ -115,14 +123,14 @@ class Batches:
         alike = isinstance(rows, list)
         longest, most = max(self.lengths if alike else lengths), max(self.steps if alike else steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
-        orders = [
-            shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(self.epochs)
-        ]
+        batches = [max(1, count) for count in select(self.per_epoch, rows)]
+        epochs = max(1, *(-(-k // count) for k, count in zip(steps, batches, strict=True)))
+        orders = [shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(epochs)]
         t = torch.arange(most, device=self.device)
-        per_epoch = (torch.tensor(steps, device=self.device) // self.epochs).clamp(min=1)[:, None]
+        per_epoch = torch.tensor(batches, device=self.device)[:, None]
         first, end = self._edges(t % per_epoch, per_epoch, length[:, None])
         within = first[:, :, None] + torch.arange(self.batch_size, device=self.device)
-        epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
+        epoch_of = (t // per_epoch).clamp(max=epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
         order = torch.cat(orders, dim=1).gather(1, position)
         samples = table.gather(1, order).view(within.shape)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from waffle_fl import attacks
 from waffle_fl.algorithms import SGD, Adam, Algorithm, algorithm_of, hyperparameters
 from waffle_fl.algorithms.contract import AS_METHOD, AsMethod
-from waffle_fl.batches import Remainder, batches_per_epoch
+from waffle_fl.batches import Remainder, steps_of
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
     Parameter,
@@ -102,6 +102,8 @@ class Settings:
     """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
     """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
+    scored: Literal["alice", "all"] = "alice"
+    """Score Alice's model on her test data, or the model of every agent on its own: the mean over all test samples."""
     test: Literal["share", "all", "none"] = "share"
     """Alice's test data: her share of the test set, every test sample of her distribution, or none: validation data."""
     split_seed: int = parameter(0, at_least(0))
@@ -116,6 +118,8 @@ class Settings:
     """Number of communication rounds R."""
     epochs: int = parameter(1, at_least(1))
     """Local epochs per round."""
+    steps_per_round: int = parameter(0, at_least(0))
+    """Mini-batches per round at every agent, from epochs that follow one another. 0: as many as the epochs have."""
     batch_size: int = parameter(32, at_least(1))
     """Most samples per mini-batch."""
     remainder: Remainder = "spread"
@@ -168,7 +172,7 @@ class Settings:
 
     def steps(self, samples: int) -> int:
         """Return K_i: the mini-batches of one round at an agent with this many samples."""
-        return self.epochs * batches_per_epoch(samples, self.batch_size, self.remainder)
+        return steps_of(samples, self.batch_size, self.epochs, self.remainder, self.steps_per_round)
 
     @property
     def is_own(self) -> bool:

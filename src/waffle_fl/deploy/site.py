@@ -209,9 +209,8 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
-        return SiteTrainer(
-            self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment, s.flips, s.remainder
-        )
+        shape = (s.batch_size, s.epochs, s.augment, s.flips, s.remainder, s.steps_per_round)
+        return SiteTrainer(self.config.algorithm(), federation, model, s.seed, *shape)
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Train and evaluate as requested, within the site's rules; return (reply, update or model)."""

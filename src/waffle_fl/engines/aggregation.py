@@ -17,7 +17,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import lengths, row_of
-from waffle_fl.batches import batches_per_epoch
+from waffle_fl.batches import steps_of
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import tree_map, where_rows
 from waffle_fl.federation import Federation
@@ -55,8 +55,8 @@ class Aggregated(NamedTuple):
 def registered(federation: Federation, settings: RoundSettings, device: torch.device) -> Registered:
     """Return sample counts, planned steps and Alice's index, on the device."""
     samples = federation.samples.to(device)
-    counts = [batches_per_epoch(n, settings.batch_size, settings.remainder) for n in federation.samples.tolist()]
-    steps = settings.epochs * torch.tensor(counts, device=device)
+    shape = (settings.batch_size, settings.epochs, settings.remainder, settings.steps_per_round)
+    steps = torch.tensor([steps_of(n, *shape) for n in federation.samples.tolist()], device=device)
     return Registered(samples, steps, torch.tensor(federation.alice, device=device), torch.ones_like(samples) > 0)
 
 

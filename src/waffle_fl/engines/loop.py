@@ -17,10 +17,10 @@ from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
-from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, own_net
+from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, scored_net
 from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
 
@@ -48,8 +48,7 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
             server, info = algorithm.aggregate(server, up, now)  # A2.13-16
             agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
             after = State(server, agents)
-            net = own_net(spec, after, model)
-            (scores,) = evaluator.evaluate([algorithm], [federation], [net], r / settings.rounds)
+            (scores,) = evaluate_runs(evaluator, [spec], [scored_net(spec, after, model)], r / settings.rounds)
             measured = {**scores, **diagnostics(algorithm, server, up, info, known.alice)}
             (numbers,) = to_numbers(
                 [{**measured, "received": now.received, "codes": codes, "refused": arrived.refused}]
@@ -70,7 +69,7 @@ class AgentTraining:
         self.algorithm, self.model = algorithm, model
         federations, seeds = [spec.federation], [spec.seed]
         shape = (s.batch_size, s.epochs, model.dtype, s.augment, s.flips, s.rounds)
-        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder)
+        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder, steps_per_round=s.steps_per_round)
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 
     def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
@@ -81,8 +80,8 @@ class AgentTraining:
         if hasattr(algorithm, "rehearse") and hasattr(
             algorithm, "rehearsed"
         ):  # for methods that adapt their starting point
-            epoch = self.batches.steps[i] // self.batches.epochs
-            for grad in self._gradients(row, r, attempt, math.ceil(algorithm.rehearsed * epoch)):
+            rehearsed = math.ceil(algorithm.rehearsed * self.batches.per_epoch[i])
+            for grad in self._gradients(row, r, attempt, min(rehearsed, self.batches.steps[i])):
                 local = algorithm.rehearse(local, grad)
         for grad in self._gradients(row, r, attempt, self.batches.steps[i]):  # A2.6
             local = algorithm.step(local, grad)  # A2.7-8

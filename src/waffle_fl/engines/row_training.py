@@ -105,7 +105,8 @@ class RowTraining:
     ) -> Any:
         """Run `rehearse` on the round's first mini-batches: the algorithm adapts its starting point, nothing trains."""
         plan, sizes = self.batches.plan(r, attempt, rows), self.batches.sizes(rows, padded=self.model.stacked)
-        counts = [math.ceil(share * steps / self.batches.epochs) for steps in select(self.batches.steps, rows)]
+        epochs = zip(select(self.batches.per_epoch, rows), select(self.batches.steps, rows), strict=True)
+        counts = [min(math.ceil(share * epoch), steps) for epoch, steps in epochs]
         last = torch.tensor(counts, device=self.model.device)
         for t, size in zip(torch.arange(max(counts), device=self.model.device)[:, None], sizes, strict=False):
             grad = Grad.on(self.model, self.batches.batch(plan, t, size), t, plan.steps)

@@ -42,6 +42,7 @@ class RoundSettings:
     remainder: Remainder = "spread"
     participation: float = parameter(1.0, share())
     alice_takes_part: Presence = "by-method"
+    steps_per_round: int = parameter(0, at_least(0))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,6 +66,7 @@ class RunSpec:
     transport: Transport | None = None  # changes them as bytes: every update is packed, passed through it and unpacked
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
     requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
+    everyone: bool = False  # score each agent's model on its own held-out data, not only Alice's
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
@@ -85,6 +87,7 @@ class Measured(TypedDict, total=False):
     accuracy: float  # of Alice's model on her test data (classification)
     rmse: float | None  # the same for regression, in the target's unit
     loss: float | None  # mean loss on Alice's test data
+    by_agent: list[float]  # if everyone is scored: accuracy (RMSE) of each agent with test data; the others are means
     validation_accuracy: float  # the same on her validation data, if she has any
     validation_rmse: float | None
     validation_loss: float | None
@@ -127,9 +130,18 @@ def fitted(spec: RunSpec, model: FlatModel) -> RunSpec:
 
 def own_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
     """Return Alice's model in this state."""
-    alice, algorithm = spec.federation.alice, fitted(spec, model).algorithm
-    net = algorithm.personal(state.server, state.agents, spec.federation.agents)
+    alice, net = spec.federation.alice, all_nets(spec, state, model)
     return Net(net.params[alice], net.stats[alice])
+
+
+def all_nets(spec: RunSpec, state: State, model: FlatModel) -> Net:
+    """Return the models of all agents in this state, one per row."""
+    return fitted(spec, model).algorithm.personal(state.server, state.agents, spec.federation.agents)
+
+
+def scored_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
+    """Return the model that the run is scored by: Alice's, or one row per agent if everyone is scored."""
+    return (all_nets if spec.everyone else own_net)(spec, state, model)
 
 
 def on_device(specs: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:

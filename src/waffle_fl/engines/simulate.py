@@ -50,18 +50,20 @@ def simulate(
     remainder: Remainder = "spread",
     participation: float = 1.0,
     alice_takes_part: Presence = "by-method",
+    steps_per_round: int = 0,
     workers: int = 0,
     engine: Engine = "fast",
 ) -> Iterator[list[Outcome]]:
     """Train the runs together and yield their outcomes, one list per round; diverged runs drop out.
 
     `start` is the number of rounds that the runs' states have completed. `participation` is the share of the agents
-    that take part in each round; Alice is one of them where the method's training depends on her, or always. At most
-    `workers` processes share the work on a CPU; 0 means one per core. `engine="loop"` computes every round as the paper
-    prints it, one agent after another.
+    that take part in each round; Alice is one of them where the method's training depends on her, or always.
+    `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0. At most `workers` processes share the
+    work on a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after
+    another.
     """
     rounds_of_all = rounds, batch_size, epochs, augment, flips, guard, remainder
-    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part)
+    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
     if type(workers) is not int or workers < 0:

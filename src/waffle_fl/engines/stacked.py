@@ -18,11 +18,11 @@ from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_toget
 from waffle_fl.engines.backend import Trained, Work
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
-from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.helper_agents import TwoTrainings
 from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
 from waffle_fl.engines.row_training import RowTraining, Selection
-from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State, all_nets
 from waffle_fl.engines.tree import pick_rows
 from waffle_fl.models import FlatModel
 
@@ -83,7 +83,7 @@ class StackedBackend:
             algorithm: Algorithm, agents: Sequence[Sequence[int]], selection: Selection | None = None
         ) -> RowTraining:
             shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.flips, s.rounds)
-            batches = Batches(federations, seeds, *shape, agents, s.remainder)
+            batches = Batches(federations, seeds, *shape, agents, s.remainder, s.steps_per_round)
             losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
             rows = list(map(len, cohorts if selection else agents))
             return RowTraining(algorithm, self.model, batches, self._graphs, rows, cores, losses, selection)
@@ -131,10 +131,13 @@ class StackedBackend:
         return [(algorithm, group) for (algorithm, _), group in groups.items()]
 
     def evaluate(self, work: Work, aggregated: Sequence[Aggregated]) -> list[Aggregated]:
-        """Add the scores of each Alice's model to the measurements of her run."""
-        specs, nets = [self.specs[i] for i in work.runs], [run.own for run in aggregated]
-        algorithms, federations = [spec.algorithm for spec in specs], [spec.federation for spec in specs]
-        scores = self._evaluator.evaluate(algorithms, federations, nets, work.r / self.settings.rounds)
+        """Add the scores of Alice's model, or of everyone's, to the measurements of each run."""
+        specs = [self.specs[i] for i in work.runs]
+        nets = [
+            all_nets(spec, State(run.server, run.agents), self.model) if spec.everyone else run.own
+            for spec, run in zip(specs, aggregated, strict=True)
+        ]
+        scores = evaluate_runs(self._evaluator, specs, nets, work.r / self.settings.rounds)
         return [
             run._replace(measured={**scored, **run.measured}) for run, scored in zip(aggregated, scores, strict=True)
         ]

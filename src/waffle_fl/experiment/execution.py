@@ -40,6 +40,7 @@ from waffle_fl.experiment.factories import (
     advice,
     check_once,
     check_schedules,
+    check_scored,
     federation_of,
     model_name,
     model_of,
@@ -116,7 +117,7 @@ def _open(
     """Lock and open a run's folder. Return the run in progress, or the result if it has ended."""
     s = config.settings
     all_agents = federation_of(s, runtime.data_dir, runtime.allow_unverified)
-    is_local = config.method == "local"  # no other agent's training is used
+    is_local = config.method == "local" and s.scored == "alice"  # no other agent's training is used
     federation = all_agents.only(all_agents.alice) if is_local else all_agents
     if s.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {s.data} has samples of shape {federation.shape}")
@@ -136,6 +137,7 @@ def _open(
         )
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
+    check_scored(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
@@ -143,7 +145,7 @@ def _open(
         agents=list(all_agents.names),
         alice=all_agents.alice,
         label_counts=all_agents.label_counts().tolist(),
-        test_samples=len(federation.test[federation.alice]),
+        test_samples=sum(map(len, federation.test)) if spec.everyone else len(federation.test[federation.alice]),
         task=all_agents.task,
         classes=list(all_agents.class_names),
         sample=list(all_agents.shape),
@@ -193,6 +195,8 @@ def _open(
 def _run_spec(config: RunConfig, federation: Federation) -> RunSpec:
     """Return the run as the engine's spec. A single agent has no attackers."""
     s = config.settings
+    if s.scored == "all":
+        return RunSpec(config.algorithm(), federation, s.seed, everyone=True)
     spec = RunSpec(config.algorithm(), federation, s.seed, requested=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
         return spec
@@ -214,6 +218,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.model,
             s.rounds,
             s.epochs,
+            s.steps_per_round,
             s.batch_size,
             s.remainder,
             s.augment and ("augment", s.flips, s.shift),  # crops are padded with the darkest pixel of the whole stack

@@ -235,6 +235,15 @@ def check_output(name: str, model: FlatModel, federation: Federation) -> None:
         raise WaffleError(f"{name}: {error}") from None
 
 
+def check_scored(config: RunConfig) -> None:
+    """Raise an error if all agents are to be scored in a run that trains for Alice alone, or is under attack."""
+    s = config.settings
+    if s.scored == "all" and config.method != "local" and getattr(config.algorithm(), "for_alice", False):
+        raise WaffleError(f"scored: expected alice for {config.method}, which trains for Alice alone: use alice = all")
+    if s.scored == "all" and s.attack != NONE:
+        raise WaffleError(f"scored: expected alice with the attack {s.attack}, got all")
+
+
 def check_schedules(config: RunConfig) -> None:
     """Raise an error if a schedule leaves [0, 1] in any round."""
     for name in ("omega", "psi"):

@@ -8,6 +8,7 @@ from itertools import chain, count, product
 from pathlib import Path
 
 from waffle_fl.config import ALL_ALICES, Experiment, RunConfig, Settings
+from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.factories import federation_of
 from waffle_fl.experiment.runtime import Runtime
 from waffle_fl.federation import Federation, index_of
@@ -65,6 +66,8 @@ def alices(s: Settings, runtime: Runtime) -> list[str]:
     """Return the agents to train a model for: the given one, or every agent with training and test data."""
     if s.alice != ALL_ALICES:
         return [s.alice]
+    if s.scored == ALL_ALICES:
+        raise WaffleError("alice: expected one agent with scored = all, which has every agent's score, got all")
     federation = all_alices_of(s, runtime)
     later = {index_of(name, federation.names, "a newcomer") for name in s.newcomers}
     candidates = [
