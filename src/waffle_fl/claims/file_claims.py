@@ -170,7 +170,7 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
     """Return whether a config has these settings and options. A list gives alternatives."""
     content = config.contents
-    known = {**content["options"], **content["settings"], "method": config.method}
+    known = {**content["settings"], **content["options"], "method": config.method}
     required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
     return all(key in known and known[key] in choice for key, choice in required.items())
 
