@@ -17,8 +17,9 @@ demo: $(READY)
 demo-flower: $(READY)
 	$(BIN)/waffle deploy demo
 
+# Bytecode is kept even if the environment forbids it: the tests start many processes, which would compile again.
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 
 test-thorough: $(READY)
 	$(BIN)/pytest -n 2 -m thorough

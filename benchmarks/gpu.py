@@ -71,7 +71,7 @@ def write_noise(folder: Path) -> None:
         pixels = rng.integers(0, 256, (count, 28, 28), np.uint8)
         for name, values in ((images, pixels), (labels, (np.arange(count) % 10).astype(np.uint8))):
             header = struct.pack(f">HBB{values.ndim}I", 0, UNSIGNED_BYTE, values.ndim, *values.shape)
-            (folder / name).write_bytes(gzip.compress(header + values.tobytes(), compresslevel=1))
+            (folder / name).write_bytes(gzip.compress(header + values.tobytes(), compresslevel=0))
 
 
 def mnist_federations() -> list[Federation]:

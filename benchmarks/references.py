@@ -221,13 +221,16 @@ def write_page(record: Path, page: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.references", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=GOAL_DATA, metavar="name", help=", ".join(GOAL_DATA))
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(GOAL_DATA))
     parser.add_argument("--data", type=Path, help="folder that holds a folder per name")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--workers", type=int, default=0, help="processes on a CPU; 0: one per core")
     parser.add_argument("--page", action="store_true", help="write the table of the page from --out")
     given = parser.parse_args()
+    odd = next((name for name in given.names if name not in GOAL_DATA), None)
+    if odd:
+        parser.error(f"expected names from {', '.join(GOAL_DATA)}, got {odd!r}")
     if given.names and given.data is None:
         parser.error("expected --data FOLDER beside the names")
     runtime = Runtime(device=given.device, workers=given.workers)

@@ -92,3 +92,14 @@ def p_value(differences: Sequence[int]) -> float:
     seen = abs(sum(differences))
     far = sum(ways for total, ways in counts.items() if abs(total) >= seen)
     return float(far / 2 ** len(differences))
+
+
+def mean_change(runs: Sequence[FinishedRun], first: int, last: int) -> float:
+    """Return the mean change of the accuracy from one round to the next, in points, over some rounds of all runs."""
+    changes = [
+        100 * abs(after["accuracy"] - before["accuracy"])
+        for run in runs
+        for before, after in zip(run.rounds, run.rounds[1:], strict=False)
+        if first <= after["round"] <= last
+    ]
+    return mean(changes)

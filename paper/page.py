@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paper import beyond_tables, figures, robustness_tables, tournament_page
+from paper import beyond_tables, figures, published_tables, robustness_tables, tournament_page
 from paper.cell_tables import cifar_section, full_section, mnist_section, summary_table
 from paper.cells import our_runs
 from paper.claims import Verdict
@@ -34,6 +34,7 @@ from paper.sections import (
     method_table,
     momentum,
     printed_erosion,
+    swings,
 )
 from paper.studies import STUDIES, find_root, read_study
 from waffle_fl.algorithms import ALGORITHMS
@@ -43,12 +44,16 @@ from waffle_fl.report.charts import to_svg
 from waffle_fl.results import WEIGHING
 
 Sections = Callable[[Part, Sequence[Verdict]], Iterator[str]]
-RECORD_PAGES: dict[str, tuple[str, Sections]] = {  # page in docs/ -> its record, and the text between the markers
-    "beyond": (beyond_tables.NAME, beyond_tables.summary),
-    "beyond-shifts": (beyond_tables.NAME, beyond_tables.tables),
-    "robustness": (robustness_tables.NAME, robustness_tables.summary),
-    "robustness-tables": (robustness_tables.NAME, robustness_tables.tables),
-}
+RECORD_SECTIONS: tuple[tuple[str, str, Sections], ...] = (  # page in docs/, record, and the text between its markers
+    ("beyond", beyond_tables.NAME, beyond_tables.summary),
+    ("beyond-shifts", beyond_tables.NAME, beyond_tables.tables),
+    ("robustness", robustness_tables.NAME, robustness_tables.summary),
+    ("robustness-tables", robustness_tables.NAME, robustness_tables.tables),
+    ("published", "flamby-heart", published_tables.heart),
+    ("published", "pfllib", published_tables.fashion),
+    ("published", "fedbn-digits", published_tables.digits),
+    ("published", "fedbn-office", published_tables.office),
+)
 FIGURES = {  # page in docs/ -> its figures, the first one at its top
     "results": ("accuracy-mnist", "accuracy-cifar10", "labels", "sizes", "drift"),
     "results-convergence": ("weights", "omega"),
@@ -90,9 +95,11 @@ def contents(root: Path) -> dict[Path, str]:
     made[root / "docs" / "results-convergence.md"] = convergence_page(records)
     made[root / "docs" / "results-departures.md"] = departures_page(records)
     made[root / "README.md"] = with_summary((root / "README.md").read_text(encoding="utf-8"), records)
-    read = {record: with_verdicts(root, record) for record in {record for record, _ in RECORD_PAGES.values()}}
-    for name, (record, _) in RECORD_PAGES.items():
-        made[root / "docs" / f"{name}.md"] = with_tables(root, name, *read[record])
+    read = {record: with_verdicts(root, record) for record in {record for _, record, _ in RECORD_SECTIONS}}
+    for name, record, sections in RECORD_SECTIONS:
+        path = root / "docs" / f"{name}.md"
+        text = made.get(path) or path.read_text(encoding="utf-8")
+        made[path] = with_tables(text, *read[record], sections)
     shifts, _ = read[beyond_tables.NAME]
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
@@ -134,6 +141,8 @@ def convergence_page(records: Records) -> str:
         convergence(records),
         "## When training becomes local",
         local_from(records),
+        "## Why the last rounds swing",
+        swings(records),
         *(text for name in others for text in figure(records, name)),
     ]
     return "\n\n".join(sections) + "\n"
@@ -200,17 +209,17 @@ def with_verdicts(root: Path, record: str) -> tuple[Part, list[Verdict]]:
     return part, check_claims(claims, part)
 
 
-def with_tables(root: Path, name: str, part: Part, verdicts: Sequence[Verdict]) -> str:
-    """Return a page of RECORD_PAGES with the text between its markers made from its record."""
-    record, sections = RECORD_PAGES[name]
+def with_tables(text: str, part: Part, verdicts: Sequence[Verdict], sections: Sections) -> str:
+    """Return a page with the text between a record's markers made from the record."""
+    record = part.name
     missing, planned = len(part.missing()), len(part.planned())
     made = []
     if missing:
         command = f"`python -m paper {record}` makes them"
-        made.append(f"**{missing} of {planned} runs of `results/{record}.jsonl` are missing**; {command}.")
+        made.append(f"**{missing} of {planned} runs of `experiments/{record}.toml` have no record**; {command}.")
     if part.all_runs:
         made += sections(part, verdicts)
-    text, inner = (root / "docs" / f"{name}.md").read_text(encoding="utf-8"), "\n\n".join(made)
+    inner = "\n\n".join(made)
     marker = re.compile(rf"(<!-- record: {record} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     return marker.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)
 

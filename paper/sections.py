@@ -8,7 +8,7 @@ from math import isnan
 
 from paper.cells import Cells, cells, our_runs, printed_cell, printed_text, study_cells, title
 from paper.claims import LEVEL, RIVALS, Verdict, agreement_test, percent, verdicts
-from paper.convergence import Comparison, compare
+from paper.convergence import Comparison, compare, mean_change
 from paper.markdown import Records, absent, prose, table
 from paper.page_text import (
     CONCEPT_SHIFT_REASON,
@@ -24,6 +24,7 @@ from paper.page_text import (
     METHOD_REASONS,
     MOMENTUM_TEXT,
     REASONS,
+    SWINGS_TEXT,
 )
 from paper.printed_table import GLOBAL, METHODS, P_D, SPLITS
 from paper.studies import STUDIES
@@ -32,6 +33,8 @@ from waffle_fl.results import PROTOCOLS, WEIGHING, FinishedRun, Protocol, scores
 
 PROTOCOL_NAMES: dict[Protocol, str] = {"best": "best round", "last": "last round", "selected": "selected"}
 TITLE = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+WITH_OTHERS, ALONE = (71, 90), (98, 100)  # rounds in which WAFFLE's Alice has partners on CIFAR-10, or none
+SWINGING = {"local": (WITH_OTHERS, ALONE), "fedavg": (WITH_OTHERS, ALONE), "waffle": (WITH_OTHERS, ALONE)}
 EXCEPTION = re.compile(r"; (?:named|exception): ")  # separates the reasons of exceptions in a verdict's numbers
 
 
@@ -143,6 +146,20 @@ def local_from(records: Records) -> str:
         if rows
         else absent(records, "mnist")
     )
+
+
+def swings(records: Records) -> str:
+    """Return how much the accuracy changes between rounds on CIFAR-10, before and after Alice is alone."""
+    runs = [run for run in our_runs(records.parts["cifar10"]) if len(run.rounds) == run.config.settings.rounds]
+    rows = []
+    for method in SWINGING:
+        for first, last in SWINGING[method]:
+            shown = [TITLES[method], f"{first} to {last}"]
+            for split in SPLITS:
+                some = [run for run in runs if run.config.method == method and run.row == split]
+                shown.append(f"{mean_change(some, first, last):.1f}" if some else "–")
+            rows.append(shown)
+    return f"{prose(SWINGS_TEXT)}\n\n{table(['method', 'rounds', *SPLITS], rows)}"
 
 
 def _local_round(run: FinishedRun) -> str:

@@ -13,7 +13,6 @@ import altair as alt
 
 from paper.figures import INK, styled
 from paper.markdown import prose, table
-from waffle_fl.algorithms import title_of
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.report.charts import to_svg
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
@@ -21,40 +20,44 @@ from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial
 from waffle_fl.tournament.standings import (
+    MethodStanding,
     Scores,
-    Standing,
     critical_difference,
     mean_loss,
     scores_of,
     standings,
 )
 
-NAME = "tournament"
+NAMES = ("tournament", "kin-ablation")  # files in experiments/, and their pages in docs/
 CURVES = 8  # methods with curves, the first of the standings
 
 
 def contents(root: Path) -> dict[Path, str]:
-    """Return docs/tournament.md and its figures as the records give them."""
-    file, page = root / "experiments" / f"{NAME}.toml", root / "docs" / f"{NAME}.md"
+    """Return the pages and figures of all tournaments as the records give them."""
+    return {path: text for name in NAMES for path, text in _contents(root, name).items()}
+
+
+def _contents(root: Path, name: str) -> dict[Path, str]:
+    file, page = root / "experiments" / f"{name}.toml", root / "docs" / f"{name}.md"
     tournament = load_tournament(file)
     records = read_records(tournament, root / "results")
     missing = problems(tournament, records)
+    found = scores_of(records).columns
     complete = Scores(
-        {c: found for c, found in scores_of(records).columns.items() if len(found) == len(tournament.methods)}
+        {column: some for column, some in found.items() if set(some) == set(tournament.entries(column[0]))}
     )
     order = standings(complete)
     made: dict[Path, str] = {}
     if order:
         folder = root / "docs" / "figures"
-        made[folder / "tournament-gaps.svg"] = to_svg(gaps(order))
-        made[folder / "tournament-ranks.svg"] = to_svg(ranks(order))
-        made[folder / "tournament-curves.svg"] = to_svg(curves(records, complete, order))
+        made[folder / f"{name}-gaps.svg"] = to_svg(gaps(tournament, order))
+        made[folder / f"{name}-ranks.svg"] = to_svg(ranks(tournament, order))
+        made[folder / f"{name}-curves.svg"] = to_svg(curves(tournament, records, complete, order))
     claims = verdicts(read_claims(file), complete)
     text = "\n\n".join([*sections(tournament, records, complete, order, missing), "## Claims", claims_table(claims)])
-    marker = re.compile(rf"(<!-- record: {NAME} -->\n).*?(<!-- end of record -->)", re.DOTALL)
+    marker = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     old = page.read_text(encoding="utf-8")
-    made[page] = marker.sub(lambda match: f"{match[1]}{text}\n{match[2]}", old)
-    return made
+    return made | {page: marker.sub(lambda match: f"{match[1]}{text}\n{match[2]}", old)}
 
 
 def claims_table(claims: Sequence[Verdict]) -> str:
@@ -66,7 +69,7 @@ def sections(
     tournament: Tournament,
     records: Mapping[str, Sequence[Line]],
     scores: Scores,
-    order: Sequence[Standing],
+    order: Sequence[MethodStanding],
     missing: Sequence[str],
 ) -> Iterator[str]:
     """Yield the sections of the page."""
@@ -78,16 +81,16 @@ def sections(
     if not order:
         return
     yield counts(tournament, scores)
-    yield from (f"![{name}](figures/{name}.svg)" for name in ("tournament-gaps", "tournament-ranks"))
+    yield from (f"![{tournament.name}-{kind}](figures/{tournament.name}-{kind}.svg)" for kind in ("gaps", "ranks"))
     yield caption(order)
     yield "## All methods"
-    yield all_methods(tournament, records, order)
-    yield "![tournament-curves](figures/tournament-curves.svg)"
+    yield all_methods(tournament, records, scores, order)
+    yield f"![{tournament.name}-curves](figures/{tournament.name}-curves.svg)"
     yield prose(
         f"Points on test data over the rounds (Landmine: accuracy), mean over all tasks, first {CURVES} methods."
     )
     yield "## Each data set"
-    yield by_data(scores, order)
+    yield by_data(tournament, scores, order)
     yield "## What the tuning chose"
     yield choices(tournament, records, order)
 
@@ -110,7 +113,7 @@ def _budget(tournament: Tournament) -> int:
     return len(tournament.trials(tournament.methods[0], tasks))
 
 
-def caption(order: Sequence[Standing]) -> str:
+def caption(order: Sequence[MethodStanding]) -> str:
     """Return what the first two figures show."""
     distance = critical_difference(len(order), order[0].columns)
     return prose(
@@ -120,16 +123,21 @@ def caption(order: Sequence[Standing]) -> str:
     )
 
 
-def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[Standing]) -> str:
+def all_methods(
+    tournament: Tournament,
+    records: Mapping[str, Sequence[Line]],
+    scores: Scores,
+    order: Sequence[MethodStanding],
+) -> str:
     """Return one row per method: gaps, shares, calibration and costs."""
-    last = {standing.method: standing.gap for standing in standings(_like(records, order, "last"))}
+    last = {standing.method: standing.gap for standing in standings(_like(records, scores, "last"))}
     lines = [line for some in records.values() for line in some]
     rows = []
     for s in order:
-        loss, cost = mean_loss(lines, s.method), cost_of(s.method)
+        loss, cost = mean_loss(lines, s.method), cost_of(tournament.entry(s.method).method)
         rows.append(
             [
-                title_of(s.method),
+                tournament.title(s.method),
                 f"{s.gap:.2f}",
                 f"{last.get(s.method, math.nan):.2f}",
                 f"{s.largest:.1f}",
@@ -155,39 +163,44 @@ def all_methods(tournament: Tournament, records: Mapping[str, Sequence[Line]], o
     return f"{table(head, rows)}\n\n{notes}"
 
 
-def _like(records: Mapping[str, Sequence[Line]], order: Sequence[Standing], protocol: Any) -> Scores:
+def _like(records: Mapping[str, Sequence[Line]], scores: Scores, protocol: Any) -> Scores:
     """Return the scores by another protocol, of the columns that have it and all methods."""
     found = scores_of(records, protocol).columns
     return Scores(
-        {column: methods for column, methods in found.items() if len(methods) == len(order) and all(methods.values())}
+        {column: methods for column, methods in found.items() if column in scores.columns and all(methods.values())}
     )
 
 
-def by_data(scores: Scores, order: Sequence[Standing]) -> str:
+def by_data(tournament: Tournament, scores: Scores, order: Sequence[MethodStanding]) -> str:
     """Return the mean points of every method on each data set."""
     data = list(dict.fromkeys(name for name, _ in scores.columns))
     means = {
         (name, s.method): mean(mean(scores.columns[c][s.method].values()) for c in scores.columns if c[0] == name)
         for name in data
         for s in order
+        if s.method in tournament.entries(name)
     }
-    best = {name: max(means[name, s.method] for s in order) for name in data}
-    rows = [[title_of(s.method), *(_bold(means[name, s.method], best[name]) for name in data)] for s in order]
+    best = {name: max(value for (other, _), value in means.items() if other == name) for name in data}
+    rows = [
+        [tournament.title(s.method), *(_bold(means.get((name, s.method)), best[name]) for name in data)] for s in order
+    ]
     columns = {name: sum(c[0] == name for c in scores.columns) for name in data}
     head = ["", *(f"{name} ({columns[name]})" for name in data)]
     note = prose("Mean points over the tasks; in brackets the number of columns.")
     return f"{table(head, rows)}\n\n{note}"
 
 
-def _bold(value: float, best: float) -> str:
+def _bold(value: float | None, best: float) -> str:
+    if value is None:
+        return "–"
     return f"**{value:.2f}**" if value == best else f"{value:.2f}"
 
 
-def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[Standing]) -> str:
+def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order: Sequence[MethodStanding]) -> str:
     """Return lr and the hyperparameter that was chosen per method and data set."""
     rows = []
     for s in order:
-        row = [title_of(s.method), f"`{tournament.grid[s.method][0]}`"]
+        row = [tournament.title(s.method), f"`{tournament.grid[s.method][0]}`"]
         for name, tasks in tournament.data.items():
             found = chosen_trial(tournament, tasks, s.method, records[name])
             row.append("–" if found is None else f"{found.lr:g}, {found.value}")
@@ -195,9 +208,16 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
     return table(["", "hyperparameter", *(f"{name}: lr, value" for name in tournament.data)], rows)
 
 
-def gaps(order: Sequence[Standing]) -> Any:
+def gaps(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
     """Draw the mean gap of every method."""
-    values = [{"method": title_of(s.method), "gap": s.gap, "ours": s.method.startswith("waffle")} for s in order]
+    values = [
+        {
+            "method": tournament.title(s.method),
+            "gap": s.gap,
+            "ours": tournament.entry(s.method).method.startswith("waffle"),
+        }
+        for s in order
+    ]
     titles = [value["method"] for value in values]
     colour = alt.condition("datum.ours", alt.value("#d1495b"), alt.value("#4c78a8"))
     bars = (
@@ -215,13 +235,14 @@ def gaps(order: Sequence[Standing]) -> Any:
     return styled(bars + text)
 
 
-def ranks(order: Sequence[Standing]) -> Any:
+def ranks(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
     """Draw the mean rank of every method, and the critical difference from the first."""
     by_rank = sorted(order, key=lambda s: s.rank)
     distance = critical_difference(len(order), order[0].columns)
     limit = by_rank[0].rank + distance
     values = [
-        {"method": title_of(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)} for s in by_rank
+        {"method": tournament.title(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)}
+        for s in by_rank
     ]
     titles = [value["method"] for value in values]
     base = alt.Chart(
@@ -236,22 +257,25 @@ def ranks(order: Sequence[Standing]) -> Any:
     return styled(line + points)
 
 
-def curves(records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[Standing]) -> Any:
+def curves(
+    tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[MethodStanding]
+) -> Any:
     """Draw the mean points over the rounds of the first methods."""
     shown = [s.method for s in order[:CURVES]]
     values = []
     for method in shown:
         found = [
-            curve
+            line["curve"]
             for data, lines in records.items()
             for line in lines
             if line["stage"] == "table" and line["method"] == method and (data, line["column"]) in scores.columns
-            for curve in line["curve"]
-            if None not in curve
+            if None not in line["curve"]
         ]
         means = [mean(points) for points in zip(*found, strict=True)]
-        values += [{"method": title_of(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)]
-    titles = [title_of(method) for method in shown]
+        values += [
+            {"method": tournament.title(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)
+        ]
+    titles = [tournament.title(method) for method in shown]
     chart = (
         alt.Chart(alt.Data(values=values), width=560, height=260)
         .mark_line(strokeWidth=2)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import fork_server
 from waffle_fl.algorithms import Grad, for_model
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow_first") is None)
 
 
+def pytest_sessionfinish() -> None:
+    if fork_server.shared.cache_info().currsize:
+        fork_server.shared().close()
+
+
 def make_federation(sizes: tuple[int, ...] = SIZES, alice: int = 0, seed: int = 0) -> Federation:
     """Agents of different sizes, each with a shifted view of three Gaussian classes."""
     rng = generator(seed, "test federation")
@@ -82,9 +88,10 @@ def grad_of(model: FlatModel, batch: Batch) -> Grad:
     return Grad.on(model, batch, torch.zeros(1, dtype=torch.int64), torch.full((len(batch.x),), 2))
 
 
-def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, **options: object):
+def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, workers: int = 1, **options: object):
     """Return the outcome of each round of a short run."""
-    return [outcomes[0] for outcomes in simulate([spec], model, rounds=rounds, batch_size=BATCH, **options)]
+    settings = {"rounds": rounds, "batch_size": BATCH, "workers": workers, **options}
+    return [outcomes[0] for outcomes in simulate([spec], model, **settings)]
 
 
 class FakeClock:

@@ -33,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "validation": {"validation": 0.2, "seed": 7},
     "small last batch": {"remainder": "keep"},
     "dropped samples": {"remainder": "drop"},
+    "partial participation": {"participation": 0.5, "agents": 5},
+    "seven steps": {"steps_per_round": 7},
 }
 
 

@@ -54,9 +54,11 @@ def given(path: Path, **options: Any) -> Federation:
     return Federation.from_folder(path, preprocessing="none", **options)
 
 
+RUN = ("run", "waffle", "--alice", "south", "--rounds", "20", "--batch-size", "8", "--no-baselines", "--quiet")
+
+
 def trained(data: Path, out: Path, *arguments: str) -> Path:
-    line = ["run", "waffle", "--data", data, "--alice", "south", "--rounds", "20", "--batch-size", "8", "--quiet"]
-    shown = waffle(*line, "--no-baselines", "--device", "cpu", "--out", out, *arguments)
+    shown = waffle(*RUN, "--data", data, "--training", "given", "--device", "cpu", "--out", out, *arguments)
     assert shown.code == 0, shown.err
     return out
 
@@ -305,8 +307,8 @@ def test_features_of_any_scale_train(tmp_path: Path) -> None:
     data = folder_of(tmp_path / "data")
     run = read_run(trained(data, tmp_path / "run"))
     assert run.result["metrics"]["accuracy"] >= 0.8
-    shown = waffle(*("run", "waffle", "--data", data, "--alice", "south", "--rounds", "20", "--batch-size", "8"),
-                   *("--preprocessing", "none", "--no-baselines", "--quiet", "--out", tmp_path / "raw"))  # fmt: skip
+    raw_settings = ("--preprocessing", "none", "--training", "given", "--out", tmp_path / "raw")
+    shown = waffle(*RUN, "--data", data, *raw_settings)
     raw = json.loads((tmp_path / "raw" / "result.json").read_text())
     assert shown.code != 0 or raw["status"] == "diverged" or raw["metrics"]["accuracy"] < 0.8
     assert not (tmp_path / "raw" / "scaling.json").exists()

@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conftest import make_federation
-from waffle_fl import SGD, FlatModel, Local, RunSpec, simulate
+from conftest import make_federation, make_model
+from waffle_fl import SGD, FedALA, FedAvg, FlatModel, Local, RunSpec, Scaffold, simulate
+from waffle_fl.algorithms import Algorithm
 from waffle_fl.batches import Batches, Remainder, batch_sizes
 from waffle_fl.config import RunConfig, check_run
+from waffle_fl.engines.aggregation import registered
+from waffle_fl.engines.flower.site_trainer import SiteTrainer
+from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.models.batch import squared_error
 
 SAMPLES, BATCH_SIZES = st.integers(1, 400), st.integers(1, 64)
@@ -53,6 +57,44 @@ def test_a_plan_has_these_sizes(remainder: Remainder) -> None:
             steps = slice(epoch * len(sizes), (epoch + 1) * len(sizes))
             used = plan.samples[row, steps][plan.weight[row, steps] > 0].tolist()
             assert len(set(used)) == len(used) == sum(sizes)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 30))
+def test_a_fixed_number_of_steps_cycles_through_epochs(samples: int, batch_size: int, steps: int) -> None:
+    """Each full pass holds every sample once, the passes differ only in order, and the last one may be cut short."""
+    batches = Batches(
+        [make_federation((samples, 17))], [1], batch_size, 1, torch.float64, remainder="keep", steps_per_round=steps
+    )
+    plan, sizes = batches.plan(2, 0, slice(0, 2)), batch_sizes(samples, batch_size, "keep")
+    assert batches.steps == [steps, steps]
+    assert plan.weight[0].sum(dim=1).tolist() == (sizes * steps)[:steps]
+    assert batches.sizes(slice(0, 1), padded=False) == (sizes * steps)[:steps]
+    for first in range(0, steps - len(sizes) + 1, len(sizes)):
+        part = slice(first, first + len(sizes))
+        used = plan.samples[0, part][plan.weight[0, part] > 0].tolist()
+        assert sorted(used) == list(range(samples))
+
+
+def test_whole_epochs_as_steps_change_no_bit() -> None:
+    """As many steps as two epochs have give the same plan as two epochs."""
+    federation = make_federation((33, 33))
+    epochs = Batches([federation], [1], 8, 2, torch.float64)
+    steps = Batches([federation], [1], 8, 1, torch.float64, steps_per_round=epochs.steps[0])
+    for a, b in zip(epochs.plan(3, 0, slice(None)), steps.plan(3, 0, slice(None)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(SGD(0.1)), Scaffold(SGD(0.1)), FedALA(SGD(0.1))])
+def test_engines_agree_on_a_fixed_number_of_steps(algorithm: Algorithm) -> None:
+    """The fast engine, the readable one and a site make the same steps; K_i is the setting at every agent."""
+    federation, model = make_federation((23, 9, 32)), make_model()
+    spec, shape = RunSpec(algorithm, federation, 1), {"rounds": 3, "batch_size": 8, "steps_per_round": 7}
+    *_, (fast,) = simulate([spec], model, **shape)
+    *_, (loop,) = simulate([spec], model, engine="loop", **shape)
+    assert fast.measured["loss"] == pytest.approx(loop.measured["loss"], abs=1e-12)
+    site = SiteTrainer(algorithm, federation.only(1), model, 1, 8, 1, False, steps_per_round=7)
+    assert site.steps == 7
+    assert registered(federation, RoundSettings(3, 8, steps_per_round=7), model.device).steps.tolist() == [7, 7, 7]
 
 
 def local_error(rows: int, remainder: Remainder) -> float:

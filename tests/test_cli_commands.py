@@ -5,8 +5,6 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
 import time
 import tomllib
 from dataclasses import dataclass, fields
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
 from cli_support import SMALL, Shown, process, refusal, strict, toml, waffle
 from waffle_fl import __version__, cli, experiment
 from waffle_fl.algorithms import ALGORITHMS
@@ -92,14 +91,15 @@ def on_a_terminal(*arguments: str) -> str:
     """The output of a command on a colour terminal with NO_COLOR set."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
-    line = [sys.executable, "-m", "waffle_fl", *arguments]
-    with subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
-        os.close(theirs)
-        text = b""
-        with contextlib.suppress(OSError):  # reading fails after the command has closed the terminal
-            while block := os.read(ours, 65536):
-                text += block
-        assert child.wait() == 0
+    child = fork_server.request(
+        fork_server.shared().address, ["waffle", *arguments], (theirs, theirs, theirs), environment
+    )
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # reading fails after the command has closed the terminal
+        while block := os.read(ours, 65536):
+            text += block
+    assert child.wait() == 0
     os.close(ours)
     return text.decode()
 
@@ -330,13 +330,13 @@ def test_finished_runs_are_skipped(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_a_killed_bench_resumes(bench: Bench, here: Path) -> None:
     """After SIGKILL the same command finishes the bench with bitwise identical results."""
     out = here / "out"
-    line = [sys.executable, "-m", "waffle_fl", "bench", str(bench.file), "--out", str(out), "--quiet"]
-    child = subprocess.Popen([*line, "--checkpoint-seconds", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with child:
-        while not any(len(read_rounds(path)) >= 3 for path in out.glob("*/rounds.jsonl")):
-            assert child.poll() is None
-            time.sleep(0.005)
-        child.kill()
+    line = ("waffle", "bench", bench.file, "--out", out, "--quiet", "--checkpoint-seconds", "0")
+    child = fork_server.shared().start(*line)
+    while not any(len(read_rounds(path)) >= 3 for path in out.glob("*/rounds.jsonl")):
+        assert child.poll() is None
+        time.sleep(0.005)
+    child.kill()
+    child.communicate(timeout=60)
     assert len(list(out.glob("*/result.json"))) < len(RUNS)
     assert not (out / "report").exists()
     assert waffle("bench", bench.file, "--out", out, "--json", "--quiet").code == 0

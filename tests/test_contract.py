@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,6 +46,12 @@ def poisoned(state: Any, keep: int) -> Any:
     return type(state)(*fields)
 
 
+@cache
+def stage_of(method: str) -> Stage:
+    """Return the stage of a method, which no test changes."""
+    return Stage(method)
+
+
 class Stage:
     """An algorithm in the middle of a run, with one mini-batch."""
 
@@ -71,7 +78,7 @@ class Stage:
 @every
 def test_pure(method: str) -> None:
     """No function changes its arguments, and the same inputs give the same bits."""
-    s = Stage(method)
+    s = stage_of(method)
     calls = [
         (s.algorithm.broadcast, (s.server, AGENTS)),
         (s.algorithm.begin, (s.down, s.agents)),
@@ -94,7 +101,7 @@ def test_pure(method: str) -> None:
 @pytest.mark.parametrize("row", [0, 2])
 def test_row_local(method: str, row: int) -> None:
     """NaN in every other row changes nothing in this one, through begin, step and finish."""
-    s = Stage(method)
+    s = stage_of(method)
     down, agents = poisoned(s.down, row), poisoned(s.agents, row)
     local = s.algorithm.begin(down, agents)
     stepped = s.algorithm.step(local, s.grad())
@@ -108,7 +115,7 @@ def test_row_local(method: str, row: int) -> None:
 @every
 def test_rows_only(method: str) -> None:
     """Down, Agents, Local and Up hold only tensors, with one row per agent."""
-    s = Stage(method)
+    s = stage_of(method)
     for state in (s.down, s.agents, s.local, s.up):
         assert all(isinstance(tensor, torch.Tensor) and len(tensor) == AGENTS for tensor in state)
 
@@ -120,7 +127,6 @@ def test_federation_of_one(method: str) -> None:
         pytest.skip("an update of it takes two mini-batches: test_per_fedavg_without_adaptation")
     if method == "fedpac":
         pytest.skip("its head and body train in turn: test_fedpac_with_own_heads_is_fedrep")
-    federation, model = make_federation().only(2), make_model()
     unmixed: dict[str, dict[str, Any]] = {
         "ditto": {"lam": 0.0},
         "fedamp": {"lam": 0.0},
@@ -134,19 +140,25 @@ def test_federation_of_one(method: str) -> None:
         "feddbe": {"kappa": 0.0, "memory": False},
     }
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.1), clip=2.0, **unmixed.get(method, {})))
-    local = ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0)
-    nets = []
-    for a in (algorithm, local):
-        state = outcomes_of(RunSpec(a, federation, 3), model)[-1].state
-        nets.append(a.personal(state.server, state.agents, 1).params[0])
-    torch.testing.assert_close(nets[0], nets[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(only_model(algorithm), local_model(), rtol=1e-12, atol=1e-12)
+
+
+@cache
+def local_model() -> torch.Tensor:
+    return only_model(ALGORITHMS["local"](sgd=SGD(0.1), clip=2.0))
+
+
+def only_model(algorithm: Any) -> torch.Tensor:
+    """Return the personal model of the only agent of a federation."""
+    state = outcomes_of(RunSpec(algorithm, make_federation().only(2), 3), make_model(), rounds=4)[-1].state
+    return algorithm.personal(state.server, state.agents, 1).params[0]
 
 
 @every
 def test_same_seed_same_bits(method: str) -> None:
     """Two runs of one seed are equal bit for bit; another seed differs."""
     specs = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
-    a, b, c = (tensors_of(outcomes_of(spec, make_model(torch.float32))[-1].state) for spec in specs)
+    a, b, c = (tensors_of(outcomes_of(spec, make_model(torch.float32), rounds=3)[-1].state) for spec in specs)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
@@ -159,9 +171,9 @@ def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
     federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
     federations.append(make_federation().only(2))
     specs = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
-    together = list(simulate(specs, model, rounds=5, batch_size=BATCH))[-1]
+    together = list(simulate(specs, model, rounds=3, batch_size=BATCH, workers=1))[-1]
     for i, spec in enumerate(specs):
-        alone = outcomes_of(spec, model, rounds=5, workers=1)[-1]
+        alone = outcomes_of(spec, model, rounds=3)[-1]
         a, b = tensors_of(alone.state), tensors_of(together[i].state)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -170,23 +182,21 @@ def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
 def test_state_survives_save_and_load(method: str) -> None:
     """Resuming from a saved state gives the bits of the uninterrupted run."""
     model, spec = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
-    unbroken = [o[0] for o in simulate([spec], model, rounds=6, batch_size=BATCH)]
-    saved = tensors_of(unbroken[2].state)
+    unbroken = outcomes_of(spec, model, rounds=4)
+    saved = tensors_of(unbroken[1].state)
     _, loaded = unpack(pack(saved, {}), saved)
     state = state_of(loaded, initial_state(spec, model))
     resumed = RunSpec(spec.algorithm, spec.federation, 3, state=state)
-    last = [o[0] for o in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
+    last = outcomes_of(resumed, model, rounds=4, start=2)[-1]
     a, b = tensors_of(unbroken[-1].state), tensors_of(last.state)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert last.measured["weights"] == unbroken[-1].measured["weights"]
 
 
-@every
-@pytest.mark.parametrize("guard", ["off", "standard"])
-def test_batched_aggregation_agrees(method: str, guard: Any) -> None:
-    """Aggregating several federations in one batched computation agrees with separate aggregation up to rounding."""
-    algorithm, model, work = make(method), make_model(), []
-    settings = RoundSettings(10, BATCH, guard=guard)
+@cache
+def replies_of(method: str) -> tuple[Any, list[Any]]:
+    """Return an algorithm, and of three federations the states and updates before the aggregation of a round."""
+    algorithm, model, replies = make(method), make_model(), []
     for seed, alice in ((3, 0), (4, 2), (5, 1)):
         federation = make_federation(alice=alice, seed=seed)
         state = outcomes_of(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
@@ -196,9 +206,18 @@ def test_batched_aggregation_agrees(method: str, guard: Any) -> None:
         local = algorithm.step(algorithm.begin(down, state.agents), grad_of(model, batch))
         agents, up = algorithm.finish(down, state.agents, local)
         present = torch.tensor([True, True, True, seed != 4])
-        work.append(
-            (state.server, state.agents, agents, up, present, registered(federation, settings, torch.device("cpu")))
-        )
+        replies.append((federation, state.server, state.agents, agents, up, present))
+    return algorithm, replies
+
+
+@every
+@pytest.mark.parametrize("guard", ["off", "standard"])
+def test_batched_aggregation_agrees(method: str, guard: Any) -> None:
+    """Aggregating several federations in one batched computation agrees with separate aggregation up to rounding."""
+    settings, work = RoundSettings(10, BATCH, guard=guard), []
+    algorithm, replies = replies_of(method)
+    for federation, *reply in replies:
+        work.append((*reply, registered(federation, settings, torch.device("cpu"))))
     for one, together in zip(
         [aggregate(algorithm, 4, settings, *arguments) for arguments in work],
         aggregate_together(algorithm, 4, settings, work),
@@ -227,7 +246,7 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
         return type(up)(*fields)
 
     spec = RunSpec(make(method), make_federation(alice=1), 3, tamper=nan_update)
-    outcomes = outcomes_of(spec, make_model(), rounds=6)
+    outcomes = outcomes_of(spec, make_model(), rounds=4)
     assert all(outcome.error is None for outcome in outcomes)
     assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
     if method != "local":
@@ -251,7 +270,7 @@ def test_an_agent_without_samples_is_left_out(method: str, stacked: bool) -> Non
         ids=(0, 2),
     )
     algorithm, model = make(method), make_model(stacked=stacked)
-    ends = [outcomes_of(RunSpec(algorithm, f, 3), model)[-1] for f in (with_empty_agent, without)]
+    ends = [outcomes_of(RunSpec(algorithm, f, 3), model, rounds=3)[-1] for f in (with_empty_agent, without)]
     assert ends[0].measured["weights"][1] == 0
     assert "screened" not in ends[0].measured
     nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (with_empty_agent, without), strict=True)]

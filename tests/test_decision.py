@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -487,22 +488,23 @@ def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
         assert messages == []
 
 
-@pytest.mark.parametrize("width", [400, 1200])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_page_fits_every_screen(study: Decision, tmp_path: Path, width: int, theme: Any) -> None:
+MARKS_INSIDE = """[...document.querySelectorAll('.line .dot')].filter(d => d.offsetParent).every(d => {
+    const a = d.getBoundingClientRect(), b = d.parentElement.getBoundingClientRect();
+    return a.left >= b.left - 8 && a.right <= b.right + 8 && a.top >= b.top && a.bottom <= b.bottom; })"""
+
+
+def test_the_page_fits_every_screen(study: Decision, tmp_path: Path) -> None:
     """At 400 and 1,200 pixels, light and dark, nothing is wider than the window and marks are inside their tracks."""
     page = write_page(study, tmp_path / "page.html")
     with launched() as browser:
-        tab = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme).new_page()
-        tab.goto(page.as_uri())
-        tab.wait_for_selector("body[data-ready]")
-        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        inside = """[...document.querySelectorAll('.line .dot')].filter(d => d.offsetParent).every(d => {
-            const a = d.getBoundingClientRect(), b = d.parentElement.getBoundingClientRect();
-            return a.left >= b.left - 8 && a.right <= b.right + 8 && a.top >= b.top && a.bottom <= b.bottom; })"""
-        assert tab.evaluate(inside)
-        dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
-        assert dark == (theme == "dark")
+        for width, theme in product((400, 1200), ("light", "dark")):
+            tab = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme).new_page()
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("body[data-ready]")
+            assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (width, theme)
+            assert tab.evaluate(MARKS_INSIDE), (width, theme)
+            dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+            assert dark == (theme == "dark"), (width, theme)
 
 
 def test_names_with_markup_in_a_browser(study: Decision, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from waffle_fl.experiment import Runtime
 from waffle_fl.report import every_alice
 from waffle_fl.report.tables import by_method, to_markdown
 from waffle_fl.results import read_runs
+from waffle_fl.tournament.plan import is_tournament, load_tournament
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(waffle_fl.__file__).parent
@@ -148,8 +149,11 @@ def test_every_method_has_a_page(method: str) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.name)
 def test_experiment_files_are_valid(file: Path) -> None:
-    """Every experiment file can be read."""
-    assert all(experiment.methods for experiment in load_experiments(file))
+    """Every experiment file can be read, as a tournament or as grids of runs."""
+    if is_tournament(file):
+        assert load_tournament(file).methods
+    else:
+        assert all(experiment.methods for experiment in load_experiments(file))
 
 
 def test_links_exist() -> None:

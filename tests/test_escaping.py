@@ -71,7 +71,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared")
     data = folder_of_tables(folder / "data", numbers=False)
     line = ["run", "waffle", "--data", data, "--target", "outcome", "--alice", "north", "--rounds", "4", "--quiet"]
-    shown = waffle(*line, "--out", folder / "run")
+    shown = waffle(*line, "--training", "given", "--out", folder / "run")
     assert shown.code == 0, shown.err
     return folder / "run"
 

@@ -31,14 +31,6 @@ def folder(tmp_path: Path) -> Path:
     return federation(tmp_path / "federation", SITES)
 
 
-@pytest.mark.slow_first
-def test_f16_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    """F16: a run over Flower, TLS and authentication ends with the simulator's model and record bit for bit."""
-    with deployed(Deployment(folder)) as deployment:
-        assert deployment.finish_run(*run_arguments(2, tmp_path / "run")) == 0
-    assert bits(tmp_path / "run")[:2] == bits(run_simulation(small_config(2), tmp_path / "reference"))[:2]
-
-
 def restore_sigint() -> None:
     """Restore the default SIGINT handler; a shell makes background processes and their children ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

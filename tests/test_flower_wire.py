@@ -288,14 +288,21 @@ REPLY = st.fixed_dictionaries(
 )
 
 
+LINEAR = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
+
+
+def new_server_run() -> ServerRun:
+    """Return a run of two sites before its first round."""
+    algorithm = config(2).algorithm()
+    plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
+    return ServerRun(plan, LINEAR, initial_run_state(algorithm, LINEAR, 1, 2))
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), REPLY, st.none() | st.binary()), max_size=6))
 def test_a_round_accepts_any_json_reply(replies: list[tuple[int, dict[str, Any], bytes | None]]) -> None:
     """Any JSON in place of a site's reply is accepted, and the resulting record can be read and summarised."""
-    model = FlatModel(builder("linear", "digits", (1, 8, 8), 10), precision="float64")
-    algorithm = config(2).algorithm()
-    plan = RunPlan("run", "course", algorithm, ("a", "b"), A, (8, 8), (1, 1), 2, 8, "standard", "0")
-    server_run, lines = ServerRun(plan, model, initial_run_state(algorithm, model, 1, 2)), []
+    server_run, lines = new_server_run(), []
     honest = seal(server_run._up, 0, server_run.collector.header, 1)
     for agent in (A, B):
         server_run.receive(agent, {}, honest)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,6 @@ import torch
 from benchmarks import gpu
 
 from waffle_fl.data import load
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +37,14 @@ def test_the_table_runs_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_benchmark_is_refused() -> None:
+def test_without_a_gpu_the_benchmark_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without CUDA the command exits with 2 and one line."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    line = [sys.executable, "-m", "benchmarks.gpu", "table"]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "table"])
+    with pytest.raises(SystemExit) as stop:
+        gpu.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
         "benchmarks.gpu needs a CUDA device, and this machine shows none: see benchmarks.cpu"
     ]

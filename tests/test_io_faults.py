@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -321,7 +320,7 @@ def test_a_real_limit_of_memory_is_one_line_and_resumable(tmp_path: Path, monkey
     line = ["run", "fedavg", "--data", "synthetic", "--samples-per-agent", "20", "--rounds", "5", "--quiet"]
     line += ["--model", "hog_model:build", "--workers", "1", "--rows", "single", "--out", str(folder)]
     limit = 40 << 30
-    code, _, err = process(*line, preexec=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    code, _, err = process(*line, limits={"RLIMIT_AS": limit})
     assert code == 2, err
     assert one_line(err)
     assert "out of memory" in err

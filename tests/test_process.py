@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from fork_server import Command, shared
 from waffle_fl import cli
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.engines.run_spec import Outcome, RunSpec
@@ -30,18 +31,14 @@ SETTINGS = ["--data", "digits", "--samples-per-agent", "64", "--batch-size", "16
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "PYTEST_"))}
 
 
-def start(*arguments: str | Path, preexec: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    """Start the real command in its own process."""
-    line = [sys.executable, "-m", "waffle_fl", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT, preexec_fn=preexec)
+def start(*arguments: str | Path, limits: dict[str, int] | None = None) -> Command:
+    """Start the command in its own process."""
+    return shared().start("waffle", *arguments, environment=ENVIRONMENT, limits=limits)
 
 
-def waffle(*arguments: str | Path, preexec: Callable[[], None] | None = None) -> tuple[int, str, str]:
-    """Run the real command and return (exit code, stdout, stderr)."""
-    process = start(*arguments, preexec=preexec)
-    out, err = process.communicate(timeout=100)
-    return process.returncode, out, err
+def waffle(*arguments: str | Path, limits: dict[str, int] | None = None) -> tuple[int, str, str]:
+    """Run the command in its own process and return (exit code, stdout, stderr)."""
+    return shared().run("waffle", *arguments, environment=ENVIRONMENT, limits=limits)
 
 
 def run(method: str, folder: Path, *flags: str) -> list[str]:
@@ -56,7 +53,7 @@ def logged(folder: Path) -> int:
         return 0
 
 
-def wait_for_rounds(process: subprocess.Popen[str], folder: Path, rounds: int) -> None:
+def wait_for_rounds(process: Command, folder: Path, rounds: int) -> None:
     while logged(folder) < rounds:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.002)
@@ -114,15 +111,13 @@ def unfinished(stopped: tuple[int, str, Path], tmp_path: Path) -> Path:
 # --- P1: SIGKILL
 
 FORKS = '''
-"""Import once, then fork a child for every command line; nothing is computed before a fork."""
-import gc, json, os, random, signal, sys, time, traceback
+"""Fork a child for every command line; nothing is computed before a fork."""
+import json, os, random, signal, sys, time, traceback
 from pathlib import Path
 
 from waffle_fl import cli, experiment, manifest, records, tensorfile
 from waffle_fl.cli import commands
 
-experiment.factories._dataset("digits", "", False)
-gc.freeze()
 
 
 def logged(folder):
@@ -193,9 +188,7 @@ def in_round(folder, r, seconds):
 KILLS = (
     FORKS
     + """
-import torch._dynamo  # a slow machine traces the gradients, which imports it
 
-gc.freeze()
 command, rounds, out, count = json.loads(sys.argv[1])
 began = time.monotonic()
 assert ended(start([*command, "--out", f"{out}/unbroken"]), block=True) == 0
@@ -225,14 +218,14 @@ def kill_and_resume(tmp_path: Path, method: str, count: int) -> list[dict[str, A
     script, rounds = tmp_path / "kills.py", ROUNDS // 2
     script.write_text(KILLS)
     command = ["run", method, *SETTINGS, "--rounds", str(rounds), "--quiet"]
-    line = [sys.executable, str(script), json.dumps([command, rounds, str(tmp_path), count])]
-    done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
-    assert (done.returncode, done.stderr) == (0, "")
-    return [json.loads(text) for text in done.stdout.splitlines()]
+    line = (script, json.dumps([command, rounds, str(tmp_path), count]))
+    code, out, err = shared().run(*line, environment=ENVIRONMENT, timeout=600)
+    assert (code, err) == (0, "")
+    return [json.loads(text) for text in out.splitlines()]
 
 
 @pytest.mark.slow_first
-@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.thorough)])
 def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, tmp_path: Path) -> None:
     """WAFFLE runs killed by SIGKILL and resumed by the same command end like the uninterrupted run."""
     reports = kill_and_resume(tmp_path, "waffle", kills)
@@ -316,10 +309,9 @@ def test_a_process_may_die_at_any_of_its_writes(tmp_path: Path) -> None:
     script, out = tmp_path / "steps.py", tmp_path / "runs"
     script.write_text(STEPS)
     out.mkdir()
-    line = [sys.executable, str(script), str(out)]
-    done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
-    reports = [json.loads(text) for text in done.stdout.splitlines()]
+    code, output, err = shared().run(script, out, environment=ENVIRONMENT)
+    assert (code, err) == (0, "")
+    reports = [json.loads(text) for text in output.splitlines()]
     assert {died for _, died, _ in reports} == {0, 9}
     writes = {name.rpartition("-")[0] for name, died, _ in reports if died == 9}
     files = 6  # provenance, config, log, model, predictions, result
@@ -401,11 +393,6 @@ def test_ctrl_c_while_the_program_loads_is_no_traceback(tmp_path: Path) -> None:
 # --- P3: disk full
 
 
-def file_limit(size: int) -> Callable[[], None]:
-    """Return a function that limits file sizes, as if the disk were full."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 def test_a_failed_checkpoint_write_keeps_the_previous_one(uninterrupted: Path, unfinished: Path) -> None:
     """If a checkpoint cannot be written the run exits with code 2, and the previous one is intact and resumes."""
     (before,) = unfinished.glob("checkpoint-*")
@@ -413,7 +400,7 @@ def test_a_failed_checkpoint_write_keeps_the_previous_one(uninterrupted: Path, u
     size = len(content) // 2
     assert size > 2 * (unfinished / "rounds.jsonl").stat().st_size
     command = run("waffle", unfinished, "--checkpoint-seconds", "0")
-    code, _, err = waffle(*command, preexec=file_limit(size))
+    code, _, err = waffle(*command, limits={"RLIMIT_FSIZE": size})
     assert code == 2
     assert one_line(err)
     assert str(unfinished) in err

@@ -14,10 +14,10 @@ from waffle_fl.experiment import Runtime, execute
 from waffle_fl.records import read_rounds
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
-from waffle_fl.tournament.plan import Trial, load_tournament
+from waffle_fl.tournament.plan import TuningTrial, load_tournament
 from waffle_fl.tournament.record import append_lines, chosen_trial, read_lines, record_file, table
 from waffle_fl.tournament.running import jobs_of, run
-from waffle_fl.tournament.standings import Scores, compare, critical_difference, lowest, scores_of, standings
+from waffle_fl.tournament.standings import Scores, alices_of, compare, critical_difference, lowest, scores_of, standings
 from waffle_fl.tournament.tasks import train
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ def test_every_agent_is_alice(finished: Path) -> None:
     """A line of the table has one score per seed and agent."""
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
     line = table(read_records(tournament, finished / "results")["digits"])["fedavg", "A", 1]
-    assert line["alices"] == ["agent 0", "agent 1", "agent 2"]
+    assert alices_of(line) == ["agent 0", "agent 1", "agent 2"]
     assert [len(seed) for seed in line["selected"]] == [3, 3]
 
 
@@ -102,7 +102,7 @@ def test_scores_are_those_of_a_plain_run(finished: Path, tmp_path: Path) -> None
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
     column = tournament.data["digits"].columns[0]
     for method in ("local", "fedavg", "waffle"):
-        config = tournament.config(method, column, Trial(0.2, *_only(tournament.grid[method])), 1, 2)
+        config = tournament.config(method, column, TuningTrial(0.2, *_only(tournament.grid[method])), 1, 2)
         ((_, names, scores),) = train([config], CPU, "accuracy")
         alone = replace(config, settings=replace(config.settings, alice="1"))
         (result,) = execute([(alone, tmp_path / method)], CPU)
@@ -129,7 +129,7 @@ def test_tuning_chooses_by_validation_scores_only(finished: Path) -> None:
             (0.2, {"validation": [99.0, 99.0], "diverged": 1}),
         )
     ]
-    assert chosen_trial(tournament, tasks, "local", lines) == Trial(0.02, "weight_decay", 0.0)
+    assert chosen_trial(tournament, tasks, "local", lines) == TuningTrial(0.02, "weight_decay", 0.0)
     assert chosen_trial(tournament, tasks, "local", lines[:1]) is None
 
 
@@ -168,6 +168,10 @@ def test_the_command_checks_the_records(finished: Path) -> None:
         ('waffle = { compared = ["updates"] }', 'waffle = { compared = ["a", "b"] }', "as many values"),
         ("lr = [0.02, 0.2]", "lr = [-1.0]", "lr"),
         ("rounds = 2", "round = 2", "round"),
+        ("clip = 5.0", "clp = 5.0", "unknown option 'clp'"),
+        ("[grid]", '[variants.soft]\nmethod = "waffle"\nclp = 0.0\n[grid]', "unknown option 'clp'"),
+        ("[grid]", '[variants.soft]\nmethod = "wafle"\n[grid]', "unknown method 'wafle'"),
+        ("[grid]", "[variants.soft]\nclip = 0.0\n[grid]", "expected a new name and method"),
         ('above = "local"', "", "either above or gap"),
     ],
 )
@@ -178,6 +182,19 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, old: str, new: str, m
     file.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(WaffleError, match=message):
         _ = read_claims(file), load_tournament(file)
+
+
+def test_a_variant_fixes_options_and_settings_of_its_method(tmp_path: Path) -> None:
+    """A variant has the trials of its method, its own options, and the shared ones that it does not fix."""
+    file = tmp_path / "variants.toml"
+    file.write_text(TEXT.replace("[grid]", '[variants.free]\nmethod = "waffle"\nclip = 0.0\nmomentum = 0.9\n[grid]'))
+    found = load_tournament(file)
+    assert found.methods[-1] == "free"
+    tasks = found.data["digits"]
+    assert found.trials("free", tasks) == found.trials("waffle", tasks)
+    config = found.config("free", tasks.columns[0], found.trials("free", tasks)[0], 1, 1)
+    assert (config.method, config.options["clip"], config.settings.momentum) == ("waffle", 0.0, 0.9)
+    assert found.config("waffle", tasks.columns[0], found.trials("waffle", tasks)[0], 1, 1).options["clip"] == 5.0
 
 
 def scores(**methods: list[float]) -> Scores:

@@ -134,7 +134,10 @@ def test_stack_agrees_with_the_reference(method: str, options: dict[str, Any], m
         method, module_of(model), batches_of(federation), alice=2, lr=0.2, momentum=momentum, weight_decay=decay,
         **options, **extra,
     )  # fmt: skip
-    outcomes = [o[0] for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
+    outcomes = [
+        o[0]
+        for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH, workers=1)
+    ]
     for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
         net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
         torch.testing.assert_close(net.params[2], expected, rtol=1e-12, atol=1e-12)
@@ -149,7 +152,10 @@ def test_kept_momentum_agrees_with_the_reference(method: str, options: dict[str,
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
     settings = {"alice": 2, "lr": 0.1, "momentum": 0.6, "weight_decay": 0.01, "keeps_momentum": True}
     trace = run_reference(method, module_of(model), batches_of(federation), **settings, **options, **extra)
-    outcomes = [o[0] for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH)]
+    outcomes = [
+        o[0]
+        for o in simulate([RunSpec(algorithm, federation, SEED)], model, rounds=ROUNDS, batch_size=BATCH, workers=1)
+    ]
     for outcome, expected, weights in zip(outcomes, trace.models, trace.weights, strict=True):
         net = algorithm.personal(outcome.state.server, outcome.state.agents, federation.agents)
         torch.testing.assert_close(net.params[2], expected, rtol=1e-12, atol=1e-12)
@@ -164,7 +170,7 @@ def test_row_by_row_agrees_with_the_reference(method: str) -> None:
     trace = run_reference(method, module_of(model), batches_of(federation, epochs=2), lr=0.2)
     spec = RunSpec(algorithm, federation, SEED)
     for outcomes, expected in zip(
-        simulate([spec], model, rounds=ROUNDS, batch_size=BATCH, epochs=2), trace.models, strict=True
+        simulate([spec], model, rounds=ROUNDS, batch_size=BATCH, epochs=2, workers=1), trace.models, strict=True
     ):
         state = outcomes[0].state
         net = algorithm.personal(state.server, state.agents, federation.agents)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,18 @@ from waffle_fl.federation import Federation
 from waffle_fl.models.flat import Batch
 from waffle_fl.randomness import derive, shuffle
 
+T = TypeVar("T")
 Remainder: TypeAlias = Literal["spread", "keep", "drop"]
 """What happens to the samples that do not fill a mini-batch: see `batch_sizes`."""
+
+
+RowNumbers: TypeAlias = slice | list[int]
+"""Rows of a stack: a slice, or single rows in any order."""
+
+
+def select(values: Sequence[T], rows: RowNumbers) -> list[T]:
+    """Return the values of these rows."""
+    return list(values[rows]) if isinstance(rows, slice) else [values[i] for i in rows]
 
 
 def batches_per_epoch(samples: int, batch_size: int, remainder: Remainder) -> int:
@@ -35,6 +45,11 @@ def batch_sizes(samples: int, batch_size: int, remainder: Remainder) -> list[int
     if remainder == "spread":
         return [samples // batches + (b < samples % batches) for b in range(batches)]
     return [min(batch_size, samples - b * batch_size) for b in range(batches)]
+
+
+def steps_of(samples: int, batch_size: int, epochs: int, remainder: Remainder, steps_per_round: int = 0) -> int:
+    """Return K_i: the mini-batches of one round at an agent; `steps_per_round` of them unless it is 0."""
+    return min(samples, 1) * steps_per_round or epochs * batches_per_epoch(samples, batch_size, remainder)
 
 
 class BatchPlan(NamedTuple):
@@ -64,9 +79,10 @@ class Batches:
         rounds: int = 1,
         agents: Sequence[Sequence[int]] | None = None,  # of each federation; None: all
         remainder: Remainder = "spread",
+        steps_per_round: int = 0,
     ) -> None:
         agents = agents or [range(f.agents) for f in federations]
-        self.batch_size, self.epochs, self.dtype, self.remainder = batch_size, epochs, dtype, remainder
+        self.batch_size, self.dtype, self.remainder = batch_size, dtype, remainder
         self.x, self.y, offsets = _pooled(federations)
         self._border, self._flips = darkest(self.x) if augment else None, flips
         self.device = self.x.device
@@ -87,28 +103,34 @@ class Batches:
             self._drift_times = torch.nn.utils.rnn.pad_sequence(turns, batch_first=True)
             later = torch.stack([(f.relabel if f.later is None else f.later)[i] for f, _, _, i in rows])
             self._relabel = torch.cat([self._relabel, later], dim=1)
-        self.steps = [epochs * batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
+        self.per_epoch = [batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
+        self.steps = [steps_of(n, batch_size, epochs, remainder, steps_per_round) for n in self.lengths]
 
-    def sizes(self, rows: slice, padded: bool) -> list[int]:
+    def sizes(self, rows: RowNumbers, padded: bool) -> list[int]:
         """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
         if padded:
-            return [self.batch_size] * max(self.steps[rows])
-        (length,) = set(self.lengths[rows])
-        return batch_sizes(length, self.batch_size, self.remainder) * self.epochs
+            return [self.batch_size] * max(select(self.steps, rows))
+        (length,) = set(select(self.lengths, rows))
+        steps, per_epoch = select(self.steps, rows)[0], max(1, select(self.per_epoch, rows)[0])
+        return (batch_sizes(length, self.batch_size, self.remainder) * -(-steps // per_epoch))[:steps]
 
-    def plan(self, r: int, attempt: int, rows: slice) -> BatchPlan:
-        """Return the order of the samples in round r, for these rows."""
-        lengths, steps = self.lengths[rows], self.steps[rows]
-        longest, most = max(lengths), max(steps)
+    def plan(self, r: int, attempt: int, rows: RowNumbers) -> BatchPlan:
+        """Return the order of the samples in round r, for these rows.
+
+        A plan of single rows is as long as that of all rows: cohorts of one size have plans of one shape.
+        """
+        lengths, steps = select(self.lengths, rows), select(self.steps, rows)
+        alike = isinstance(rows, list)
+        longest, most = max(self.lengths if alike else lengths), max(self.steps if alike else steps)
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
-        orders = [
-            shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(self.epochs)
-        ]
+        batches = [max(1, count) for count in select(self.per_epoch, rows)]
+        epochs = max(1, *(-(-k // count) for k, count in zip(steps, batches, strict=True)))
+        orders = [shuffle(self._keys("batches", rows, r, epoch, attempt), length, longest) for epoch in range(epochs)]
         t = torch.arange(most, device=self.device)
-        per_epoch = (torch.tensor(steps, device=self.device) // self.epochs).clamp(min=1)[:, None]
+        per_epoch = torch.tensor(batches, device=self.device)[:, None]
         first, end = self._edges(t % per_epoch, per_epoch, length[:, None])
         within = first[:, :, None] + torch.arange(self.batch_size, device=self.device)
-        epoch_of = (t // per_epoch).clamp(max=self.epochs - 1)
+        epoch_of = (t // per_epoch).clamp(max=epochs - 1)
         position = (epoch_of[:, :, None] * longest + within.clamp(max=max(longest - 1, 0))).flatten(1)
         order = torch.cat(orders, dim=1).gather(1, position)
         samples = table.gather(1, order).view(within.shape)
@@ -130,8 +152,8 @@ class Batches:
         first = batch * self.batch_size
         return first, torch.minimum(first + self.batch_size, length)
 
-    def _keys(self, purpose: str, rows: slice, *words: int) -> Tensor:
-        keys = [derive(seed, purpose, agent, *words) for seed, agent in self._agent_keys[rows]]
+    def _keys(self, purpose: str, rows: RowNumbers, *words: int) -> Tensor:
+        keys = [derive(seed, purpose, agent, *words) for seed, agent in select(self._agent_keys, rows)]
         return torch.tensor(keys, device=self.device)
 
     def batch(self, plan: BatchPlan, t: Tensor, size: int) -> Batch:

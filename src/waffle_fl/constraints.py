@@ -70,6 +70,16 @@ def fraction(positive: bool = False) -> Constraint:
     return Constraint("a fraction from 0 to below 1", lambda value: 0 <= value < 1)
 
 
+def unless(word: str, constraint: Constraint) -> Constraint:
+    """Constraint that also accepts one word."""
+    return Constraint(f"{constraint.words}, or {word!r}", lambda value: value == word or constraint.holds(value))
+
+
+def share() -> Constraint:
+    """Constraint to a part of a whole, or the whole."""
+    return Constraint("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
 def each_above(bound: float) -> Constraint:
     return Constraint(f"numbers above {bound}", lambda values: all(value > bound for value in values))
 

@@ -65,6 +65,7 @@ class Federation:
     turn: Tensor | None = None  # per sample of the pool: the share of the rounds after which it has its later label
     shifted: tuple[tuple[str, tuple[int, ...]], ...] = ()  # each shift, and every agent's group in it
     backdoor: Tensor | None = None  # Alice's stamped test samples, if there is a backdoor attack
+    newcomers: tuple[str, ...] = ()  # agents that join after training: they have no training data here
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -152,6 +153,21 @@ class Federation:
             later=None if self.later is None else self.later[stay],
             shifted=tuple((shift, kept(groups)) for shift, groups in self.shifted),
         )
+
+    def before_joining(self, *agents: str) -> Federation:
+        """Return the federation before these agents join: they have no training and no validation data."""
+        later = {index_of(agent, self.names, "a newcomer") for agent in agents}
+        if self.alice in later:
+            raise WaffleError(f"newcomers: expected other agents than Alice, got {self.names[self.alice]}")
+        for i in sorted(later):
+            if not len(self.train[i]) or not len(self.test[i]):
+                raise WaffleError(f"newcomers: expected agents with training and test data, got {self.names[i]}")
+
+        def emptied(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(part[:0] if i in later else part for i, part in enumerate(parts))
+
+        names = tuple(self.names[i] for i in sorted(later))
+        return replace(self, train=emptied(self.train), validation=emptied(self.validation), newcomers=names)
 
     def labels(self, agent: int, rows: Tensor, progress: float = 0.0) -> Tensor:
         """Return the agent's labels of these samples after the share `progress` of the rounds; numbers never change."""
@@ -347,14 +363,14 @@ def _pool_digest(x: Tensor) -> str:
 _known_pools: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
 
-def index_of(alice: int | str, names: Sequence[str]) -> int:
-    """Return Alice's index, from her name or her index."""
+def index_of(alice: int | str, names: Sequence[str], who: str = "Alice") -> int:
+    """Return the index of Alice, or of another agent, from its name or its index."""
     if isinstance(alice, str) and alice in names:
         return names.index(alice)
     if isinstance(alice, str) and not (alice.isascii() and alice.isdigit() and len(alice) < 10):
         raise WaffleError(f"there is no agent {alice!r}; the agents are {', '.join(names)}")
     if not 0 <= int(alice) < len(names):
-        raise WaffleError(f"expected Alice's index between 0 and {len(names) - 1}, got {alice}")
+        raise WaffleError(f"expected {who}'s index between 0 and {len(names) - 1}, got {alice}")
     return int(alice)
 
 

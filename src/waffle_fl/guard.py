@@ -23,10 +23,10 @@ SAME = 1e-9  # relative difference up to which two updates count as equal
 AGREEMENT = 0.5  # smallest cosine with Alice's update, relative to the median cosine
 CHANCE = 3.0  # the cosine must also exceed so many standard deviations of that of random directions
 PULL = 1.5  # times the median length of control variates: a longer one would steer all agents
-OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING = range(9)
+OK, NOT_FINITE, TOO_LONG, TOO_SHORT, OPPOSED, CLIPPED, ABSENT, COPIED, PULLING, NOT_ASKED = range(10)
 REASONS = (
     *("ok", "not finite", "too long", "too short", "opposed to Alice", "clipped", "absent", "a copy"),
-    "too strong a pull",
+    *("too strong a pull", "not asked"),
 )
 
 

@@ -286,7 +286,7 @@ def _rank(line: Mapping[str, Any], prefix: str) -> tuple[float, float]:
 
 
 def _entry(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: line[key] for key in ("round", "accuracy", "rmse") if key in line}
+    return {key: line[key] for key in ("round", "accuracy", "rmse", "by_agent") if key in line}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

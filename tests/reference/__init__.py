@@ -60,11 +60,12 @@ def run(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     keeps_momentum: bool = False,
+    lr_decay: float = 1.0,
     **options: object,
 ) -> Trace:
     """Run one method from the module's parameters over all rounds, without changing the module."""
     assert all(agent for agents in batches for agent in agents), "every agent needs a mini-batch in every round"
     nets = [copy.deepcopy(module).double() for _ in batches[0]]
     start = parameters_to_vector(nets[0].parameters()).detach().clone()
-    problem = Problem(nets, start, batches, alice, lr, momentum, weight_decay, keeps_momentum)
+    problem = Problem(nets, start, batches, alice, lr, momentum, weight_decay, keeps_momentum, lr_decay)
     return METHODS[method](problem, **options)

@@ -5,6 +5,7 @@ its mini-batches of one epoch; there is no validation data.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import combinations
 
 import torch
@@ -34,12 +35,20 @@ def loss(problem: Problem, i: int, at: Tensor) -> float:
         return float(cross_entropy(problem.nets[i](x), y))
 
 
-def fedamp(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, alpha: float = 1.0, sigma: float = 0.3) -> Trace:
+def fedamp(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    lam: float = 1.0,
+    alpha: float = 1.0,
+    sigma: float = 0.3,
+    own: float = 0.0,
+) -> Trace:
     """FedAMP, Algorithm 1: an attraction step at the server, then SGD on the proximal problem."""
     trace, N = Trace(), len(problem.nets)
     zeros = torch.zeros_like(problem.start)
     w, u = [problem.start] * N, [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         for i in range(N):
             velocity = problem.velocity(i, zeros)
             for batch in problem.batches[r - 1][i]:
@@ -52,8 +61,8 @@ def fedamp(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, alpha: floa
                 if j != i:
                     xi[i][j] = alpha * math.exp(-(float((w[i] - w[j]).norm()) ** 2) / sigma) / sigma
             total = sum(xi[i])
-            if total > 1:
-                xi[i] = [share / total for share in xi[i]]
+            if total > 1 - own:
+                xi[i] = [(1 - own) * share / total for share in xi[i]]
             xi[i][i] = 1 - sum(xi[i])
         u = [weighted_sum(xi[i], w) for i in range(N)]
         trace.models.append(w[problem.alice])
@@ -65,7 +74,7 @@ def fedfomo(problem: Problem, *, clip: float = 0.0) -> Trace:
     """FedFomo, Eq. 4 and 5. Every agent receives all other models, so no sampling is needed."""
     trace, N = Trace(), len(problem.nets)
     y, before = [problem.start] * N, [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         starts, weights = [], []
         for i in range(N):
             gain = [0.0] * N
@@ -100,7 +109,7 @@ def apple(
     zeros = torch.zeros_like(problem.start)
     core = [problem.start] * N
     shift = [[0.0] * N for _ in range(N)]
-    for r in range(1, R + 1):
+    for r in problem.rounds():
         sizes = [samples(problem, r, i) for i in range(N)]
         last = global_share * R
         pull = mu * ((math.cos(math.pi * (r - 1) / last) + 1) / 2 if r - 1 < last else 0.0)
@@ -140,7 +149,7 @@ def fedala(
     tensors = list(problem.nets[0].parameters())  # one weight and one bias per layer
     head = sum(tensor.numel() for tensor in (tensors[-2 * head_layers :] if head_layers else tensors))
     y, W = [x] * N, [torch.ones_like(x) for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         for i in range(N):
             own = torch.cat([x[:-head], y[i][-head:]])
             batches = epoch(problem, r, i)
@@ -156,9 +165,9 @@ def fedala(
     return trace
 
 
-def knn_per(problem: Problem, *, clip: float = 0.0) -> Trace:
+def knn_per(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> Trace:
     """kNN-Per trains as FedAvg; `nearest` computes its predictions."""
-    return fedavg(problem, clip=clip)
+    return fedavg(problem, clip=clip, weighting=weighting)
 
 
 def nearest(
@@ -181,48 +190,67 @@ def split_mix(key: int, position: int) -> int:
     return z ^ (z >> 31)
 
 
-def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3) -> Trace:
+def ifca(problem: Problem, *, clip: float = 0.0, clusters: int = 3, weighting: str = "equal") -> Trace:
     """IFCA, Algorithm 1 with model averaging. All clusters but the first start from random signs of the model."""
     trace, N, theta = Trace(), len(problem.nets), [problem.start]
     for j in range(1, clusters):
         signs = [-1.0 if split_mix(j, n + 1) >> 1 & 1 else 1.0 for n in range(len(problem.start))]
         theta.append(problem.start * torch.tensor(signs, dtype=problem.start.dtype))
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         chosen, trained = [], []
         for i in range(N):
             losses = [loss(problem, i, model) for model in theta]
             chosen.append(losses.index(min(losses)))
             trained.append(train(problem, r, i, theta[chosen[i]], clip))
+        counts = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(N)]
         for j in range(len(theta)):
-            members = [trained[i] for i in range(N) if chosen[i] == j]
-            if members:
-                theta[j] = weighted_sum([1 / len(members)] * len(members), members)
-        mine = chosen[problem.alice]
-        trace.models.append(theta[mine])
-        trace.weights.append([1 / chosen.count(mine) if other == mine else 0.0 for other in chosen])
+            held = [counts[i] if chosen[i] == j else 0 for i in range(N)]
+            if sum(held):
+                theta[j] = weighted_sum([count / sum(held) for count in held], trained)
+            if j == chosen[problem.alice]:
+                trace.weights.append([count / sum(held) for count in held])
+        trace.models.append(theta[chosen[problem.alice]])
     return trace
 
 
-def cfl(problem: Problem, *, clip: float = 0.0, eps_mean: float = 0.4, eps_max: float = 1.6) -> Trace:
+def cfl(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    eps_mean: float = 0.4,
+    eps_max: float = 1.6,
+    weighting: str = "equal",
+    split_first: bool = False,
+) -> Trace:
     """CFL, Algorithm 3, with an exhaustive search for each bipartition. Both parts start from the cluster's model."""
     trace, N = Trace(), len(problem.nets)
     clusters = [(list(range(N)), problem.start)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         after = []
         for members, theta in clusters:
             dy = {i: train(problem, r, i, theta, clip) - theta for i in members}
-            mean = weighted_sum([1 / len(members)] * len(members), list(dy.values()))
-            theta = theta + mean
-            if problem.alice in members:
-                trace.models.append(theta)
-                trace.weights.append([1 / len(members) if i in members else 0.0 for i in range(N)])
+            mean = weighted_sum(cluster_weights(problem, r, members, weighting), list(dy.values()))
             longest = max(float(update.norm()) for update in dy.values())
+            parts: Sequence[list[int]] = [members]
             if len(members) > 1 and float(mean.norm()) < eps_mean and longest > eps_max:
-                after += [(part, theta) for part in bipartition(members, dy)]
-            else:
-                after.append((members, theta))
+                parts = bipartition(members, dy)
+            for part in parts:
+                averaged = part if split_first else members
+                weights = cluster_weights(problem, r, averaged, weighting)
+                model = theta + weighted_sum(weights, [dy[i] for i in averaged])
+                after.append((part, model))
+                if problem.alice in part:
+                    trace.models.append(model)
+                    row = dict(zip(averaged, weights, strict=True))
+                    trace.weights.append([row.get(i, 0.0) for i in range(N)])
         clusters = after
     return trace
+
+
+def cluster_weights(problem: Problem, r: int, members: list[int], weighting: str) -> list[float]:
+    """Return the weights of a cluster's agents."""
+    counts = [samples(problem, r, i) if weighting == "samples" else 1 for i in members]
+    return [count / sum(counts) for count in counts]
 
 
 def bipartition(members: list[int], dy: dict[int, Tensor]) -> tuple[list[int], list[int]]:

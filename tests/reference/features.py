@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from reference.collaboration import epoch
-from reference.personal import shares
-from reference.problem import Batch, Problem, Trace, gradient, step, weighted_sum
+from reference.problem import Batch, Problem, Trace, gradient, shares, step, weighted_sum
 
 
 def body_of(net: nn.Module, y: Tensor, x: Tensor) -> Tensor:
@@ -50,7 +49,7 @@ def feddbe(
     trace, N, x = Trace(), len(problem.nets), problem.start
     D = head_of(problem.nets[0], x)[0].shape[1]
     m, z = [torch.zeros(D, dtype=x.dtype) for _ in range(N)], None
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained, means = [], []
         for i, net in enumerate(problem.nets):
             both = torch.cat([x, m[i]])
@@ -98,7 +97,7 @@ def fedpac(
     at, C = len(problem.start) - weight.numel() - bias.numel(), len(bias)
     body, own = problem.start[:at], [problem.start[at:]] * N
     centroids: dict[int, Tensor] = {}
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         h, V, bodies, trained_heads, samples_of = [], [], [], [], {k: [] for k in range(C)}
         for i, net in enumerate(problem.nets):
             b, head = body, own[i]

@@ -37,7 +37,7 @@ def waffle_kin(
     share = [[1.0] * len(sizes) for _ in range(N)]
     history: list[list[list[tuple[float, float]]]] = [[[] for _ in sizes] for _ in range(N)]
     strife = [0.0] * len(sizes)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         starts = []
         for i in range(N):
             start = x.clone()

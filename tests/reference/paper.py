@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from reference.problem import Problem, Trace, gradient, samples, step, train, weighted_sum
+from reference.problem import Batch, Problem, Trace, gradient, samples, shares, step, train, weighted_sum
 
 Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of globality, r from 1 to R
 
@@ -14,7 +14,7 @@ Schedule = Callable[[int, int], float]  # Omega or Psi: (r, R) -> degree of glob
 def local(problem: Problem, *, clip: float = 0.0) -> Trace:
     """Alice trains alone (section 2)."""
     trace, y, N = Trace(), problem.start, len(problem.nets)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         y = train(problem, r, problem.alice, y, clip)
         trace.models.append(y)
         trace.weights.append([1.0 if i == problem.alice else 0.0 for i in range(N)])
@@ -25,7 +25,7 @@ def fedavg(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> 
     """Federated averaging of the updates (section 2)."""
     assert weighting in ("equal", "samples")
     trace, x, N = Trace(), problem.start, len(problem.nets)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
         sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(N)]
         weights = [size / sum(sizes) for size in sizes]
@@ -35,10 +35,11 @@ def fedavg(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> 
     return trace
 
 
-def scaffold(problem: Problem, *, clip: float = 2.0, correction: float = 1.0, eta_g: float = 1.0) -> Trace:
+def scaffold(
+    problem: Problem, *, clip: float = 2.0, correction: float = 1.0, eta_g: float = 1.0, weighting: str = "equal"
+) -> Trace:
     """SCAFFOLD with option II (section 3): Algorithm 2 with all weights 1/N and c averaged by its changes."""
-    N = len(problem.nets)
-    return controlled(problem, clip, correction, eta_g, "paper", lambda _r, _dy, _c_i: [1 / N] * N)
+    return controlled(problem, clip, correction, eta_g, "paper", lambda r, _dy, _c_i: shares(problem, r, weighting))
 
 
 def waffle(
@@ -88,7 +89,7 @@ def controlled(
     trace, x, N = Trace(), problem.start, len(problem.nets)
     c = torch.zeros_like(x)
     c_i = [torch.zeros_like(x) for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):  # line 2
+    for r in problem.rounds():  # line 2
         dy, dc = [], []
         for i in range(N):  # line 4
             y = train(problem, r, i, x, clip, correction=correction * (c - c_i[i]))  # lines 5 to 8
@@ -172,12 +173,14 @@ def weight_erosion(
     p_d: float = 0.0067,
     p_s: float = 0.0,
     counted: str = "samples",
+    p_d_rounds: int = 0,
     batch_size: int = 32,
 ) -> Trace:
     """Weight Erosion (section 5.1). The round's gradient g_i is the update -dy_i/lr (lr cancels everywhere)."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
     alpha = [1.0] * N
-    for r in range(1, len(problem.batches) + 1):
+    p_d = p_d * p_d_rounds / len(problem.batches) if p_d_rounds else p_d
+    for r in problem.rounds():
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
         norm = float(dy[problem.alice].norm())
         for i in range(N):
@@ -193,20 +196,36 @@ def weight_erosion(
     return trace
 
 
-def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str = "step") -> Trace:
-    """APFL with mixed parameters (section 6.1; "round": the rule of 6.2)."""
+def apfl(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    mix: float = 0.5,
+    adaptive: str = "step",
+    mixing: str = "parameters",
+    weighting: str = "equal",
+) -> Trace:
+    """APFL with mixed parameters or outputs (section 6.1; "round": the rule of 6.2)."""
     assert adaptive in ("step", "round", "off")
     trace, x, N = Trace(), problem.start, len(problem.nets)
     zeros = torch.zeros_like(x)
     personal = [problem.start] * N
     mixes = [mix] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = []
         for i in range(N):
             w, v, m = x, personal[i], mixes[i]
             w_velocity, v_velocity = problem.velocity(i, x, "w"), problem.velocity(i, x, "v")
             for k, batch in enumerate(problem.batches[r - 1][i]):
                 g_w = gradient(problem.nets[i], w, batch)
+                if mixing == "outputs":  # FedTorch: w first, then v and alpha on the mixed outputs
+                    w, w_velocity = step(problem, w, w_velocity, g_w, clip, zeros)
+                    g_v, g_mixed_w = of_mixed_outputs(problem.nets[i], v, w, m, batch)
+                    v, v_velocity = step(problem, v, v_velocity, g_v, clip, zeros)
+                    if adaptive == "step" and k == 0:
+                        slope = float((v - w) @ (m * g_v + (1 - m) * g_mixed_w)) + 0.02 * m
+                        m = min(max(m - problem.lr * slope, 0.0), 1.0)
+                    continue
                 g_mixed = gradient(problem.nets[i], m * v + (1 - m) * w, batch)
                 slope = float((v - w) @ g_mixed)
                 w, w_velocity = step(problem, w, w_velocity, g_w, clip, zeros)
@@ -221,17 +240,30 @@ def apfl(problem: Problem, *, clip: float = 0.0, mix: float = 0.5, adaptive: str
             problem.keep(i, v_velocity, "v")
         m = mixes[problem.alice]
         trace.models.append(m * personal[problem.alice] + (1 - m) * trained[problem.alice])
-        trace.weights.append([1 / N] * N)
-        x = weighted_sum([1 / N] * N, trained)
+        trace.weights.append(shares(problem, r, weighting))
+        x = weighted_sum(trace.weights[-1], trained)
     return trace
 
 
-def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
+def of_mixed_outputs(net: nn.Module, v: Tensor, w: Tensor, m: float, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the gradients with respect to v and w of the loss of m v(x) + (1 - m) w(x)."""
+    leaves = [v.clone().requires_grad_(), w.clone().requires_grad_()]
+    outputs = []
+    for leaf in leaves:
+        parts = torch.split(leaf, [p.numel() for p in net.parameters()])
+        named = zip(net.named_parameters(), parts, strict=True)
+        outputs.append(torch.func.functional_call(net, {n: part.view(p.shape) for (n, p), part in named}, (batch[0],)))
+    loss = torch.nn.functional.cross_entropy(m * outputs[0] + (1 - m) * outputs[1], batch[1])
+    g_v, g_w = torch.autograd.grad(loss, leaves)
+    return g_v, g_w
+
+
+def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, weighting: str = "equal") -> Trace:
     """Ditto (section 7): a personal model with a proximal term towards the global model of the round's start."""
     trace, x, N = Trace(), problem.start, len(problem.nets)
     zeros = torch.zeros_like(x)
     personal = [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         for i in range(N):
             v, velocity = personal[i], problem.velocity(i, x, "v")
             for batch in problem.batches[r - 1][i]:
@@ -240,7 +272,7 @@ def ditto(problem: Problem, *, clip: float = 0.0, lam: float = 1.0) -> Trace:
             personal[i] = v
             problem.keep(i, velocity, "v")
         dy = [train(problem, r, i, x, clip) - x for i in range(N)]
-        x = x + weighted_sum([1 / N] * N, dy)
+        trace.weights.append(shares(problem, r, weighting))
+        x = x + weighted_sum(trace.weights[-1], dy)
         trace.models.append(personal[problem.alice])
-        trace.weights.append([1 / N] * N)
     return trace

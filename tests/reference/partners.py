@@ -26,7 +26,7 @@ def cobo(
     """CoBo: SGD on the penalised losses, then projected ascent on the weights of random pairs."""
     trace, N = Trace(), len(problem.nets)
     x, W = [problem.start] * N, [[1.0] * N for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         ring = sorted(range(N), key=lambda i: split_mix(r - 1, i + 1) >> 1)
         drawn = {
             frozenset((ring[k], ring[(k + d) % N]))
@@ -78,7 +78,7 @@ def pfedgraph(
     trace, N = Trace(), len(problem.nets)
     zeros, sign = torch.zeros_like(problem.start), -1.0 if cosine == "attract" else 1.0
     starts, others, w = [problem.start] * N, [], [[0.0] * N for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         theta = []
         for i in range(N):
             y, velocity = starts[i], problem.velocity(i, zeros)
@@ -165,7 +165,7 @@ def fedcollab(
     x, coalitions = [problem.start] * N, [[i] for i in range(N)]
     exchange = math.ceil((N - 1) / models)
     gap = [[0.0] * N for _ in range(N)]
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         turn = r - 1 - alone
         for i in range(N):
             for step_size in range(turn * models + 1, min((turn + 1) * models, N - 1) + 1) if turn >= 0 else ():

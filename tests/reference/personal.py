@@ -5,20 +5,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from reference.problem import Problem, Trace, gradient, samples, step, train, weighted_sum
-
-
-def shares(problem: Problem, r: int, weighting: str) -> list[float]:
-    """Return the aggregation weight of each agent in round r."""
-    sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(len(problem.nets))]
-    return [size / sum(sizes) for size in sizes]
+from reference.problem import Problem, Trace, gradient, shares, step, train, weighted_sum
 
 
 def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: str = "equal") -> Trace:
     """FedProx, Algorithm 2: each agent minimises F_i(y) + mu/2 |y - x|^2 from x."""
     trace, x = Trace(), problem.start
     zeros = torch.zeros_like(x)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = []
         for i, net in enumerate(problem.nets):
             y, velocity = x, problem.velocity(i, x)
@@ -36,13 +30,13 @@ def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: 
 def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting: str = "equal") -> Trace:
     """FedAvg in all rounds but the last `tuning`; in those Alice fine-tunes the global model alone."""
     trace, x, N, R = Trace(), problem.start, len(problem.nets), len(problem.batches)
-    for r in range(1, R - tuning + 1):
+    for r in problem.rounds(1, R - tuning):
         trained = [train(problem, r, i, x, clip) for i in range(N)]
         trace.models.append(trained[problem.alice])
         trace.weights.append(shares(problem, r, weighting))
         x = weighted_sum(trace.weights[-1], trained)
     y = x
-    for r in range(max(R - tuning, 0) + 1, R + 1):
+    for r in problem.rounds(max(R - tuning, 0) + 1, R):
         y = train(problem, r, problem.alice, y, clip)
         trace.models.append(y)
         trace.weights.append(shares(problem, r, weighting))
@@ -56,13 +50,14 @@ def per_fedavg(
     inner_lr: float = 0.03,
     variant: str = "first-order",
     delta: float = 0.001,
+    weighting: str = "equal",
 ) -> Trace:
     """Per-FedAvg, Algorithm 1, without the Hessian (FO, section 5) or by differences (HF, Eq. 19 there)."""
     assert variant in ("first-order", "hessian-free")
-    trace, x, N = Trace(), problem.start, len(problem.nets)
+    trace, x = Trace(), problem.start
     zeros = torch.zeros_like(x)
     per_update = 2 if variant == "first-order" else 3
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = []
         for i, net in enumerate(problem.nets):
             w, velocity, left = x, problem.velocity(i, x), list(problem.batches[r - 1][i])
@@ -78,8 +73,8 @@ def per_fedavg(
             trained.append(w)
         first = problem.batches[r - 1][problem.alice][0]
         trace.models.append(x - inner_lr * gradient(problem.nets[problem.alice], x, first))
-        trace.weights.append([1 / N] * N)
-        x = weighted_sum([1 / N] * N, trained)
+        trace.weights.append(shares(problem, r, weighting))
+        x = weighted_sum(trace.weights[-1], trained)
     return trace
 
 
@@ -91,11 +86,12 @@ def pfedme(
     inner_steps: int = 5,
     eta: float = 0.5,
     beta: float = 1.0,
+    weighting: str = "equal",
 ) -> Trace:
     """pFedMe, Algorithm 1; a few SGD steps on the same mini-batch solve the inner problem approximately."""
-    trace, x, N = Trace(), problem.start, len(problem.nets)
+    trace, x = Trace(), problem.start
     zeros = torch.zeros_like(x)
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained, personal = [], []
         for i, net in enumerate(problem.nets):
             w, theta, velocity = x, x, problem.velocity(i, x)
@@ -108,8 +104,8 @@ def pfedme(
             trained.append(w)
             personal.append(theta)
         trace.models.append(personal[problem.alice])
-        trace.weights.append([1 / N] * N)
-        x = (1 - beta) * x + beta * weighted_sum([1 / N] * N, trained)
+        trace.weights.append(shares(problem, r, weighting))
+        x = (1 - beta) * x + beta * weighted_sum(trace.weights[-1], trained)
     return trace
 
 
@@ -125,7 +121,7 @@ def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighti
     at = sum(sizes[: len(sizes) - head_layers])
     trace, N = Trace(), len(problem.nets)
     body, heads = problem.start[:at], [problem.start[at:]] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = [train(problem, r, i, torch.cat([body, heads[i]]), clip) for i in range(N)]
         heads = [y[at:] for y in trained]
         trace.weights.append(shares(problem, r, weighting))
@@ -134,17 +130,27 @@ def fedper(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, weighti
     return trace
 
 
-def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_share: float = 0.5) -> Trace:
+def fedrep(
+    problem: Problem,
+    *,
+    clip: float = 0.0,
+    head_layers: int = 1,
+    head_share: float = 0.5,
+    tuning: int = 0,
+    weighting: str = "equal",
+) -> Trace:
     """FedRep, Algorithm 1: train the head with the body fixed, then the body with the head fixed."""
     sizes = [size for _, size in layers(problem.nets[0])]
     at = sum(sizes[: len(sizes) - head_layers])
     trace, N = Trace(), len(problem.nets)
     body, heads = problem.start[:at], [problem.start[at:]] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         bodies: list[Tensor] = []
         for i, net in enumerate(problem.nets):
             batches, b, h = problem.batches[r - 1][i], body, heads[i]
             on_head = max(1, math.floor(head_share * len(batches))) if len(batches) > 1 else 0
+            tuned = r > len(problem.batches) - tuning
+            on_head = len(batches) if tuned else on_head
             of_head, of_body = problem.velocity(i, h, "head"), problem.velocity(i, b, "body")
             for batch in batches[:on_head]:
                 g = gradient(net, torch.cat([b, h]), batch)[at:]
@@ -158,9 +164,9 @@ def fedrep(problem: Problem, *, clip: float = 0.0, head_layers: int = 1, head_sh
             problem.keep(i, of_body, "body")
             heads[i] = h
             bodies.append(b)
-        body = weighted_sum([1 / N] * N, bodies)
+        trace.weights.append(shares(problem, r, weighting))
+        body = weighted_sum(trace.weights[-1], bodies)
         trace.models.append(torch.cat([body, heads[problem.alice]]))
-        trace.weights.append([1 / N] * N)
     return trace
 
 
@@ -169,7 +175,7 @@ def fedbn(problem: Problem, *, clip: float = 0.0, weighting: str = "equal") -> T
     kinds = [torch.full((size,), isinstance(layer, nn.BatchNorm1d)) for layer, size in layers(problem.nets[0])]
     own, trace, N = torch.cat(kinds), Trace(), len(problem.nets)
     models = [problem.start] * N
-    for r in range(1, len(problem.batches) + 1):
+    for r in problem.rounds():
         trained = [train(problem, r, i, models[i], clip) for i in range(N)]
         trace.weights.append(shares(problem, r, weighting))
         mean = weighted_sum(trace.weights[-1], trained)

@@ -1,5 +1,6 @@
 """The problem that all reference methods solve, and one step of SGD."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +32,16 @@ class Problem:
     momentum: float
     weight_decay: float
     keeps_momentum: bool = False
+    lr_decay: float = 1.0
     velocities: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (agent, model) -> at a round's end
+
+    def rounds(self, first: int = 1, last: int | None = None) -> Iterator[int]:
+        """Yield the numbers of the rounds, and set the learning rate of each."""
+        start = self.lr
+        for r in range(first, (len(self.batches) if last is None else last) + 1):
+            self.lr = start * self.lr_decay ** (r - 1)
+            yield r
+        self.lr = start
 
     def velocity(self, agent: int, like: Tensor, model: str = "") -> Tensor:
         """Return an agent's velocity at the start of a round."""
@@ -74,6 +84,12 @@ def train(problem: Problem, r: int, i: int, x: Tensor, clip: float, correction: 
 def samples(problem: Problem, r: int, i: int) -> int:
     """Return the number of samples of agent i: the rows of its mini-batches of the round."""
     return sum(len(y) for _, y in problem.batches[r - 1][i])
+
+
+def shares(problem: Problem, r: int, weighting: str) -> list[float]:
+    """Return the aggregation weight of each agent in round r."""
+    sizes = [samples(problem, r, i) if weighting == "samples" else 1 for i in range(len(problem.nets))]
+    return [size / sum(sizes) for size in sizes]
 
 
 def weighted_sum(weights: list[float], vectors: list[Tensor]) -> Tensor:

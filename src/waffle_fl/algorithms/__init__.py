@@ -17,7 +17,7 @@ from waffle_fl.algorithms.contract import (
     hyperparameters,
     training_key,
 )
-from waffle_fl.algorithms.kept_momentum import for_model
+from waffle_fl.algorithms.preparation import for_model
 from waffle_fl.algorithms.registry import ALGORITHMS, TITLES, about_of, algorithm_of, search_space, title_of
 
 __all__ = [

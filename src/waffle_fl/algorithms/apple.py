@@ -14,7 +14,19 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, inner
+from waffle_fl.algorithms.contract import (
+    SGD,
+    TINY,
+    About,
+    Grad,
+    Net,
+    Optimiser,
+    Round,
+    Rows,
+    broadcast_to,
+    inner,
+    unless_absent,
+)
 from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -148,7 +160,8 @@ class APPLE:
         shift = spread(offset[:, 1:], offer) + torch.diag(offset[:, 0])
         shift = torch.where(intact & (reported > 0), shift, server.shift)
         pull = torch.full_like(server.pull, self.mu * self.loss_schedule(now.r, now.of))
-        return Server(core, shift, taken, now.samples.double(), now.received, pull, server.r + 1), Info()
+        received = unless_absent(now, now.received, server.received)  # absent agents: their last model stays
+        return Server(core, shift, taken, now.samples.double(), received, pull, server.r + 1), Info()
 
     def loss_schedule(self, r: int, rounds: int) -> float:
         """Return lambda(r): half a cosine from 1 to 0 over the first rounds, with r counted from 0."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, lengths
-from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
+from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
 
@@ -80,6 +80,10 @@ class CFL:
     """Split a cluster only if its mean update is shorter than this; 0 never splits, which is FedAvg."""
     eps_max: float = parameter(1.6, at_least(0), server_side=True)
     """Split a cluster only if its longest update is longer than this."""
+    weighting: Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples as in the paper."""
+    split_first: bool = parameter(False, server_side=True)
+    """Split a cluster before its updates are averaged, so that both parts already average alone in that round."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -104,18 +108,25 @@ class CFL:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         same = server.label == server.label[:, None]
-        members = (same & now.received).double()
-        weights = members / members.sum(dim=1, keepdim=True).clamp(min=1)
-        mean = (weights @ up.dy.double()).index_select(0, server.label)  # all agents of a cluster have the same row
-        x = (server.x.double() + mean).to(server.x.dtype)
-        stats = (weights @ up.stats.double()).to(server.stats.dtype)
-        stats = torch.where(members.sum(dim=1, keepdim=True) > 0, stats, server.stats)
+        weights, mean = self._mean(server.label, up.dy, now)
         longest = torch.where(same & now.received, lengths(up.dy), 0.0).max(dim=1).values
         split = (mean.norm(dim=1) < self.eps_mean) & (longest > self.eps_max)
         together = same & now.received & now.received[:, None]
         label = split_clusters(server.label, bottlenecks(cosines(up.dy), together), together, split & now.received)
+        if self.split_first:
+            weights, mean = self._mean(label, up.dy, now)
+        x = (server.x.double() + mean).to(server.x.dtype)
+        stats = (weights @ up.stats.double()).to(server.stats.dtype)
+        stats = torch.where(weights.sum(dim=1, keepdim=True) > 0, stats, server.stats)
         clusters = (label == torch.arange(len(label), device=label.device)).sum()
         return Server(x, stats, label, weights), Info(clusters)
+
+    def _mean(self, label: Tensor, dy: Rows, now: Round) -> tuple[Tensor, Tensor]:
+        """Return the weights (N, N) of all agents in each agent's cluster, and the mean updates, in float64."""
+        members = ((label == label[:, None]) & now.received).double()
+        counts = members if self.weighting == "equal" else members * now.samples.double()
+        weights = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+        return weights, (weights @ dy.double()).index_select(0, label)  # all agents of a cluster have the same row
 
     def relations(self, server: Server) -> Tensor:
         return server.weights

@@ -24,6 +24,7 @@ from waffle_fl.algorithms.contract import (
     Rows,
     broadcast_to,
     gradients,
+    unless_absent,
 )
 from waffle_fl.algorithms.model_offers import Offer, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
@@ -34,6 +35,7 @@ class Server(NamedTuple):
     x: Rows  # the server's copy of each agent's model
     W: Tensor  # (N, N), float64, symmetric
     present: Tensor  # (N,), bool: agents whose last update was received
+    paired: Tensor  # (N,), bool: agents that are put on the ring of the next round
     r: Tensor
 
 
@@ -120,13 +122,17 @@ class CoBo:
         rows, stats = broadcast_to(net, agents)
         W = torch.ones(agents, agents, dtype=torch.float64, device=net.params.device)
         absent = torch.zeros(agents, dtype=torch.bool, device=W.device)
-        return Server(rows.clone(), W, absent, torch.zeros((), dtype=torch.int64, device=W.device)), Agents(rows, stats)
+        r = torch.zeros((), dtype=torch.int64, device=W.device)
+        return Server(rows.clone(), W, absent, absent, r), Agents(rows, stats)
+
+    def expect(self, server: Server, asked: Tensor) -> Server:
+        return server._replace(paired=asked)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         weights = self._others(server)
         total = weights.sum(dim=1)
         mean = (weights / total.clamp(min=TINY)[:, None]) @ server.x.double()
-        offer, _ = partners(server.present, self.pairs, server.r)
+        offer, _ = partners(server.paired, self.pairs, server.r)
         z = packed(server.x, offer)
         z = torch.where(offer.offered[:, :, None], (server.x[:, None] + z) / 2, 0.0)
         return Down(mean.to(server.x.dtype), total, z)
@@ -155,7 +161,7 @@ class CoBo:
         return Agents(local.x, local.stats), Up(local.x - agents.x, local.g.flatten(1))
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        offer, place = partners(server.present, self.pairs, server.r)
+        offer, place = partners(server.paired, self.pairs, server.r)
         g = up.g.view(len(up.g), 2 * self.pairs, -1)
         # The partner's gradient at the same midpoint is in another of its places.
         products = [
@@ -168,7 +174,8 @@ class CoBo:
         measured = now.received[:, None] & now.received[offer.ids]
         W = (server.W + spread(torch.where(measured, ascent, 0.0), offer)).clamp(0, 1)
         x = torch.where(now.intact[:, None], server.x + up.dy, server.x)
-        return Server(x, W, now.received, server.r + 1), Info()
+        present = unless_absent(now, now.received, server.present)
+        return Server(x, W, present, present, server.r + 1), Info()
 
     def relations(self, server: Server) -> Tensor:
         weights = self._others(server) + torch.eye(len(server.W), dtype=torch.float64, device=server.W.device)

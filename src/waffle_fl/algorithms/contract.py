@@ -19,7 +19,17 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from waffle_fl.constraints import above, at_least, below_one, check_fields, parameter, parameters_of
+from waffle_fl.constraints import (
+    above,
+    at_least,
+    below_one,
+    between,
+    check_fields,
+    parameter,
+    parameters_of,
+    share,
+    unless,
+)
 from waffle_fl.models.flat import Batch, FlatModel
 from waffle_fl.models.flat import Net as Net
 
@@ -27,6 +37,8 @@ Vector: TypeAlias = Tensor  # (P,)
 Rows: TypeAlias = Tensor  # (N, P)
 Weights: TypeAlias = Tensor  # (N,), float64
 State: TypeAlias = Any  # a NamedTuple of tensors, private to its algorithm
+AsMethod: TypeAlias = Literal["method"]  # an option of the optimiser that the method sets itself
+AS_METHOD: AsMethod = "method"
 
 TINY = 1e-300
 NEARLY_EQUAL = 1e-12
@@ -89,6 +101,7 @@ class Round(NamedTuple):
     steps: Tensor  # (N,) K_i, mini-batches planned for each agent
     batch_size: int
     suspect: Tensor | None = None  # (N,) bool: received agents that the guard flagged; None: no guard
+    asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
 
 
 @dataclass(frozen=True)
@@ -146,14 +159,30 @@ class Algorithm(Protocol):
         """Return the model that each agent would use, one row per agent."""
 
 
+def moved(y: Rows, direction: Rows, lr: float | Tensor, scale: Tensor | None = None) -> Rows:
+    """Return y - lr * scale * direction; lr is a number, or a column of numbers if it changes from round to round."""
+    if isinstance(lr, Tensor):
+        return torch.addcmul(y, direction, lr if scale is None else lr * scale, value=-1)
+    if scale is None:
+        return torch.add(y, direction, alpha=-lr)
+    return torch.addcmul(y, direction, scale, value=-lr)
+
+
 @dataclass(frozen=True)
 class SGD:
-    """Mini-batch SGD with momentum and weight decay. The velocity is reset every round, or kept between rounds."""
+    """Mini-batch SGD with momentum and weight decay. The velocity is reset every round, or kept between rounds.
+
+    lr is multiplied by `lr_decay` after every round (`lr_decay.py`). The models that agents use are means over the last
+    share `averaging` of the rounds (`averaged_models.py`).
+    """
 
     lr: float = parameter(0.1, above(0))
     momentum: float = parameter(0.0, below_one())
     weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
+    clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
+    lr_decay: float = parameter(1.0, share())
+    averaging: float = parameter(0.0, between(0, 1))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -169,8 +198,10 @@ class SGD:
         """Return the model and velocity after one step.
 
         A control variate's correction is added after momentum has amplified g: docs/paper.md, section 3. The step is
-        clipped to the norm that momentum produces from steady gradients of norm `clip`.
+        clipped to the norm that momentum produces from steady gradients of norm `clip`. The optimiser's own `clip`, if
+        set, replaces this argument.
         """
+        clip = clip if self.clip == AS_METHOD else self.clip
         if self.weight_decay:
             g = torch.add(g, y, alpha=self.weight_decay)
         if self.momentum:
@@ -180,8 +211,8 @@ class SGD:
         if clip:
             limit = clip / (1 - self.momentum)
             scale = limit / g.norm(dim=1, keepdim=True).clamp(min=limit)
-            return torch.addcmul(y, g, scale, value=-self.lr), velocity
-        return torch.add(y, g, alpha=-self.lr), velocity
+            return moved(y, g, self.lr, scale), velocity
+        return moved(y, g, self.lr), velocity
 
     def zero_velocity(self, y: Rows) -> Rows:
         """Return a velocity of zero. Without momentum it has no columns and uses no memory."""
@@ -200,6 +231,9 @@ class Adam:
     weight_decay: float = parameter(0.0, at_least(0))
     momentum_between_rounds: Literal["reset", "keep"] = "reset"
     second: float = parameter(0.999, below_one())
+    clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
+    lr_decay: float = parameter(1.0, share())
+    averaging: float = parameter(0.0, between(0, 1))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -212,7 +246,11 @@ class Adam:
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
     ) -> tuple[Rows, Rows]:
-        """Return the model and the moments after one step; `clip` limits the norm of the gradient."""
+        """Return the model and the moments after one step; `clip` limits the norm of the gradient.
+
+        The optimiser's own `clip`, if set, replaces this argument.
+        """
+        clip = clip if self.clip == AS_METHOD else self.clip
         if clip:
             g = g * (clip / g.norm(dim=1, keepdim=True).clamp(min=clip))
         size = y.shape[1]
@@ -225,7 +263,7 @@ class Adam:
             direction = torch.add(direction, y, alpha=self.weight_decay)
         if correction is not None:
             direction = direction + correction
-        return torch.add(y, direction, alpha=-self.lr), torch.cat([first, second, steps], dim=1)
+        return moved(y, direction, self.lr), torch.cat([first, second, steps], dim=1)
 
     def zero_velocity(self, y: Rows) -> Rows:
         """Return moments of zero and a step count of zero."""
@@ -252,7 +290,7 @@ def training_key(algorithm: Algorithm) -> tuple[Any, ...]:
 
     An algorithm whose agents train exactly as those of another algorithm names that one in `trains_as`.
     """
-    algorithm = getattr(algorithm, "inner", algorithm)  # the field `sgd` already says whether velocities are kept
+    algorithm = getattr(algorithm, "unwrapped", algorithm)  # the field `sgd` already tells which wrappers there are
     fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
     settings = ((f.name, getattr(algorithm, f.name)) for f in fields if not f.metadata.get("server_side"))
     return (getattr(algorithm, "trains_as", type(algorithm)), *settings)
@@ -323,6 +361,11 @@ def normalised(weights: Weights, fallback: Tensor) -> Weights:
     usable = torch.isfinite(total) & (total > 0)
     equal = fallback.double() / fallback.sum().clamp(min=1)
     return torch.where(usable, weights / torch.where(usable, total, 1.0), equal)
+
+
+def unless_absent(now: Round, new: Tensor, before: Tensor) -> Tensor:
+    """Return the new rows of the agents that took part in the round, and the earlier rows of the others."""
+    return new if now.asked is None else torch.where(now.asked.view(-1, *[1] * (new.ndim - 1)), new, before)
 
 
 def one_hot(agent: Tensor, agents: int) -> Weights:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, final
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, gradients
-from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 
 
@@ -50,12 +50,14 @@ class Ditto:
     """Largest norm of a gradient; 0 turns clipping off."""
     lam: float = parameter(1.0, at_least(0), search={"low": 0.01, "high": 3.0, "log": True})
     """Strength of the pull towards the global model: 0 is Local, a large value FedAvg; lr * lam must be below 2."""
+    weighting: Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples, as the authors do."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def helper(self) -> fedavg.FedAvg:
-        return fedavg.FedAvg(self.sgd, self.clip)
+        return fedavg.FedAvg(self.sgd, self.clip, self.weighting)
 
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net), Agents(*broadcast_to(net, agents))
@@ -78,7 +80,7 @@ class Ditto:
         return Agents(local.v, local.v_stats), Up(local.w - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return fedavg.FedAvg().aggregate(server, up, now)
+        return fedavg.aggregate(server, up, now, self.weighting)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return Net(agents.v, agents.v_stats)

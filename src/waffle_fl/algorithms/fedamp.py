@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, lengths
-from waffle_fl.constraints import above, at_least, check_fields, parameter
+from waffle_fl.constraints import above, at_least, check_fields, fraction, parameter
 
 
 class Server(NamedTuple):
@@ -46,13 +46,13 @@ class Info(NamedTuple):
     pass
 
 
-def attention(w: Rows, received: Tensor, alpha: float, sigma: float) -> Tensor:
+def attention(w: Rows, received: Tensor, alpha: float, sigma: float, own_share: float = 0.0) -> Tensor:
     """Return xi: xi_ij = alpha A'(|w_i - w_j|^2) for j other than i, and xi_ii = 1 - sum_j xi_ij."""
     squared = torch.stack([lengths(w, row) for row in w]) ** 2
     own = torch.eye(len(w), dtype=torch.float64, device=w.device)
     others = alpha / sigma * torch.exp(-squared / sigma) * received.double() * (1 - own)
-    # Differs from the paper: the others' weights sum to at most 1, so that close models do not overshoot their mean.
-    others = others / others.sum(dim=1, keepdim=True).clamp(min=1)
+    # Differs from the paper: the others' weights are limited, so that close models do not overshoot their mean.
+    others = others / (others.sum(dim=1, keepdim=True) / (1 - own_share)).clamp(min=1)
     return others + own * (1 - others.sum(dim=1, keepdim=True))
 
 
@@ -79,6 +79,8 @@ class FedAMP:
     """Step size of the server on the attraction term; agents are pulled to their cloud model by lam / alpha."""
     sigma: float = parameter(0.3, above(0), server_side=True)
     """Squared distance between models at which their attraction falls to 1/e."""
+    own: float = parameter(0.0, fraction(), server_side=True)
+    """Least weight of the agent's own model in its cloud model; the others' weights sum to at most 1 - own."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -105,7 +107,7 @@ class FedAMP:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         w = torch.where(now.intact[:, None], server.w + up.dy, server.w)
-        return Server(w, attention(w, now.received, self.alpha, self.sigma)), Info()
+        return Server(w, attention(w, now.received, self.alpha, self.sigma, self.own)), Info()
 
     def relations(self, server: Server) -> Tensor:
         return server.xi

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
+from torch import Tensor
+
 from waffle_fl.algorithms import robust_aggregation
 from waffle_fl.algorithms.contract import (
     CLIP,
@@ -74,17 +76,20 @@ def step(sgd: Optimiser, clip: float, local: Local, grad: Grad) -> Local:
     return Local(y, stats, velocity)
 
 
+def shares(weighting: Weighting, counted: Tensor, samples: Tensor) -> Weights:
+    """Return the weights of the counted agents: equal, or by their number of samples."""
+    return uniform(counted) if weighting == "equal" else normalised(counted * samples.double(), counted)
+
+
 def aggregate(
     server: Server, up: Up, now: Round, weighting: Weighting = "equal", rule: Rule | None = None
 ) -> tuple[Server, Info]:
     """Apply the mean of the received updates, weighted equally or by samples, or the aggregate of a robust rule."""
     if rule:
-        dy, shares = rule(up.dy, now.received)
-        stats = averaged(server.stats, normalised(shares, now.received), up.stats)
-        return Server((server.x.double() + dy).to(server.x.dtype), stats), Info(shares)
-    weights = (
-        uniform(now.received) if weighting == "equal" else normalised(now.received * now.samples.double(), now.received)
-    )
+        dy, weights = rule(up.dy, now.received)
+        stats = averaged(server.stats, normalised(weights, now.received), up.stats)
+        return Server((server.x.double() + dy).to(server.x.dtype), stats), Info(weights)
+    weights = shares(weighting, now.received, now.samples)
     x = apply_update(server.x, weights, up.dy)
     stats = averaged(server.stats, weights, up.stats)
     return Server(x, stats), Info(weights)

@@ -59,6 +59,9 @@ class FedAvgFT:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def asks_all(self, r: int, of: int, agents: int) -> bool:
+        return r > of - self.tuning  # fine-tuning needs no other agent
+
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         return Server(*net, torch.zeros((), dtype=torch.bool, device=net.params.device)), Agents(
             *broadcast_to(net, agents)

@@ -134,6 +134,13 @@ class FedCollab:
         r = torch.zeros((), dtype=torch.int64, device=rows.device)
         return Server(rows, stats, *net, unknown, label, torch.zeros_like(unknown), r), Agents()
 
+    def asks_all(self, r: int, of: int, agents: int) -> bool:
+        return r <= self._last_alone(agents)
+
+    def _last_alone(self, agents: int) -> int:
+        """Return the round after which coalitions are formed: agents have evaluated each other's models."""
+        return self.alone + -(-(agents - 1) // self.models)
+
     def offer(self, server: Server) -> Offer:
         """Return the agents whose models are evaluated in this round: the next M agents, in turn."""
         agents = torch.arange(len(server.x), device=server.x.device)
@@ -163,7 +170,7 @@ class FedCollab:
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         agents, label = len(server.x), server.label
         gap = self._gap(server, up, now)
-        formed = now.r == self.alone + -(-(agents - 1) // self.models)
+        formed = now.r == self._last_alone(agents)
         if formed:
             label = form_coalitions(torch.maximum(gap, gap.T), now.samples, now.received, self.C)
         members = ((label == label[:, None]) & now.received).double()

@@ -101,6 +101,9 @@ class FedDBE:
             raise WaffleError("feddbe: expected a model with a linear layer with a bias, to whose input m is added")
         return replace(self, last=layers.last_linear)
 
+    def asks_all(self, r: int, of: int, agents: int) -> bool:
+        return r == 1  # the mean features of all agents are measured
+
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
         zeros = net.params.new_zeros(self.last.features)
         return Server(*net, zeros, zeros.new_zeros(())), Agents(zeros.expand(agents, -1))

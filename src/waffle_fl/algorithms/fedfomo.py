@@ -13,7 +13,18 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import SGD, TINY, About, Grad, Net, Optimiser, Round, Rows, broadcast_to
+from waffle_fl.algorithms.contract import (
+    SGD,
+    TINY,
+    About,
+    Grad,
+    Net,
+    Optimiser,
+    Round,
+    Rows,
+    broadcast_to,
+    unless_absent,
+)
 from waffle_fl.algorithms.model_offers import Offer, best_others, mixed, packed, spread
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 
@@ -144,11 +155,12 @@ class FedFomo:
         offer, intact = self.offer(server), now.intact[:, None]
         weight = weights(up.gains) * now.received[:, None]
         taken = spread(weight[:, 1:], offer) + torch.diag(weight[:, 0])
+        taken = unless_absent(now, taken, server.taken)
         y = torch.where(intact, server.y + up.dy, server.y)
         stats = torch.where(intact, up.stats, server.stats)
-        return Server(
-            y, stats, server.affinity + spread(up.gains[:, 1:], offer), taken, now.received, server.r + 1
-        ), Info()
+        affinity = server.affinity + spread(up.gains[:, 1:], offer)
+        received = unless_absent(now, now.received, server.received)  # absent agents: their last model stays
+        return Server(y, stats, affinity, taken, received, server.r + 1), Info()
 
     def relations(self, server: Server) -> Tensor:
         return server.taken

@@ -116,6 +116,24 @@ class ChecksAgents(Protocol):
         ...
 
 
+@runtime_checkable
+class AsksAll(Protocol):
+    """Has rounds in which all agents take part, also with partial participation."""
+
+    def asks_all(self, r: int, of: int, agents: int) -> bool:
+        """Return whether round r of `of` is one of them, with so many agents."""
+        ...
+
+
+@runtime_checkable
+class ExpectsCohort(Protocol):
+    """Sends something that depends on which agents take part in the round."""
+
+    def expect(self, server: State, asked: Tensor) -> State:
+        """Return the server's state before a round of the agents `asked` (N,). Not called if all agents take part."""
+        ...
+
+
 HOOKS = {
     "helper": HasHelper,
     "scored_on": HasCandidates,
@@ -128,4 +146,6 @@ HOOKS = {
     "answer": PredictsWithTrainingData,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
+    "asks_all": AsksAll,
+    "expect": ExpectsCohort,
 }

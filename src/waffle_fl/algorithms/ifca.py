@@ -24,6 +24,7 @@ from waffle_fl.algorithms.contract import (
     averaged,
     normalised,
 )
+from waffle_fl.algorithms.fedavg import Weighting
 from waffle_fl.constraints import at_least, check_fields, parameter
 from waffle_fl.randomness import noise
 
@@ -31,7 +32,7 @@ from waffle_fl.randomness import noise
 class Server(NamedTuple):
     theta: Rows  # (k, P)
     stats: Rows  # (k, S)
-    chosen: Tensor  # (N, k), float64: one-hot cluster of each agent in the last round; zeros if not received
+    chosen: Tensor  # (N, k), float64: the agent's count in the cluster of its last round; zeros if not received
 
 
 class Agents(NamedTuple):
@@ -101,6 +102,8 @@ class IFCA:
     """Largest norm of a gradient; 0 turns clipping off."""
     clusters: int = parameter(3, at_least(1))
     """Number of models k; 1 is FedAvg."""
+    weighting: Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples, as the authors do."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -133,15 +136,16 @@ class IFCA:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         theta, stats = [], []
+        counts = now.received if self.weighting == "equal" else now.received * now.samples
         for x, x_stats, members in zip(server.theta, server.stats, up.chosen.T, strict=True):
-            weights = normalised(members * now.received, torch.zeros_like(now.received))  # all 0 if no agent chose it
+            weights = normalised(members * counts, torch.zeros_like(now.received))  # all 0 if no agent chose it
             theta.append(apply_update(x, weights, up.dy))
             stats.append(torch.where(weights.sum() > 0, averaged(x_stats, weights, up.stats), x_stats))
-        chosen = up.chosen * now.received[:, None]
+        chosen = up.chosen * counts[:, None]
         return Server(torch.stack(theta), torch.stack(stats), chosen), Info()
 
     def relations(self, server: Server) -> Tensor:
-        together = server.chosen @ server.chosen.T
+        together = (server.chosen > 0).double() @ server.chosen.T
         return together / together.sum(dim=1, keepdim=True).clamp(min=1)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, broadcast_to
-from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up
+from waffle_fl.algorithms.fedavg import Agents, Down, Info, Local, Server, Up, Weighting
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
 
 MAX_DISTANCES = 1 << 24  # computed at a time
@@ -57,6 +57,8 @@ class KNNPer:
     """Share of the neighbours in a prediction: 0 is FedAvg."""
     scale: float = parameter(0.1, above(0), server_side=True)
     """Width of the kernel: a neighbour at a squared distance of scale times the number of features weighs 1/e."""
+    weighting: Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples, as the authors do."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,7 +79,7 @@ class KNNPer:
         return agents, Up(local.y - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return fedavg.aggregate(server, up, now)
+        return fedavg.aggregate(server, up, now, self.weighting)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return broadcast_to(Net(server.x, server.stats), count)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import SGD, About, Grad, Net, Optimiser, Round, Rows, broadcast_to, gradients
-from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
@@ -59,6 +59,8 @@ class PerFedAvg:
     """Ignore the Hessian, or approximate it by a difference of gradients; an update uses 2 or 3 mini-batches."""
     delta: float = parameter(0.001, above(0))
     """Step of this difference, in lengths of the gradient after adaptation; hessian-free only."""
+    weighting: Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples, as the authors do."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -102,7 +104,7 @@ class PerFedAvg:
         return Agents(local.v, local.v_stats), Up(local.w - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        return fedavg.aggregate(server, up, now)
+        return fedavg.aggregate(server, up, now, self.weighting)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return Net(agents.v, agents.v_stats)

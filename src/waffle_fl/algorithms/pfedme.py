@@ -20,9 +20,8 @@ from waffle_fl.algorithms.contract import (
     apply_update,
     averaged,
     broadcast_to,
-    uniform,
 )
-from waffle_fl.algorithms.fedavg import Down, Info, Server, Up
+from waffle_fl.algorithms.fedavg import Down, Info, Server, Up, Weighting
 from waffle_fl.constraints import above, at_least, check_fields, parameter
 
 
@@ -63,6 +62,8 @@ class PFedMe:
     """Step size of the global model: it moves by eta * lam of the way to the personal model."""
     beta: float = parameter(1.0, above(0), server_side=True)
     """Share of the way that the server moves towards the mean of the agents' models."""
+    weighting: Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples, as the authors do."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,7 +88,7 @@ class PFedMe:
         return Agents(local.theta, local.stats), Up(local.w - down.x, local.stats)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        weights = uniform(now.received)
+        weights = fedavg.shares(self.weighting, now.received, now.samples)
         x = apply_update(server.x, weights, up.dy, self.beta)
         return Server(x, averaged(server.stats, weights, up.stats)), Info(weights)
 

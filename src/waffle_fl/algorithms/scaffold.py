@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
+from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
     CLIP,
     SGD,
@@ -27,7 +28,6 @@ from waffle_fl.algorithms.contract import (
     apply_update,
     averaged,
     broadcast_to,
-    uniform,
     weighted_sum,
 )
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
@@ -80,7 +80,7 @@ class Info(NamedTuple):
     weights: Weights
 
 
-def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, share: float) -> Rows:
+def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float | Tensor, share: float) -> Rows:
     """A2.9: c_i+ = share (c_i - c) + (x - y_i) / (K_i lr), where share is 1 in the paper.
 
     An agent that made no step keeps its c_i.
@@ -89,7 +89,7 @@ def control_variate(c_i: Rows, c: Rows, dy: Rows, steps: Tensor, lr: float, shar
     return torch.where(moves > 0, share * (c_i - c) - dy / moves.clamp(min=lr), c_i)
 
 
-def received_control_variates(server: Shared, up: Up, now: Round, lr: float, share: float) -> Rows:
+def received_control_variates(server: Shared, up: Up, now: Round, lr: float | Tensor, share: float) -> Rows:
     """Return c_i+ of every agent. An agent whose update was clipped or not received keeps its c_i."""
     c_i = control_variate(server.c_i, server.c, up.dy, now.steps, lr, share)
     return torch.where(now.intact[:, None], c_i, server.c_i)
@@ -147,6 +147,8 @@ class Scaffold:
     """Share of the correction c - c_i added to each gradient: 1 as in the paper; 0 trains agents as in FedAvg."""
     eta_g: float = parameter(1.0, above(0), server_side=True, search={"low": 0.3, "high": 1.5})
     """Global step size: factor of the mean update."""
+    weighting: fedavg.Weighting = parameter("equal", server_side=True)
+    """Weight agents equally or by their number of samples in the model and in c."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -167,13 +169,16 @@ class Scaffold:
         return finish(self.sgd, self.correction, down, agents, local)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        weights = uniform(now.received)
+        weights = fedavg.shares(self.weighting, now.received, now.samples)
         c_i = received_control_variates(server, up, now, self.sgd.lr, self.correction)
         every = now.samples > 0
         if now.suspect is None:
-            c = server.c + weighted_sum(uniform(every), c_i - server.c_i).to(server.c.dtype)  # the mean of all c_i
+            c = server.c + weighted_sum(fedavg.shares(self.weighting, every, now.samples), c_i - server.c_i).to(
+                server.c.dtype
+            )  # the mean of all c_i
         else:  # otherwise the c_i of a suspect would bias all agents permanently
-            c = weighted_sum(uniform(every & ~now.suspect), c_i).to(server.c.dtype)
+            trusted = fedavg.shares(self.weighting, every & ~now.suspect, now.samples)
+            c = weighted_sum(trusted, c_i).to(server.c.dtype)
         x = apply_update(server.x, weights, up.dy, self.eta_g)
         return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
 

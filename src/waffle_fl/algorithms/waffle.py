@@ -37,6 +37,7 @@ from waffle_fl.algorithms.contract import (
     normalised,
     one_hot,
     row_of,
+    unless_absent,
     weighted_sum,
 )
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
@@ -45,6 +46,7 @@ from waffle_fl.constraints import above, at_least, between, check_fields, parame
 
 Degree: TypeAlias = float | Tensor  # of personalisation: from a schedule, or measured
 LOCAL_FROM = 95  # percent of the rounds, A1.7
+NO_PART = -1.0  # in place of the weight of an agent that was not asked to take part in a round
 SEARCH = {
     "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
     "psi": "omega",
@@ -63,7 +65,7 @@ class Server(NamedTuple):
     stats: Vector
     c: Vector
     c_i: Rows
-    past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1
+    past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1; NO_PART if the agent took no part
     squares: Tensor  # this and the following fields: adaptive_degree.GradientStatistics
     cubes: Tensor
     strife: Tensor
@@ -108,8 +110,9 @@ def calc_weights(
     if local_at_end and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
         alpha = alice_only  # A1.8
     alpha = normalised(alpha, alice_only)  # A1.9
+    rounds = 1 + (past >= 0).sum(dim=0)  # 3, or fewer with partial participation: those in which the agent took part
     past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alice_only) for earlier in past])
-    alpha_bar = (past[0] + past[1] + alpha) / 3  # A1.10
+    alpha_bar = (past[0] + past[1] + alpha) / rounds  # A1.10
     # Differs from the paper: an agent without a received update weighs 0; the others share its past weight.
     alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alice_only)
     return alpha_bar, alpha, d
@@ -186,7 +189,7 @@ class Waffle:
         rows = up.dy if self.compared == "updates" else self.new_control_variates(server, up, now.steps)
         distance = angular_distance if self.compared == "directions" else lengths
         alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *options, distance)  # A2.13
-        past = torch.stack([server.past[1], alpha])  # A2.14
+        past = torch.stack([server.past[1], unless_absent(now, alpha, torch.full_like(alpha, NO_PART))])  # A2.14
         server = server._replace(past=past, **statistics._asdict())
         return self.combine(server, up, c_i, alpha_bar), Info(alpha_bar, alpha, d, omega, psi)
 

@@ -74,6 +74,8 @@ class WeightErosion:
     """Largest norm of a gradient; 0 turns clipping off."""
     p_d: float = parameter(0.0067, at_least(0), server_side=True, search={"low": 0.001, "high": 0.3, "log": True})
     """Distance penalty: weight lost per round and unit of relative distance; 0 is FedAvg."""
+    p_d_rounds: int = parameter(0, at_least(0), server_side=True)
+    """Number of rounds for which p_d is meant: it is scaled by p_d_rounds / rounds; 0 uses p_d as it is."""
     p_s: float = parameter(0.0, at_least(0), server_side=True)
     """Size penalty: increase of the weight loss each time an agent has used all its data once more."""
     counted: Literal["samples", "batches"] = parameter("samples", server_side=True)
@@ -106,7 +108,8 @@ class WeightErosion:
         d = relative_distances(up.dy, now.alice)
         size = now.samples if self.counted == "samples" else now.steps
         reuses = (((now.r - 1) * now.batch_size) // size.clamp(min=1)).double()
-        eroded = (server.alpha - (1 + self.p_s * reuses) * self.p_d * d).clamp(min=0)
+        p_d = self.p_d * self.p_d_rounds / now.of if self.p_d_rounds else self.p_d
+        eroded = (server.alpha - (1 + self.p_s * reuses) * p_d * d).clamp(min=0)
         alpha = torch.where(now.received, eroded, server.alpha)  # an agent without a received update keeps its weight
         weights = normalised(torch.where(now.received, alpha, 0.0), one_hot(now.alice, len(alpha)))
         x = apply_update(server.x, weights, up.dy)

@@ -107,7 +107,8 @@ def tamper_of(federation: Federation, attack: str, count: int, seed: int) -> Cal
     def tamper(up: Any, r: int) -> Any:
         device = up.dy.device
         keys = torch.tensor([derive(seed, "attack", r, who) for who in federation.ids], device=device)
-        scene = Scene(up.dy, honest.to(device), torch.tensor(federation.alice, device=device), keys)
+        seen = honest.to(device) & (up.dy != 0).any(dim=1)  # an agent that takes no part in the round sends zeros
+        scene = Scene(up.dy, seen, torch.tensor(federation.alice, device=device), keys)
         sent: Rows = lie(scene).to(up.dy.dtype)
         return up._replace(dy=torch.where(malicious.to(device)[:, None], sent, up.dy))
 

@@ -8,8 +8,9 @@
     at = [0.94, 1.0]                                # at these shares of the rounds, or "best", "last", "selected"
 
 Instead of `against`, `near_best = 1.0` requires that a cell is at most this many standard deviations below the best
-method with the same settings. `except` lists cells that may fail, each a table like `of` with a `reason`. The claim
-also fails if an exception is not needed.
+method with the same settings. `published` lists accuracies of others in percent, each a table like `of` with a `mean`;
+the mean of the cells that it selects has to be within `within` points of it, above or below. `except` lists cells that
+may fail, each a table like `of` with a `reason`. The claim also fails if an exception is not needed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Claim:
     near_best: float = -1.0
     at: Sequence[float | str] = ("last",)
     exceptions: Sequence[Mapping[str, Any]] = ()
+    published: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,26 @@ def check_claims(claims: Sequence[Claim], part: Part) -> list[Verdict]:
     incomplete = {unseeded(config) for config in part.missing().values()}
     complete = {key: runs for key, runs in cells.items() if key not in incomplete}
     planned = list({unseeded(config): config for config in part.planned().values()}.values())
-    return [_verdict(claim, planned, complete) for claim in claims]
+    return [(_agreement if claim.published else _verdict)(claim, planned, complete) for claim in claims]
+
+
+def _agreement(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
+    """Compare the mean over seeds, and over the selected cells, with each published mean."""
+    gaps, missing = {}, []
+    for number in claim.published:
+        where = {key: value for key, value in number.items() if key != "mean"}
+        about = [unseeded(config) for config in planned if matches(config, {**claim.of, **where})]
+        found = [100 * mean(accuracies(cells[key], at)) for key in about if key in cells for at in claim.at]
+        name = " ".join(map(str, where.values()))
+        if len(found) < max(1, len(about)):
+            missing.append(name)
+        else:
+            gaps[name] = mean(found) - number["mean"]
+    if missing:
+        return Verdict(claim.claim, False, f"no complete record of {', '.join(missing)}")
+    held = sum(abs(gap) <= claim.within + ROUNDING for gap in gaps.values())
+    shown = ", ".join(f"{name} {gap:+.2f}" for name, gap in gaps.items())
+    return Verdict(claim.claim, held == len(gaps), f"{held} of {len(gaps)} hold; ours minus published: {shown}")
 
 
 def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
@@ -149,7 +170,7 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
     """Return whether a config has these settings and options. A list gives alternatives."""
     content = config.contents
-    known = {**content["options"], **content["settings"], "method": config.method}
+    known = {**content["settings"], **content["options"], "method": config.method}
     required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
     return all(key in known and known[key] in choice for key, choice in required.items())
 

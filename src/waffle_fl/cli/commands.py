@@ -64,11 +64,11 @@ def run(arguments: Sequence[str]) -> int:
             highlight=False,
         )
         return 0 if method else 2
-    algorithm = algorithm_of(method)
+    algorithm, settings = algorithm_of(method), settings_class(method=method)
     kind = dataclasses.make_dataclass(
         "Run",
         [
-            ("settings", settings_class(), field(default_factory=settings_class())),
+            ("settings", settings, field(default_factory=settings)),
             ("options", options_class(method), field(default_factory=options_class(method))),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("baselines", Annotated[bool, tyro.conf.arg(help=BASELINES_HELP)], field(default=True)),

@@ -59,7 +59,7 @@ class DecisionFlags:
 
 def decide_command(arguments: Sequence[str]) -> int:
     """Compare training alone with federated training for each agent: waffle decide DATA."""
-    settings = settings_class(exclude=("data", "seed", "leave_out"), alice="all")
+    settings = settings_class(exclude=("data", "seed", "leave_out", "newcomers", "newcomer_rounds"), alice="all")
     kind = dataclasses.make_dataclass(
         "Decide",
         [

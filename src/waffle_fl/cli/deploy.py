@@ -225,7 +225,7 @@ def run(arguments: Sequence[str]) -> int:
         print("or module:Class; waffle deploy run waffle --help lists the flags, which are those of waffle run.")
         return 0
     algorithm_of(method)
-    settings = settings_class(guard="standard", min_category=5)
+    settings = settings_class(method=method, guard="standard", min_category=5)
     kind = dataclasses.make_dataclass(
         "DeployRun",
         [

@@ -171,6 +171,10 @@ def show_result(config: RunConfig, result: Mapping[str, Any], weights: Mapping[s
     if weights:
         shown = ", ".join(f"{name}: {weight:.2f}" for name, weight in weights.items())
         console.print(f"mean weights over the rounds: {shown}", highlight=False, markup=False)
+    for name, times in result.get("newcomers", {}).items():
+        values = {when: found.get(measure.key) for when, found in times.items()}
+        shown = ", ".join(f"{when} {'n/a' if value is None else measure.text(value)}" for when, value in values.items())
+        console.print(f"{name} joins after training: {shown}", highlight=False, markup=False)
 
 
 def show_all_agents(results: Sequence[tuple[str, Mapping[str, Any]]], console: Console) -> None:

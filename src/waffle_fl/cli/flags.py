@@ -18,7 +18,7 @@ import tyro
 from tyro import _errors as tyro_errors
 
 from waffle_fl.algorithms import algorithm_of
-from waffle_fl.config import Settings, option_types
+from waffle_fl.config import COMMON, Settings, option_types
 from waffle_fl.constraints import parameters_of
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.user_data import ReadOptions
@@ -103,13 +103,16 @@ def options_class(method: str) -> type:
 
 
 @cache
-def settings_class(exclude: tuple[str, ...] = (), **defaults: Any) -> type:
+def settings_class(exclude: tuple[str, ...] = (), method: str = "", **defaults: Any) -> type:
     """Return a dataclass of all settings that a flag can express, except `exclude`.
 
-    `shares` is a matrix and has no flag: set it in an experiment file.
+    `shares` is a matrix and has no flag: set it in an experiment file. For a single method, a common setting that is
+    also its hyperparameter has one flag, that of the method; `weighting` has none unless the method averages.
     """
     hints = typing.get_type_hints(Settings)
-    types = {name: kind for name, kind in hints.items() if name not in ("shares", *exclude)}
+    own = {"weighting", *set(COMMON).intersection(option_types(method))} if method else set()
+    left_out = ("shares", *exclude, *own)
+    types = {name: kind for name, kind in hints.items() if name not in left_out}
     return _flags_of(Settings, types, "Data, agents, model and local training.", defaults)
 
 

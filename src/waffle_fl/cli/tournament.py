@@ -11,14 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from waffle_fl.algorithms import title_of
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import show_verdicts
 from waffle_fl.experiment import Runtime
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
-from waffle_fl.tournament.plan import load_tournament
+from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.running import jobs_of, run
-from waffle_fl.tournament.standings import Standing, scores_of, standings
+from waffle_fl.tournament.standings import MethodStanding, scores_of, standings
 
 COLUMNS = ("method", "gap", "largest", "near best", "worst tenth", "above Local", "mean rank")
 
@@ -34,7 +33,7 @@ def run_tournament(file: Path, out: Path, runtime: Runtime, as_json: bool) -> in
     if as_json:
         print(json.dumps({"standings": [standing._asdict() for standing in found]}))
     else:
-        show_standings(found, console)
+        show_standings(tournament, found, console)
     return 0
 
 
@@ -49,12 +48,12 @@ def check_tournament(file: Path, as_json: bool) -> int:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in claims]}))
     else:
         console = console_for()
-        show_standings(standings(scores), console)
+        show_standings(tournament, standings(scores), console)
         show_verdicts(wrong, claims, console)
     return 1 if wrong else 0
 
 
-def show_standings(found: list[Standing], console: Console) -> None:
+def show_standings(tournament: Tournament, found: list[MethodStanding], console: Console) -> None:
     """Print the methods, the one with the smallest mean gap to the best method first."""
     table = Table(title="\nPoints behind the best method", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in COLUMNS:
@@ -62,7 +61,13 @@ def show_standings(found: list[Standing], console: Console) -> None:
     for s in found:
         near, gains = f"{s.near} of {s.columns}", f"{100 * s.gains:.0f} %"
         table.add_row(
-            title_of(s.method), f"{s.gap:.2f}", f"{s.largest:.2f}", near, f"{s.worst:.2f}", gains, f"{s.rank:.1f}"
+            tournament.title(s.method),
+            f"{s.gap:.2f}",
+            f"{s.largest:.2f}",
+            near,
+            f"{s.worst:.2f}",
+            gains,
+            f"{s.rank:.1f}",
         )
     if found:
         console.print(table)

@@ -100,7 +100,7 @@ def tune(arguments: Sequence[str]) -> int:
         )
         return 0 if method else 2
     algorithm_of(method)
-    settings = settings_class(validation=0.2)
+    settings = settings_class(method=method, validation=0.2)
     kind = dataclasses.make_dataclass(
         "Tune",
         [

@@ -4,6 +4,7 @@ from waffle_fl.config.files import load_experiment, load_experiments, read_toml
 from waffle_fl.config.imports import check_trusted, imports_in
 from waffle_fl.config.settings import (
     ALL_ALICES,
+    COMMON,
     SCHEMA,
     Experiment,
     RunConfig,
@@ -16,6 +17,7 @@ from waffle_fl.config.settings import (
 
 __all__ = [
     "ALL_ALICES",
+    "COMMON",
     "SCHEMA",
     "Experiment",
     "RunConfig",

@@ -58,4 +58,6 @@ def _floated(value: Any, hint: Any) -> Any:
         return {split: _floated(inner, hint) for split, inner in value.items()}
     if typing.get_origin(hint) is tuple:
         return tuple(_floated(inner, typing.get_args(hint)[0]) for inner in value)
+    if type(value) is int and float in typing.get_args(hint):  # a number or a word
+        return float(value)
     return float(value) if hint is float else value

@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 from waffle_fl import attacks
 from waffle_fl.algorithms import SGD, Adam, Algorithm, algorithm_of, hyperparameters
-from waffle_fl.batches import Remainder, batches_per_epoch
+from waffle_fl.algorithms.contract import AS_METHOD, AsMethod
+from waffle_fl.batches import Remainder, steps_of
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
     Parameter,
     at_least,
+    between,
     check_fields,
     constraint_of,
     each_above,
@@ -27,6 +29,8 @@ from waffle_fl.constraints import (
     parameter,
     parameters_of,
     readable,
+    share,
+    unless,
 )
 from waffle_fl.data import NAMES
 from waffle_fl.errors import WaffleError
@@ -34,6 +38,11 @@ from waffle_fl.shifts import read_shifts
 
 SCHEMA = 1
 EARLIER = {"remainder": "keep"}  # settings of runs made before the setting existed, if not the default
+COMMON = (
+    "clip",
+    "averaging",
+    "weighting",
+)  # settings of all methods; a method's hyperparameter of the same name comes first
 ALL_ALICES = "all"  # alice = "all": each agent is Alice once; methods = ["all"]: every method
 
 
@@ -85,10 +94,16 @@ class Settings:
     """Number or name of the agent the model is trained for. `all` trains one model per agent."""
     leave_out: tuple[str, ...] = ()
     """Names or numbers of agents to exclude from training."""
+    newcomers: tuple[str, ...] = ()
+    """Names or numbers of agents that take no part in training and join after the last round."""
+    newcomer_rounds: int = parameter(1, at_least(1))
+    """Rounds of local training of an agent that joins after training, while the server does not change."""
     samples_per_agent: int = parameter(0, at_least(0))
     """Training samples per agent. 0 means all."""
     validation: float = parameter(0.0, fraction())
     """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
+    scored: Literal["alice", "all"] = "alice"
+    """Score Alice's model on her test data, or the model of every agent on its own: the mean over all test samples."""
     test: Literal["share", "all", "none"] = "share"
     """Alice's test data: her share of the test set, every test sample of her distribution, or none: validation data."""
     split_seed: int = parameter(0, at_least(0))
@@ -103,12 +118,20 @@ class Settings:
     """Number of communication rounds R."""
     epochs: int = parameter(1, at_least(1))
     """Local epochs per round."""
+    steps_per_round: int = parameter(0, at_least(0))
+    """Mini-batches per round at every agent, from epochs that follow one another. 0: as many as the epochs have."""
     batch_size: int = parameter(32, at_least(1))
     """Most samples per mini-batch."""
     remainder: Remainder = "spread"
     """Samples that fill no mini-batch: spread them over all batches, keep them as a small last batch, or drop them."""
+    participation: float = parameter(1.0, share())
+    """Share of the agents that take part in each round. At least two do; see docs/how-to/participation.md."""
+    alice_takes_part: Literal["by-method", "always"] = "by-method"
+    """With participation below 1: Alice takes part where the method's training depends on her, or always."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
+    lr_decay: float = parameter(1.0, constraint_of(SGD, "lr_decay"))
+    """Factor by which lr is multiplied after every round; 1 keeps it constant."""
     optimiser: Literal["sgd", "adam"] = "sgd"
     """Optimiser of the agents. adam uses the usual moments 0.9 and 0.999 and decoupled weight decay."""
     momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
@@ -117,6 +140,12 @@ class Settings:
     """Reset the momentum (adam: the moments) to zero in each round, or keep it as part of the agent's state."""
     weight_decay: float = parameter(0.0, constraint_of(SGD, "weight_decay"))
     """Weight decay of the local steps."""
+    clip: float | AsMethod = parameter(AS_METHOD, constraint_of(SGD, "clip"))
+    """Largest norm of a gradient, for every method; 0 turns clipping off, method uses the default of each method."""
+    averaging: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, between(0, 1)))
+    """Share of the rounds so far over which an agent's model is averaged; 0: the latest; method: as the method does."""
+    weighting: Literal["method", "equal", "samples"] = AS_METHOD
+    """Weight agents equally or by their number of samples, in methods whose server averages; method: as it does."""
     final_model: Literal["last", "selected"] = "last"
     """Model that a run saves and predicts with: of the last round, or of the round with the best validation score."""
     selected_by: Literal["accuracy", "loss"] = "accuracy"
@@ -143,7 +172,7 @@ class Settings:
 
     def steps(self, samples: int) -> int:
         """Return K_i: the mini-batches of one round at an agent with this many samples."""
-        return self.epochs * batches_per_epoch(samples, self.batch_size, self.remainder)
+        return steps_of(samples, self.batch_size, self.epochs, self.remainder, self.steps_per_round)
 
     @property
     def is_own(self) -> bool:
@@ -182,13 +211,24 @@ class RunConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def algorithm(self) -> Algorithm:
-        s = self.settings
-        sgd: SGD | Adam = SGD(s.lr, s.momentum, s.weight_decay, s.momentum_between_rounds)
+        """Return the method with its optimiser. A common setting becomes the method's hyperparameter of that name.
+
+        Where the method has no such hyperparameter, the setting is an option of the optimiser; `weighting` then has no
+        effect, because the method does not average.
+        """
+        s, kind = self.settings, algorithm_of(self.method)
+        common = {name: getattr(s, name) for name in COMMON if getattr(s, name) != AS_METHOD}
+        own = {name: value for name, value in common.items() if name in hyperparameters(kind)}
+        shared = {name: getattr(s, name) for name in ("weight_decay", "momentum_between_rounds", "lr_decay")}
+        shared |= {name: value for name, value in common.items() if name not in own and name != "weighting"}
+        sgd: SGD | Adam
         if s.optimiser == "adam":
             if s.momentum:
                 raise WaffleError(f"momentum: expected 0 with the optimiser adam, got {s.momentum}: leave it out")
-            sgd = Adam(s.lr, weight_decay=s.weight_decay, momentum_between_rounds=s.momentum_between_rounds)
-        return algorithm_of(self.method)(sgd=sgd, **self.options)  # type: ignore[call-arg]
+            sgd = Adam(s.lr, **shared)
+        else:
+            sgd = SGD(s.lr, s.momentum, **shared)
+        return kind(sgd=sgd, **{**own, **self.options})  # type: ignore[call-arg]
 
     @property
     def label(self) -> str:

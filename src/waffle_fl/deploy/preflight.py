@@ -70,6 +70,10 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
     s = config.settings
     if s.leave_out:
         raise WaffleError("leave_out works in simulations only: remove sites from server.toml instead")
+    if s.newcomers:
+        raise WaffleError("newcomers works in simulations only: remove it; a site that joins later starts a new run")
+    if s.scored != "alice":
+        raise WaffleError(f"scored works in simulations only, got {s.scored!r}: every site scores its own model")
     if s.attack != NONE:
         raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")
     if s.final_model == "selected":

@@ -34,8 +34,9 @@ from waffle_fl.engines.flower.server_run import (
     tensors_of,
 )
 from waffle_fl.engines.flower.transport import MessageFactory, Transport
+from waffle_fl.engines.participation import Cohorts
 from waffle_fl.errors import Diverged, WaffleError
-from waffle_fl.experiment import model_name
+from waffle_fl.experiment import model_name, round_settings
 from waffle_fl.federation import index_of
 from waffle_fl.guard import ABSENT, CLIPPED, OK, REASONS
 from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entropy, squared_error
@@ -220,6 +221,7 @@ class JobRunner:
             precision=s.precision,
         )
         algorithm = for_model(config.algorithm(), model.layers)
+        presence = s.rounds, s.participation, round_settings(s).needs_alice
         plan = RunPlan(
             run=self.job.run,
             label=config.label,
@@ -232,6 +234,7 @@ class JobRunner:
             batch_size=s.batch_size,
             guard=s.guard,
             handle=s.alice,
+            cohorts=Cohorts(algorithm, samples, members, members.index(alice), s.seed, *presence),
             scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
         )
         run = stack.enter_context(
@@ -366,7 +369,8 @@ class JobRunner:
         for name, reason in seen.items():
             descriptions = {REASONS[CLIPPED]: "update clipped", REASONS[ABSENT]: "did not answer"}
             self.job.journal.write(note=f"round {r}: {name} {descriptions.get(reason, f'screened: {reason}')}")
-        others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice]
+        asked = evaluated.measured.get("participants", plan.names)
+        others = [name for i, name in enumerate(plan.names) if plan.samples[i] and i != plan.alice and name in asked]
         if others and all(screened.get(name, REASONS[OK]) not in USED for name in others):
             self.job.journal.write(note=f"round {r}: only Alice's own update was used, so this was a local step")
 

@@ -209,9 +209,8 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
-        return SiteTrainer(
-            self.config.algorithm(), federation, model, s.seed, s.batch_size, s.epochs, s.augment, s.flips, s.remainder
-        )
+        shape = (s.batch_size, s.epochs, s.augment, s.flips, s.remainder, s.steps_per_round)
+        return SiteTrainer(self.config.algorithm(), federation, model, s.seed, *shape)
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Train and evaluate as requested, within the site's rules; return (reply, update or model)."""
@@ -286,10 +285,12 @@ class RequestHandler:
         own = trainer.own_model(down, agents)
         models = [value for name, value in down._asdict().items() if name not in NO_MODELS]
         sent = [value.reshape(-1, trainer.model.size) for value in models if value.shape[-1:] == (trainer.model.size,)]
+        others = [params for value in sent for params in value if not torch.equal(params, own.params)]
+        usual = cache(lambda: usual_shares(trainer.model, trainer.federation))
         with one_thread():
-            for params in torch.cat([own.params[None], *sent]):
+            for params in (own.params, *others):
                 shares = exposed_shares(trainer.model, Net(params, own.stats), trainer.federation)
-                self.site.policy.check_exposed(shares, lambda: usual_shares(trainer.model, trainer.federation))
+                self.site.policy.check_exposed(shares, usual)
 
     def _evaluate(self, net: Net) -> dict[str, Any]:
         scores = self.trainer.evaluate(net)

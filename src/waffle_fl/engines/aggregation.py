@@ -17,11 +17,11 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round
 from waffle_fl.algorithms.contract import lengths, row_of
-from waffle_fl.batches import batches_per_epoch
+from waffle_fl.batches import steps_of
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import tree_map, where_rows
 from waffle_fl.federation import Federation
-from waffle_fl.guard import OK, REASONS, screen
+from waffle_fl.guard import NOT_ASKED, OK, REASONS, screen
 from waffle_fl.models import FlatModel
 from waffle_fl.update_encoding import Header, UpdateCollector, seal
 
@@ -32,6 +32,7 @@ class Registered(NamedTuple):
     samples: Tensor  # (N,)
     steps: Tensor  # (N,), K_i as planned
     alice: Tensor  # ()
+    asked: Tensor  # (N,) bool: the agents that take part in the round
 
 
 class Arrived(NamedTuple):
@@ -54,14 +55,14 @@ class Aggregated(NamedTuple):
 def registered(federation: Federation, settings: RoundSettings, device: torch.device) -> Registered:
     """Return sample counts, planned steps and Alice's index, on the device."""
     samples = federation.samples.to(device)
-    counts = [batches_per_epoch(n, settings.batch_size, settings.remainder) for n in federation.samples.tolist()]
-    steps = settings.epochs * torch.tensor(counts, device=device)
-    return Registered(samples, steps, torch.tensor(federation.alice, device=device))
+    shape = (settings.batch_size, settings.epochs, settings.remainder, settings.steps_per_round)
+    steps = torch.tensor([steps_of(n, *shape) for n in federation.samples.tolist()], device=device)
+    return Registered(samples, steps, torch.tensor(federation.alice, device=device), torch.ones_like(samples) > 0)
 
 
 def receive(spec: RunSpec, model: FlatModel, up: Any, r: int, known: Registered) -> Arrived:
     """Return the updates as the server receives them: after the run's attack and its transport, if it has any."""
-    present = known.samples > 0
+    present = known.asked & (known.samples > 0)
     if spec.tamper:
         up = spec.tamper(tree_map(torch.clone, up), r)  # cloned: it may keep tensors that workers overwrite
     if not spec.transport:
@@ -69,7 +70,7 @@ def receive(spec: RunSpec, model: FlatModel, up: Any, r: int, known: Registered)
     steps = known.steps.tolist()
     header = Header(f"simulation {spec.seed}", r, model.fingerprint())
     collector = UpdateCollector({name: value[0].cpu() for name, value in up._asdict().items()}, header, steps)
-    for agent in range(spec.federation.agents):
+    for agent in known.asked.nonzero().flatten().tolist():
         for reply in spec.transport(agent, r, seal(up, agent, header, steps[agent])):
             collector.deliver(agent, reply)
     received, arrived = collector.updates(type(up))
@@ -87,6 +88,7 @@ def admit(
         c_new = algorithm.new_control_variates(server, up, known.steps)
     up, received, codes = screen(up, known.alice, present, guard, c_new)
     intact = received & (codes == OK)
+    codes = torch.where(known.asked, codes, NOT_ASKED)
     suspect = present & ~received if guard != "off" else None
     now = Round(
         r,
@@ -98,6 +100,7 @@ def admit(
         known.steps,
         settings.batch_size,
         suspect,
+        known.asked,
     )
     return up, now, codes
 
@@ -148,6 +151,15 @@ def aggregate_together(
 
 
 def screened_of(codes: Sequence[float], names: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
-    """Return, by agent, why its update was rejected or clipped; agents without samples send none and are left out."""
+    """Return, by agent, why its update was rejected or clipped.
+
+    Agents without samples send none and are left out, as are agents that do not take part in the round.
+    """
     found = zip(names, codes, samples, strict=True)
-    return {name: REASONS[int(code)] for name, code, count in found if code != OK and count}
+    return {name: REASONS[int(code)] for name, code, count in found if code not in (OK, NOT_ASKED) and count}
+
+
+def participants_of(codes: Sequence[float], names: Sequence[str]) -> list[str]:
+    """Return the agents that took part in the round, or an empty list if all did."""
+    asked = [name for name, code in zip(names, codes, strict=True) if code != NOT_ASKED]
+    return asked if len(asked) < len(names) else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm
-from waffle_fl.batches import Batches
+from waffle_fl.batches import Batches, RowNumbers, select
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
@@ -43,9 +43,9 @@ class CandidateLosses:
         scored = [replace(f, train=tuple(_subsample(part) for part in _scored(f, held_out))) for f in federations]
         self._batches = Batches(scored, seeds, WIDTH, 1, model.dtype, rounds=rounds)
 
-    def into(self, down: Any, agents: Any, rows: slice, r: int) -> Any:
+    def into(self, down: Any, agents: Any, rows: RowNumbers, r: int) -> Any:
         """Return `down` with each candidate's mean score under the labels of round r in its field `losses`."""
-        if self._candidates is None or not any(self._batches.lengths[rows]):
+        if self._candidates is None or not any(select(self._batches.lengths, rows)):
             return down
         nets = self._candidates(down, agents)
         total = torch.zeros(nets.params.shape[:2], dtype=torch.float64, device=self.model.device)

@@ -59,13 +59,17 @@ class Graphs:
         plan: BatchPlan,
         sizes: Sequence[int],
         steps: Sequence[int],
+        varying: bool = False,
     ) -> Any:
-        """Run all steps of a round; the last ones only for the rows that have them."""
+        """Run all steps of a round; the last ones only for the rows that have them.
+
+        `varying`: the rows change from round to round, so the number of rows that go on is rounded up to few shapes.
+        """
         cut = last_for_all(steps)
         local = self._graph(algorithm, batches, local, plan).run(local, plan, sizes[:cut], 0, min(steps))
         if cut == len(sizes):
             return local
-        late = [row for row, count in enumerate(steps) if count > cut]
+        late = late_rows(steps, cut, varying)
         rows = torch.tensor(late, device=self.model.device)
         picked = BatchPlan(*(field.index_select(0, rows) for field in plan))
         later = type(local)(*(field.index_select(0, rows) for field in local))
@@ -87,6 +91,15 @@ def last_for_all(steps: Sequence[int]) -> int:
     costs = {cut: len(steps) * cut + sum(count > cut for count in steps) * (most - cut) for cut in set(steps)}
     best = min(costs, key=lambda cut: (costs[cut], cut))
     return best if costs[best] < WORTH_A_CUT * costs[most] else most
+
+
+def late_rows(steps: Sequence[int], cut: int, varying: bool) -> list[int]:
+    """Return the rows that have more than `cut` steps; if `varying`, as many of the longest as a power of two."""
+    late = [row for row, count in enumerate(steps) if count > cut]
+    if not varying:
+        return late
+    longest = sorted(range(len(steps)), key=lambda row: -steps[row])
+    return longest[: 1 << (len(late) - 1).bit_length()]
 
 
 class _Graph:

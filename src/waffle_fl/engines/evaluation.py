@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
+from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
@@ -96,6 +98,43 @@ class StackedTestSets:
         right = (output.argmax(dim=2) == target) & self.mask if output.ndim == 3 else torch.zeros_like(self.mask)
         accuracy, loss = right.sum(dim=1) / self.lengths, torch.where(self.mask, losses, 0.0).sum(dim=1) / self.lengths
         return [_named_scores(*graded) for graded in zip(self.federations, accuracy, loss, strict=True)]
+
+
+def evaluate_runs(
+    evaluator: Evaluator, specs: Sequence[RunSpec], nets: Sequence[Net], progress: float
+) -> list[dict[str, Tensor]]:
+    """Return the scores of each run: of Alice's model, or of the models of all agents, given as rows of one net."""
+    models = [
+        (k, view, Net(net.params[view.alice], net.stats[view.alice]) if spec.everyone else net)
+        for k, (spec, net) in enumerate(zip(specs, nets, strict=True))
+        for view in (views_of(spec.federation) if spec.everyone else [spec.federation])
+    ]
+    scores = evaluator.evaluate(
+        [specs[k].algorithm for k, *_ in models], [view for _, view, _ in models], [net for *_, net in models], progress
+    )
+    found: dict[int, list[tuple[Federation, dict[str, Tensor]]]] = {}
+    for (k, view, _), scored in zip(models, scores, strict=True):
+        found.setdefault(k, []).append((view, scored))
+    return [_mean_scores(found[k]) if spec.everyone else found[k][0][1] for k, spec in enumerate(specs)]
+
+
+def views_of(federation: Federation) -> list[Federation]:
+    """Return the federation once for each agent that has test data, with this agent as Alice."""
+    return [replace(federation, alice=i) for i, rows in enumerate(federation.test) if len(rows)]
+
+
+def _mean_scores(found: Sequence[tuple[Federation, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Return the scores over all agents' samples; for RMSE the root of the mean square."""
+    views, scores = zip(*found, strict=True)
+    key = "rmse" if "rmse" in scores[0] else "accuracy"
+    pooled = {"by_agent": torch.stack([scored[key] for scored in scores])}
+    for name in dict.fromkeys(name for scored in scores for name in scored):
+        of_validation, power = name.startswith("validation_"), 2 if name.endswith("rmse") else 1
+        rows = [len((view.validation if of_validation else view.test)[view.alice]) for view in views]
+        parts = [n * scored[name] ** power for n, scored in zip(rows, scores, strict=True) if name in scored]
+        total = torch.stack(parts).sum() / sum(n for n, scored in zip(rows, scores, strict=True) if name in scored)
+        pooled[name] = total ** (1 / power)
+    return pooled
 
 
 def applies(model: FlatModel) -> bool:

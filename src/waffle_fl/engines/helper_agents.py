@@ -17,7 +17,7 @@ from torch import Tensor
 from waffle_fl.algorithms import Algorithm
 from waffle_fl.engines.row_training import RowTraining
 from waffle_fl.engines.run_spec import RunSpec
-from waffle_fl.engines.tree import tree_map
+from waffle_fl.engines.tree import pick_rows, replace_rows, tree_map
 from waffle_fl.models import FlatModel
 
 
@@ -57,14 +57,16 @@ class TwoTrainings:
     def round(self, given: Sequence[tuple[Any, Any]], r: int, attempt: int, rounds_left: int) -> list[tuple[Any, Any]]:
         """Like `RowTraining.round`; for agents that only help, only the helper's state changes."""
         states = zip(given, self._rows, strict=True)
-        requested = [(_picked(down, rows), _picked(agents, rows)) for (down, agents), rows in states]
+        requested = [(pick_rows(down, rows), pick_rows(agents, rows)) for (down, agents), rows in states]
         states = zip(given, self._helpers, strict=True)
-        helping = [(_picked(down, rows), _picked(_common(agents, self._kept), rows)) for (down, agents), rows in states]
+        helping = [
+            (pick_rows(down, rows), pick_rows(_common(agents, self._kept), rows)) for (down, agents), rows in states
+        ]
         own = self._own.round(requested, r, attempt, rounds_left)
         helped = self._helping.round(helping, r, attempt, rounds_left)
         parts = zip(given, self._rows, self._helpers, self._orders, own, helped, strict=True)
         return [
-            (_updated(_replaced(before, rows, agents), others, kept), _joined(order, up, more))
+            (_updated(replace_rows(before, rows, agents), others, kept), _joined(order, up, more))
             for (_, before), rows, others, order, (agents, up), (kept, more) in parts
         ]
 
@@ -75,14 +77,6 @@ class TwoTrainings:
 
 def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def _picked(state: Any, rows: Tensor) -> Any:
-    return tree_map(lambda field: field.index_select(0, rows), state)
-
-
-def _replaced(state: Any, rows: Tensor, new: Any) -> Any:
-    return tree_map(lambda field, some: field.index_copy(0, rows, some), state, new)
 
 
 def _common(state: Any, like: Any) -> Any:

@@ -17,9 +17,10 @@ from waffle_fl.algorithms import Algorithm, Grad
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
-from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, own_net
+from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
+from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, scored_net
 from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
 
@@ -28,24 +29,26 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
     """Train one federation and yield the outcome of each round; the run ends when Alice's training diverges."""
     algorithm, federation, agents_count = spec.algorithm, spec.federation, spec.federation.agents
     training = AgentTraining(algorithm, model, spec, settings)
-    known, evaluator = registered(federation, settings, model.device), Evaluator(model)
+    everyone, evaluator = registered(federation, settings, model.device), Evaluator(model)
+    cohorts = cohorts_of(spec, settings)
     state = spec.state or initial_state(spec, model)  # A2.1
     for r in range(start + 1, settings.rounds + 1):  # A2.2
+        known = asking(everyone, cohort := cohorts(r))  # all agents, or a sample of them
         for attempt in range(ATTEMPTS):
-            server, before = state
+            server, before = expecting(algorithm, state.server, cohort, known), state.agents
             down = algorithm.broadcast(server, agents_count)  # A2.3
             trained = [
                 training.round(i, rows_of(down, slice(i, i + 1)), rows_of(before, slice(i, i + 1)), r, attempt)
-                for i in range(agents_count)  # A2.4-12
+                for i in cohort  # A2.4-12
             ]
             agents, up = (stack(rows) for rows in zip(*trained, strict=True))
+            agents, up = for_all_agents(cohort, before, agents, up, known)
             arrived = receive(spec, model, up, r, known)
             up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
             server, info = algorithm.aggregate(server, up, now)  # A2.13-16
             agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
             after = State(server, agents)
-            net = own_net(spec, after, model)
-            (scores,) = evaluator.evaluate([algorithm], [federation], [net], r / settings.rounds)
+            (scores,) = evaluate_runs(evaluator, [spec], [scored_net(spec, after, model)], r / settings.rounds)
             measured = {**scores, **diagnostics(algorithm, server, up, info, known.alice)}
             (numbers,) = to_numbers(
                 [{**measured, "received": now.received, "codes": codes, "refused": arrived.refused}]
@@ -66,7 +69,7 @@ class AgentTraining:
         self.algorithm, self.model = algorithm, model
         federations, seeds = [spec.federation], [spec.seed]
         shape = (s.batch_size, s.epochs, model.dtype, s.augment, s.flips, s.rounds)
-        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder)
+        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder, steps_per_round=s.steps_per_round)
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 
     def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
@@ -77,8 +80,8 @@ class AgentTraining:
         if hasattr(algorithm, "rehearse") and hasattr(
             algorithm, "rehearsed"
         ):  # for methods that adapt their starting point
-            epoch = self.batches.steps[i] // self.batches.epochs
-            for grad in self._gradients(row, r, attempt, math.ceil(algorithm.rehearsed * epoch)):
+            rehearsed = math.ceil(algorithm.rehearsed * self.batches.per_epoch[i])
+            for grad in self._gradients(row, r, attempt, min(rehearsed, self.batches.steps[i])):
                 local = algorithm.rehearse(local, grad)
         for grad in self._gradients(row, r, attempt, self.batches.steps[i]):  # A2.6
             local = algorithm.step(local, grad)  # A2.7-8

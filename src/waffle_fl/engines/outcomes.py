@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from waffle_fl.engines.aggregation import screened_of
+from waffle_fl.engines.aggregation import participants_of, screened_of
 from waffle_fl.engines.run_spec import Measured, Outcome, RunSpec, State
 from waffle_fl.errors import Diverged
+from waffle_fl.guard import NOT_ASKED
 
 ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
 
@@ -25,6 +26,9 @@ def outcome_of(
     for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
         if key in measured and not math.isfinite(measured[key]):
             measured[key] = None
+    participants = participants_of(codes, names)
+    if participants:
+        measured["participants"] = participants
     screened = screened_of(codes, names, spec.federation.samples.tolist())
     if screened:
         measured["screened"] = screened
@@ -33,7 +37,7 @@ def outcome_of(
     if spec.attackers and "weights" in measured:
         measured["attackers_weight"] = sum(measured["weights"][agent] for agent in spec.attackers)
     line = cast(Measured, {"round": r, **measured})
-    if received[alice] and measured["loss"] is not None:
+    if (received[alice] or codes[alice] == NOT_ASKED) and measured["loss"] is not None:
         return Outcome(index, r, line, after, attempt)
     return Outcome(index, r, line, before, attempt, diverged(r, names[alice]))
 

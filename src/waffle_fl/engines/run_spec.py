@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
-from waffle_fl.constraints import at_least, check_fields, parameter
+from waffle_fl.constraints import at_least, check_fields, parameter, share
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
@@ -16,6 +16,10 @@ from waffle_fl.models import FlatModel
 
 Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> updates that arrive at the server
 Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
+
+
+Presence: TypeAlias = Literal["by-method", "always"]
+"""When Alice takes part in a round: where the method's training depends on her, or always."""
 
 
 class State(NamedTuple):
@@ -36,9 +40,18 @@ class RoundSettings:
     flips: bool = True
     guard: Guard = "off"
     remainder: Remainder = "spread"
+    participation: float = parameter(1.0, share())
+    alice_takes_part: Presence = "by-method"
+    steps_per_round: int = parameter(0, at_least(0))
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def needs_alice(self) -> bool:
+        """Whether Alice takes part in every round of every method, so that no method trains once for all Alices."""
+        always = self.participation < 1 and self.alice_takes_part == "always"
+        return always or self.guard != "off"  # the guard compares updates with hers
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class RunSpec:
     transport: Transport | None = None  # changes them as bytes: every update is packed, passed through it and unpacked
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
     requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
+    everyone: bool = False  # score each agent's model on its own held-out data, not only Alice's
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
@@ -73,6 +87,7 @@ class Measured(TypedDict, total=False):
     accuracy: float  # of Alice's model on her test data (classification)
     rmse: float | None  # the same for regression, in the target's unit
     loss: float | None  # mean loss on Alice's test data
+    by_agent: list[float]  # if everyone is scored: accuracy (RMSE) of each agent with test data; the others are means
     validation_accuracy: float  # the same on her validation data, if she has any
     validation_rmse: float | None
     validation_loss: float | None
@@ -83,6 +98,7 @@ class Measured(TypedDict, total=False):
     omega: float  # WAFFLE: degree of personalisation
     psi: float
     norms: list[float]  # norm of each agent's update
+    participants: list[str]  # the agents that took part, if not all
     screened: dict[str, str]  # agents whose update was rejected or clipped, and why
     refused: list[list[str]]  # messages that could not be read: agent, reason
     attackers_weight: float  # sum of the attackers' weights
@@ -114,9 +130,18 @@ def fitted(spec: RunSpec, model: FlatModel) -> RunSpec:
 
 def own_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
     """Return Alice's model in this state."""
-    alice, algorithm = spec.federation.alice, fitted(spec, model).algorithm
-    net = algorithm.personal(state.server, state.agents, spec.federation.agents)
+    alice, net = spec.federation.alice, all_nets(spec, state, model)
     return Net(net.params[alice], net.stats[alice])
+
+
+def all_nets(spec: RunSpec, state: State, model: FlatModel) -> Net:
+    """Return the models of all agents in this state, one per row."""
+    return fitted(spec, model).algorithm.personal(state.server, state.agents, spec.federation.agents)
+
+
+def scored_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
+    """Return the model that the run is scored by: Alice's, or one row per agent if everyone is scored."""
+    return (all_nets if spec.everyone else own_net)(spec, state, model)
 
 
 def on_device(specs: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:

@@ -17,9 +17,9 @@ import torch
 
 from waffle_fl.algorithms import Net
 from waffle_fl.engines.arithmetic import one_thread, products
-from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.outcomes import to_numbers
-from waffle_fl.engines.run_spec import Measured, Outcome, RunSpec, State, own_net
+from waffle_fl.engines.run_spec import Measured, Outcome, RunSpec, State, scored_net
 from waffle_fl.models import FlatModel
 
 RoundsOf = Callable[[Sequence[RunSpec], int], Iterator[list[Outcome]]]  # (specs, rounds already done) -> their rounds
@@ -136,9 +136,8 @@ def _shared(
     names = {i: specs[i].federation.names[specs[i].federation.alice] for i in followers}
     possible = [i for i in followers if not outcome.error and not outcome.attempt and names[i] not in screened]
     states = {i: _state_for(specs[i], specs[outcome.index], outcome.state) for i in possible}
-    nets = [own_net(specs[i], states[i], model) for i in possible]
-    algorithms, federations = [specs[i].algorithm for i in possible], [specs[i].federation for i in possible]
-    scores = to_numbers(evaluator.evaluate(algorithms, federations, nets, progress)) if possible else []
+    nets = [scored_net(specs[i], states[i], model) for i in possible]
+    scores = to_numbers(evaluate_runs(evaluator, [specs[i] for i in possible], nets, progress)) if possible else []
     common = {key: value for key, value in outcome.measured.items() if not _is_score(key)}
     lines = {i: {**common, **found, **_weights(specs[i], states[i])} for i, found in zip(possible, scores, strict=True)}
     shared = {
@@ -151,15 +150,15 @@ def _shared(
 
 def _is_score(key: str) -> bool:
     """Whether this measurement depends on Alice's held-out data."""
-    return key.removeprefix("validation_") in ("accuracy", "rmse", "loss", "backdoor")
+    return key.removeprefix("validation_") in ("accuracy", "rmse", "loss", "backdoor", "by_agent")
 
 
 def _state_for(spec: RunSpec, first: RunSpec, state: State) -> State:
     """Return the group's state as the run's own algorithm has it: a helper's state has some of its carrier's fields."""
     if spec.algorithm == first.algorithm:
         return state
-    server, agents = spec.algorithm.init(Net(*state.server), spec.federation.agents)
-    return State(server, agents._replace(**{name: getattr(state.agents, name) for name in agents._fields}))
+    _, agents = spec.algorithm.init(Net(state.server.x, state.server.stats), spec.federation.agents)
+    return State(state.server, agents._replace(**{name: getattr(state.agents, name) for name in agents._fields}))
 
 
 def _weights(spec: RunSpec, state: State) -> dict[str, Any]:

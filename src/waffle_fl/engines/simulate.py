@@ -18,6 +18,7 @@ from waffle_fl.engines.backend import Work, round_of
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.run_spec import (
     Outcome,
+    Presence,
     RoundSettings,
     RunSpec,
     State,
@@ -47,15 +48,22 @@ def simulate(
     flips: bool = True,
     guard: Guard = "off",
     remainder: Remainder = "spread",
+    participation: float = 1.0,
+    alice_takes_part: Presence = "by-method",
+    steps_per_round: int = 0,
     workers: int = 0,
     engine: Engine = "fast",
 ) -> Iterator[list[Outcome]]:
     """Train the runs together and yield their outcomes, one list per round; diverged runs drop out.
 
-    `start` is the number of rounds that the runs' states have completed. At most `workers` processes share the work on
-    a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after another.
+    `start` is the number of rounds that the runs' states have completed. `participation` is the share of the agents
+    that take part in each round; Alice is one of them where the method's training depends on her, or always.
+    `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0. At most `workers` processes share the
+    work on a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after
+    another.
     """
-    settings = RoundSettings(rounds, batch_size, epochs, augment, flips, guard, remainder)
+    rounds_of_all = rounds, batch_size, epochs, augment, flips, guard, remainder
+    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
     if type(workers) is not int or workers < 0:
@@ -71,7 +79,7 @@ def simulate(
         check_agents(spec.algorithm, spec.federation.agents)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
-    groups = shared_training.groups_of(specs) if guard == "off" else [[i] for i in range(len(specs))]
+    groups = shared_training.groups_of(specs) if not settings.needs_alice else [[i] for i in range(len(specs))]
     check_stack([specs[first] for first, *_ in groups])
     specs, rounds_of = on_device(specs, model), partial(_rounds, model, settings, workers)
     if len(groups) == len(specs):

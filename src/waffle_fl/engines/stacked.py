@@ -7,6 +7,9 @@ one thread computes a row, so its bits depend neither on what else is stacked no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from waffle_fl.algorithms import Algorithm
 from waffle_fl.batches import Batches
@@ -15,10 +18,12 @@ from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_toget
 from waffle_fl.engines.backend import Trained, Work
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
-from waffle_fl.engines.evaluation import Evaluator
+from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.helper_agents import TwoTrainings
-from waffle_fl.engines.row_training import RowTraining
-from waffle_fl.engines.run_spec import RoundSettings, RunSpec
+from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
+from waffle_fl.engines.row_training import RowTraining, Selection
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State, all_nets
+from waffle_fl.engines.tree import pick_rows
 from waffle_fl.models import FlatModel
 
 
@@ -28,9 +33,10 @@ class StackedBackend:
     def __init__(self, specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, cores: int) -> None:
         self.specs, self.model, self.settings, self._cores = specs, model, settings, cores
         self._registered = [registered(spec.federation, settings, model.device) for spec in specs]
+        self._cohorts = [cohorts_of(spec, settings) for spec in specs]
         self._graphs = Graphs(model)
         self._evaluator = Evaluator(model, cores)
-        self._trainings: dict[tuple[int, ...], RowTraining | TwoTrainings] = {}
+        self._trainings: dict[Any, RowTraining | TwoTrainings] = {}
 
     def close(self) -> None:
         """Stop all worker processes and threads; they start again when needed."""
@@ -40,40 +46,69 @@ class StackedBackend:
         self._evaluator.close()
 
     def train(self, work: Work) -> list[Trained]:
-        """A2.3-12 for all rows of the runs."""
+        """A2.3-12 for the rows of all agents that take part in the round."""
+        cohorts = [self._cohorts[i](work.r) for i in work.runs]
         given = [
-            (self.specs[i].algorithm.broadcast(server, self.specs[i].federation.agents), agents)  # A2.3
-            for i, (server, agents) in zip(work.runs, work.states, strict=True)
+            self._given(i, state, cohort)  # A2.3
+            for i, state, cohort in zip(work.runs, work.states, cohorts, strict=True)
         ]
-        if work.runs not in self._trainings:
-            if not work.attempt:  # a run has diverged: trainings of the former set of runs are obsolete
+        key = work.runs, tuple(map(len, cohorts))
+        if key not in self._trainings:
+            if not work.attempt:  # a run has diverged, or cohorts have another size: the former trainings are obsolete
                 self.close()
-            self._trainings[work.runs] = self._training(work)
+            self._trainings[key] = self._training(work, cohorts)
         left = self.settings.rounds - work.r + 1
-        return self._trainings[work.runs].round(given, work.r, work.attempt, left)
+        trained = self._trainings[key].round(given, work.r, work.attempt, left)
+        return [
+            for_all_agents(cohort, state.agents, agents, up, self._registered[i])
+            for i, state, cohort, (agents, up) in zip(work.runs, work.states, cohorts, trained, strict=True)
+        ]
 
-    def _training(self, work: Work) -> RowTraining | TwoTrainings:
+    def _given(self, i: int, state: State, cohort: Sequence[int]) -> tuple[Any, Any]:
+        """Return what the agents of a cohort receive, and their states."""
+        algorithm, agents = self.specs[i].algorithm, self.specs[i].federation.agents
+        server = expecting(algorithm, state.server, cohort, self._registered[i])
+        given = algorithm.broadcast(server, agents), state.agents
+        if len(cohort) == agents:
+            return given
+        rows = torch.tensor(cohort, device=self.model.device)
+        return pick_rows(given[0], rows), pick_rows(given[1], rows)
+
+    def _training(self, work: Work, cohorts: Sequence[Sequence[int]]) -> RowTraining | TwoTrainings:
         s, specs = self.settings, [self.specs[i] for i in work.runs]
         federations, seeds = [spec.federation for spec in specs], [spec.seed for spec in specs]
         cores = 1 if work.attempt else self._cores  # a retry has few runs: workers would not pay
 
-        def training(algorithm: Algorithm, agents: Sequence[Sequence[int]]) -> RowTraining:
+        def training(
+            algorithm: Algorithm, agents: Sequence[Sequence[int]], selection: Selection | None = None
+        ) -> RowTraining:
             shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.flips, s.rounds)
-            batches = Batches(federations, seeds, *shape, agents, s.remainder)
+            batches = Batches(federations, seeds, *shape, agents, s.remainder, s.steps_per_round)
             losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
-            return RowTraining(algorithm, self.model, batches, self._graphs, list(map(len, agents)), cores, losses)
+            rows = list(map(len, cohorts if selection else agents))
+            return RowTraining(algorithm, self.model, batches, self._graphs, rows, cores, losses, selection)
 
         sizes = [federation.agents for federation in federations]
+        if [*map(len, cohorts)] != sizes:  # helpers would vary in number, so every agent of a cohort trains its model
+            return training(specs[0].algorithm, [range(size) for size in sizes], self._selection(work.runs, sizes))
         if helper_agents.applies(specs):
             return TwoTrainings(specs[0].algorithm, self.model, sizes, helper_agents.helping(specs), training)
         return training(specs[0].algorithm, [range(size) for size in sizes])
+
+    def _selection(self, runs: Sequence[int], sizes: Sequence[int]) -> Selection:
+        """Return the function that maps a round to the rows of its cohorts, among the rows of all agents."""
+        firsts = [sum(sizes[:k]) for k in range(len(sizes))]
+        return lambda r: [first + agent for first, i in zip(firsts, runs, strict=True) for agent in self._cohorts[i](r)]
 
     def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]:
         """A2.13-16 for every run. On a GPU runs of one kind are aggregated together, without waiting for the device."""
         inputs, refused = {}, {}
         for i, before, (agents, up) in zip(work.runs, work.states, trained, strict=True):
-            arrived = receive(self.specs[i], self.model, up, work.r, self._registered[i])
-            inputs[i] = (before.server, before.agents, agents, arrived.up, arrived.present, self._registered[i])
+            cohort = self._cohorts[i](work.r)
+            known = asking(self._registered[i], cohort)
+            arrived = receive(self.specs[i], self.model, up, work.r, known)
+            server = expecting(self.specs[i].algorithm, before.server, cohort, known)
+            inputs[i] = (server, before.agents, agents, arrived.up, arrived.present, known)
             refused[i] = arrived.refused
         done: dict[int, Aggregated] = {}
         for algorithm, group in self._by_kind(work.runs):
@@ -96,10 +131,13 @@ class StackedBackend:
         return [(algorithm, group) for (algorithm, _), group in groups.items()]
 
     def evaluate(self, work: Work, aggregated: Sequence[Aggregated]) -> list[Aggregated]:
-        """Add the scores of each Alice's model to the measurements of her run."""
-        specs, nets = [self.specs[i] for i in work.runs], [run.own for run in aggregated]
-        algorithms, federations = [spec.algorithm for spec in specs], [spec.federation for spec in specs]
-        scores = self._evaluator.evaluate(algorithms, federations, nets, work.r / self.settings.rounds)
+        """Add the scores of Alice's model, or of everyone's, to the measurements of each run."""
+        specs = [self.specs[i] for i in work.runs]
+        nets = [
+            all_nets(spec, State(run.server, run.agents), self.model) if spec.everyone else run.own
+            for spec, run in zip(specs, aggregated, strict=True)
+        ]
+        scores = evaluate_runs(self._evaluator, specs, nets, work.r / self.settings.rounds)
         return [
             run._replace(measured={**scored, **run.measured}) for run, scored in zip(aggregated, scores, strict=True)
         ]

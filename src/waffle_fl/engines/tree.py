@@ -32,6 +32,16 @@ def rows_of(state: Any, rows: slice) -> Any:
     return tree_map(lambda field: field[rows], state)
 
 
+def pick_rows(state: Any, rows: Tensor) -> Any:
+    """Return the rows with these numbers."""
+    return tree_map(lambda field: field.index_select(0, rows), state)
+
+
+def replace_rows(state: Any, rows: Tensor, new: Any) -> Any:
+    """Return the state with the rows of these numbers replaced."""
+    return tree_map(lambda field, some: field.index_copy(0, rows, some), state, new)
+
+
 def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
     """Return the new rows where the mask is true, the old ones elsewhere."""
     return tree_map(lambda n, o: o if n is o else torch.where(mask.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)

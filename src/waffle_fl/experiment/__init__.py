@@ -9,7 +9,15 @@ active_run   one run in progress: log, checkpoint, close
 
 from waffle_fl.config import ALL_ALICES
 from waffle_fl.experiment.execution import execute
-from waffle_fl.experiment.factories import advice, check_output, federation_of, model_name, model_of, own_folder
+from waffle_fl.experiment.factories import (
+    advice,
+    check_output,
+    federation_of,
+    model_name,
+    model_of,
+    own_folder,
+    round_settings,
+)
 from waffle_fl.experiment.planning import alices, all_alices_of, free_folder, handle, plan
 from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
 
@@ -31,4 +39,5 @@ __all__ = [
     "model_of",
     "own_folder",
     "plan",
+    "round_settings",
 ]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of
-from waffle_fl.engines.run_spec import Outcome, RunSpec, State, own_net
+from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of, views_of
+from waffle_fl.engines.newcomers import join_after_training
+from waffle_fl.engines.run_spec import Outcome, RunSpec, State, all_nets, own_net
+from waffle_fl.experiment.factories import round_settings
 from waffle_fl.experiment.runtime import Listener
 from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
@@ -36,6 +38,7 @@ class ActiveRun:
     next_save: float
     latest: tuple[int, State] | None = None
     selected: Selected | None = None
+    newcomers: tuple[Federation, ...] = ()  # agents that join after training, each alone
 
 
 class Selected(NamedTuple):
@@ -108,9 +111,26 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
         return result
     own, federation = active.selected.net if active.selected else own_net(spec, state, model), spec.federation
     tensors = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
-    result |= {"metrics": measure(tensors["output"], tensors["target"])}
+    scored = everyones_predictions(spec, state, model) if spec.everyone else tensors
+    result |= {"metrics": measure(scored["output"], scored["target"])}
+    if active.newcomers:
+        s = active.config.settings
+        result["newcomers"] = {
+            one.names[0]: join_after_training(spec, state, model, round_settings(s), one, s.newcomer_rounds)
+            for one in active.newcomers
+        }
     active.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in tensors.items()})
     return result
+
+
+def everyones_predictions(spec: RunSpec, state: State, model: FlatModel) -> dict[str, Tensor]:
+    """Return outputs and targets of all agents' test data, each agent with its own model."""
+    nets = all_nets(spec, state, model)
+    parts = []
+    for view in views_of(spec.federation):
+        net = Net(nets.params[view.alice], nets.stats[view.alice])
+        parts.append(predictions(model, predictor_of(spec.algorithm, model, net, view), view))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def predictions(model: FlatModel, answer: Predictor, federation: Federation) -> dict[str, Tensor]:

@@ -40,10 +40,13 @@ from waffle_fl.experiment.factories import (
     advice,
     check_once,
     check_schedules,
+    check_scored,
     federation_of,
     model_name,
     model_of,
+    newcomers_of,
     origin,
+    round_settings,
     simulation_options,
 )
 from waffle_fl.experiment.runtime import Interrupted, Listener, Runtime, device_of
@@ -114,7 +117,7 @@ def _open(
     """Lock and open a run's folder. Return the run in progress, or the result if it has ended."""
     s = config.settings
     all_agents = federation_of(s, runtime.data_dir, runtime.allow_unverified)
-    is_local = config.method == "local"  # no other agent's training is used
+    is_local = config.method == "local" and s.scored == "alice"  # no other agent's training is used
     federation = all_agents.only(all_agents.alice) if is_local else all_agents
     if s.augment and len(federation.shape) != 3:
         raise WaffleError(f"augment is for images; {s.data} has samples of shape {federation.shape}")
@@ -134,6 +137,7 @@ def _open(
         )
     check_agents(spec.algorithm, federation.agents)
     check_schedules(config)
+    check_scored(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
     description = provenance(
         _device_name(device),
@@ -141,7 +145,7 @@ def _open(
         agents=list(all_agents.names),
         alice=all_agents.alice,
         label_counts=all_agents.label_counts().tolist(),
-        test_samples=len(federation.test[federation.alice]),
+        test_samples=sum(map(len, federation.test)) if spec.everyone else len(federation.test[federation.alice]),
         task=all_agents.task,
         classes=list(all_agents.class_names),
         sample=list(all_agents.shape),
@@ -181,7 +185,8 @@ def _open(
         listener.warned(warning)
     state = state_of(tensors, initial) if tensors else None
     next_save = time.monotonic() + runtime.checkpoint_seconds
-    active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save)
+    newcomers = newcomers_of(s, all_agents, runtime)
+    active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save, newcomers=newcomers)
     if tensors and selects(s):
         active.selected = selected_from(tensors, read_rounds(folder / LOG), first, selection_of(s))
     return active
@@ -190,6 +195,8 @@ def _open(
 def _run_spec(config: RunConfig, federation: Federation) -> RunSpec:
     """Return the run as the engine's spec. A single agent has no attackers."""
     s = config.settings
+    if s.scored == "all":
+        return RunSpec(config.algorithm(), federation, s.seed, everyone=True)
     spec = RunSpec(config.algorithm(), federation, s.seed, requested=frozenset([federation.alice]))
     if s.attack == NONE or federation.agents == 1:
         return spec
@@ -211,10 +218,13 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.model,
             s.rounds,
             s.epochs,
+            s.steps_per_round,
             s.batch_size,
             s.remainder,
             s.augment and ("augment", s.flips, s.shift),  # crops are padded with the darkest pixel of the whole stack
             s.guard,
+            s.participation,
+            s.alice_takes_part,
             s.precision,
         )
         f = active.spec.federation
@@ -230,7 +240,7 @@ def _carried(active_runs: Sequence[ActiveRun]) -> dict[int, int]:
     """Map each run that needs no training of its own to the run with the same settings and round that carries it."""
     alike: dict[Any, list[int]] = {}
     for i, active in enumerate(active_runs):
-        if active.config.settings.guard == "off":  # a guard depends on Alice, so training cannot be shared
+        if not round_settings(active.config.settings).needs_alice:  # otherwise training cannot be shared
             alike.setdefault((active.config.settings, active.start), []).append(i)
     found = ((indices, carriers([active_runs[i].spec for i in indices])) for indices in alike.values())
     return {indices[k]: indices[carrier] for indices, pairs in found for k, carrier in pairs.items()}

@@ -16,8 +16,10 @@ from waffle_fl.algorithms.partial_sharing import Parts
 from waffle_fl.algorithms.schedules import ADAPTIVE, evaluate
 from waffle_fl.attacks import NONE, parse, poisoned
 from waffle_fl.config import ALL_ALICES, RunConfig, Settings
+from waffle_fl.constraints import parameters_of
 from waffle_fl.data import Dataset, load
 from waffle_fl.data.files import data_dir as data_folder
+from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.runtime import Runtime
 from waffle_fl.federation import Federation, build, check_alice, index_of, pool_of
@@ -45,6 +47,8 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
 
     Runs that differ only in seed, guard, or an attack that does not poison data share it.
     """
+    if s.newcomers and s.attack != NONE:
+        raise WaffleError(f"newcomers: expected none with an attack, got {', '.join(s.newcomers)}")
     s = replace(s, seed=0, guard="off")
     if s.test == "none":
         return federation_of(replace(s, test="share"), data_dir, allow_unverified).without_test()
@@ -56,7 +60,8 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
     if folder:
         federation = folder_federation(s, folder, None if s.alice == ALL_ALICES else s.alice)
     else:
-        federation = _federation(replace(s, leave_out=()), data_dir, allow_unverified)
+        federation = _federation(replace(s, leave_out=(), newcomers=()), data_dir, allow_unverified)
+    federation = federation.before_joining(*s.newcomers) if s.newcomers else federation
     federation = federation.without(*s.leave_out) if s.leave_out else federation
     return poisoned(federation, s.attack, s.attackers) if s.attack != NONE else federation
 
@@ -65,6 +70,14 @@ def federation_of(s: Settings, data_dir: str = "", allow_unverified: bool = Fals
 def _attacked(s: Settings, data_dir: str, allow_unverified: bool) -> Federation:
     """Return a federation with a backdoor. It has its own copy of the samples, which all such runs share."""
     return poisoned(federation_of(replace(s, attack=NONE), data_dir, allow_unverified), s.attack, s.attackers)
+
+
+def newcomers_of(s: Settings, federation: Federation, runtime: Runtime) -> tuple[Federation, ...]:
+    """Return the agents that join after training, each as a federation of its own, with its training data."""
+    if not federation.newcomers:
+        return ()
+    joined = federation_of(replace(s, newcomers=()), runtime.data_dir, runtime.allow_unverified)
+    return tuple(joined.only(joined.names.index(name)) for name in federation.newcomers)
 
 
 def own_folder(name: str, runtime: str) -> Path | None:
@@ -127,7 +140,8 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
             notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches per round, which an update needs")
     if config.method == "fedfomo" and not len(federation.validation[federation.alice]):
         notes.append("no validation data: models are compared on Alice's training samples (set validation)")
-    empty = [name for name, n in zip(federation.names, federation.samples.tolist(), strict=True) if not n]
+    samples = dict(zip(federation.names, federation.samples.tolist(), strict=True))
+    empty = [name for name, n in samples.items() if not n and name not in federation.newcomers]
     if empty:
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
     if federation.drifts(federation.alice):
@@ -188,8 +202,12 @@ _known_model = lru_cache(maxsize=8)(new_model)
 
 def simulation_options(s: Settings, runtime: Runtime) -> dict[str, Any]:
     """Return the arguments of `simulate` that the settings and the runtime determine."""
-    names = ("rounds", "batch_size", "epochs", "remainder", "augment", "flips", "guard")
-    return {name: getattr(s, name) for name in names} | {"workers": runtime.workers, "engine": runtime.engine}
+    return vars(round_settings(s)) | {"workers": runtime.workers, "engine": runtime.engine}
+
+
+def round_settings(s: Settings) -> RoundSettings:
+    """Return the settings of the rounds."""
+    return RoundSettings(**{name: getattr(s, name) for name in parameters_of(RoundSettings)})
 
 
 def model_name(s: Settings, shape: Sequence[int]) -> str:
@@ -215,6 +233,15 @@ def check_output(name: str, model: FlatModel, federation: Federation) -> None:
         model.prepared(federation.x[rows], federation.labels(federation.alice, rows), federation.outputs)
     except WaffleError as error:
         raise WaffleError(f"{name}: {error}") from None
+
+
+def check_scored(config: RunConfig) -> None:
+    """Raise an error if all agents are to be scored in a run that trains for Alice alone, or is under attack."""
+    s = config.settings
+    if s.scored == "all" and config.method != "local" and getattr(config.algorithm(), "for_alice", False):
+        raise WaffleError(f"scored: expected alice for {config.method}, which trains for Alice alone: use alice = all")
+    if s.scored == "all" and s.attack != NONE:
+        raise WaffleError(f"scored: expected alice with the attack {s.attack}, got all")
 
 
 def check_schedules(config: RunConfig) -> None:

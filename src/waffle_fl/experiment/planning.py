@@ -8,9 +8,10 @@ from itertools import chain, count, product
 from pathlib import Path
 
 from waffle_fl.config import ALL_ALICES, Experiment, RunConfig, Settings
+from waffle_fl.errors import WaffleError
 from waffle_fl.experiment.factories import federation_of
 from waffle_fl.experiment.runtime import Runtime
-from waffle_fl.federation import Federation
+from waffle_fl.federation import Federation, index_of
 from waffle_fl.records import other_settings
 from waffle_fl.shifts import Drift, Swap, read_shifts
 
@@ -65,16 +66,21 @@ def alices(s: Settings, runtime: Runtime) -> list[str]:
     """Return the agents to train a model for: the given one, or every agent with training and test data."""
     if s.alice != ALL_ALICES:
         return [s.alice]
+    if s.scored == ALL_ALICES:
+        raise WaffleError("alice: expected one agent with scored = all, which has every agent's score, got all")
     federation = all_alices_of(s, runtime)
+    later = {index_of(name, federation.names, "a newcomer") for name in s.newcomers}
     candidates = [
-        (i, name) for i, name in enumerate(federation.names) if len(federation.train[i]) and len(federation.test[i])
+        (i, name)
+        for i, name in enumerate(federation.names)
+        if i not in later and len(federation.train[i]) and len(federation.test[i])
     ]
     return [handle(i, name) for i, name in candidates]
 
 
 def all_alices_of(s: Settings, runtime: Runtime) -> Federation:
-    """Return the federation of all agents, independent of `alice` and `leave_out`."""
-    preferred = replace(s, alice=ALL_ALICES if s.is_own else "0", leave_out=())
+    """Return the federation of all agents, independent of `alice`, `leave_out` and `newcomers`."""
+    preferred = replace(s, alice=ALL_ALICES if s.is_own else "0", leave_out=(), newcomers=())
     return federation_of(preferred, runtime.data_dir, runtime.allow_unverified)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from waffle_fl import __version__
 from waffle_fl.atomic_files import write_atomically
+from waffle_fl.config import Settings
 from waffle_fl.errors import writable
 from waffle_fl.experiment.factories import model_name
 from waffle_fl.report.tables import protocols_of, to_csv, to_html, to_latex, to_markdown
@@ -113,11 +114,15 @@ def _facts(run: FinishedRun) -> dict[str, str]:
     return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
         "data": f"{s.data_name}, {_verified(run.provenance.get('data_verified'))}",
-        "training": f"{s.rounds} rounds, {s.epochs} epoch(s) per round, batch {s.batch_size}, lr {s.lr}, "
+        "training": f"{s.rounds} rounds, {_round_length(s)} per round, batch {s.batch_size}, lr {s.lr}, "
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
         "model": f"{_model(run)}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
     }
+
+
+def _round_length(s: Settings) -> str:
+    return f"{s.steps_per_round} step(s)" if s.steps_per_round else f"{s.epochs} epoch(s)"
 
 
 def _model(run: FinishedRun) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from waffle_fl.algorithms import title_of
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.config import read_toml
 from waffle_fl.errors import WaffleError
@@ -42,11 +41,10 @@ def problems(tournament: Tournament, records: Mapping[str, Sequence[Line]]) -> l
 def _problems(tournament: Tournament, data: str, lines: Sequence[Line]) -> Iterator[str]:
     tasks, held = tournament.data[data], table(lines)
     wanted = {(column_name(column), partition) for column in tasks.columns for partition in tournament.partitions}
-    absent = [method for method in tournament.methods if not any(line["method"] == method for line in lines)]
-    if len(absent) == len(tournament.methods):
+    if not lines:
         yield f"{data}: no record yet"
         return
-    for method in tournament.methods:
+    for method in tournament.entries(data):
         chosen = chosen_trial(tournament, tasks, method, lines)
         found = {key[1:]: line for key, line in held.items() if key[0] == method}
         if chosen is None:
@@ -74,8 +72,8 @@ def verdicts(claims: Sequence[Mapping[str, Any]], scores: Scores) -> list[Verdic
 
 
 def _verdict(claim: Mapping[str, Any], scores: Scores) -> Verdict:
-    method, complete = claim["method"], scores.methods
-    if method not in complete or claim.get("above", method) not in complete:
+    method, known = claim["method"], scores.methods
+    if method not in known or claim.get("above", method) not in known:
         return Verdict(claim["claim"], False, "the record is not complete", undecided=True)
     if "above" in claim:
         found = compare(scores, method, claim["above"])
@@ -83,7 +81,5 @@ def _verdict(claim: Mapping[str, Any], scores: Scores) -> Verdict:
         return Verdict(claim["claim"], significant and found.difference > 0, str(found), undecided=not significant)
     own = next(standing for standing in standings(scores) if standing.method == method)
     best = standings(scores)[0]
-    numbers = (
-        f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({title_of(best.method)})"
-    )
+    numbers = f"mean gap {own.gap:.2f} over {own.columns} columns; the smallest is {best.gap:.2f} ({best.method})"
     return Verdict(claim["claim"], own.gap <= claim["gap"], numbers)

@@ -11,12 +11,15 @@
     clip = 5.0
     [grid]                                    # one hyperparameter per method, and its values
     ditto = { lam = [0.1, 1.0, 10.0] }
+    [variants.kin-latest]                     # another entry: a method with some options or settings fixed
+    method = "waffle-kin"
+    averaging = 0.0
     [data.digits]                             # a data set: its values of lr, its columns, its own settings
     lr = [0.05, 0.1, 0.2]
     columns = [{ split = "A" }, { split = "A", shift = "rotate(45)" }]
 
 A method without a hyperparameter of its own has `weight_decay` in the grid, so that every method has the same number of
-trials.
+trials. A variant takes part beside the methods; it has the grid of its method unless [grid] has its name.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from waffle_fl.algorithms import ALGORITHMS
+from waffle_fl.algorithms import ALGORITHMS, title_of
 from waffle_fl.config import ALL_ALICES, RunConfig, Settings, check_run, read_toml
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.config.settings import check_schema, options_of
@@ -37,16 +40,23 @@ from waffle_fl.errors import WaffleError, suggest
 KIND = "tournament"
 Measure: TypeAlias = Literal["accuracy", "auc", "error"]
 TOP = ("schema", "kind", "methods", "seeds", "partitions", "tuning", "grid", "data")
-MORE = ("shared", "claims")
-OWN = ("lr", "columns", "measure", "alices")  # keys of a data set that are not settings
+MORE = ("shared", "claims", "variants")
+OWN = ("lr", "columns", "measure", "alices", "without")  # keys of a data set that are not settings
 
 
-class Trial(NamedTuple):
+class TuningTrial(NamedTuple):
     """One choice of lr and of one hyperparameter of a method, or of a setting such as weight_decay."""
 
     lr: float
     name: str
     value: Any
+
+
+class Variant(NamedTuple):
+    """A method with some options or settings fixed."""
+
+    method: str
+    fixed: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class TaskSet:
     lr: tuple[float, ...]
     columns: tuple[Settings, ...]
     alices: int  # at most this many agents are Alice; 0 means all
+    without: tuple[str, ...]  # entries that are not defined for this data set
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,8 @@ class Tournament:
     """The content of a tournament file."""
 
     name: str
-    methods: tuple[str, ...]
+    methods: tuple[str, ...]  # the entries: methods and variants
+    variants: Mapping[str, Variant]
     seeds: tuple[int, ...]
     partitions: tuple[int, ...]
     tuning_partitions: tuple[int, ...]
@@ -75,22 +87,33 @@ class Tournament:
     grid: Mapping[str, tuple[str, tuple[Any, ...]]]  # method -> (hyperparameter, its values)
     data: Mapping[str, TaskSet]
 
-    def trials(self, method: str, tasks: TaskSet) -> list[Trial]:
+    def entries(self, data: str) -> list[str]:
+        """Return the methods and variants that take part on a data set."""
+        return [name for name in self.methods if name not in self.data[data].without]
+
+    def trials(self, method: str, tasks: TaskSet) -> list[TuningTrial]:
         """Return the trials of a method on a data set; every method has the same number."""
         name, values = self.grid[method]
-        return [Trial(lr, name, value) for lr, value in product(tasks.lr, values)]
+        return [TuningTrial(lr, name, value) for lr, value in product(tasks.lr, values)]
 
-    def config(self, method: str, column: Settings, trial: Trial, partition: int, seed: int) -> RunConfig:
+    def config(self, method: str, column: Settings, trial: TuningTrial, partition: int, seed: int) -> RunConfig:
         """Return the config of a run; the permutations of labels are drawn anew for each partition."""
+        base, fixed = self.entry(method)
         s = replace(column, lr=trial.lr, split_seed=partition, seed=seed)
         if not s.is_own:
             s = replace(s, permutation_seed=partition)
-        options = {key: value for key, value in self.shared.items() if key in options_of(method)}
-        if trial.name in options_of(method):
-            options |= {trial.name: trial.value}
-        else:
-            s = replace(s, **{trial.name: trial.value})
-        return RunConfig(method=method, settings=s, options=options)
+        given = {**self.shared, **fixed, trial.name: trial.value}
+        options = {key: value for key, value in given.items() if key in options_of(base)}
+        settings = {key: value for key, value in given.items() if key not in options and key in parameters_of(Settings)}
+        return RunConfig(method=base, settings=replace(s, **settings), options=options)
+
+    def entry(self, name: str) -> Variant:
+        """Return the method of an entry and what it fixes."""
+        return self.variants.get(name, Variant(name, {}))
+
+    def title(self, name: str) -> str:
+        """Return the name of an entry in tables."""
+        return name if name in self.variants else title_of(name)
 
 
 def is_tournament(path: Path) -> bool:
@@ -107,22 +130,27 @@ def load_tournament(path: Path) -> Tournament:
     missing = [key for key in TOP if key not in content]
     if missing:
         raise WaffleError(f"{path}: a tournament needs {', '.join(missing)}")
-    methods = tuple(ALGORITHMS) if content["methods"] == [ALL_ALICES] else tuple(content["methods"])
-    unknown = next((method for method in methods if method not in ALGORITHMS), None)
+    variants = {name: _variant(path, name, table) for name, table in content.get("variants", {}).items()}
+    named = ALGORITHMS if content["methods"] == [ALL_ALICES] else content["methods"]
+    methods = (*named, *variants)
+    unknown = next(
+        (method for method in (*named, *(v.method for v in variants.values())) if method not in ALGORITHMS), None
+    )
     if unknown:
         raise WaffleError(f"{path}: unknown method {unknown!r}{suggest(unknown, ALGORITHMS)}")
     general = {key: value for key, value in content.items() if key not in (*TOP, *MORE)}
-    tuning = content["tuning"]
+    tuning, general_names = content["tuning"], parameters_of(Settings)
     found = Tournament(
         path.stem,
         methods,
+        variants,
         tuple(content["seeds"]),
         tuple(content["partitions"]),
         tuple(tuning["partitions"]),
         tuple(tuning["seeds"]),
         int(tuning.get("alices", 0)),
         content.get("shared", {}),
-        {method: _choices(path, method, content["grid"]) for method in methods},
+        {name: _choices(path, name, variants.get(name, Variant(name, {})).method, content["grid"]) for name in methods},
         {name: _tasks(path, name, general, table) for name, table in content["data"].items()},
     )
     if set(found.partitions) & set(found.tuning_partitions):
@@ -130,24 +158,39 @@ def load_tournament(path: Path) -> Tournament:
     budgets = {len(values) for _, values in found.grid.values()}
     if len(budgets) > 1:
         raise WaffleError(f"{path}: expected as many values for every method in [grid], got {sorted(budgets)}")
+    for name in methods:
+        given, known = (
+            {**found.shared, **found.entry(name).fixed},
+            [*options_of(found.entry(name).method), *general_names],
+        )
+        odd = next((key for key in given if key not in known), None)
+        if odd:
+            raise WaffleError(f"{path}: {name}: unknown option {odd!r}{suggest(odd, known)}")
     for method in methods:  # every choice must be valid
         for tasks in found.data.values():
             for trial in found.trials(method, tasks):
                 config = found.config(method, tasks.columns[0], trial, 0, 0)
                 settings = {name: getattr(config.settings, name) for name in parameters_of(Settings)}
-                check_run(method, settings, config.options)
+                check_run(config.method, settings, config.options)
     return found
 
 
-def _choices(path: Path, method: str, grid: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    table = grid.get(method)
+def _variant(path: Path, name: str, table: Any) -> Variant:
+    if not isinstance(table, dict) or not isinstance(table.get("method"), str) or name in ALGORITHMS:
+        raise WaffleError(f"{path}: [variants.{name}] expected a new name and method = ..., got {table!r}")
+    return Variant(table["method"], {key: value for key, value in table.items() if key != "method"})
+
+
+def _choices(path: Path, name: str, method: str, grid: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """Return the hyperparameter of an entry, and its values."""
+    table = grid.get(name, grid.get(method))
     if not isinstance(table, dict) or len(table) != 1:
-        raise WaffleError(f"{path}: expected one hyperparameter with its values in [grid] for {method}, got {table!r}")
-    ((name, values),) = table.items()
+        raise WaffleError(f"{path}: expected one hyperparameter with its values in [grid] for {name}, got {table!r}")
+    ((hyper, values),) = table.items()
     known = [*options_of(method), *parameters_of(Settings)]
-    if name not in known or not isinstance(values, list) or not values:
-        raise WaffleError(f"{path}: [grid] {method}: expected a list of values of one of its options, got {table!r}")
-    return name, tuple(values)
+    if hyper not in known or not isinstance(values, list) or not values:
+        raise WaffleError(f"{path}: [grid] {name}: expected a list of values of one of its options, got {table!r}")
+    return hyper, tuple(values)
 
 
 def _tasks(path: Path, name: str, general: Mapping[str, Any], table: Mapping[str, Any]) -> TaskSet:
@@ -167,4 +210,5 @@ def _tasks(path: Path, name: str, general: Mapping[str, Any], table: Mapping[str
             raise WaffleError(f"{path}: [data.{name}] {'; '.join(problems)}")
         settings = Settings(**floats(values, known))
         columns.append(replace(settings, alice=ALL_ALICES) if settings.is_own else settings)
-    return TaskSet(name, measure, tuple(map(float, table["lr"])), tuple(columns), int(table.get("alices", 0)))
+    most, without = int(table.get("alices", 0)), tuple(table.get("without", ()))
+    return TaskSet(name, measure, tuple(map(float, table["lr"])), tuple(columns), most, without)

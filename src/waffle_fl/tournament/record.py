@@ -12,7 +12,7 @@ from typing import Any
 from waffle_fl.atomic_files import check_regular
 from waffle_fl.config import Settings
 from waffle_fl.errors import WaffleError
-from waffle_fl.tournament.plan import TaskSet, Tournament, Trial
+from waffle_fl.tournament.plan import TaskSet, Tournament, TuningTrial
 
 Line = dict[str, Any]
 
@@ -54,7 +54,7 @@ def tuning_key(line: Line) -> tuple[Any, ...]:
     return line["method"], line["lr"], line["name"], line["value"]
 
 
-def trial_key(method: str, trial: Trial) -> tuple[Any, ...]:
+def trial_key(method: str, trial: TuningTrial) -> tuple[Any, ...]:
     return method, *trial
 
 
@@ -72,7 +72,7 @@ def table(lines: Sequence[Line]) -> dict[tuple[Any, ...], Line]:
     return {table_key(line): line for line in lines if line["stage"] == "table"}
 
 
-def chosen_trial(tournament: Tournament, tasks: TaskSet, method: str, lines: Sequence[Line]) -> Trial | None:
+def chosen_trial(tournament: Tournament, tasks: TaskSet, method: str, lines: Sequence[Line]) -> TuningTrial | None:
     """Return the trial with the best mean validation score over all columns; None until all trials are recorded.
 
     A trial with a diverged run comes after every trial without one.

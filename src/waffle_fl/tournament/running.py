@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from waffle_fl.config import Settings
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, device_of
-from waffle_fl.tournament.plan import TaskSet, Tournament, Trial, load_tournament
+from waffle_fl.tournament.plan import TaskSet, Tournament, TuningTrial, load_tournament
 from waffle_fl.tournament.record import (
     Line,
     append_lines,
@@ -33,30 +33,31 @@ from waffle_fl.tournament.record import (
     trial_key,
     tuned,
 )
-from waffle_fl.tournament.tasks import Score, mean_points, train
+from waffle_fl.tournament.tasks import AliceScore, mean_points, train
 from waffle_fl.versions import RESULTS_VERSION
 
 Report = Callable[[str], None]
+EACH_ALICE, MEANS = ("selected", "last"), ("best", "loss")  # scores in a record per Alice, and as means over Alices
 
 
-class Job(NamedTuple):
+class TournamentJob(NamedTuple):
     """One method on one data set."""
 
     data: str
     method: str
 
 
-def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[str] = ()) -> list[Job]:
+def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[str] = ()) -> list[TournamentJob]:
     """Return the jobs of these data sets and methods; none given means all."""
     for given, known in ((data, tournament.data), (methods, tournament.methods)):
         odd = next((name for name in given if name not in known), None)
         if odd:
             raise WaffleError(f"expected names from {', '.join(known)}, got {odd!r}")
     return [
-        Job(name, method)
+        TournamentJob(name, method)
         for name in tournament.data
         if not data or name in data
-        for method in tournament.methods
+        for method in tournament.entries(name)
         if not methods or method in methods
     ]
 
@@ -65,7 +66,7 @@ def run(
     file: Path,
     out: Path,
     runtime: Runtime,
-    jobs: Sequence[Job],
+    jobs: Sequence[TournamentJob],
     processes: int = 1,
     report: Report = print,
 ) -> None:
@@ -82,7 +83,7 @@ def run(
             report(future.result())
 
 
-def _run_job(file: Path, out: Path, runtime: Runtime, job: Job, end: float) -> str:
+def _run_job(file: Path, out: Path, runtime: Runtime, job: TournamentJob, end: float) -> str:
     """Tune a method on a data set, then fill its part of the table. Return one line for the display."""
     tournament = load_tournament(file)
     tasks, path, began = tournament.data[job.data], record_file(out, tournament, job.data), time.time()
@@ -125,7 +126,7 @@ def _stacks(tasks: TaskSet, runtime: Runtime) -> list[Sequence[Settings]]:
     return [tasks.columns] if device_of(runtime.device).type == "cuda" else [(column,) for column in tasks.columns]
 
 
-def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: Trial, runtime: Runtime) -> Line:
+def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: TuningTrial, runtime: Runtime) -> Line:
     pairs = [(p, s) for p in tournament.tuning_partitions for s in tournament.tuning_seeds]
     validation, diverged, count = [], 0, 0
     for columns in _stacks(tasks, runtime):
@@ -143,7 +144,7 @@ def _tuning_line(tournament: Tournament, tasks: TaskSet, method: str, trial: Tri
         "validation": validation,
         "diverged": diverged,
         "tasks": count,
-        **_origin(runtime),
+        "origin": _origin(runtime),
     }
 
 
@@ -151,7 +152,7 @@ def _table_lines(
     tournament: Tournament,
     tasks: TaskSet,
     method: str,
-    trial: Trial,
+    trial: TuningTrial,
     missing: Sequence[tuple[Settings, int]],
     runtime: Runtime,
 ) -> list[Line]:
@@ -172,31 +173,34 @@ def _table_lines(
                 "partition": partition,
                 **trial._asdict(),
                 "seeds": list(tournament.seeds),
-                "alices": own[0][0],
+                "alices": _alices(own[0][0]),
                 **_columns([scores for _, scores in own]),
-                **_origin(runtime),
+                "origin": _origin(runtime),
             }
         )
     return lines
 
 
-def _columns(scores: Sequence[Sequence[Score]]) -> dict[str, list[list[float | None]]]:
-    """Return each score as a list of seeds of lists of Alices, and the mean curve per seed."""
-    named = {
-        name: [[_short(getattr(score, name), 4) for score in seed] for seed in scores]
-        for name in ("selected", "last", "best", "loss")
+def _columns(scores: Sequence[Sequence[AliceScore]]) -> dict[str, list[Any]]:
+    """Return scores as a list of seeds of lists of Alices; means per seed of the others; one curve."""
+    each = {name: [[_short(getattr(score, name), 4) for score in seed] for seed in scores] for name in EACH_ALICE}
+    means = {
+        name: [_short(mean_points([getattr(score, name) for score in seed]), 4) for seed in scores] for name in MEANS
     }
-    curves = [
-        [_short(mean_points(points), 4) for points in zip(*(s.curve for s in seed), strict=True)] for seed in scores
-    ]
-    return {**named, "curve": curves}
+    curves = zip(*(score.curve for seed in scores for score in seed), strict=True)
+    return {**each, **means, "curve": [_short(mean_points(points), 4) for points in curves]}
 
 
 def _short(value: float | None, digits: int) -> float | None:
     return None if value is None else float(f"{value:.{digits}g}")
 
 
-def _origin(runtime: Runtime) -> Line:
+def _alices(names: Sequence[str]) -> list[str] | int:
+    """Return the names of the Alices, or their number if they are agent 0, agent 1 and so on."""
+    return len(names) if list(names) == [f"agent {i}" for i in range(len(names))] else list(names)
+
+
+def _origin(runtime: Runtime) -> str:
     device = device_of(runtime.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "results_version": RESULTS_VERSION}
+    return f"{name}, torch {torch.__version__}, results version {RESULTS_VERSION}"

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.tournament.record import Line
 
-Protocol: TypeAlias = Literal["selected", "last", "best"]
+Protocol: TypeAlias = Literal["selected", "last"]
 Column: TypeAlias = tuple[str, str]  # (data set, name of the column)
 TaskKey: TypeAlias = tuple[int, str]  # (partition, Alice)
 DECILE = 0.1
@@ -29,13 +29,11 @@ class Scores:
 
     @property
     def methods(self) -> list[str]:
-        """The methods that have every column."""
-        every = [set(found) for found in self.columns.values()]
-        first = next(iter(self.columns.values()), {})
-        return [method for method in first if all(method in some for some in every)]
+        """All methods; a method that is not defined for a data set lacks its columns."""
+        return list(dict.fromkeys(method for found in self.columns.values() for method in found))
 
 
-class Standing(NamedTuple):
+class MethodStanding(NamedTuple):
     """One method over all columns; points are means over columns."""
 
     method: str
@@ -56,9 +54,15 @@ def scores_of(lines: Mapping[str, Iterable[Line]], protocol: Protocol = "selecte
             if line["stage"] != "table":
                 continue
             tasks = raw.setdefault((data, line["column"]), {}).setdefault(line["method"], {})
-            for k, alice in enumerate(line["alices"]):
+            for k, alice in enumerate(alices_of(line)):
                 tasks[line["partition"], alice] = [seed[k] for seed in line[protocol]]
     return Scores({column: _completed(found) for column, found in raw.items()})
+
+
+def alices_of(line: Line) -> list[str]:
+    """Return the names of the Alices of a line of the table."""
+    given = line["alices"]
+    return [f"agent {i}" for i in range(given)] if isinstance(given, int) else list(given)
 
 
 def _completed(found: Mapping[str, Mapping[TaskKey, list[float | None]]]) -> dict[str, dict[TaskKey, float]]:
@@ -81,26 +85,29 @@ def _completed(found: Mapping[str, Mapping[TaskKey, list[float | None]]]) -> dic
     }
 
 
-def standings(scores: Scores) -> list[Standing]:
-    """Return the methods, the one with the smallest mean gap first."""
-    found = []
-    methods = scores.methods
-    ranks = {method: mean(_ranks(column, methods)[method] for column in scores.columns.values()) for method in methods}
-    for method in methods:
-        gaps, near, worst, gains = [], 0, [], []
-        for column in scores.columns.values():
-            means = {m: mean(column[m].values()) for m in methods}
-            best = max(means, key=means.__getitem__)
-            gaps.append(means[best] - means[method])
-            near += gaps[-1] <= _standard_error(column[best], column[method])
-            tails = {m: lowest(column[m].values()) for m in methods}
-            worst.append(max(tails.values()) - tails[method])
-            if BASELINE in column:
-                gains += [column[method][key] > column[BASELINE][key] for key in column[method]]
-        share = mean(gains) if gains else math.nan
-        columns = len(scores.columns)
-        found.append(Standing(method, mean(gaps), max(gaps), near, columns, mean(worst), share, ranks[method]))
+def standings(scores: Scores) -> list[MethodStanding]:
+    """Return the methods, the one with the smallest mean gap first. Each counts the columns that it has."""
+    found = [
+        _standing(method, [column for column in scores.columns.values() if method in column])
+        for method in scores.methods
+    ]
     return sorted(found, key=lambda standing: standing.gap)
+
+
+def _standing(method: str, columns: Sequence[Mapping[str, Mapping[TaskKey, float]]]) -> MethodStanding:
+    gaps, near, worst, gains, ranks = [], 0, [], list[bool](), []
+    for column in columns:
+        means = {m: mean(tasks.values()) for m, tasks in column.items()}
+        best = max(means, key=means.__getitem__)
+        gaps.append(means[best] - means[method])
+        near += gaps[-1] <= _standard_error(column[best], column[method])
+        tails = {m: lowest(tasks.values()) for m, tasks in column.items()}
+        worst.append(max(tails.values()) - tails[method])
+        ranks.append(_rank(means, method))
+        if BASELINE in column:
+            gains += [column[method][key] > column[BASELINE][key] for key in column[method]]
+    share = mean(gains) if gains else math.nan
+    return MethodStanding(method, mean(gaps), max(gaps), near, len(columns), mean(worst), share, mean(ranks))
 
 
 def lowest(values: Iterable[float]) -> float:
@@ -115,12 +122,10 @@ def _standard_error(best: Mapping[TaskKey, float], other: Mapping[TaskKey, float
     return stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
 
 
-def _ranks(column: Mapping[str, Mapping[TaskKey, float]], methods: Sequence[str]) -> dict[str, float]:
-    """Return the rank of each method in a column, 1 for the best; equal scores share a mean rank."""
-    means = {m: mean(column[m].values()) for m in methods}
+def _rank(means: Mapping[str, float], method: str) -> float:
+    """Return the rank of a method in a column, 1 for the best; equal scores share a mean rank."""
     ordered = sorted(means.values(), reverse=True)
-    first = {value: ordered.index(value) + 1 for value in set(ordered)}
-    return {m: first[value] + (ordered.count(value) - 1) / 2 for m, value in means.items()}
+    return ordered.index(means[method]) + 1 + (ordered.count(means[method]) - 1) / 2
 
 
 class Comparison(NamedTuple):
@@ -160,13 +165,12 @@ def critical_difference(methods: int, columns: int, level: float = 0.05) -> floa
 
 
 def mean_loss(lines: Iterable[Line], method: str) -> float:
-    """Return the mean log loss on test data in the selected round, over tasks and seeds; NaN for regressions."""
+    """Return the mean log loss on test data in the selected round; NaN without a classification."""
     found: list[Any] = [
         value
         for line in lines
         if line["stage"] == "table" and line["method"] == method
-        for seed in line["loss"]
-        for value in seed
+        for value in line["loss"]
         if value is not None
     ]
     return mean(found) if found else math.nan

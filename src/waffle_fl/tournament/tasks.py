@@ -32,7 +32,7 @@ STACK_BYTES = {"cpu": 3 << 30, "cuda": 40 << 30}  # of all states of one stack
 STATES = 12  # vectors per row that a training keeps, roughly
 
 
-class Score(NamedTuple):
+class AliceScore(NamedTuple):
     """Points of one Alice's model; larger is better. None where the run diverged before it had a model."""
 
     selected: float | None  # of the round selected on validation data
@@ -78,14 +78,14 @@ class Task:
 
 def train(
     configs: Sequence[RunConfig], runtime: Runtime, measure: Measure, alices: int = 0
-) -> Iterator[tuple[int, list[str], list[Score]]]:
+) -> Iterator[tuple[int, list[str], list[AliceScore]]]:
     """Yield for each config its position, its Alices and their scores. The configs differ in column and seed only."""
     device = device_of(runtime.device)
     federations = [_federation(config, runtime) for config in configs]
     chosen = [_some(alices_of(federation), alices) for federation in federations]
     model = model_of(configs[0].settings, federations[0], replace(runtime, compile="off"), device)
     pairs = [(i, alice) for i in range(len(configs)) for alice in chosen[i]]
-    scores: dict[int, dict[int, Score]] = {i: {} for i in range(len(configs))}
+    scores: dict[int, dict[int, AliceScore]] = {i: {} for i in range(len(configs))}
     for part in _parts(configs, federations, pairs, model):
         tasks = _train([(configs[i], federations[i], alice) for i, alice in part], runtime, model, measure)
         for (i, alice), task in zip(part, tasks, strict=True):
@@ -154,7 +154,7 @@ def _train(
     return tasks
 
 
-def _score(task: Task, model: FlatModel, measure: Measure) -> Score:
+def _score(task: Task, model: FlatModel, measure: Measure) -> AliceScore:
     """Return the points of an Alice. A run that diverged keeps its selected round and has no last one."""
     unit = task.spec.federation.unit
 
@@ -168,7 +168,7 @@ def _score(task: Task, model: FlatModel, measure: Measure) -> Score:
     lines = {line["round"]: line for line in task.rounds}
     curve = [points(lines.get(max(1, k * task.settings.rounds // POINTS), {})) for k in range(1, POINTS + 1)]
     if task.selected is None:
-        return Score(None, None, None, None, None, 0, tuple(curve))
+        return AliceScore(None, None, None, None, None, 0, tuple(curve))
     tested = _tested(task, task.selected, model)
     validation = points(lines[task.at], "validation_")
     if measure == "auc":  # by the loss, as rounds are selected
@@ -180,7 +180,9 @@ def _score(task: Task, model: FlatModel, measure: Measure) -> Score:
         last = (
             None if task.diverged or task.latest is None else _points(_tested(task, task.latest, model), measure, unit)
         )
-    return Score(_points(tested, measure, unit), last, best, tested.get("log_loss"), validation, task.at, tuple(curve))
+    return AliceScore(
+        _points(tested, measure, unit), last, best, tested.get("log_loss"), validation, task.at, tuple(curve)
+    )
 
 
 def _tested(task: Task, net: Net, model: FlatModel) -> dict[str, float | None]:

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
+from waffle_fl.algorithms.averaged_models import AVERAGED
 from waffle_fl.algorithms.kept_momentum import VELOCITY
-from waffle_fl.engines.aggregation import Registered, aggregate, screened_of
+from waffle_fl.engines.aggregation import Registered, aggregate, participants_of, screened_of
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.flower.messages import OVERHEAD, SCORES, Request, Version
 from waffle_fl.engines.outcomes import ATTEMPTS, diverged, to_numbers
+from waffle_fl.engines.participation import Cohorts, asking, expecting
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.engines.tree import rows_of, tree_map
 from waffle_fl.errors import Diverged
-from waffle_fl.guard import OK, Guard
+from waffle_fl.guard import NOT_ASKED, OK, Guard
 from waffle_fl.models import FlatModel
 from waffle_fl.tensorfile import pack
 from waffle_fl.update_encoding import LONGEST_REASON, Header, UpdateCollector
@@ -63,6 +65,7 @@ class RunPlan:
     guard: Guard
     handle: str  # Alice's name in the config
     scores: tuple[str, ...] = SCORES  # scores that are recorded per round
+    cohorts: Cohorts | None = None  # the agents that take part in each round; None: all
 
 
 @dataclass
@@ -87,7 +90,9 @@ class ServerRun:
         server, agents = plan.algorithm.init(self.model.init(0), 1)
         down = plan.algorithm.broadcast(server, 1)
         _, self._up = plan.algorithm.finish(down, agents, plan.algorithm.begin(down, agents))
-        self._registered = Registered(torch.tensor(plan.samples), torch.tensor(plan.steps), torch.tensor(plan.alice))
+        asked = torch.ones(len(plan.names), dtype=torch.bool)
+        facts = torch.tensor(plan.samples), torch.tensor(plan.steps), torch.tensor(plan.alice)
+        self._registered = Registered(*facts, asked)
         self._open_round()
 
     @property
@@ -104,9 +109,15 @@ class ServerRun:
         return self.pending is None and self.state.round == self.plan.rounds and self.final_reply is not None
 
     @property
+    def cohort(self) -> tuple[int, ...]:
+        """The agents that take part in the next round."""
+        plan = self.plan
+        return plan.cohorts(self.latest.round + 1) if plan.cohorts else tuple(range(len(plan.names)))
+
+    @property
     def awaited(self) -> set[int]:
         """The agents whose reply is still needed."""
-        able = {i for i, n in enumerate(self.plan.samples) if n}
+        able = {i for i in self.cohort if self.plan.samples[i]}
         training = able - self.collector.rows.keys() if self.training else set()
         unscored = self.pending is not None and self.score is None
         unparted = not self.training and self.final_reply is None
@@ -115,7 +126,7 @@ class ServerRun:
     def request_for(self, agent: int) -> tuple[Request, bytes]:
         """Return the request to an agent, and its payload."""
         plan, latest = self.plan, self.latest
-        trains = self.training and agent not in self.collector.rows
+        trains = self.training and agent in self.cohort and agent not in self.collector.rows
         request = Request(
             plan.label,
             plan.handle,
@@ -126,13 +137,19 @@ class ServerRun:
             final=latest.round == plan.rounds,
             restored=agent in self.lost,
         )
-        down = rows_of(plan.algorithm.broadcast(latest.server, len(plan.names)), slice(agent, agent + 1))
+        down = rows_of(plan.algorithm.broadcast(self._server(), len(plan.names)), slice(agent, agent + 1))
         tensors = down._asdict()
         if agent in self.lost:
             own = self._copy_of(agent)
             assert own is not None
             tensors = {**tensors, **{f"agents.{name}": value for name, value in own._asdict().items()}}
         return request, pack(tensors, {"run": plan.run, "course": plan.label, "round": str(request.round)})
+
+    def _server(self) -> Any:
+        """Return the server's state at the start of the next round."""
+        if not self.training:
+            return self.latest.server
+        return expecting(self.plan.algorithm, self.latest.server, self.cohort, self._registered)
 
     def receive(self, agent: int, fields: Mapping[str, Any], payload: bytes | None) -> None:
         """Store the reply that the transport received from this agent."""
@@ -157,23 +174,27 @@ class ServerRun:
             evaluated, retry = self._settle(self.score)
             if retry:
                 return None, self._retry()
-        alice_trained = self.plan.alice in self.collector.rows
-        if not self.training or not alice_trained or resent or len(self.collector.rows) < quorum:
+        lacks_alice = {self.plan.alice} & set(self.cohort) - self.collector.rows.keys()
+        if not self.training or lacks_alice or resent or self._lacks_updates(quorum):
             return evaluated, None
         return evaluated, None if self._aggregate() else self._retry()
+
+    def _lacks_updates(self, quorum: int) -> bool:
+        """Whether fewer updates have arrived than a round needs: the quorum, or the whole cohort if it is smaller."""
+        return len(self.collector.rows) < min(max(quorum, 1), len(self.cohort))
 
     def waiting_for(self, quorum: int) -> list[str]:
         """The agents that block the round: Alice, or those missing for the quorum."""
         awaited = self.awaited - self.resend
         if self.plan.alice in awaited:
             return [self.plan.names[self.plan.alice]]
-        short = self.training and len(self.collector.rows) < quorum
+        short = self.training and self._lacks_updates(quorum)
         return [self.plan.names[i] for i in sorted(awaited)] if short else []
 
     def own_model(self) -> Net | None:
         """Alice's model, or None if only her site has it (a personal model)."""
-        marked = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
-        agents = marked if (copies := self._copies()) is None else copies
+        unknown = type(self._agents)(*(torch.full_like(value, torch.nan) for value in self._agents))
+        agents = unknown if (copies := self._copies(unknown)) is None else copies
         net = self.plan.algorithm.personal(self.latest.server, agents, len(self.plan.names))
         own = tree_map(lambda field: field[self.plan.alice], net)
         return None if own.params.isnan().any() else own
@@ -200,16 +221,18 @@ class ServerRun:
         """A2.13-16; return False if Alice's own update was not usable."""
         plan, before = self.plan, self.latest
         up, present = self.collector.updates(type(self._up))
-        present = present & (self._registered.samples > 0)
+        known = asking(self._registered, self.cohort)
+        present = present & known.asked & (known.samples > 0)
         settings = RoundSettings(plan.rounds, plan.batch_size, guard=plan.guard)
-        states = (before.server, self._agents, self._agents)
+        states = (self._server(), self._agents, self._agents)
         with one_thread(), products(self.model.precision):
-            result = aggregate(plan.algorithm, before.round + 1, settings, *states, up, present, self._registered)
+            result = aggregate(plan.algorithm, before.round + 1, settings, *states, up, present, known)
         (measured,) = to_numbers([result.measured])
         received, codes = measured.pop("received"), measured.pop("codes")
-        if not received[plan.alice]:
+        if not received[plan.alice] and codes[plan.alice] != NOT_ASKED:
             return False
-        screened = screened_of(codes, plan.names, plan.samples)
+        screened, participants = screened_of(codes, plan.names, plan.samples), participants_of(codes, plan.names)
+        measured |= {"participants": participants} if participants else {}
         refused = [[plan.names[i], one_line(reason)] for i, reason in (*self.collector.log, *self.notes)]
         measured |= {**({"screened": screened} if screened else {}), **({"refused": refused} if refused else {})}
         version = Version(before.round + 1, self.attempt)
@@ -227,15 +250,18 @@ class ServerRun:
             return None
         return diverged(self.state.round + 1, self.plan.names[self.plan.alice])
 
-    def _copies(self) -> Any:
-        """The agents' states with velocities set to zero, or None if the server has no copy of them."""
+    def _copies(self, start: Any) -> Any:
+        """The agents' states, or None if the server has no copy of them.
+
+        Velocities and averages are those of `start`: the server has none, and an agent can start them anew.
+        """
         fields, server = type(self._agents)._fields, self.latest.server
-        if not all(hasattr(server, name) or name.endswith(VELOCITY) for name in fields):
+        if not all(hasattr(server, name) or _restartable(name) for name in fields):
             return None
-        return type(self._agents)(*(getattr(server, name, getattr(self._agents, name)) for name in fields))
+        return type(self._agents)(*(getattr(server, name, getattr(start, name)) for name in fields))
 
     def _copy_of(self, agent: int) -> Any:
-        copies = self._copies()
+        copies = self._copies(self._agents)
         return None if copies is None else rows_of(copies, slice(agent, agent + 1))
 
     def _handle_lost_state(self, agent: int, again: bool) -> None:
@@ -245,8 +271,9 @@ class ServerRun:
         elif self._copy_of(agent) is not None:
             self.lost.add(agent)
             self.resend.add(agent)
-            velocity = any(name.endswith(VELOCITY) for name in self._agents._fields)
-            more = "; its momentum starts at zero" if velocity else ""
+            fields = self._agents._fields
+            more = "; its momentum starts at zero" if any(name.endswith(VELOCITY) for name in fields) else ""
+            more += "; its average starts anew" if any(name.startswith(AVERAGED) for name in fields) else ""
             self.notes.append((agent, f"lost its state of round {round_}; the server restored it{more}"))
         elif agent == self.plan.alice:
             self.stuck = (
@@ -255,6 +282,11 @@ class ServerRun:
             )
         else:
             self.notes.append((agent, f"lost its personal model of round {round_}: restore the site's `state` folder"))
+
+
+def _restartable(name: str) -> bool:
+    """Whether a field of an agent's state can start anew if the agent has lost it."""
+    return name.endswith(VELOCITY) or name.startswith(AVERAGED)
 
 
 def tensors_of(state: RunState) -> dict[str, Tensor]:

@@ -33,13 +33,13 @@ class SiteTrainer:
         augment: bool,
         flips: bool = True,
         remainder: Remainder = "spread",
+        steps_per_round: int = 0,
     ) -> None:
         self.model = prepared(model, federation)
         self.algorithm = for_model(algorithm, self.model.layers)
         self.federation = federation.to(model.device, model.dtype)
-        batches = Batches(
-            [self.federation], [seed], batch_size, epochs, model.dtype, augment, flips, remainder=remainder
-        )
+        shape = (batch_size, epochs, model.dtype, augment, flips)
+        batches = Batches([self.federation], [seed], *shape, remainder=remainder, steps_per_round=steps_per_round)
         self.steps = batches.steps[0]
         losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
         self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)

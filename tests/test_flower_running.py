@@ -1,4 +1,6 @@
-"""Attacks on a running federation of real processes; each of them succeeded against an earlier version.
+"""One running federation of real processes: the simulator's bits, the operator's tasks, and attacks.
+
+Each attack succeeded against an earlier version:
 
 unknown client  reaches the server's port; has no key and no certificate
 ca holder       also has `ca.crt`, which every site has
@@ -9,15 +11,19 @@ local user      has an account on the machine of a site or of the server
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import json
 import re
+import shutil
+import signal
 import socket
 import ssl
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -31,25 +37,43 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from flower_harness import Deployment, federation, processes_in, run_arguments
+from flower_harness import (
+    SITES,
+    Deployment,
+    bits,
+    federation,
+    processes_in,
+    run_arguments,
+    run_simulation,
+    small_config,
+)
+from waffle_fl.cli import _run
 from waffle_fl.deploy import membership
 from waffle_fl.deploy.control_client import ControlClient
 from waffle_fl.deploy.gateway import FLEET
-from waffle_fl.deploy.keys import wire_form
-from waffle_fl.deploy.local_cluster import deployed
+from waffle_fl.deploy.keys import make_operator_key, wire_form
+from waffle_fl.deploy.local_cluster import deployed, free_port
 from waffle_fl.deploy.settings_files import change, read_server, read_site
 
-SITES = ("a", "b")
+ROUNDS = 8
 pytestmark = pytest.mark.slow_first
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Start a server and two sites and wait until the sites are connected."""
-    folder = federation(tmp_path_factory.mktemp("attacked") / "federation", SITES)
+    """Start a server and three sites and wait until the sites are connected."""
+    folder = federation(tmp_path_factory.mktemp("running") / "federation", SITES)
     with deployed(Deployment(folder)) as deployment:
-        deployment.wait_until(lambda: all(node.status == "online" for node in ControlClient(folder).nodes()))
+        for name in SITES:
+            online(deployment, name)
         yield deployment
+
+
+def online(deployment: Deployment, name: str) -> None:
+    def there() -> bool:
+        return any(node.name == name and node.status == "online" for node in ControlClient(deployment.folder).nodes())
+
+    deployment.wait_until(there)
 
 
 class AnonymousClient:
@@ -72,6 +96,31 @@ class AnonymousClient:
         finally:
             client.close()
         return 200
+
+
+def waffle(*words: object) -> tuple[int, str, str]:
+    """Run a `waffle deploy` command and return its exit code, standard output and standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = _run(["deploy", *map(str, words)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def error_of(*words: object) -> str:
+    code, _, err = waffle(*words)
+    assert code == 2
+    assert err.count("\n") == 1
+    return err
+
+
+def output_of(*words: object) -> str:
+    code, out, err = waffle(*words)
+    assert code == 0, err
+    return out
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {site["name"]: site["state"] for site in json.loads(output_of("status", folder, "--json"))["sites"]}
 
 
 def addresses(deployment: Deployment) -> tuple[str, str]:
@@ -176,10 +225,18 @@ def test_a_local_process_cannot_take_a_site_s_task(running: Deployment) -> None:
     client.close()
 
 
+class Watched(NamedTuple):
+    """The folder of a finished run, and the command lines of all processes seen during it."""
+
+    folder: Path
+    command_lines: set[str]
+
+
 @pytest.fixture(scope="module")
-def command_lines(running: Deployment, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Run a job to its end and return the command lines of all processes seen during it."""
-    run = running.start_run(*run_arguments(2, tmp_path_factory.mktemp("watched") / "run", agents=2))
+def watched(running: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """Run a job of two rounds to its end."""
+    out = tmp_path_factory.mktemp("watched") / "run"
+    run = running.start_run(*run_arguments(2, out))
     seen: set[str] = set()
     while run.poll() is None:
         for number in processes_in(running.folder):
@@ -190,18 +247,24 @@ def command_lines(running: Deployment, tmp_path_factory: pytest.TempPathFactory)
         time.sleep(0.05)
     del running.processes["run"]
     assert run.returncode == 0
-    return seen
+    return Watched(out, seen)
 
 
-def test_no_secret_is_on_a_command_line(running: Deployment, command_lines: set[str]) -> None:
+def test_f16_the_same_bits(watched: Watched, tmp_path: Path) -> None:
+    """F16: a run over Flower, TLS and authentication ends with the simulator's model and record bit for bit."""
+    assert bits(watched.folder)[:2] == bits(run_simulation(small_config(2), tmp_path / "reference"))[:2]
+
+
+def test_no_secret_is_on_a_command_line(running: Deployment, watched: Watched) -> None:
     """During a run, no process listing shows a token, a key or a secret."""
+    command_lines = watched.command_lines
     secrets = [(running.folder / "keys" / name).read_bytes().hex() for name in ("runtime.secret", "control.secret")]
     assert command_lines
     assert not [line for line in command_lines if "--token" in line or any(secret in line for secret in secrets)]
     assert not [line for line in command_lines if re.search(r"\b[0-9a-f]{40,}\b", line)]
 
 
-@pytest.mark.usefixtures("command_lines")
+@pytest.mark.usefixtures("watched")
 def test_files_are_readable_by_their_owner_only(running: Deployment) -> None:
     """After a run, models, states, ledgers, the database and surveys have mode 0600, their folders 0700."""
     folder = running.folder
@@ -220,6 +283,52 @@ def test_files_are_readable_by_their_owner_only(running: Deployment) -> None:
     for path in secret:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
+
+
+def test_status_stop_and_resume(running: Deployment, tmp_path: Path) -> None:
+    """A running job is listed, stops between two rounds, and resumes to the bits of an uninterrupted run."""
+    folder, out = running.folder, tmp_path / "job"
+    run = running.start_run(*run_arguments(ROUNDS, out))
+    running.wait_for_rounds(out, 1)
+    lines = output_of("status", folder).splitlines()
+    assert lines[0] == "server: running"
+    assert any(line.split()[:2] == ["a", "connected"] for line in lines)
+    assert any(line.startswith("job job: running, round ") for line in lines)
+    assert any(line.startswith("  weights for a: a 0.") for line in lines)
+    stopped = output_of("stop", "job", "--folder", folder)
+    assert stopped.startswith("job stopped after round ")
+    assert f"waffle deploy resume {out} --folder {folder}" in stopped
+    assert run.wait(timeout=60) == 2
+    del running.processes["run"]
+    assert "job job: stopped, round " in output_of("status", folder)
+    assert "job is not running" in error_of("stop", "job", "--folder", folder)
+    events = output_of("logs", folder, "--job", "job").splitlines()
+    assert any(line.endswith("INFO server all sites are online") for line in events)
+    assert any("ERROR server stopped by the operator after round" in line for line in events)
+    assert running.finish_run("resume", out) == 0
+    assert f"job job: finished, round {ROUNDS} of {ROUNDS}" in output_of("status", folder)
+    assert bits(out)[:2] == bits(run_simulation(small_config(ROUNDS), tmp_path / "reference"))[:2]
+
+
+def test_logs_are_plain_lines(running: Deployment) -> None:
+    """A log has one uncoloured line per event with time, level and the site's name."""
+    for end, name in ((running.folder, "server"), (running.folder / "sites" / "a", "a")):
+        lines = output_of("logs", end, "--lines", 1000).splitlines()
+        assert len(lines) > 5
+        for line in lines:
+            when, level, sender, *_ = line.split(" ")
+            assert when.endswith("Z")
+            assert level in ("INFO", "WARNING", "ERROR")
+            assert sender == name
+    assert b"\x1b[" not in running.log.read_bytes()
+
+
+def test_a_port_in_use_is_named(running: Deployment) -> None:
+    """A second server or site process reports which port is taken and which setting to change."""
+    s = read_server(running.folder)
+    assert f"port {s.port} on 127.0.0.1 is in use by another program" in error_of("server", running.folder)
+    taken = error_of("site", running.folder / "sites" / "a")
+    assert "is in use by another program: stop that program, or change port in" in taken
 
 
 def test_the_server_never_holds_a_site_s_private_key(tmp_path: Path) -> None:
@@ -243,17 +352,13 @@ def test_sites_refuse_requests_without_the_operator_key(running: Deployment, tmp
 
     It reaches the sites through the real SuperLink; each site refuses and records the refusal in its ledger.
     """
-    import shutil
-
-    from waffle_fl.deploy.keys import make_operator_key
-
     real = running.folder / "keys" / "operator.key"
     real_key = real.read_bytes()
     ledgers = {name: running.folder / "sites" / name / "ledger.jsonl" for name in SITES}
     before = {name: path.read_bytes() if path.exists() else b"" for name, path in ledgers.items()}
     make_operator_key(real, tmp_path / "stolen.pub")
     try:
-        assert "not signed by an operator key" in running.run_error(*run_arguments(1, tmp_path / "theft", agents=2))
+        assert "not signed by an operator key" in running.run_error(*run_arguments(1, tmp_path / "theft"))
     finally:
         shutil.rmtree(tmp_path / "theft", ignore_errors=True)
         real.write_bytes(real_key)
@@ -265,13 +370,93 @@ def test_sites_refuse_requests_without_the_operator_key(running: Deployment, tmp
 
 def test_a_site_can_be_admitted_again(running: Deployment) -> None:
     """A site that was revoked, or removed at the SuperLink, can be admitted again with the same key."""
-    folder, link = running.folder, ControlClient(running.folder)
+    link = ControlClient(running.folder)
     node = next(node for node in link.nodes() if node.name == "b")
     link.unregister(node.node_id)
     assert link.register() == ["b is admitted"]
     running.kill("b")
     running.start_site("b")
-    running.wait_until(lambda: any(n.name == "b" and n.status == "online" for n in ControlClient(folder).nodes()))
+    online(running, "b")
+
+
+@pytest.mark.flower
+def test_a_site_is_added_rotated_and_revoked(running: Deployment, tmp_path: Path) -> None:
+    """A fourth site joins a running server, gets a new key, is revoked, and is admitted again."""
+    folder = running.folder
+    assert "send to the site" in output_of("add-site", "d", "--folder", folder)
+    home = folder / "sites" / "d"
+    join_output = output_of("join", home)
+    assert "ecdsa-sha2-nistp384" in join_output
+    assert "SHA256:" in join_output
+    assert "already has a key, SHA256:" in error_of("join", home)
+    printed = output_of("add-site", "d", "--key", home / "node.pub", "--folder", folder)
+    assert "d has the key SHA256:" in printed
+    assert "d is admitted" in printed
+    change(home / "site.toml", data="digits", port=free_port())
+    running.start_site("d")
+    online(running, "d")
+    assert states(folder) == dict.fromkeys((*SITES, "d"), "connected")
+    assert running.finish_run(*run_arguments(1, tmp_path / "four", agents=4)) == 0
+
+    old = (home / "node.pub").read_bytes()
+    assert "the key that d has already" in error_of("rotate", "d", "--key", home / "node.pub", "--folder", folder)
+    output_of("join", home, "--rotate")
+    assert (home / "node.pub").read_bytes() != old
+    printed = output_of("rotate", "d", "--key", home / "node.pub", "--folder", folder)
+    assert "the old one is refused" in printed
+    running.kill("d", signal.SIGTERM)
+    running.start_site("d")
+    online(running, "d")
+
+    printed = output_of("revoke", "d", "--folder", folder)
+    assert "d is revoked" in printed
+    assert "d is no longer admitted" in printed
+    assert states(folder)["d"] == "revoked"
+    assert read_server(folder).members == SITES
+    running.kill("d", signal.SIGTERM)
+    assert running.finish_run(*run_arguments(1, tmp_path / "three")) == 0
+    assert "d is already revoked" in error_of("revoke", "d", "--folder", folder)
+    output_of("add-site", "d", "--key", home / "node.pub", "--folder", folder)
+    running.start_site("d")
+    online(running, "d")
+    output_of("revoke", "d", "--folder", folder)
+    running.kill("d", signal.SIGTERM)
+
+
+@pytest.mark.flower
+def test_a_run_reports_the_sites_it_waits_for(running: Deployment, tmp_path: Path) -> None:
+    """A run that needs a site that is not connected reports it at once."""
+    running.kill("b")
+    running.wait_until(lambda: states(running.folder)["b"] == "not connected", 120)
+    run = running.start_run(*run_arguments(1, tmp_path / "waits"))
+    journal = running.folder / "jobs" / "waits.log"
+    running.wait_until(lambda: journal.exists() and "waiting for b (not connected)" in journal.read_text())
+    assert "waiting for b" in output_of("status", running.folder)
+    running.start_site("b")
+    assert run.wait(timeout=240) == 0
+    del running.processes["run"]
+
+
+def test_a_site_without_its_data_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing data file or key is reported when the site starts, not at the first request."""
+    assert _run(["deploy", "init", str(tmp_path / "fed"), "--sites", "north"]) == 0
+    home = tmp_path / "fed" / "sites" / "north"
+    assert _run(["deploy", "site", str(home)]) == 2
+    assert "expected a table or .npz file, found none" in capsys.readouterr().err
+    (home / "data").mkdir()
+    (home / "data" / "north.csv").write_text("a,b\n1,2\n")
+    assert _run(["deploy", "site", str(home)]) == 2
+    assert "has no key yet: make one with waffle deploy join" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["run", "--help"], ["run", "waffle", "--help"], ["site", "--help"], ["--help"]])
+def test_help_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every help text is printed and contains no type-checker comment."""
+    with contextlib.suppress(SystemExit):
+        assert _run(["deploy", *words]) == 0
+    out = capsys.readouterr().out
+    assert "usage" in out
+    assert "type: ignore" not in out
 
 
 CANARY = """\
