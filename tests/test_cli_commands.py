@@ -133,11 +133,15 @@ def flags_of(kind: type) -> list[str]:
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_the_help_of_a_method_lists_its_flags(method: str) -> None:
-    """`waffle run METHOD --help` exits with 0 and lists every setting except the share matrix, and every option."""
+    """`waffle run METHOD --help` exits with 0 and lists every setting except the share matrix, and every option.
+
+    A method whose server does not average has no weighting.
+    """
     shown = waffle("run", method, "--help")
     options = ["--" + name.replace("_", "-") for name in option_types(method)]
     assert (shown.code, shown.err) == (0, "")
-    settings = [flag for flag in flags_of(Settings) if flag != "--shares"]
+    absent = {"--shares"} | ({"--weighting"} - set(options))
+    settings = [flag for flag in flags_of(Settings) if flag not in absent]
     expected = [*settings, *options, *flags_of(Runtime), *flags_of(Output), "--out", "--no-baselines"]
     assert [flag for flag in expected if not re.search(rf"{flag}\b", shown.out)] == []
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from paper import __main__ as paper_main
-from paper import claims, drift, momentum, page, studies
+from paper import claims, drift, momentum, page, studies, tournament_page
 from paper import command as paper_command
 from paper import run_missing as running
 from paper.cell_tables import summary_table
@@ -600,7 +600,8 @@ def test_the_text_on_cifar_matches_the_records(records: Records) -> None:
 def test_there_is_no_other_figure(records: Records) -> None:
     """docs/figures has the figures of the records and no others, each a small SVG file."""
     files = list((ROOT / "docs" / "figures").iterdir())
-    assert {path.stem for path in files} == {"overview", *(name for name, _, _ in page.pictures(records))}
+    tournaments = {path.stem for path in tournament_page.contents(ROOT) if path.suffix == ".svg"}
+    assert {path.stem for path in files} == {"overview", *(name for name, _, _ in page.pictures(records))} | tournaments
     assert all(path.suffix == ".svg" and path.stat().st_size < 200_000 for path in files)
 
 

@@ -102,10 +102,24 @@ class Parameter(NamedTuple):
     constraint: Constraint | None = None
 
     def problem(self, value: Any) -> str:
-        """Return 'expected X, got Y' for a value that does not fit, or an empty string."""
+        """Return 'expected X, got Y' for a value that does not fit, or an empty string.
+
+        Plain values that fit are remembered: a record of thousands of runs has the same few.
+        """
+        key = (id(self.hint), id(self.constraint), type(value), value) if type(value) in PLAIN else None
+        if key in _fitting:
+            return ""
         if not fits(value, self.hint):
             return f"expected {described(self.hint)}, got {shown(value)}{_nearest(value, self.hint)}"
-        return self.constraint.problem(value) if self.constraint else ""
+        problem = self.constraint.problem(value) if self.constraint else ""
+        if key and not problem and len(_fitting) < MOST_REMEMBERED:
+            _fitting[key] = self
+        return problem
+
+
+PLAIN = (str, int, float, bool)
+MOST_REMEMBERED = 10_000
+_fitting: dict[tuple[Any, ...] | None, Parameter] = {}  # holds the parameters, so that their ids stay theirs
 
 
 def parameter(
