@@ -131,7 +131,12 @@ def all_methods(
 ) -> str:
     """Return one row per method: gaps, shares, calibration and costs."""
     last = {standing.method: standing.gap for standing in standings(_like(records, scores, "last"))}
-    lines = [line for some in records.values() for line in some]
+    lines = [
+        line
+        for data, some in records.items()
+        for line in some
+        if line["stage"] == "table" and (data, line["column"]) in scores.columns
+    ]
     rows = []
     for s in order:
         loss, cost = mean_loss(lines, s.method), cost_of(tournament.entry(s.method).method)
