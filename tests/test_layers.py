@@ -22,6 +22,7 @@ LAYERS = [
         "out_of_memory",
         "metrics",
         "call_syntax",
+        "process_options",
         "randomness",
         "spreadsheet",
         "atomic_files",

@@ -20,9 +20,9 @@ from queue import Queue
 from typing import Any
 
 from waffle_fl.deploy.flower_launcher import plain_logs
-from waffle_fl.deploy.processes import end_with_parent, set_name
 from waffle_fl.deploy.settings_files import Endpoint, endpoint_of
 from waffle_fl.errors import WaffleError
+from waffle_fl.process_options import end_with_parent, set_name
 
 log = logging.getLogger("waffle_fl")
 POLL, LONGEST_POLL = 0.1, 0.5  # seconds between two polls for a task; the pause grows while none arrives

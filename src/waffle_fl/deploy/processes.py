@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any
 from waffle_fl.deploy.gateway import listening
 from waffle_fl.deploy.settings_files import SECRET, ServerSettings, SiteSettings, python_bin, secret_of
 from waffle_fl.errors import WaffleError, writable
+from waffle_fl.process_options import end_with_parent
 
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -28,7 +28,6 @@ SWITCHES = {
 RETRIES, RETRY_SECONDS = 5, 20.0  # number of reconnection attempts of a rejected site, and seconds between them
 REJECTED_WITHIN = 60.0  # seconds after the start; an exit later than this is not a rejection
 STOPPING = 10.0  # seconds between SIGTERM and SIGKILL
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -175,18 +174,3 @@ class Group:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def end_with_parent() -> None:
-    """On Linux, have the kernel kill this process when its parent dies; other systems do not support this."""
-    _process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def set_name(name: str) -> None:
-    """On Linux, set the name of this process in process listings; at most 15 characters."""
-    _process_option(PR_SET_NAME, ctypes.c_char_p(name.encode()))
-
-
-def _process_option(option: int, value: Any) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)

@@ -21,6 +21,7 @@ import torch
 from waffle_fl.config import Settings
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, device_of
+from waffle_fl.process_options import end_with_parent
 from waffle_fl.tournament.plan import TaskSet, Tournament, TuningTrial, load_tournament
 from waffle_fl.tournament.record import (
     Line,
@@ -77,7 +78,7 @@ def run(
             report(_run_job(file, out, runtime, job, end))
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent) as pool:
         started = [pool.submit(_run_job, file, out, replace(runtime, workers=1), job, end) for job in jobs]
         for future in as_completed(started):
             report(future.result())
