@@ -104,9 +104,11 @@ class Parameter(NamedTuple):
     def problem(self, value: Any) -> str:
         """Return 'expected X, got Y' for a value that does not fit, or an empty string.
 
-        Plain values that fit are remembered: a record of thousands of runs has the same few.
+        Plain values that fit are remembered: a record of thousands of runs has the same few. A text with a constraint
+        is not: reading it may depend on files.
         """
-        key = (id(self.hint), id(self.constraint), type(value), value) if type(value) in PLAIN else None
+        plain = type(value) in REMEMBERED or (type(value) is str and self.constraint is None)
+        key = (id(self.hint), id(self.constraint), type(value), value) if plain else None
         if key in _fitting:
             return ""
         if not fits(value, self.hint):
@@ -117,7 +119,7 @@ class Parameter(NamedTuple):
         return problem
 
 
-PLAIN = (str, int, float, bool)
+REMEMBERED = (int, float, bool)
 MOST_REMEMBERED = 10_000
 _fitting: dict[tuple[Any, ...] | None, Parameter] = {}  # holds the parameters, so that their ids stay theirs
 
