@@ -168,6 +168,11 @@ def test_the_command_checks_the_records(finished: Path) -> None:
         ('waffle = { compared = ["updates"] }', 'waffle = { compared = ["a", "b"] }', "as many values"),
         ("lr = [0.02, 0.2]", "lr = [-1.0]", "lr"),
         ("rounds = 2", "round = 2", "round"),
+        ("seeds = [1, 2]", 'seeds = "1"', "seeds: expected a list of integers"),
+        ("seeds = [1], alices", "seed = [1], alices", "tuning: expected partitions, seeds"),
+        ("lr = [0.02, 0.2]", 'lr = [0.02, 0.2]\nwithout = ["wafle"]', "'wafle' in .grid. or without"),
+        ("[grid]", "[grid]\nwafle = { clip = [1.0] }", "'wafle' in .grid. or without"),
+        ('method = "waffle"\nabove', 'method = "wafle"\nabove', "a claim is about 'wafle'"),
         ("clip = 5.0", "clp = 5.0", "unknown option 'clp'"),
         ("[grid]", '[variants.soft]\nmethod = "waffle"\nclp = 0.0\n[grid]', "unknown option 'clp'"),
         ("[grid]", '[variants.soft]\nmethod = "wafle"\n[grid]', "unknown method 'wafle'"),
@@ -182,6 +187,19 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, old: str, new: str, m
     file.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(WaffleError, match=message):
         _ = read_claims(file), load_tournament(file)
+
+
+def test_a_failed_job_is_counted(tmp_path: Path) -> None:
+    """A job whose data is missing is reported and counted, and writes no line."""
+    file = tmp_path / "failing.toml"
+    file.write_text(TEXT.replace("[data.digits]", '[data.digits]\ndata = "mnist"'))
+    lines: list[str] = []
+    jobs, nowhere = jobs_of(load_tournament(file), methods=["local"]), replace(CPU, data_dir=str(tmp_path))
+    assert run(file, tmp_path / "results", nowhere, jobs, report=lines.append) == 1
+    assert "failed" in lines[0]
+    assert not (tmp_path / "results").exists()
+    with pytest.raises(WaffleError, match="processes: expected at least 1"):
+        run(file, tmp_path / "results", CPU, [], 0)
 
 
 def test_a_variant_fixes_options_and_settings_of_its_method(tmp_path: Path) -> None:

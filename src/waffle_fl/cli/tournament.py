@@ -28,13 +28,15 @@ def run_tournament(file: Path, out: Path, runtime: Runtime, as_json: bool) -> in
     console = console_for()
     if not as_json:
         console.print(f"records in {out}")
-    run(file, out, runtime, jobs_of(tournament), 1, partial(console.print, highlight=False) if not as_json else _silent)
+    failed = run(
+        file, out, runtime, jobs_of(tournament), 1, partial(console.print, highlight=False) if not as_json else _silent
+    )
     found = standings(scores_of(read_records(tournament, out)))
     if as_json:
         print(json.dumps({"standings": [standing._asdict() for standing in found]}))
     else:
         show_standings(tournament, found, console)
-    return 0
+    return 1 if failed else 0
 
 
 def check_tournament(file: Path, as_json: bool) -> int:

@@ -33,11 +33,11 @@ def main() -> int:
     )
     try:
         jobs = jobs_of(load_tournament(given.file), given.data, given.methods)
-        run(given.file, given.out, runtime, jobs, given.processes, partial(print, flush=True))
+        failed = run(given.file, given.out, runtime, jobs, given.processes, partial(print, flush=True))
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

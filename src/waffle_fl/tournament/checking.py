@@ -19,8 +19,8 @@ from typing import Any
 
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.config import read_toml
-from waffle_fl.errors import WaffleError
-from waffle_fl.tournament.plan import Tournament
+from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial, column_name, read_lines, record_file, table
 from waffle_fl.tournament.standings import Scores, compare, standings
 
@@ -60,9 +60,13 @@ def _problems(tournament: Tournament, data: str, lines: Sequence[Line]) -> Itera
 def read_claims(file: Path) -> list[dict[str, Any]]:
     """Return the claims of a tournament file."""
     claims: list[dict[str, Any]] = read_toml(file)[1].get("claims", [])
+    known = load_tournament(file).methods
     for claim in claims:
         if set(claim) - KEYS or not {"claim", "method"} <= set(claim) or ("above" in claim) == ("gap" in claim):
             raise WaffleError(f"{file}: expected a claim with claim, method and either above or gap, got {claim}")
+        for name in (claim["method"], claim.get("above", claim["method"])):
+            if name not in known:
+                raise WaffleError(f"{file}: a claim is about {name!r}, which does not take part{suggest(name, known)}")
     return claims
 
 

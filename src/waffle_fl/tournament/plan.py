@@ -130,6 +130,7 @@ def load_tournament(path: Path) -> Tournament:
     missing = [key for key in TOP if key not in content]
     if missing:
         raise WaffleError(f"{path}: a tournament needs {', '.join(missing)}")
+    _check_lists(path, content)
     variants = {name: _variant(path, name, table) for name, table in content.get("variants", {}).items()}
     named = ALGORITHMS if content["methods"] == [ALL_ALICES] else content["methods"]
     methods = (*named, *variants)
@@ -153,6 +154,10 @@ def load_tournament(path: Path) -> Tournament:
         {name: _choices(path, name, variants.get(name, Variant(name, {})).method, content["grid"]) for name in methods},
         {name: _tasks(path, name, general, table) for name, table in content["data"].items()},
     )
+    named_elsewhere = [*content["grid"], *(name for tasks in found.data.values() for name in tasks.without)]
+    strange = next((name for name in named_elsewhere if name not in (*ALGORITHMS, *methods)), None)
+    if strange:
+        raise WaffleError(f"{path}: {strange!r} in [grid] or without is no method{suggest(strange, methods)}")
     if set(found.partitions) & set(found.tuning_partitions):
         raise WaffleError(f"{path}: expected tuning partitions that are not in the tables, got {found.partitions}")
     budgets = {len(values) for _, values in found.grid.values()}
@@ -173,6 +178,24 @@ def load_tournament(path: Path) -> Tournament:
                 settings = {name: getattr(config.settings, name) for name in parameters_of(Settings)}
                 check_run(config.method, settings, config.options)
     return found
+
+
+def _check_lists(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise WaffleError unless methods, seeds, partitions and the tuning have the types that a tournament needs."""
+    tuning = content["tuning"]
+    if not isinstance(tuning, dict) or not {"partitions", "seeds"} <= set(tuning) <= {"partitions", "seeds", "alices"}:
+        raise WaffleError(f"{path}: tuning: expected partitions, seeds and perhaps alices, got {tuning!r}")
+    if type(tuning.get("alices", 0)) is not int or tuning.get("alices", 0) < 0:
+        raise WaffleError(f"{path}: tuning: expected alices of at least 0, got {tuning['alices']!r}")
+    for name in ("seeds", "partitions"):
+        for values in (content[name], tuning[name]):
+            if not isinstance(values, list) or not values or not all(type(v) is int and v >= 0 for v in values):
+                raise WaffleError(f"{path}: {name}: expected a list of integers of at least 0, got {values!r}")
+    for name in ("grid", "data"):
+        if not isinstance(content[name], dict) or not all(isinstance(table, dict) for table in content[name].values()):
+            raise WaffleError(f"{path}: expected tables in [{name}], got {content[name]!r}")
+    if not isinstance(content["methods"], list) or not all(isinstance(name, str) for name in content["methods"]):
+        raise WaffleError(f"{path}: methods: expected a list of names, got {content['methods']!r}")
 
 
 def _variant(path: Path, name: str, table: Any) -> Variant:

@@ -38,6 +38,7 @@ from waffle_fl.tournament.tasks import AliceScore, mean_points, train
 from waffle_fl.versions import RESULTS_VERSION
 
 Report = Callable[[str], None]
+FAILED = ": failed: "
 EACH_ALICE, MEANS = ("selected", "last"), ("best", "loss")  # scores in a record per Alice, and as means over Alices
 
 
@@ -70,18 +71,23 @@ def run(
     jobs: Sequence[TournamentJob],
     processes: int = 1,
     report: Report = print,
-) -> None:
-    """Run all jobs, several at a time, until they are done or the minutes of the runtime are over."""
+) -> int:
+    """Run all jobs until they are done or the minutes of the runtime are over; return how many failed."""
+    if processes < 1:
+        raise WaffleError(f"processes: expected at least 1, got {processes}")
     end = time.time() + 60 * runtime.minutes if runtime.minutes else float("inf")
     if processes == 1:
-        for job in jobs:
-            report(_run_job(file, out, runtime, job, end))
-        return
+        return sum(_reported(_run_job(file, out, runtime, job, end), report) for job in jobs)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent) as pool:
         started = [pool.submit(_run_job, file, out, replace(runtime, workers=1), job, end) for job in jobs]
-        for future in as_completed(started):
-            report(future.result())
+        return sum(_reported(future.result(), report) for future in as_completed(started))
+
+
+def _reported(line: str, report: Report) -> bool:
+    """Report the line of a job; return whether the job failed."""
+    report(line)
+    return FAILED in line
 
 
 def _run_job(file: Path, out: Path, runtime: Runtime, job: TournamentJob, end: float) -> str:
@@ -96,7 +102,7 @@ def _run_job(file: Path, out: Path, runtime: Runtime, job: TournamentJob, end: f
             if time.time() > end:
                 return f"{job.data} {job.method}: stopped after {done} lines, {time.time() - began:.0f} s"
     except (WaffleError, TypeError, RuntimeError, torch.OutOfMemoryError) as error:
-        return f"{job.data} {job.method}: failed: {type(error).__name__}: {error}"
+        return f"{job.data} {job.method}{FAILED}{type(error).__name__}: {error}"
     return f"{job.data} {job.method}: {done} lines, {time.time() - began:.0f} s"
 
 
