@@ -15,7 +15,7 @@ from paper.figures import INK, styled
 from paper.markdown import prose, table
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.report.charts import to_svg
-from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
+from waffle_fl.tournament.checking import complete_scores, problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial
@@ -24,7 +24,6 @@ from waffle_fl.tournament.standings import (
     Scores,
     critical_difference,
     mean_loss,
-    scores_of,
     standings,
 )
 
@@ -42,10 +41,7 @@ def _contents(root: Path, name: str) -> dict[Path, str]:
     tournament = load_tournament(file)
     records = read_records(tournament, root / "results")
     missing = problems(tournament, records)
-    found = scores_of(records).columns
-    complete = Scores(
-        {column: some for column, some in found.items() if set(some) == set(tournament.entries(column[0]))}
-    )
+    complete = complete_scores(tournament, records)
     order = standings(complete)
     made: dict[Path, str] = {}
     if order:
@@ -130,7 +126,7 @@ def all_methods(
     order: Sequence[MethodStanding],
 ) -> str:
     """Return one row per method: gaps, shares, calibration and costs."""
-    last = {standing.method: standing.gap for standing in standings(_like(records, scores, "last"))}
+    last = {standing.method: standing.gap for standing in standings(complete_scores(tournament, records, "last"))}
     lines = [
         line
         for data, some in records.items()
@@ -166,14 +162,6 @@ def all_methods(
         "models down / up: sent per agent and round, as multiples of the model's size; gradients: per mini-batch.",
     )
     return f"{table(head, rows)}\n\n{notes}"
-
-
-def _like(records: Mapping[str, Sequence[Line]], scores: Scores, protocol: Any) -> Scores:
-    """Return the scores by another protocol, of the columns that have it and all methods."""
-    found = scores_of(records, protocol).columns
-    return Scores(
-        {column: methods for column, methods in found.items() if column in scores.columns and all(methods.values())}
-    )
 
 
 def by_data(tournament: Tournament, scores: Scores, order: Sequence[MethodStanding]) -> str:

@@ -14,10 +14,10 @@ from rich.table import Table
 from waffle_fl.cli.console import console_for
 from waffle_fl.cli.display import show_verdicts
 from waffle_fl.experiment import Runtime
-from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
+from waffle_fl.tournament.checking import complete_scores, problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.running import jobs_of, run
-from waffle_fl.tournament.standings import MethodStanding, scores_of, standings
+from waffle_fl.tournament.standings import MethodStanding, standings
 
 COLUMNS = ("method", "gap", "largest", "near best", "worst tenth", "above Local", "mean rank")
 
@@ -31,7 +31,7 @@ def run_tournament(file: Path, out: Path, runtime: Runtime, as_json: bool) -> in
     failed = run(
         file, out, runtime, jobs_of(tournament), 1, partial(console.print, highlight=False) if not as_json else _silent
     )
-    found = standings(scores_of(read_records(tournament, out)))
+    found = standings(complete_scores(tournament, read_records(tournament, out)))
     if as_json:
         print(json.dumps({"standings": [standing._asdict() for standing in found]}))
     else:
@@ -44,7 +44,7 @@ def check_tournament(file: Path, as_json: bool) -> int:
     tournament, folder = load_tournament(file), file.parent.parent / "results"
     records = read_records(tournament, folder)
     wrong = problems(tournament, records)
-    scores = scores_of(records)
+    scores = complete_scores(tournament, records)
     claims = verdicts(read_claims(file), scores)
     if as_json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in claims]}))

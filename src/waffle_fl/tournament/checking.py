@@ -22,7 +22,7 @@ from waffle_fl.config import read_toml
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial, column_name, read_lines, record_file, table
-from waffle_fl.tournament.standings import Scores, compare, standings
+from waffle_fl.tournament.standings import Protocol, Scores, compare, scores_of, standings
 
 SIGNIFICANT = 0.05
 KEYS = {"claim", "method", "above", "gap"}
@@ -31,6 +31,15 @@ KEYS = {"claim", "method", "above", "gap"}
 def read_records(tournament: Tournament, folder: Path) -> dict[str, list[Line]]:
     """Return the lines of each data set."""
     return {data: read_lines(record_file(folder, tournament, data)) for data in tournament.data}
+
+
+def complete_scores(
+    tournament: Tournament, records: Mapping[str, Sequence[Line]], protocol: Protocol = "selected"
+) -> Scores:
+    """Return the scores of the columns that every method of their data set has; others would favour the absent."""
+    found = scores_of(records, protocol).columns
+    whole = {column: some for column, some in found.items() if set(some) == set(tournament.entries(column[0]))}
+    return Scores({column: some for column, some in whole.items() if all(some.values())})
 
 
 def problems(tournament: Tournament, records: Mapping[str, Sequence[Line]]) -> list[str]:
