@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 
 from waffle_fl.algorithms import TITLES
-from waffle_fl.report.charts import COLORS
+from waffle_fl.report.charts import COLORS, inline
 from waffle_fl.results import FinishedRun, methods_of, rows_of
 
 INK, SOFT = "#333333", "#e6e6e6"
@@ -69,7 +69,7 @@ def _accuracy_panel(runs: Sequence[FinishedRun], row: str, methods: Sequence[str
     low = 0 if spread > 25 else tick * floor((min(ends) - max(4, spread)) / tick)
     scale, color = alt.Scale(domain=[low, 100], nice=False), _method_color(methods)
     x = alt.X("round:Q", title="round", axis=alt.Axis(grid=False, tickCount=5))
-    base = alt.Chart(alt.InlineData(values=values), title=row).encode(x=x, color=color)
+    base = alt.Chart(inline(values), title=row).encode(x=x, color=color)
     some = "datum.round % 3 == 1"  # a band needs fewer points than a line, and the file stays small
     band = base.transform_filter(some).mark_area(opacity=0.15, clip=True)
     band = band.encode(y=alt.Y("low:Q", scale=scale, title=""), y2="high:Q")
@@ -102,7 +102,7 @@ def weights(runs: Sequence[FinishedRun]) -> Any:
     names = "datum.value == 0 ? 'Alice' : datum.value"
     legend = alt.Legend(orient="top", columns=10, labelExpr=names, title="agent", titleOrient="left")
     panels = [
-        alt.Chart(alt.InlineData(values=[v for v in values if v["method"] == title]), title=title)
+        alt.Chart(inline([v for v in values if v["method"] == title]), title=title)
         .mark_line(strokeJoin="round")
         .encode(
             x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False, tickCount=5)),
@@ -129,8 +129,8 @@ def labels(runs: Sequence[FinishedRun]) -> Any:
     axis = alt.Axis(labelAngle=0, grid=True, ticks=False, domain=False)
     panels = [
         alt.Chart(
-            alt.InlineData(
-                values=[
+            inline(
+                [
                     {"agent": i, "label": k, "samples": n}
                     for i, line in enumerate(counts[row])
                     for k, n in enumerate(line)
@@ -156,7 +156,7 @@ def omega(runs: Sequence[FinishedRun]) -> Any:
     run = next(run for run in runs if run.config.method == "waffle")
     values = [{"round": line["round"], "omega": line["omega"]} for line in run.rounds]
     return styled(
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_line(color=ALICE, strokeWidth=2.5)
         .encode(
             x=alt.X("round:Q", title="round r", axis=alt.Axis(grid=False, tickCount=5)),
@@ -185,7 +185,7 @@ def sizes(runs: Mapping[str, Sequence[FinishedRun]]) -> Any:
         legend=alt.Legend(orient="top", labelLimit=400, symbolOpacity=1),
     )
     x = alt.X("round:Q", title="round", axis=alt.Axis(grid=False, tickCount=4))
-    base = alt.Chart(alt.InlineData(values=values)).encode(x=x, color=color)
+    base = alt.Chart(inline(values)).encode(x=x, color=color)
     y_scale = alt.Scale(domain=[floor(min(v["accuracy"] for v in values if v["round"] > 3)), 100], nice=False)
     band = base.mark_area(opacity=0.18, clip=True).encode(y=alt.Y("low:Q", scale=y_scale), y2="high:Q", color=color)
     line = base.mark_line(strokeWidth=1.8, clip=True).encode(y=alt.Y("accuracy:Q", title="accuracy (%)", scale=y_scale))
@@ -209,7 +209,7 @@ def _drift_panel(line: Mapping[str, Any]) -> Any:
     y = alt.Y("y:Q", title=None, scale=alt.Scale(domain=[-1.5, 4.5], nice=False), axis=alt.Axis(tickCount=4))
 
     def chart(values: Sequence[Mapping[str, Any]]) -> Any:
-        return alt.Chart(alt.InlineData(values=list(values))).encode(x=x, y=y, color=color)
+        return alt.Chart(inline(list(values))).encode(x=x, y=y, color=color)
 
     local = [
         {"owner": names[i], "path": f"{r}-{i}", "k": k, "x": point[0], "y": point[1]}
@@ -248,7 +248,7 @@ def _quadratics_panel(title: str, lines: Sequence[Mapping[str, Any]]) -> Any:
     color = alt.Color("label:N", scale=scale, sort=labels, title=None, legend=alt.Legend(orient="bottom", columns=2))
 
     def chart(values: Sequence[Mapping[str, Any]], x: alt.X, y: alt.Y) -> Any:
-        return alt.Chart(alt.InlineData(values=list(values))).encode(x=x, y=y, color=color)
+        return alt.Chart(inline(list(values))).encode(x=x, y=y, color=color)
 
     def points(along: str, values: str) -> list[dict[str, Any]]:
         return [
@@ -264,7 +264,7 @@ def _quadratics_panel(title: str, lines: Sequence[Mapping[str, Any]]) -> Any:
     else:
         x = alt.X("x:Q", title="lr L", axis=alt.Axis(grid=False, tickCount=5))
         y = alt.Y("y:Q", title="factor per round", scale=alt.Scale(domain=[0, 2], nice=False))
-        edge = alt.Chart(alt.InlineData(values=[{"y": 1}])).mark_rule(strokeDash=[4, 3], color=INK).encode(y="y:Q")
+        edge = alt.Chart(inline([{"y": 1}])).mark_rule(strokeDash=[4, 3], color=INK).encode(y="y:Q")
         computed = chart(points("lr", "radius"), x, y).mark_line(strokeWidth=1.8, clip=True)
         measured = chart(points("tried", "measured"), x, y).mark_circle(size=36, opacity=1, clip=True)
         drawn = alt.layer(edge, computed, measured)

@@ -12,7 +12,7 @@ from paper.figures import AGENTS, ALICE, styled
 from paper.printed_table import SPLITS, TABLE
 from waffle_fl.algorithms import TITLES
 from waffle_fl.claims.record_files import Part
-from waffle_fl.report.charts import COLORS
+from waffle_fl.report.charts import COLORS, inline
 from waffle_fl.results import FinishedRun
 
 SHOWN = ("local", "fedavg", "scaffold", "waffle")
@@ -39,7 +39,7 @@ def _weights(runs: Sequence[FinishedRun]) -> Any:
         orient="top", columns=5, labelExpr="datum.value == 0 ? 'Alice' : datum.value", title="agent", titleOrient="left"
     )
     return (
-        alt.Chart(alt.InlineData(values=values), title="Who trains Alice's model (WAFFLE, split C)")
+        alt.Chart(inline(values), title="Who trains Alice's model (WAFFLE, split C)")
         .mark_line(strokeJoin="round")
         .encode(
             x=alt.X("round:Q", axis=alt.Axis(grid=False, tickCount=5)),
@@ -61,7 +61,7 @@ def _errors(cells: Cells) -> Any:
             values.append({"split": split, "method": title, "error": round(ours, 3), "source": "this software"})
             values.append({"split": split, "method": title, "error": round(printed, 3), "source": "the paper"})
     titles = [TITLES[method] for method in SHOWN]
-    base = alt.Chart(alt.InlineData(values=values), title="Error of Alice's model on her test data (MNIST)").encode(
+    base = alt.Chart(inline(values), title="Error of Alice's model on her test data (MNIST)").encode(
         x=alt.X(
             "error:Q",
             title="error (%), logarithmic",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from statistics import mean
 from typing import Any
 
 import altair as alt
+from altair.utils.schemapi import debug_mode
 
 from waffle_fl.algorithms import TITLES, title_of
 from waffle_fl.algorithms.schedules import evaluate, sigmoid
@@ -35,11 +36,22 @@ WIDTH, HEIGHT = 285, 200
 MOST_ROWS = 40  # maximum number of table rows in a chart
 
 
+def inline(values: Sequence[Mapping[str, Any]]) -> alt.InlineData:
+    """Return the data of a chart. Altair would validate every value, which takes seconds for a large chart."""
+    with debug_mode(False):
+        return alt.InlineData(values=values)
+
+
+def specification(chart: Any) -> dict[str, Any]:
+    """Return the Vega-Lite specification of a chart, without a second validation of all its parts and values."""
+    return chart.to_dict(validate=False)  # type: ignore[no-any-return]
+
+
 def to_svg(chart: Any) -> str:
     """Return the chart as SVG. Clip paths are renumbered from 0, so the text depends on this chart only."""
     import vl_convert
 
-    svg = str(vl_convert.vegalite_to_svg(chart.to_json()))
+    svg = str(vl_convert.vegalite_to_svg(chart.to_json(validate=False)))
     numbers = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bclip\d+\b", svg)))}
     return re.sub(r"\bclip\d+\b", lambda match: numbers[match[0]], svg)
 
@@ -105,7 +117,7 @@ def accuracy(runs: Sequence[FinishedRun]) -> Any:
         return None
     hover = alt.selection_point(fields=["method"], bind="legend")
     line = (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_line(strokeWidth=1.8, clip=True)
         .encode(
             x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False)),
@@ -157,7 +169,7 @@ def weights(runs: Sequence[FinishedRun]) -> Any:
     colors = [palette[i % len(palette)] for i in range(len(others))]
     scale = alt.Scale(domain=[*alices, *others], range=["#d1495b"] * len(alices) + colors)
     chart = (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_line(clip=True)
         .encode(
             x=alt.X("round:Q", title="round", axis=alt.Axis(grid=False)),
@@ -207,7 +219,7 @@ def label_panels(counts: dict[str, list[list[int]]]) -> Any:
         if n
     ]
     return (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_circle(opacity=0.9, color="#4c78a8")
         .encode(
             x=alt.X("label:O", title="label", axis=alt.Axis(labelAngle=0, grid=True)),
@@ -232,7 +244,7 @@ def omega(runs: Sequence[FinishedRun]) -> Any:
     else:
         values = [{"round": r, "omega": evaluate(sigmoid(), "omega", r, 100)} for r in range(1, 101)]
     chart = (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_line(color="#d1495b", strokeWidth=2.5)
         .encode(
             x=alt.X("round:Q", title="round r", axis=alt.Axis(grid=False)),

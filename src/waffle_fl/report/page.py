@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,18 @@ def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: boo
     """Write the page, the tables, and the charts as PNG and PDF into the folder; return the page."""
     import vl_convert
 
-    from waffle_fl.report.charts import charts_of  # Altair takes seconds to import
+    from waffle_fl.report.charts import charts_of, specification  # Altair takes seconds to import
 
     runs = with_variants(runs)
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, text in (("table.csv", to_csv(runs)), ("table.md", to_markdown(runs)), ("table.tex", to_latex(runs))):
         put(out / name, text.encode())
-    charts = charts_of(runs)
+    charts = {name: (caption, specification(chart)) for name, (caption, chart) in charts_of(runs).items()}
     for name, (_, chart) in charts.items() if images else ():
-        specification = chart.to_json()
-        put(out / f"{name}.png", vl_convert.vegalite_to_png(specification, scale=2))
-        put(out / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
-    page = _page(runs, {n: (c, chart.to_dict()) for n, (c, chart) in charts.items()}, title)
+        put(out / f"{name}.png", vl_convert.vegalite_to_png(chart, scale=2))
+        put(out / f"{name}.pdf", vl_convert.vegalite_to_pdf(chart))
+    page = _page(runs, charts, title)
     return put(out / "index.html", page.encode())
 
 
@@ -78,6 +78,7 @@ def script_json(content: Any) -> str:
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
+@cache
 def bundle() -> str:
     """Return the JavaScript that draws charts in a browser, for inclusion in a page."""
     import vl_convert

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from waffle_fl.federation import Federation
-from waffle_fl.report.charts import WIDTH, label_panels, styled
+from waffle_fl.report.charts import WIDTH, inline, label_panels, styled
 from waffle_fl.shifts import Covariate, Prior, read_shifts
 from waffle_fl.shifts.covariates import materialise
 
@@ -53,7 +53,7 @@ def _samples(federation: Federation, covariates: Sequence[Covariate], seed: int)
         for k, row in enumerate(shown.tolist())
     ]
     return (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_image(width=SIDE, height=SIDE)
         .encode(
             x=alt.X("sample:O", title="the same samples, as each group sees them", axis=alt.Axis(labels=False)),
@@ -85,7 +85,7 @@ def _concepts(relabel: list[list[int]], title: str) -> Any:
         for k, called in enumerate(row)
     ]
     return (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_text()
         .encode(
             x=alt.X("label:O", title=title, axis=alt.Axis(labelAngle=0)),
@@ -105,7 +105,7 @@ def _drift(federation: Federation) -> Any:
     moments = np.linspace(0, 1, 101)
     values = [{"moment": round(float(m), 2), "share": round(float((turns < m).mean()), 4)} for m in moments]
     return (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(inline(values))
         .mark_line(color=CHANGED, interpolate="step-after")
         .encode(
             x=alt.X("moment:Q", title="share of the rounds", axis=alt.Axis(grid=False, tickCount=5)),

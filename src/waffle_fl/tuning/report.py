@@ -96,7 +96,7 @@ def chart(result: SearchResult) -> Any:
     """Return a chart of every trial's validation score, the best so far, and the default as a dashed line."""
     import altair as alt  # takes seconds
 
-    from waffle_fl.report.charts import HEIGHT, WIDTH, styled
+    from waffle_fl.report.charts import HEIGHT, WIDTH, inline, styled
 
     measure, best, values, line = result.measure, result.default, [], []
     for trial in result.trials:
@@ -110,9 +110,9 @@ def chart(result: SearchResult) -> Any:
     y = alt.Y("score:Q", title=f"{measure.title.lower()}, validation data", scale=alt.Scale(zero=False))
     states = alt.Scale(domain=list(COLORS), range=list(COLORS.values()))
     legend = alt.Legend(orient="top", title=None)
-    dots = alt.Chart(alt.InlineData(values=values)).mark_circle(size=70, opacity=0.9)
-    steps = alt.Chart(alt.InlineData(values=line)).mark_line(interpolate="step-after", color="#d1495b", strokeWidth=1.3)
-    default = alt.Chart(alt.InlineData(values=[{"score": _scaled(result.default, result)}]))
+    dots = alt.Chart(inline(values)).mark_circle(size=70, opacity=0.9)
+    steps = alt.Chart(inline(line)).mark_line(interpolate="step-after", color="#d1495b", strokeWidth=1.3)
+    default = alt.Chart(inline([{"score": _scaled(result.default, result)}]))
     rule = default.mark_rule(strokeDash=[5, 4], color="#444")
     layers = [
         rule.encode(y=y),
