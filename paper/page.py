@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paper import beyond_tables, figures, published_tables, robustness_tables, tournament_page
+from paper import figures, published_tables, robustness_tables, tournament_page
 from paper.cell_tables import cifar_section, full_section, mnist_section, summary_table
 from paper.cells import our_runs
 from paper.claims import Verdict
@@ -45,8 +45,6 @@ from waffle_fl.results import WEIGHING
 
 Sections = Callable[[Part, Sequence[Verdict]], Iterator[str]]
 RECORD_SECTIONS: tuple[tuple[str, str, Sections], ...] = (  # page in docs/, record, and the text between its markers
-    ("beyond", beyond_tables.NAME, beyond_tables.summary),
-    ("beyond-shifts", beyond_tables.NAME, beyond_tables.tables),
     ("robustness", robustness_tables.NAME, robustness_tables.summary),
     ("robustness-tables", robustness_tables.NAME, robustness_tables.tables),
     ("published", "flamby-heart", published_tables.heart),
@@ -100,11 +98,13 @@ def contents(root: Path) -> dict[Path, str]:
         path = root / "docs" / f"{name}.md"
         text = made.get(path) or path.read_text(encoding="utf-8")
         made[path] = with_tables(text, *read[record], sections)
-    shifts, _ = read[beyond_tables.NAME]
+    tournaments = {name: tournament_page.read_standings(root, name) for name in tournament_page.PAGES}
     for method in ALGORITHMS:
         path = root / "docs" / "algorithms" / f"{method}.md"
-        made[path] = with_results(path.read_text(encoding="utf-8"), records, shifts)
-    return made | tournament_page.contents(root)
+        made[path] = with_results(path.read_text(encoding="utf-8"), records, tournaments["tournament"])
+    for found in tournaments.values():
+        made |= tournament_page.contents(root, found)
+    return made
 
 
 def results_page(records: Records) -> str:
@@ -224,12 +224,12 @@ def with_tables(text: str, part: Part, verdicts: Sequence[Verdict], sections: Se
     return marker.sub(lambda match: f"{match[1]}{inner}\n{match[2]}", text)
 
 
-def with_results(text: str, records: Records, shifts: Part) -> str:
+def with_results(text: str, records: Records, tournament: tournament_page.Standings) -> str:
     """Return an algorithm's page with the text between its markers made from the records."""
 
     def tables_of(match: re.Match[str]) -> str:
-        tables = [made for made in (method_table(match[2], records), beyond_tables.of_method(shifts, match[2])) if made]
-        inner = "\n\n".join(tables) or "No record yet."
+        tables = method_table(match[2], records), tournament_page.of_method(tournament, match[2])
+        inner = "\n\n".join(filter(None, tables)) or "No record yet."
         return f"{match[1]}{inner}\n{match[3]}"
 
     return re.sub(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", tables_of, text, flags=re.DOTALL)

@@ -34,7 +34,7 @@ OPEN = 1000  # runs per batch: each keeps two files open
 FLUSH_SECONDS = 60.0  # between writes of finished runs to the record
 DETAILS: dict[str, Details] = {  # record -> what it keeps of the rounds, if the tables need less than everything
     **dict.fromkeys(("mnist-departures", "mnist-permutations", "mnist-sizes", "pfllib"), "accuracy"),
-    **dict.fromkeys(("har", "landmine", "beyond", "mnist-splits", "mnist-alices"), "none"),
+    **dict.fromkeys(("har", "landmine", "mnist-splits", "mnist-alices"), "none"),
     **dict.fromkeys(("flamby-heart", "fedbn-digits", "fedbn-office"), "none"),
     **dict.fromkeys(("mnist", "mnist-6000"), "figures"),
     "robustness": "late",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 
@@ -35,7 +34,6 @@ PROTOCOL_NAMES: dict[Protocol, str] = {"best": "best round", "last": "last round
 TITLE = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 WITH_OTHERS, ALONE = (71, 90), (98, 100)  # rounds in which WAFFLE's Alice has partners on CIFAR-10, or none
 SWINGING = {"local": (WITH_OTHERS, ALONE), "fedavg": (WITH_OTHERS, ALONE), "waffle": (WITH_OTHERS, ALONE)}
-EXCEPTION = re.compile(r"; (?:named|exception): ")  # separates the reasons of exceptions in a verdict's numbers
 
 
 def claims_table(records: Records) -> str:
@@ -58,20 +56,10 @@ def claims_table(records: Records) -> str:
 
 def verdict_table(claims: Sequence[Verdict]) -> str:
     """Return the claims that an experiment file states, one row per claim."""
-    rows, notes = [], []
-    for verdict in claims:
-        numbers, *reasons = EXCEPTION.split(verdict.numbers)
-        rows.append([verdict.claim, "yes" if verdict.holds else "**no**", numbers])
-        notes += reasons
-    return with_reasons(table(["claim", "holds", "numbers"], rows), notes)
-
-
-def with_reasons(made: str, reasons: Sequence[str]) -> str:
-    """Return a table of claims with the reasons of its exceptions listed below it."""
-    if not reasons:
-        return made
-    items = "\n".join(prose(f"- {reason[:1].upper()}{reason[1:]}.") for reason in reasons)
-    return f"{made}\n\nExceptions that the claims allow, and the reason for each:\n\n{items}"
+    rows = [
+        [verdict.claim, verdict.word if verdict.holds else f"**{verdict.word}**", verdict.numbers] for verdict in claims
+    ]
+    return table(["claim", "verdict", "numbers"], rows)
 
 
 def departures(records: Records) -> str:

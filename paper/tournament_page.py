@@ -1,4 +1,4 @@
-"""The generated part of docs/tournament.md and its figures, from the records of experiments/tournament.toml."""
+"""The generated parts of docs/beyond.md, docs/beyond-tables.md and docs/kin-ablation.md, and their figures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import altair as alt
 
 from paper.figures import INK, styled
 from paper.markdown import prose, table
 from waffle_fl.claims.verdict import Verdict
-from waffle_fl.report.charts import to_svg
+from waffle_fl.report.charts import inline, to_svg
 from waffle_fl.tournament.checking import complete_scores, problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import Tournament, load_tournament
@@ -27,33 +27,58 @@ from waffle_fl.tournament.standings import (
     standings,
 )
 
-NAMES = ("tournament", "kin-ablation")  # files in experiments/, and their pages in docs/
+PAGES = {  # file in experiments/ -> its pages in docs/: the summary, and all tables
+    "tournament": ("beyond", "beyond-tables"),
+    "kin-ablation": ("kin-ablation", "kin-ablation"),
+}
+TITLES = {"digits": "Digits", "heart-disease": "Heart Disease", "landmine-whole": "Landmine", "school-whole": "School"}
+KINDS = {  # kind of shift -> names of its shifts
+    "labels and quantities": ("dirichlet", "quantity", "prior"),
+    "features": ("rotate", "blur", "noise", "contrast", "colour", "scale"),
+    "concepts": ("swap",),
+    "drift": ("drift",),
+}
 CURVES = 8  # methods with curves, the first of the standings
 
 
-def contents(root: Path) -> dict[Path, str]:
-    """Return the pages and figures of all tournaments as the records give them."""
-    return {path: text for name in NAMES for path, text in _contents(root, name).items()}
+class Standings(NamedTuple):
+    """A tournament, its records, and what follows from the columns that every method has."""
+
+    tournament: Tournament
+    records: Mapping[str, Sequence[Line]]
+    scores: Scores
+    order: Sequence[MethodStanding]
+    claims: Sequence[Verdict]
+    missing: Sequence[str]
 
 
-def _contents(root: Path, name: str) -> dict[Path, str]:
-    file, page = root / "experiments" / f"{name}.toml", root / "docs" / f"{name}.md"
+def read_standings(root: Path, name: str) -> Standings:
+    """Read the file and the records of a tournament."""
+    file = root / "experiments" / f"{name}.toml"
     tournament = load_tournament(file)
     records = read_records(tournament, root / "results")
-    missing = problems(tournament, records)
-    complete = complete_scores(tournament, records)
-    order = standings(complete)
-    made: dict[Path, str] = {}
-    if order:
+    scores = complete_scores(tournament, records)
+    claims = verdicts(read_claims(file), scores)
+    return Standings(tournament, records, scores, standings(scores), claims, problems(tournament, records))
+
+
+def contents(root: Path, found: Standings) -> dict[Path, str]:
+    """Return the pages and figures of a tournament as its records give them."""
+    name, made = found.tournament.name, dict[Path, str]()
+    if found.order:
         folder = root / "docs" / "figures"
-        made[folder / f"{name}-gaps.svg"] = to_svg(gaps(tournament, order))
-        made[folder / f"{name}-ranks.svg"] = to_svg(ranks(tournament, order))
-        made[folder / f"{name}-curves.svg"] = to_svg(curves(tournament, records, complete, order))
-    claims = verdicts(read_claims(file), complete)
-    text = "\n\n".join([*sections(tournament, records, complete, order, missing), "## Claims", claims_table(claims)])
+        made[folder / f"{name}-gaps.svg"] = to_svg(gaps(found.tournament, found.order))
+        made[folder / f"{name}-ranks.svg"] = to_svg(ranks(found.tournament, found.order))
+        made[folder / f"{name}-curves.svg"] = to_svg(curves(found))
+    texts: dict[str, list[str]] = {}
+    for page, sections in zip(PAGES[name], (summary(found), tables(found)), strict=True):
+        texts.setdefault(page, []).extend(sections)
     marker = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
-    old = page.read_text(encoding="utf-8")
-    return made | {page: marker.sub(lambda match: f"{match[1]}{text}\n{match[2]}", old)}
+    for page, lines in texts.items():
+        path, text = root / "docs" / f"{page}.md", "\n\n".join(lines)
+        old = path.read_text(encoding="utf-8")
+        made[path] = marker.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", old)  # type: ignore[misc]
+    return made
 
 
 def claims_table(claims: Sequence[Verdict]) -> str:
@@ -61,34 +86,38 @@ def claims_table(claims: Sequence[Verdict]) -> str:
     return table(["claim", "verdict", "numbers"], [[claim.claim, claim.word, claim.numbers] for claim in claims])
 
 
-def sections(
-    tournament: Tournament,
-    records: Mapping[str, Sequence[Line]],
-    scores: Scores,
-    order: Sequence[MethodStanding],
-    missing: Sequence[str],
-) -> Iterator[str]:
-    """Yield the sections of the page."""
-    if missing:
+def summary(found: Standings) -> Iterator[str]:
+    """Yield the sections of the first page: figures, claims, and one row per method."""
+    if found.missing:
         yield prose(
-            f"**The record is not complete**: {len(missing)} data sets or pairs of data set and method are missing.",
-            "Only columns that have all methods are used below.",
+            f"**The record is not complete**: {len(found.missing)} data sets or pairs of data set and method are",
+            "missing. Only columns that have all methods are used below.",
         )
-    if not order:
-        return
-    yield counts(tournament, scores)
-    yield from (f"![{tournament.name}-{kind}](figures/{tournament.name}-{kind}.svg)" for kind in ("gaps", "ranks"))
-    yield caption(order)
-    yield "## All methods"
-    yield all_methods(tournament, records, scores, order)
-    yield f"![{tournament.name}-curves](figures/{tournament.name}-curves.svg)"
-    yield prose(
-        f"Points on test data over the rounds (Landmine: accuracy), mean over all tasks, first {CURVES} methods."
-    )
-    yield "## Each data set"
-    yield by_data(tournament, scores, order)
-    yield "## What the tuning chose"
-    yield choices(tournament, records, order)
+    if found.order:
+        name = found.tournament.name
+        yield counts(found.tournament, found.scores)
+        yield from (f"![{name}-{kind}](figures/{name}-{kind}.svg)" for kind in ("gaps", "ranks"))
+        yield caption(found.order)
+    yield "## Claims"
+    yield claims_table(found.claims)
+    if found.order:
+        yield "## All methods"
+        yield all_methods(found)
+        yield f"![{name}-curves](figures/{name}-curves.svg)"
+        yield prose(
+            f"Points on test data over the rounds (Landmine: accuracy), mean over all tasks, first {CURVES} methods."
+        )
+
+
+def tables(found: Standings) -> Iterator[str]:
+    """Yield the sections with all tables: each data set, each column, and the tuning."""
+    if found.order:
+        yield "## Each data set"
+        yield counts(found.tournament, found.scores)
+        yield by_data(found.tournament, found.scores, found.order)
+        yield from by_column(found)
+        yield "## What the tuning chose"
+        yield choices(found.tournament, found.records, found.order)
 
 
 def counts(tournament: Tournament, scores: Scores) -> str:
@@ -119,13 +148,9 @@ def caption(order: Sequence[MethodStanding]) -> str:
     )
 
 
-def all_methods(
-    tournament: Tournament,
-    records: Mapping[str, Sequence[Line]],
-    scores: Scores,
-    order: Sequence[MethodStanding],
-) -> str:
+def all_methods(found: Standings) -> str:
     """Return one row per method: gaps, shares, calibration and costs."""
+    tournament, records, scores, order = found[:4]
     last = {standing.method: standing.gap for standing in standings(complete_scores(tournament, records, "last"))}
     lines = [
         line
@@ -168,7 +193,7 @@ def by_data(tournament: Tournament, scores: Scores, order: Sequence[MethodStandi
     """Return the mean points of every method on each data set."""
     data = list(dict.fromkeys(name for name, _ in scores.columns))
     means = {
-        (name, s.method): mean(mean(scores.columns[c][s.method].values()) for c in scores.columns if c[0] == name)
+        (name, s.method): fmean(fmean(scores.columns[c][s.method].values()) for c in scores.columns if c[0] == name)
         for name in data
         for s in order
         if s.method in tournament.entries(name)
@@ -178,9 +203,58 @@ def by_data(tournament: Tournament, scores: Scores, order: Sequence[MethodStandi
         [tournament.title(s.method), *(_bold(means.get((name, s.method)), best[name]) for name in data)] for s in order
     ]
     columns = {name: sum(c[0] == name for c in scores.columns) for name in data}
-    head = ["", *(f"{name} ({columns[name]})" for name in data)]
+    head = ["", *(f"{title_of_data(name)} ({columns[name]})" for name in data)]
     note = prose("Mean points over the tasks; in brackets the number of columns.")
     return f"{table(head, rows)}\n\n{note}"
+
+
+def by_column(found: Standings) -> Iterator[str]:
+    """Yield a table per kind of shift of the data sets with several columns."""
+    tournament, _, scores, order = found[:4]
+    for data in dict.fromkeys(name for name, _ in scores.columns):
+        columns = [column for name, column in scores.columns if name == data]
+        if len(columns) < 2:
+            continue
+        for kind in dict.fromkeys(map(kind_of, columns)):
+            some = [column for column in columns if kind_of(column) == kind]
+            means = {(c, m): fmean(tasks.values()) for c in some for m, tasks in scores.columns[data, c].items()}
+            best = {c: max(value for (other, _), value in means.items() if other == c) for c in some}
+            methods = [s.method for s in order if s.method in tournament.entries(data)]
+            rows = [[tournament.title(m), *(_bold(means[c, m], best[c]) for c in some)] for m in methods]
+            yield f"### {title_of_data(data)}: {kind}"
+            yield table(["", *some], rows)
+
+
+def kind_of(column: str) -> str:
+    """Return the kind of shift of a column such as `A rotate(45)`."""
+    _, _, shift = column.partition(" ")
+    if not shift:
+        return "the paper's splits"
+    return "a mixture" if "+" in shift else next(kind for kind, names in KINDS.items() if shift.startswith(names))
+
+
+def title_of_data(name: str) -> str:
+    return TITLES.get(name, name.capitalize())
+
+
+def of_method(found: Standings, method: str) -> str:
+    """Return one method's points in every column next to the best method's, or "" if there are none."""
+    tournament, _, scores, order = found[:4]
+    standing = next((s for s in order if s.method == method), None)
+    if standing is None:
+        return ""
+    rows = []
+    for (data, column), tasks in scores.columns.items():
+        if method in tasks:
+            means = {m: fmean(some.values()) for m, some in tasks.items()}
+            best = max(means, key=means.__getitem__)
+            ends = [f"{means[method]:.2f}", f"{means[best]:.2f} {tournament.title(best)}"]
+            rows.append([title_of_data(data), column, *ends])
+    text = prose(
+        f"Tuned, round selected on validation data ([all methods](../beyond.md)): {standing.gap:.2f} points behind the",
+        f"best method in the mean over {standing.columns} columns, within one standard error of it in {standing.near}.",
+    )
+    return f"{text}\n\n{table(['data', 'column', 'points', 'best method'], rows)}"
 
 
 def _bold(value: float | None, best: float) -> str:
@@ -198,7 +272,7 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
             found = chosen_trial(tournament, tasks, s.method, records[name])
             row.append("–" if found is None else f"{found.lr:g}, {found.value}")
         rows.append(row)
-    return table(["", "hyperparameter", *(f"{name}: lr, value" for name in tournament.data)], rows)
+    return table(["", "hyperparameter", *(f"{title_of_data(name)}: lr, value" for name in tournament.data)], rows)
 
 
 def gaps(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
@@ -214,7 +288,7 @@ def gaps(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
     titles = [value["method"] for value in values]
     colour = alt.condition("datum.ours", alt.value("#d1495b"), alt.value("#4c78a8"))
     bars = (
-        alt.Chart(alt.Data(values=values), width=300, height=18 * len(values), title="Points behind the best method")
+        alt.Chart(inline(values), width=300, height=18 * len(values), title="Points behind the best method")
         .mark_bar()
         .encode(
             x=alt.X("gap:Q", title=None, scale=alt.Scale(type="symlog", constant=1)),
@@ -238,9 +312,7 @@ def ranks(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
         for s in by_rank
     ]
     titles = [value["method"] for value in values]
-    base = alt.Chart(
-        alt.Data(values=values), width=300, height=18 * len(values), title="Mean rank, and the critical difference"
-    )
+    base = alt.Chart(inline(values), width=300, height=18 * len(values), title="Mean rank, and the critical difference")
     y = alt.Y("method:N", sort=titles, title=None)
     colour = alt.condition("datum.near", alt.value("#3a7d44"), alt.value("#8c8c8c"))
     points = base.mark_circle(size=70, opacity=1).encode(
@@ -250,27 +322,26 @@ def ranks(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
     return styled(line + points)
 
 
-def curves(
-    tournament: Tournament, records: Mapping[str, Sequence[Line]], scores: Scores, order: Sequence[MethodStanding]
-) -> Any:
+def curves(found: Standings) -> Any:
     """Draw the mean points over the rounds of the first methods."""
+    tournament, records, scores, order = found[:4]
     shown = [s.method for s in order[:CURVES]]
     values = []
     for method in shown:
-        found = [
+        points = [
             line["curve"]
             for data, lines in records.items()
             for line in lines
             if line["stage"] == "table" and line["method"] == method and (data, line["column"]) in scores.columns
             if None not in line["curve"]
         ]
-        means = [mean(points) for points in zip(*found, strict=True)]
+        means = [fmean(values) for values in zip(*points, strict=True)]
         values += [
             {"method": tournament.title(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)
         ]
     titles = [tournament.title(method) for method in shown]
     chart = (
-        alt.Chart(alt.Data(values=values), width=560, height=260)
+        alt.Chart(inline(values), width=560, height=260)
         .mark_line(strokeWidth=2)
         .encode(
             x=alt.X("round:Q", title="percent of the rounds"),

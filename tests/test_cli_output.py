@@ -25,7 +25,7 @@ def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_piped_table_is_complete(tmp_path: Path) -> None:
     """Each row of a piped table is one line with every method's number, not cut or wrapped."""
-    shown = waffle("report", RESULTS / "digits-all.jsonl", "--out", tmp_path)
+    shown = waffle("report", RESULTS / "mnist.jsonl", "--out", tmp_path)
     assert shown.code == 0
     assert "…" not in shown.out
     lines = shown.out.splitlines()

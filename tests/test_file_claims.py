@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paper import beyond_tables, robustness_tables
+from paper import robustness_tables
 from paper.studies import read_study
 
 from conftest import refusal
 from waffle_fl.claims.file_claims import accuracies, changed, check_claims, matches, read_claims
 from waffle_fl.claims.record_files import Part, read_part
 from waffle_fl.cli.menu import main
-from waffle_fl.config import RunConfig, Settings, load_experiments
+from waffle_fl.config import RunConfig, load_experiments
 from waffle_fl.results import FinishedRun, condense
 
 ROOT = Path(__file__).parent.parent
@@ -53,11 +53,6 @@ of = { guard = "standard", attack = ["sign-flip(3)", "backdoor"] }
 against = { guard = "off", attack = "none", attackers = 1 }
 within = 1.5
 at = [0.94, 1.0]
-
-[[claims]]
-claim = "WAFFLE near the best"
-of = { method = "waffle", attack = "none", guard = "off" }
-near_best = 1.0
 """
 
 
@@ -75,7 +70,8 @@ def finished(config: RunConfig, accuracy: float, late: float | None = None) -> F
     rounds: list[dict[str, Any]] = [{"round": r, "accuracy": value} for r, value in enumerate(values, start=1)]
     if config.settings.attack != "none":
         rounds = [{**line, "attackers_weight": 0.2, "backdoor": 0.9} for line in rounds]
-    scores = {"best": {"round": 1, "accuracy": max(values)}, "last": {"round": 50, "accuracy": values[-1]}}
+    best = {"round": values.index(max(values)) + 1, "accuracy": max(values)}
+    scores = {"best": best, "last": {"round": 50, "accuracy": values[-1]}}
     provenance = {"binding": {"data": config.settings.split, "device": "none"}, "test_samples": 100}
     return FinishedRun(Path(config.label), config, provenance, {"status": "finished", **scores}, rounds)
 
@@ -108,8 +104,8 @@ def test_vary_needs_lists(tmp_path: Path) -> None:
     assert "expected lists" in refusal(load_experiments, file)
 
 
-def check(clone: Path) -> int:
-    return main(["bench", str(clone / "experiments" / "small.toml"), "--check", "--json"])
+def check(clone: Path, *flags: str) -> int:
+    return main(["bench", str(clone / "experiments" / "small.toml"), "--check", "--json", *flags])
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -120,10 +116,10 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_claims_that_hold(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a complete record every claim holds, is printed with its closest case, and the exit code is 0."""
     recorded(clone)
-    assert check(clone) == 0
+    assert check(clone, "--strict") == 0
     found = printed(capsys)
     assert found["problems"] == []
-    assert [claim["holds"] for claim in found["claims"]] == [True, True, True]
+    assert [claim["holds"] for claim in found["claims"]] == [True, True]
     assert "16 of 16 hold" in found["claims"][1]["numbers"]
 
 
@@ -134,13 +130,14 @@ def test_claims_that_hold(clone: Path, capsys: pytest.CaptureFixture[str]) -> No
         (({"guard": "standard", "attack": "backdoor", "attackers": 3}, (0.88,)), "held"),
         (({"guard": "standard", "attack": "sign-flip(3)"}, (0.88, 0.9)), "held"),
         (({"guard": "standard", "attack": "sign-flip(3)"}, (0.9, 0.88)), "held"),
-        (({"method": "waffle", "guard": "off", "attack": "none"}, (0.9,)), "WAFFLE near the best"),
     ],
 )
 def test_claims_that_fail(clone: Path, capsys: pytest.CaptureFixture[str], case: Any, broken: str) -> None:
-    """A cell that misses its bound, at either round, fails its claim and no other; the exit code is 1."""
+    """A cell that misses its bound, at either round, fails its claim and no other; --strict then exits with 1."""
     recorded(clone, case=case)
-    assert check(clone) == 1
+    assert check(clone) == 0
+    assert [claim["claim"] for claim in printed(capsys)["claims"] if not claim["holds"]] == [broken]
+    assert check(clone, "--strict") == 1
     assert [claim["claim"] for claim in printed(capsys)["claims"] if not claim["holds"]] == [broken]
 
 
@@ -171,18 +168,12 @@ def test_a_claim_on_a_round_without_a_record_is_refused(clone: Path) -> None:
     assert accuracies([replace(run, result={**run.result, "status": "diverged"})], 0.5) == [0.0]
 
 
-def test_exceptions_are_named_and_needed(clone: Path) -> None:
-    """A named exception covers its cells only; an exception that is not needed fails the claim."""
-    case = ({"guard": "standard", "attack": "backdoor", "method": "fedavg"}, (0.5,))
-    part = recorded(clone, case=case)
-    claim = read_claims(clone / "experiments" / "small.toml")[1]
-    named = {"attack": "backdoor", "method": "fedavg", "reason": "it must be so"}
-    (excused,) = check_claims([replace(claim, exceptions=[named])], part)
-    assert excused.holds
-    assert "it must be so" in excused.numbers
-    (other,) = check_claims([replace(claim, exceptions=[{**named, "attack": "sign-flip(3)"}])], part)
-    assert not other.holds
-    assert "is not needed" in other.numbers
+def test_failed_cells_are_counted_and_the_worst_named(clone: Path) -> None:
+    """The verdict has the number of cells that hold, and names the cells that fail, the worst first."""
+    part = recorded(clone, case=({"guard": "standard", "attack": "backdoor", "method": "fedavg"}, (0.5,)))
+    verdict = check_claims(read_claims(clone / "experiments" / "small.toml"), part)[1]
+    assert not verdict.holds
+    assert verdict.numbers.startswith("12 of 16 hold; A FedAvg backdoor")
 
 
 def test_a_misspelt_claim_key_is_refused(tmp_path: Path) -> None:
@@ -190,6 +181,8 @@ def test_a_misspelt_claim_key_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('[[claims]]\nclaim = "x"\nof = {}\nwihtin = 1\n')
     assert "did you mean within" in refusal(read_claims, file)
+    file.write_text('[[claims]]\nclaim = "x"\nof = {}\n')
+    assert "either against or published" in refusal(read_claims, file)
 
 
 def test_changed_replaces_settings_and_options(clone: Path) -> None:
@@ -256,22 +249,3 @@ def test_costly_attacks_are_counted(clone: Path) -> None:
     assert "Of 8 cases per cell" in text
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
-
-
-def test_standings_measure_the_distance_from_the_best(clone: Path) -> None:
-    """A method more than one deviation behind the best is not near it; its page lists its columns."""
-    configs = [
-        RunConfig(method=method, settings=Settings(data="mnist", split=split, seed=seed))
-        for method in ("fedavg", "local")
-        for split in ("A", "B")
-        for seed in (1, 2)
-    ]
-    behind = {("local", "A"): 0.005, ("local", "B"): 0.2}
-    runs = [finished(c, 0.9 + 0.01 * c.settings.seed - behind.get((c.method, c.settings.split), 0.0)) for c in configs]
-    part = replace(read_part(clone, "small"), runs={"": runs})
-    found = beyond_tables.standings(part).splitlines()
-    assert found[-2:] == ["| FedAvg | 2 of 2 | 0.00 | 0.00 |", "| Local | 1 of 2 | 10.25 | 20.00 |"]
-    page = beyond_tables.of_method(part, "local")
-    assert "in 1 of 2 columns" in page
-    assert "| B | 71.50 ± 0.71 | 91.50 FedAvg | – | – |" in page
-    assert beyond_tables.of_method(part, "ditto") == ""

@@ -27,7 +27,7 @@ RECORDS = [path.stem for path in sorted(RESULTS.glob("*.jsonl")) if holds_runs(p
 
 def test_there_are_records() -> None:
     """The records of the paper's two studies are among those that are tested."""
-    assert {"mnist", "mnist-6000", "cifar10", "robustness", "beyond"} <= set(RECORDS)
+    assert {"mnist", "mnist-6000", "cifar10", "robustness", "har"} <= set(RECORDS)
 
 
 @pytest.mark.parametrize("name", RECORDS)

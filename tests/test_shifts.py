@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
 from waffle_fl import data
-from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.batches import Batches, BatchPlan
 from waffle_fl.cli.menu import main
@@ -47,6 +46,7 @@ from waffle_fl.shifts.concepts import cycle
 from waffle_fl.shifts.covariates import blurred, materialise, rotated
 from waffle_fl.shifts.groups import Member, groups_of, members
 from waffle_fl.shifts.labels import caps
+from waffle_fl.tournament.plan import load_tournament
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {
@@ -630,29 +630,19 @@ def test_alice_s_own_drift_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run.result["metrics"]["accuracy"] == pytest.approx(run.result["last"]["accuracy"])
 
 
-UNRECORDED = ("cobo", "pfedgraph", "fedcollab", "fedpac", "feddbe")
-
-
-def test_beyond_has_every_method_and_all_kinds_of_shifts() -> None:
-    """experiments/beyond.toml runs the methods on two data sets, the paper's splits and all shifts of grey images.
-
-    The methods in UNRECORDED have no record yet."""
-    experiments = {e.name.rpartition("/")[2]: e for e in load_experiments(ROOT / "experiments" / "beyond.toml")}
-    assert {e.settings.data for e in experiments.values()} == {"mnist", "fashion-mnist"}
-    recorded = tuple(method for method in ALGORITHMS if method not in UNRECORDED)
-    assert all(e.methods == recorded for e in experiments.values())
-    for name in ("mnist", "fashion-mnist"):
-        assert experiments[f"{name}-paper"].splits == ("A", "B", "C", "A*", "B*")
-        kinds = {type(shift) for text in experiments[name].shifts for shift in read_shifts(text)}
-        assert kinds == set(KINDS.values()) - {Colour, Sizes}
+def test_the_tournament_has_shifts_of_every_kind() -> None:
+    """experiments/tournament.toml has the paper's splits and shifts of labels, sizes, features, concepts and drift."""
+    columns = load_tournament(ROOT / "experiments" / "tournament.toml").data["digits"].columns
+    assert {"A", "B", "C", "A*", "B*"} <= {column.split for column in columns if not column.shift}
+    kinds = {type(shift).__module__.rpartition(".")[2] for column in columns for shift in read_shifts(column.shift)}
+    assert kinds == {type_.__module__.rpartition(".")[2] for type_ in KINDS.values()}
 
 
 def test_fashion_is_shifted_as_mnist_is(published: Path) -> None:
-    """Every column of beyond.toml can be built from Fashion-MNIST, with a mean of a thousand samples per agent."""
-    (experiment,) = [
-        e for e in load_experiments(ROOT / "experiments" / "beyond.toml") if e.name == "beyond/fashion-mnist"
-    ]
-    for shift in experiment.shifts:
-        made = federation_of(dataclasses.replace(experiment.settings, split="A", shift=shift), str(published))
+    """Every shift of the tournament can be built from Fashion-MNIST, with a mean of a thousand samples per agent."""
+    settings = Settings(data="fashion-mnist", split="A", samples_per_agent=1000, validation=0.2)
+    columns = load_tournament(ROOT / "experiments" / "tournament.toml").data["digits"].columns
+    for shift in (column.shift for column in columns if column.shift):
+        made = federation_of(dataclasses.replace(settings, shift=shift), str(published))
         assert abs(made.samples.double().mean() - 1000) <= 1
         assert len(made.test[0]) >= 100

@@ -7,10 +7,9 @@
     within = 0.5                                    # points of accuracy that a cell may lie below the other
     at = [0.94, 1.0]                                # at these shares of the rounds, or "best", "last", "selected"
 
-Instead of `against`, `near_best = 1.0` requires that a cell is at most this many standard deviations below the best
-method with the same settings. `published` lists accuracies of others in percent, each a table like `of` with a `mean`;
-the mean of the cells that it selects has to be within `within` points of it, above or below. `except` lists cells that
-may fail, each a table like `of` with a `reason`. The claim also fails if an exception is not needed.
+Instead of `against`, `published` lists accuracies of others in percent, each a table like `of` with a `mean`; the mean
+of the cells that it selects has to be within `within` points of it, above or below. A claim holds if all its cells do;
+the verdict counts them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from waffle_fl.algorithms import title_of
@@ -41,9 +40,7 @@ class Claim:
     of: Mapping[str, Any]
     against: Mapping[str, Any] = field(default_factory=dict)
     within: float = 0.0
-    near_best: float = -1.0
     at: Sequence[float | str] = ("last",)
-    exceptions: Sequence[Mapping[str, Any]] = ()
     published: Sequence[Mapping[str, Any]] = ()
 
 
@@ -61,11 +58,13 @@ def read_claims(file: Path) -> list[Claim]:
     """Return the claims of an experiment file."""
     claims = []
     for table in read_toml(file)[1].get("claims", []):
-        known = {"except" if name == "exceptions" else name: name for name in Claim.__dataclass_fields__}
+        known = list(Claim.__dataclass_fields__)
         for key in table:
             if key not in known:
                 raise WaffleError(f"{file}: unknown key {key!r} in a claim{suggest(key, known)}")
-        claim = Claim(**{known[key]: value for key, value in table.items()})
+        claim = Claim(**table)
+        if bool(claim.against) == bool(claim.published):
+            raise WaffleError(f"{file}: expected a claim with either against or published, got {claim.claim!r}")
         claims.append(replace(claim, at=(claim.at,)) if isinstance(claim.at, str) else claim)
     return claims
 
@@ -102,58 +101,41 @@ def _agreement(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, S
 
 def _verdict(claim: Claim, planned: Sequence[RunConfig], cells: Mapping[str, Sequence[FinishedRun]]) -> Verdict:
     about = [config for config in planned if matches(config, claim.of)]
-    rivals = [_rivals(claim, config, planned) for config in about]
-    needed = {
-        unseeded(other): other for config, others in zip(about, rivals, strict=True) for other in (config, *others)
-    }
+    pairs = [(config, _compared(claim, config)) for config in about]
+    needed = {unseeded(config): config for pair in pairs for config in pair}
     incomplete = [config for key, config in needed.items() if key not in cells]
     if incomplete or not about:
         first = f", such as {_named(incomplete[0])}" if incomplete else ""
         return Verdict(claim.claim, False, f"no complete record of {len(incomplete)} of {len(needed)} cells{first}")
-    cases = [
-        _case(claim, config, others, at, cells) for config, others in zip(about, rivals, strict=True) for at in claim.at
-    ]
+    cases = sorted(
+        (_case(claim, config, other, at, cells) for config, other in pairs for at in claim.at),
+        key=lambda case: case.found - case.required,
+    )
     failed = [case for case in cases if not case.found >= case.required]
-    excused = {id(case): e for case in failed for e in claim.exceptions if matches(case.config, e)}
-    needless = [e for e in claim.exceptions if not any(e is used for used in excused.values())]
-    unexcused = [case for case in failed if id(case) not in excused]
-    closest = unexcused or [min(cases, key=lambda case: case.found - case.required)]
-    more = f" and {len(closest) - SHOWN} more" if len(closest) > SHOWN else ""
-    numbers = f"{len(cases) - len(failed)} of {len(cases)} hold; " + "; ".join(map(_shown, closest[:SHOWN])) + more
-    reasons = dict.fromkeys(str(e.get("reason")) for e in claim.exceptions if e not in needless)
-    numbers += "".join(f"; named: {reason}" for reason in reasons)
-    numbers += "".join(f"; the exception of {_filter(e)} is not needed" for e in needless)
-    return Verdict(claim.claim, not unexcused and not needless, numbers)
+    worst = failed[:SHOWN] or cases[:1]
+    more = f" and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
+    numbers = f"{len(cases) - len(failed)} of {len(cases)} hold; " + "; ".join(map(_shown, worst)) + more
+    return Verdict(claim.claim, not failed, numbers)
 
 
 def _case(
     claim: Claim,
     config: RunConfig,
-    others: Sequence[RunConfig],
+    other: RunConfig,
     at: float | str,
     cells: Mapping[str, Sequence[FinishedRun]],
 ) -> Case:
     found = 100 * mean(accuracies(cells[unseeded(config)], at))
-    rivals = [[100 * a for a in accuracies(cells[unseeded(other)], at)] for other in others]
-    best = max(rivals, key=mean)
-    required = mean(best) - claim.within - ROUNDING if claim.against else near(best, claim.near_best)
+    required = 100 * mean(accuracies(cells[unseeded(other)], at)) - claim.within - ROUNDING
     return Case(config, at, found, required)
 
 
-def near(best: Sequence[float], deviations: float) -> float:
-    """Return the mean of the best accuracies minus so many standard deviations."""
-    return mean(best) - deviations * (stdev(best) if len(best) > 1 else 0.0) - ROUNDING
-
-
-def _rivals(claim: Claim, config: RunConfig, planned: Sequence[RunConfig]) -> list[RunConfig]:
-    """Return the configs to compare a cell with: itself changed by `against`, or all methods with its settings."""
-    if claim.against:
-        other = changed(config, claim.against)
-        if unseeded(other) == unseeded(config):
-            raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
-        return [other]
-    same = {seed: replace(config.settings, seed=seed) for seed in {other.settings.seed for other in planned}}
-    return [other for other in planned if other.settings == same[other.settings.seed]]
+def _compared(claim: Claim, config: RunConfig) -> RunConfig:
+    """Return the config to compare a cell with: itself changed by `against`."""
+    other = changed(config, claim.against)
+    if unseeded(other) == unseeded(config):
+        raise WaffleError(f"a claim compares {_named(config)} with itself: `of` and `against` have to differ")
+    return other
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -171,7 +153,7 @@ def matches(config: RunConfig, values: Mapping[str, Any]) -> bool:
     """Return whether a config has these settings and options. A list gives alternatives."""
     content = config.contents
     known = {**content["settings"], **content["options"], "method": config.method}
-    required = {key: value if isinstance(value, list) else [value] for key, value in values.items() if key != "reason"}
+    required = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
     return all(key in known and known[key] in choice for key, choice in required.items())
 
 
@@ -214,7 +196,3 @@ def _named(config: RunConfig) -> str:
 def _shown(case: Case) -> str:
     when = case.at if isinstance(case.at, str) else f"{case.at:g} R"
     return f"{_named(case.config)} at {when}: {case.found:.2f}, at least {case.required:.2f} wanted"
-
-
-def _filter(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items() if key != "reason")

@@ -39,8 +39,11 @@ def run_tournament(file: Path, out: Path, runtime: Runtime, as_json: bool) -> in
     return 1 if failed else 0
 
 
-def check_tournament(file: Path, as_json: bool) -> int:
-    """Exit with 1 unless the committed records are complete and made with the trials that the tuning chose."""
+def check_tournament(file: Path, as_json: bool, strict: bool) -> int:
+    """Exit with 1 unless the committed records are complete and made with the trials that the tuning chose.
+
+    If `strict`, the claims of the file also have to hold.
+    """
     tournament, folder = load_tournament(file), file.parent.parent / "results"
     records = read_records(tournament, folder)
     wrong = problems(tournament, records)
@@ -52,7 +55,7 @@ def check_tournament(file: Path, as_json: bool) -> int:
         console = console_for()
         show_standings(tournament, standings(scores), console)
         show_verdicts(wrong, claims, console)
-    return 1 if wrong else 0
+    return 1 if wrong or (strict and not all(claim.holds for claim in claims)) else 0
 
 
 def show_standings(tournament: Tournament, found: list[MethodStanding], console: Console) -> None:

@@ -1,7 +1,8 @@
 """Compare methods over the tasks of a tournament.
 
 A task is a column, a partition and an Alice; its score is the mean over the seeds. A run that diverged counts as the
-worst score of its task. A column's score is the mean over its tasks, and every column counts the same.
+worst score of its task. Points below LOWEST, such as those of a regression that is about to diverge, count as LOWEST.
+A column's score is the mean over its tasks, and every column counts the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.tournament.record import Line
@@ -18,6 +19,7 @@ Protocol: TypeAlias = Literal["selected", "last"]
 Column: TypeAlias = tuple[str, str]  # (data set, name of the column)
 TaskKey: TypeAlias = tuple[int, str]  # (partition, Alice)
 DECILE = 0.1
+LOWEST = -100.0  # points: an error of twice the targets' standard deviation
 BASELINE = "local"
 
 
@@ -55,8 +57,12 @@ def scores_of(lines: Mapping[str, Iterable[Line]], protocol: Protocol = "selecte
                 continue
             tasks = raw.setdefault((data, line["column"]), {}).setdefault(line["method"], {})
             for k, alice in enumerate(alices_of(line)):
-                tasks[line["partition"], alice] = [seed[k] for seed in line[protocol]]
+                tasks[line["partition"], alice] = [_floored(seed[k]) for seed in line[protocol]]
     return Scores({column: _completed(found) for column, found in raw.items()})
+
+
+def _floored(points: float | None) -> float | None:
+    return None if points is None else max(points, LOWEST)
 
 
 def alices_of(line: Line) -> list[str]:
@@ -77,7 +83,7 @@ def _completed(found: Mapping[str, Mapping[TaskKey, list[float | None]]]) -> dic
     worst = {key: min(values) for key, values in known.items() if values}
     return {
         method: {
-            key: mean(worst[key] if value is None else value for value in values)
+            key: fmean(worst[key] if value is None else value for value in values)
             for key, values in tasks.items()
             if key in worst
         }
@@ -97,7 +103,7 @@ def standings(scores: Scores) -> list[MethodStanding]:
 def _standing(method: str, columns: Sequence[Mapping[str, Mapping[TaskKey, float]]]) -> MethodStanding:
     gaps, near, worst, gains, ranks = [], 0, [], list[bool](), []
     for column in columns:
-        means = {m: mean(tasks.values()) for m, tasks in column.items()}
+        means = {m: fmean(tasks.values()) for m, tasks in column.items()}
         best = max(means, key=means.__getitem__)
         gaps.append(means[best] - means[method])
         near += gaps[-1] <= _standard_error(column[best], column[method])
@@ -106,14 +112,14 @@ def _standing(method: str, columns: Sequence[Mapping[str, Mapping[TaskKey, float
         ranks.append(_rank(means, method))
         if BASELINE in column:
             gains += [column[method][key] > column[BASELINE][key] for key in column[method]]
-    share = mean(gains) if gains else math.nan
-    return MethodStanding(method, mean(gaps), max(gaps), near, len(columns), mean(worst), share, mean(ranks))
+    share = fmean(gains) if gains else math.nan
+    return MethodStanding(method, fmean(gaps), max(gaps), near, len(columns), fmean(worst), share, fmean(ranks))
 
 
 def lowest(values: Iterable[float]) -> float:
     """Return the mean of the lowest tenth of the values, of at least one."""
     ordered = sorted(values)
-    return mean(ordered[: max(1, math.ceil(DECILE * len(ordered)))])
+    return fmean(ordered[: max(1, math.ceil(DECILE * len(ordered)))])
 
 
 def _standard_error(best: Mapping[TaskKey, float], other: Mapping[TaskKey, float]) -> float:
@@ -151,9 +157,9 @@ def compare(scores: Scores, one: str, other: str) -> Comparison:
     ]
     differences = [value for some in per_column for value in some]
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-    means = [mean(some) for some in per_column]
+    means = [fmean(some) for some in per_column]
     p = float(ttest_1samp(means, 0.0).pvalue) if len(means) > 1 and any(means) else math.nan
-    return Comparison(mean(differences), error, len(differences), p)
+    return Comparison(fmean(differences), error, len(differences), p)
 
 
 def critical_difference(methods: int, columns: int, level: float = 0.05) -> float:
@@ -173,4 +179,4 @@ def mean_loss(lines: Iterable[Line], method: str) -> float:
         for value in line["loss"]
         if value is not None
     ]
-    return mean(found) if found else math.nan
+    return fmean(found) if found else math.nan
