@@ -164,9 +164,53 @@ def test_a_candidate_that_diverges_is_the_worst(settings: Settings, tmp_path: Pa
         lines = [{"round": r + 1, "validation_accuracy": 1.0, "validation_loss": 0.1 * r} for r in range(rounds)]
         (tmp_path / name / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     whole, short = (config, tmp_path / "whole"), (config, tmp_path / "short")
-    assert best_round([whole]).round == 1
-    assert best_round([whole, short]).score.accuracy == -1
-    assert best_candidate([best_round([whole, short]).score, ValidationScore(0.5, 2.0)], 10) == 1
+    assert best_round([whole], 3).round == 1
+    assert best_round([whole, short], 3).score.accuracy == -1
+    assert best_candidate([best_round([whole, short], 3).score, ValidationScore(0.5, 2.0)], 10) == 1
+
+
+def write_series(folder: Path) -> Path:
+    """Two agents with 40 short series of two classes each."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("north", "south"):
+        y = np.arange(40) % 2
+        np.savez(folder / f"{name}.npz", x=rng.standard_normal((40, 2, 8)) + y[:, None, None], y=y)
+    return folder
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_expensive_candidates_are_compared_after_half_of_the_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All candidates train for half of the rounds, and only the best one to the end; its final round may be later."""
+    monkeypatch.setattr(default_training, "EXPENSIVE", 10)
+    monkeypatch.setattr(default_training, "SERIES", ({"lr": 1e-6}, {"lr": 0.01}))
+    s = Settings(data=str(write_series(tmp_path / "series")), alice="all", rounds=4)
+    methods = ["local", "fedavg", "waffle"]
+    training = choose_training(s, methods, {}, ("rounds",), tmp_path / "t", Runtime(), Listener())
+    assert list(training.scores) == ["local", "fedavg"]
+    for method in ("local", "fedavg"):
+        assert training.chosen[method]["lr"] == 0.01
+        logs = {
+            k: [len(read_rounds(path)) for path in (tmp_path / "t" / f"candidate-{k}").glob(f"*{method}*/rounds.jsonl")]
+            for k in (0, 1)
+        }
+        assert logs == {0: [2, 2], 1: [4, 4]}
+        assert 1 <= training.chosen[method]["final_round"] <= 4
+
+
+def test_ditto_is_left_out_if_training_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default methods of `decide` have no Ditto on expensive data, unless the user sets its options."""
+    monkeypatch.setattr(default_training, "EXPENSIVE", 10)
+    folder = write_series(tmp_path / "series")
+    common = ("decide", folder, "--rounds", "1", "--seeds", "1", "--training", "given", "--out")
+    shown = waffle(*common, tmp_path / "short", "--json")
+    assert "note: ditto is left out, because training takes long: --methods adds it" in shown.err
+    assert not list((tmp_path / "short").glob("*ditto*"))
+    shown = waffle(*common, tmp_path / "long", "--json", "--options", "ditto.lam=0.5")
+    assert shown.code == 0
+    assert list((tmp_path / "long").glob("*ditto*"))
 
 
 def test_trials_score_validation_rows_and_no_test_rows(settings: Settings) -> None:

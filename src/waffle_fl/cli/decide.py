@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,10 @@ from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
+from waffle_fl.tuning.default_training import is_expensive
 
 REFERENCE_VALIDATION = 0.2  # share of the training rows on which a reference is chosen, if no other share is held out
+LEFT_OUT = "ditto"  # of the default methods if training takes long: it trains two models per agent
 PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.json"
 
 
@@ -40,8 +43,9 @@ PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.jso
 class DecisionFlags:
     """What to compare."""
 
-    methods: tuple[str, ...] = DEFAULT
-    """Methods to compare. local is always added, because gains are measured against training alone."""
+    methods: tuple[str, ...] = ()
+    """Methods to compare. Default: local, fedavg, waffle and ditto; without ditto if training takes long, such as on
+    more than 2,000 images. local is always added, because gains are measured against training alone."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds. Each method is trained once per seed."""
     partners: PartnerOption = "auto"
@@ -76,9 +80,10 @@ def decide_command(arguments: Sequence[str]) -> int:
     args: Any = parse(kind, without_old_flags(arguments), "decide")
     flags, given = args.comparison, {"data": args.data, **dataclasses.asdict(args.settings)}
     for name, chosen in (("methods", flags.methods), ("seeds", flags.seeds)):
-        if not chosen or len(set(chosen)) < len(chosen):
+        if len(set(chosen)) < max(1, len(chosen)) and (chosen or name == "seeds"):
             raise WaffleError(f"{name}: expected at least one value and no duplicates, got {chosen!r}")
-    methods = tuple(dict.fromkeys((*flags.methods, *((SHARED,) if flags.partners != "none" else ()))))
+    methods = flags.methods or _default_methods(check_run(ALONE, given, {}).settings, args)
+    methods = tuple(dict.fromkeys((*methods, *((SHARED,) if flags.partners != "none" else ()))))
     options = read_options(flags.options, (ALONE, *methods))
     configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in flags.seeds]
     options = {config.method: dict(config.options) for config in configs if config.options}
@@ -108,6 +113,16 @@ def decide_command(arguments: Sequence[str]) -> int:
     decision = write_decision(finished, out, out, metric, args.runtime.force, no_warning)
     _print_decision(decision, out / PAGE, args.output)
     return 0
+
+
+def _default_methods(s: Settings, args: Any) -> tuple[str, ...]:
+    """Return the methods to compare if none are given: without LEFT_OUT if training takes long."""
+    set_by_user = any(option.startswith(f"{LEFT_OUT}.") for option in args.comparison.options)
+    if set_by_user or not is_expensive(all_alices_of(s, args.runtime)):
+        return DEFAULT
+    if not args.output.quiet:
+        print(f"note: {LEFT_OUT} is left out, because training takes long: --methods adds it", file=sys.stderr)
+    return tuple(method for method in DEFAULT if method != LEFT_OUT)
 
 
 def write_references(s: Settings, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, out: Path) -> None:

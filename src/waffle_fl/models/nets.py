@@ -70,8 +70,8 @@ def cnn_gn(shape: Sequence[int], classes: int) -> nn.Module:
     channels, height, width = shape
     layers: list[nn.Module] = []
     for outputs in (16, 32, *[64] * 16):
-        layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2, ceil_mode=True))
+        layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(8, outputs)]
+        layers += [nn.MaxPool2d(2, ceil_mode=True), nn.ReLU()]  # the same as ReLU before pooling, on fewer numbers
         channels, height, width = outputs, -(-height // 2), -(-width // 2)
         if max(height, width) <= POOLED:
             break
@@ -83,8 +83,8 @@ def cnn_1d_gn(shape: Sequence[int], classes: int) -> nn.Module:
     channels, length = shape
     layers: list[nn.Module] = []
     for outputs in (32, *[64] * 16):
-        layers += [nn.Conv1d(channels, outputs, 5, padding=2), nn.GroupNorm(8, outputs), nn.ReLU()]
-        layers.append(nn.MaxPool1d(2, ceil_mode=True))
+        layers += [nn.Conv1d(channels, outputs, 5, padding=2), nn.GroupNorm(8, outputs)]
+        layers += [nn.MaxPool1d(2, ceil_mode=True), nn.ReLU()]
         channels, length = outputs, -(-length // 2)
         if length <= 2 * POOLED:
             break

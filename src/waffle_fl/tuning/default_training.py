@@ -3,8 +3,8 @@
 A verdict is only as good as the models behind it. Unless the user gives these settings, agents train with Adam, a fifth
 of the training rows selects the round, and learning rate, weight decay, the network (for tables) and augmentation (for
 images) are those with the best validation score, averaged over the agents: the least loss among those within a standard
-error of the best accuracy. Test rows are never used. Where training is expensive, only Local and FedAvg are tried, and
-the other methods train as FedAvg does.
+error of the best accuracy. Test rows are never used. Where training is expensive, only Local and FedAvg are tried, the
+candidates are compared after half of the rounds, and the other methods train as FedAvg does.
 """
 
 from __future__ import annotations
@@ -128,18 +128,30 @@ def choose_training(
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
     best_round = common_round if all_rows else own_rounds
 
-    def measured(s: Settings, trials: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, list[BestRound]]:
-        """Train the trials, by method and folder, together; return the best round of each trial of a method."""
+    def measured(
+        s: Settings, trials: Mapping[tuple[str, str], Mapping[str, Any]], until: int | None = None
+    ) -> dict[str, list[BestRound]]:
+        """Train the trials, by method and folder, together; return the best round of each trial of a method.
+
+        With `until` they are paused after that round; the same trials continue there.
+        """
         s = replace(s, test="none")
         runs = {(m, at): _runs(m, replace(s, **c), options, folder / at, runtime) for (m, at), c in trials.items()}
-        execute([run for group in runs.values() for run in group], runtime, listener)
-        return {m: [best_round(group) for (own, _), group in runs.items() if own == m] for m, _ in runs}
+        execute([run for group in runs.values() for run in group], runtime, listener, until)
+        rounds = until or s.rounds
+        return {m: [best_round(group, rounds) for (own, _), group in runs.items() if own == m] for m, _ in runs}
 
-    found = measured(base, {(m, f"candidate-{k}"): c for m in tried for k, c in enumerate(candidates)})
+    trials = {(m, f"candidate-{k}"): c for m in tried for k, c in enumerate(candidates)}
+    halved = is_expensive(federation) and len(candidates) > 1
+    found = measured(base, trials, ceil(base.rounds / 2) if halved else None)
     samples = validation_samples(base, runtime)
-    best = {m: best_candidate([trial.score for trial in trials], samples) for m, trials in found.items()}
+    best = {m: best_candidate([trial.score for trial in some], samples) for m, some in found.items()}
     chosen = {m: candidates[k] for m, k in best.items()}
-    last = {m: found[m][k].round for m, k in best.items()}
+    if halved:
+        whole = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, k in best.items()})
+        last = {m: trial.round for m, (trial,) in whole.items()}
+    else:
+        last = {m: found[m][k].round for m, k in best.items()}
     while "rounds" not in given and base.rounds < most_rounds(federation) and _improves(last, base.rounds):
         base = replace(base, rounds=min(2 * base.rounds, most_rounds(federation)))
         longer = measured(base, {(m, f"{base.rounds}-rounds"): c for m, c in chosen.items()})
@@ -227,24 +239,27 @@ def _runs(
     return [(config, folder / config.label) for config in configs]
 
 
-def own_rounds(runs: RunList) -> BestRound:
-    """Return the mean over Alices, each at the round with her best validation score."""
-    logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
-    if any(len(log) < config.settings.rounds for (config, _), log in zip(runs, logs, strict=True)):
+def own_rounds(runs: RunList, rounds: int) -> BestRound:
+    """Return the mean over Alices, each at the round with her best validation score among the first `rounds`."""
+    logs = [read_rounds(folder / "rounds.jsonl")[:rounds] for _, folder in runs]
+    if any(len(log) < rounds for log in logs):
         return DIVERGED
     rank = Selection(runs[0][0].settings.selected_by).rank
     best = [max(log, key=rank) for log in logs]
     return BestRound(fmean(line["round"] for line in best), _mean(best))
 
 
-def common_round(runs: RunList) -> BestRound:
-    """Return the round with the best mean over Alices: the largest accuracy, then the least loss, or the least loss."""
+def common_round(runs: RunList, rounds: int) -> BestRound:
+    """Return the round with the best mean over Alices: the largest accuracy, then the least loss, or the least loss.
+
+    Only the first `rounds` count: a trial that was resumed may have more.
+    """
     s = runs[0][0].settings
-    logs = [read_rounds(folder / "rounds.jsonl") for _, folder in runs]
-    if any(len(log) < s.rounds for log in logs):
+    logs = [read_rounds(folder / "rounds.jsonl")[:rounds] for _, folder in runs]
+    if any(len(log) < rounds for log in logs):
         return DIVERGED
     means = [_mean(lines) for lines in zip(*logs, strict=True)]
-    best = min(range(s.rounds), key=lambda r: (0.0 if s.selected_by == "loss" else -means[r].accuracy, means[r].loss))
+    best = min(range(rounds), key=lambda r: (0.0 if s.selected_by == "loss" else -means[r].accuracy, means[r].loss))
     return BestRound(best + 1, means[best])
 
 
