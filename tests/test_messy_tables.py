@@ -133,6 +133,10 @@ ODD: dict[str, tuple[dict[str, list[str]], str]] = {
         {"lab": [*column(["-12.5", "3.5", "21"], ROWS - 1), "-999"]},
         "column 'lab' has -999 in 2 rows, and else -12.5 to 21: if it means missing, set --missing -999",
     ),
+    "-9 beside values from -3 to 3": (
+        {"lab": [*column(["-3", "0.5", "3"], ROWS - 2), "-9", "-9"]},
+        "column 'lab' has -9 in 4 rows, and else -3 to 3: if it means missing, set --missing -9",
+    ),
     "-9 and 999": ({"lab": [*LAB[:-2], "-9", "999"]}, "if they mean missing, set --missing -9 999"),
     "an identifier": (
         {"patient_id": [str(i * i) for i in range(ROWS)]},
@@ -217,6 +221,14 @@ def test_a_point_of_unclear_meaning_is_refused(tmp_path: Path, texts: list[str],
     text = refusal(cells, tmp_path, texts, decimal=",")
     assert why in text
     assert "without thousands separators" in text
+
+
+def test_a_given_decimal_sign_is_not_advised_again(tmp_path: Path) -> None:
+    """`waffle data --decimal ,` on a column with both signs reports that column once."""
+    folder = write(tmp_path / "d", n=table(1, lab=column(["1,5", "2.5"])), s=table(2))
+    shown = waffle("data", folder, "--target", "y", "--decimal", ",")
+    assert shown.out.count("has '2.5' in line") == 1
+    assert "set --decimal ," not in shown.out
 
 
 @pytest.mark.parametrize(

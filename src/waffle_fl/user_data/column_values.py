@@ -13,6 +13,7 @@ from waffle_fl.user_data.cleaning import COMMA
 LARGEST = float(np.finfo(np.float32).max)
 AS_CATEGORIES = "repair it, leave it empty if missing, or name the column in `categorical`"
 AS_CLASSES = "repair it, drop the row, or set task to classification"
+DECIMAL_ADVICE = "set --decimal , if this is a decimal comma"
 
 
 def cells_of(table: Table, name: str) -> Cells:
@@ -80,7 +81,7 @@ def _no_number(table: Table, name: str, row: int) -> WaffleError:
             f"{where}write numbers without percent signs and with the same unit at every agent, or set --drop {name}"
         )
     return WaffleError(
-        f"{where}set --decimal , if this is a decimal comma; otherwise "
+        f"{where}{DECIMAL_ADVICE}; otherwise "
         "write numbers with a decimal point and without thousands separators, as 1234.5"
     )
 

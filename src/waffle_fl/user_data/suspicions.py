@@ -70,7 +70,7 @@ def _codes(name: str, values: Floats, target: bool) -> Iterator[str]:
         return
     low, high = float(others.min()), float(others.max())
     width = high - low
-    odd = [code for code in present if (code < 0 <= low) or code < low - width or code > high + width]
+    odd = [code for code in present if (code < 0 <= low) or code <= low - width or code >= high + width]
     if odd:
         counted = " and ".join(f"{code} in {_rows(int((values == code).sum()))}" for code in odd)
         they, mean = ("it", "means") if len(odd) == 1 else ("they", "mean")

@@ -14,7 +14,7 @@ from waffle_fl.errors import WaffleError
 from waffle_fl.user_data.agent_data import CollectedData, ReadOptions
 from waffle_fl.user_data.cells import Cells, Table, count_names, numbers
 from waffle_fl.user_data.cleaning import all_columns, check_drop, check_missing, cleaned
-from waffle_fl.user_data.column_values import numeric, refuse_disguised_numbers
+from waffle_fl.user_data.column_values import DECIMAL_ADVICE, numeric, refuse_disguised_numbers
 from waffle_fl.user_data.folder_reader import (
     agents_in,
     column_problems,
@@ -101,6 +101,8 @@ def report_tables(folder: Path, options: ReadOptions) -> FolderReport:
             _find_target_problems(name, having, name in categorical, options, problems)
         else:
             _find_problems(name, kinds[name], having, name in categorical, problems)
+    if options.rules.decimal == ",":  # columns whose decimal signs are unclear have a line of their own
+        problems.lines = [line for line in problems.lines if DECIMAL_ADVICE not in line]
     read = problems.catch(read_folder, folder, options) if not problems.lines else None
     suspicions = [
         line
