@@ -58,7 +58,7 @@ def read_standings(root: Path, name: str) -> Standings:
     tournament = load_tournament(file)
     records = read_records(tournament, root / "results")
     scores = complete_scores(tournament, records)
-    claims = verdicts(read_claims(file), scores)
+    claims = verdicts(read_claims(file, tournament.methods), scores)
     return Standings(tournament, records, scores, standings(scores), claims, problems(tournament, records))
 
 

@@ -186,7 +186,7 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, old: str, new: str, m
     file = tmp_path / "wrong.toml"
     file.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(WaffleError, match=message):
-        _ = read_claims(file), load_tournament(file)
+        read_claims(file, load_tournament(file).methods)
 
 
 def test_a_failed_job_is_counted(tmp_path: Path) -> None:
@@ -265,6 +265,7 @@ def test_costs_of_methods() -> None:
 
 def test_an_undecided_claim_says_so(finished: Path) -> None:
     """A claim about a method without a complete record is undecided."""
-    claims = read_claims(finished / "experiments" / "tiny.toml")
+    file = finished / "experiments" / "tiny.toml"
+    claims = read_claims(file, load_tournament(file).methods)
     (verdict,) = verdicts(claims, scores(local=[1.0, 2.0]))
     assert verdict.word == "undecided"

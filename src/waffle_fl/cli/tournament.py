@@ -48,7 +48,7 @@ def check_tournament(file: Path, as_json: bool, strict: bool) -> int:
     records = read_records(tournament, folder)
     wrong = problems(tournament, records)
     scores = complete_scores(tournament, records)
-    claims = verdicts(read_claims(file), scores)
+    claims = verdicts(read_claims(file, tournament.methods), scores)
     if as_json:
         print(json.dumps({"problems": wrong, "claims": [dataclasses.asdict(verdict) for verdict in claims]}))
     else:

@@ -20,7 +20,7 @@ from typing import Any
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.config import read_toml
 from waffle_fl.errors import WaffleError, suggest
-from waffle_fl.tournament.plan import Tournament, load_tournament
+from waffle_fl.tournament.plan import Tournament
 from waffle_fl.tournament.record import Line, chosen_trial, column_name, read_lines, record_file, table
 from waffle_fl.tournament.standings import Protocol, Scores, compare, scores_of, standings
 
@@ -66,10 +66,9 @@ def _problems(tournament: Tournament, data: str, lines: Sequence[Line]) -> Itera
             yield f"{data} {method}: the record has columns or partitions that the file lacks"
 
 
-def read_claims(file: Path) -> list[dict[str, Any]]:
-    """Return the claims of a tournament file."""
+def read_claims(file: Path, known: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the claims of a tournament file, which are about its methods, the `known` ones."""
     claims: list[dict[str, Any]] = read_toml(file)[1].get("claims", [])
-    known = load_tournament(file).methods
     for claim in claims:
         if set(claim) - KEYS or not {"claim", "method"} <= set(claim) or ("above" in claim) == ("gap" in claim):
             raise WaffleError(f"{file}: expected a claim with claim, method and either above or gap, got {claim}")
