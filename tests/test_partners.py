@@ -25,11 +25,13 @@ from waffle_fl.decision.bootstrap import Interval, contrasts, figures, gain, sha
 from waffle_fl.decision.coalitions import FOLDS, Plan, able_agents, cross_validate, folds_of, rows_of
 from waffle_fl.decision.partners import (
     IMAGES,
+    MOST_IMAGES,
     PartnerStudy,
     group_of,
     leads,
     measurement_for,
     study_partners,
+    takes_long,
 )
 from waffle_fl.decision.shapley import Coalition, coalitions_of
 from waffle_fl.experiment import Runtime, federation_of
@@ -314,7 +316,7 @@ def test_report_keeps_the_recommendation(decided: tuple[Path, dict[str, list[str
 
 
 def test_auto_depends_on_agents_and_cost(planted: Path) -> None:
-    """auto: exact values for small tables, leave-one-out for many agents or rows, none for many images."""
+    """auto: exact values for small tables, leave-one-out for many agents, rows or images, none for very many images."""
     settings = settings_for(planted)
     federation = whole(settings)
     assert measurement_for("auto", federation, settings, range(4)) == ("shapley", "")
@@ -329,13 +331,35 @@ def test_auto_depends_on_agents_and_cost(planted: Path) -> None:
     assert measurement_for("shapley", many, settings, [0])[0] == "sampled"
     images = replace(federation, x=federation.x[:, None, None, :])
     assert measurement_for("auto", images, settings, [0])[0] == "shapley"
-    rows = torch.arange(IMAGES + 1)
-    large = replace(images, train=(rows, *images.train[1:]))
+    large = replace(images, train=(torch.arange(IMAGES + 1), *images.train[1:]))
+    assert takes_long(large)
+    assert not takes_long(images)
+    found, reason = measurement_for("auto", large, settings, [0])
+    assert found == "leave-one-out"
+    assert "one quarter of the training rows, with one seed" in reason
+    assert measurement_for("auto", large.without("3"), settings, [0])[0] == "shapley"
+    large = replace(images, train=(torch.arange(MOST_IMAGES + 1), *images.train[1:]))
     assert "images; use --partners leave-one-out" in measurement_for("auto", large, settings, [0])[1]
     assert measurement_for("none", federation, settings, [0]) == (None, "")
     attacked = replace(settings, attack="sign-flip")
     assert measurement_for("auto", federation, attacked, [0])[0] is None
     assert "not available with an attack" in refusal(measurement_for, "shapley", federation, attacked, [0])
+
+
+def test_one_fold_finds_the_harmful_partner(planted: Path) -> None:
+    """One held-out quarter with one seed gives the same group; every coalition trains once."""
+    settings = settings_for(planted, rounds=20)
+    federation = whole(settings)
+    arguments = ("shapley", federation, settings, "waffle", [0], (1, 2), {}, Runtime(workers=1))
+    found = study_partners(*arguments, one_fold=True)  # type: ignore[arg-type]
+    advice = found.advice["alice"]
+    assert (advice.partners, advice.method, advice.join) == (("ally-one", "ally-two"), "fedavg", True)
+    assert (found.trainings, found.seeds) == (8, 1)
+    plan = Plan("fedavg", Coalition([0, 1]))
+    held = cross_validate([plan], federation, settings, (1, 2), {}, Runtime(workers=1), one_fold=True)
+    rows = len(rows_of(federation, 0))
+    assert len(held.target[0]) == len(held.outputs[plan, 0][1]) == -(-rows // 4)
+    assert list(held.outputs[plan, 0]) == [1]
 
 
 @pytest.mark.parametrize("measurement", ["leave-one-out", "sampled"])

@@ -50,8 +50,8 @@ class DecisionFlags:
     """Seeds. Each method is trained once per seed."""
     partners: PartnerOption = "auto"
     """Measure which partners help each agent: exact Shapley values (sampled for more than 8 agents), or the effect of
-    leaving out each. auto: Shapley values of tables with up to 8 agents, leave-one-out for more, none if training
-    takes long, such as on more than 2,000 images."""
+    leaving out each. auto: Shapley values of tables with up to 8 agents, leave-one-out for more; on more than 2,000
+    images with one seed and one held-out part, on more than 4,000 none."""
     options: tuple[str, ...] = ()
     """Hyperparameters as METHOD.NAME=VALUE, such as ditto.lam=0.5, or a .toml file with one table per method."""
     training: Annotated[TrainingOption, tyro.conf.arg(help=TRAINING_HELP)] = "auto"

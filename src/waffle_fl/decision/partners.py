@@ -42,7 +42,8 @@ PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
 SHARED = "fedavg"
 EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
 PAIRS = 8  # pairs of orders of the sampled Shapley value
-IMAGES = 2000  # samples of images or signals in all, above which `auto` measures nothing
+IMAGES = 2000  # samples of images or signals in all, above which one fold with one seed is measured,
+MOST_IMAGES = 4000  # and above which `auto` measures nothing
 STEPS = 4_000_000  # mini-batch steps, above which `auto` measures less: about three minutes on two cores
 MARGIN = 0.5  # standard errors of a lead that counts
 TRAININGS = 1200  # more trainings than this use one seed
@@ -110,15 +111,27 @@ def measurement_for(
     small = len(agents) <= EXACT_AGENTS
     if option == "shapley":
         return ("shapley" if small else "sampled"), ""
-    samples = sum(len(rows_of(federation, i)) for i in agents)
-    if len(federation.shape) > 1 and samples > IMAGES:
+    samples = _samples(federation)
+    if len(federation.shape) > 1 and samples > MOST_IMAGES:
         return None, f"partners are not measured: {samples:,} images; use --partners leave-one-out"
+    if takes_long(federation):
+        reason = f"partners are measured on one quarter of the training rows, with one seed: {samples:,} images"
+        return ("shapley" if len(agents) <= 3 else "leave-one-out"), reason  # the same coalitions for three agents
     if small and _steps("shapley", federation, settings, chosen, agents) <= STEPS:
         return "shapley", ""
     if _steps("leave-one-out", federation, settings, chosen, agents) <= STEPS:
         reason = f"{len(agents)} agents" if not small else "many rows"
         return "leave-one-out", f"partners are measured by leaving out each in turn: {reason}; see --partners"
     return None, "partners are not measured: training takes long; use --partners leave-one-out or shapley"
+
+
+def takes_long(federation: Federation) -> bool:
+    """Whether there are so many images or signals that `auto` measures partners with one fold and one seed."""
+    return len(federation.shape) > 1 and _samples(federation) > IMAGES
+
+
+def _samples(federation: Federation) -> int:
+    return sum(len(rows_of(federation, i)) for i in able_agents(federation))
 
 
 def contributions_of(
@@ -141,23 +154,25 @@ def study_partners(
     runtime: Runtime,
     metric: Metric | None = None,
     progress: Progress = lambda done, total: None,
+    one_fold: bool = False,
 ) -> PartnerStudy:
     """Return the contribution of each partner to each agent, and the group that each agent should train with.
 
-    Groups train with FedAvg. The headline method `method` with all agents is a further candidate. Test rows are not
-    used."""
+    Groups train with FedAvg. The headline method `method` with all agents is a further candidate. With `one_fold` it is
+    not, and only one fold is held out, with the first seed. Test rows are not used."""
     agents = able_agents(federation)
+    method = SHARED if one_fold else method
     chosen = [i for i in alices if i in agents]
     plans = _plans(measurement, method, chosen, agents)
-    used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS else seeds[:1]
-    held = cross_validate(plans, federation, settings, used, options, runtime, progress)
+    used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS and not one_fold else seeds[:1]
+    held = cross_validate(plans, federation, settings, used, options, runtime, progress, one_fold)
     decided = _metric(metric, held, chosen, federation)
     found = {i: _contributions(measurement, i, agents, held, decided) for i in chosen}
     groups = {i: group_of(i, contributions) for i, (contributions, _) in found.items()}
     missing = {Plan(SHARED, group) for group in groups.values()} - {plan for plan, _ in held.outputs}
     if missing:
         ordered = sorted(missing, key=lambda plan: sorted(plan.members))
-        held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime))
+        held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime, one_fold=one_fold))
     advice = {}
     for i in chosen:
         alone, group = Plan(SHARED, Coalition([i])), Plan(SHARED, groups[i])
@@ -185,6 +200,7 @@ def key_of(
     seeds: Sequence[int],
     options: Mapping[str, Mapping[str, Any]],
     metric: Metric | None,
+    one_fold: bool = False,
 ) -> str:
     """Return a hash of everything that a study depends on."""
     neutral = replace(settings, alice="0", seed=0, leave_out=())
@@ -192,7 +208,7 @@ def key_of(
         RunConfig(method=m, settings=neutral, options=options.get(m, {})).to_json()
         for m in dict.fromkeys((SHARED, method))
     ]
-    parts = [measurement, federation.digest(), configs, sorted(alices), list(seeds), metric, RESULTS_VERSION]
+    parts = [measurement, federation.digest(), configs, sorted(alices), list(seeds), metric, one_fold, RESULTS_VERSION]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
