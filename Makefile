@@ -9,7 +9,7 @@ LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --unive
   --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
   --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower test test-flower test-thorough lint bench docs docs-serve setup lock sbom release clean
+.PHONY: demo demo-flower test test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -26,6 +26,10 @@ test-thorough: $(READY)
 
 test-flower: $(READY)
 	$(BIN)/pytest -m flower tests/test_flower_*.py tests/test_tutorials.py
+
+# What is locked can be installed from the package index; minutes that a change of the code does not need.
+test-release: $(READY)
+	$(BIN)/pytest -m release tests/test_supply_chain.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -77,7 +81,7 @@ sbom: $(READY)
 	$(BIN)/python packaging/sbom.py dist
 
 # Builds and checks what is published. The wheel is installed into a clean environment per Python.
-release: $(READY)
+release: $(READY) test-release
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz

@@ -161,6 +161,7 @@ def compile_commands() -> list[list[str]]:
     return [line.split("bin/uv ", 1)[1].split() for line in text.splitlines() if "bin/uv pip compile" in line]
 
 
+@pytest.mark.release
 def test_make_lock_changes_no_pin(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -182,6 +183,7 @@ def test_make_lock_changes_no_pin(tmp_path: Path) -> None:
         assert before == after, f"requirements/{name} is not that of pyproject.toml: run make lock"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_package_has_a_wheel_for_each_python(python: str, platform: str, tmp_path: Path) -> None:
@@ -192,6 +194,7 @@ def test_every_package_has_a_wheel_for_each_python(python: str, platform: str, t
     )
 
 
+@pytest.mark.release
 def test_the_lock_installs(tmp_path: Path) -> None:
     """The lock installs into a new environment, and Flower starts there."""
     venv.create(tmp_path / "new")
@@ -208,6 +211,7 @@ def test_the_lock_installs(tmp_path: Path) -> None:
     assert started.returncode == 0, started.stderr
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", HASHED)
 def test_pip_accepts_the_lock_and_finds_it_installed(name: str) -> None:
     """pip would install no package that this environment lacks; nothing is downloaded."""
@@ -221,6 +225,7 @@ def test_pip_accepts_the_lock_and_finds_it_installed(name: str) -> None:
     assert "Would install" not in done.stdout
 
 
+@pytest.mark.release
 def test_a_changed_file_is_rejected(tmp_path: Path) -> None:
     """pip downloads a file whose hash differs from the lock and rejects it."""
     requirement, hashes = locked("dev.txt")["iniconfig"]
@@ -237,6 +242,7 @@ def test_a_changed_file_is_rejected(tmp_path: Path) -> None:
 # --- SBOM ---
 
 
+@pytest.mark.release
 def test_the_sbom_lists_what_a_deployment_installs(tmp_path: Path) -> None:
     pytest.importorskip("cyclonedx")
     done = subprocess.run(
