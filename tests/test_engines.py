@@ -36,7 +36,7 @@ NORMALISED = FlatModel(
 
 
 def rounds(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> list[list[Outcome]]:
-    settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, **options}
+    settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, "workers": 1, **options}
     return list(simulate(specs, model, **settings))
 
 
@@ -82,12 +82,12 @@ def test_every_backend_agrees_with_the_loop(method: str, monkeypatch: pytest.Mon
     federation, model = make_federation(SIZES), make_model()
     alices = [RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)]
     other = RunSpec(algorithm, make_federation(SIZES, alice=1, seed=5), 1)
-    expected = rounds([*alices, other], model, engine="loop")
+    expected = rounds([*alices, other], model, epochs=1, engine="loop")
     two = [replace(spec, requested=frozenset([1])) for spec in (alices[1], other)]
     with named("the stack"):
-        assert_same_rounds(alices[:1], model, rounds(alices[:1], model), of_runs(expected, 0))
+        assert_same_rounds(alices[:1], model, rounds(alices[:1], model, epochs=1), of_runs(expected, 0))
     with named("shared training"):
-        assert_same_rounds(alices, model, rounds(alices, model), of_runs(expected, 0, 1, 2, 3))
+        assert_same_rounds(alices, model, rounds(alices, model, epochs=1), of_runs(expected, 0, 1, 2, 3))
     for backend in ("run workers", "row workers", "aggregate together", "no helper agents"):
         with named(backend), switched(backend, monkeypatch) as options:
             assert_same_rounds(two, model, rounds(two, model, **options), of_runs(expected, 1, 4))
@@ -115,7 +115,7 @@ def switched(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
             patch.setattr(aggregation, "applies", lambda model: True)
         if backend == "no helper agents":
             patch.setattr(helper_agents, "applies", lambda specs: False)
-        yield {"workers": 2 if "workers" in backend else 1}
+        yield {"workers": 2 if "workers" in backend else 1, "epochs": 1}
 
 
 def of_runs(outcomes: list[list[Outcome]], *runs: int) -> list[list[Outcome]]:

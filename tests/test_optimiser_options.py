@@ -85,7 +85,7 @@ def check_engines_and_twin(method: str, sgd: SGD, expected: list[torch.Tensor], 
 def reference(method: str, rounds: int, lr: float = 0.2, **settings: Any) -> list[torch.Tensor]:
     """Return the models of the slow second implementation."""
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
-    batches = batches_of(make_federation(alice=ALICE))[:rounds]
+    batches = batches_of(ALICE)[:rounds]
     return run_reference(method, module_of(make_model()), batches, alice=ALICE, lr=lr, **settings, **extra).models
 
 
