@@ -9,6 +9,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,15 @@ def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) 
     return FlatModel(lambda: mlp((FEATURES,), CLASSES, hidden=6), precision=precision, stacked=stacked)
 
 
+@cache
+def shared_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) -> FlatModel:
+    """Return a model of `make_model` that was created and prepared once per process."""
+    return make_model(dtype, stacked)
+
+
 def fitted(algorithm: Any) -> Any:
     """Return the algorithm adapted to the layers of the model that `make_model` builds."""
-    return for_model(algorithm, make_model().layers)
+    return for_model(algorithm, shared_model().layers)
 
 
 def grad_of(model: FlatModel, batch: Batch) -> Grad:

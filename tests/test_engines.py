@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, make_federation, shared_model
 from waffle_fl import SGD, FlatModel, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.engines import aggregation, helper_agents, loop, run_workers, workers
@@ -79,7 +79,7 @@ def images() -> Federation:
 def test_every_backend_agrees_with_the_loop(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacks, shared training, workers, batched aggregation and helper agents change nothing but the speed."""
     algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    federation, model = make_federation(SIZES), make_model()
+    federation, model = make_federation(SIZES), shared_model()
     alices = [RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)]
     other = RunSpec(algorithm, make_federation(SIZES, alice=1, seed=5), 1)
     expected = rounds([*alices, other], model, epochs=1, engine="loop")
@@ -141,7 +141,7 @@ def test_an_agent_without_samples(method: str) -> None:
     """An agent without training samples takes no part in either engine."""
     federation = make_federation(SIZES)
     train = tuple(rows[:0] if i == 2 else rows for i, rows in enumerate(federation.train))
-    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
+    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], shared_model())  # type: ignore[call-arg]
 
 
 def test_attacks_and_the_guard() -> None:
@@ -151,7 +151,7 @@ def test_attacks_and_the_guard() -> None:
         return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
 
     spec = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
-    assert_engines_agree([spec], make_model(), guard="standard")
+    assert_engines_agree([spec], shared_model(), guard="standard")
 
 
 def test_divergence_ends_a_run_in_both_engines() -> None:
@@ -159,7 +159,7 @@ def test_divergence_ends_a_run_in_both_engines() -> None:
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
     specs = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
-    assert_engines_agree(specs, make_model())
+    assert_engines_agree(specs, shared_model())
 
 
 def test_the_loop_is_one_page() -> None:
@@ -184,7 +184,7 @@ def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
     monkeypatch.setattr(torch.autograd, "grad", measured)
     stream: Iterator[list[Outcome]] = simulate(
-        [RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], make_model(), rounds=1, batch_size=BATCH, **options
+        [RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], shared_model(), rounds=1, batch_size=BATCH, **options
     )
     next(stream)
     return found[0]

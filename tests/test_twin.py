@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, shared_model
 from reference import run as run_reference
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.algorithms.schedules import sigmoid
@@ -124,15 +124,9 @@ def module_of(model: FlatModel) -> torch.nn.Module:
     return module
 
 
-@cache
-def model_of(stacked: bool | None = None) -> FlatModel:
-    """Return the model of the tests, prepared once."""
-    return make_model(stacked=stacked)
-
-
 def check_stack(method: str, sgd: SGD, options: dict[str, Any]) -> None:
     """Check that the models and weights of every round agree with the reference."""
-    federation, model = make_federation(alice=2), model_of()
+    federation, model = make_federation(alice=2), shared_model()
     algorithm = fitted(ALGORITHMS[method](sgd=sgd, **options))
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
     trace = run_reference(
@@ -163,7 +157,7 @@ def test_kept_momentum_agrees_with_the_reference(method: str, options: dict[str,
 @pytest.mark.parametrize("method", list(ALGORITHMS))
 def test_row_by_row_agrees_with_the_reference(method: str) -> None:
     """The path for models that do not stack agrees with the reference, with two epochs per round."""
-    federation, model = make_federation(), model_of(stacked=False)
+    federation, model = make_federation(), shared_model(stacked=False)
     algorithm = fitted(ALGORITHMS[method](sgd=SGD(0.2)))
     trace = run_reference(method, module_of(model), batches_of(0, epochs=2), lr=0.2)
     spec = RunSpec(algorithm, federation, SEED)
