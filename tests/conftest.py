@@ -9,6 +9,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
-from waffle_fl.models import Batch, FlatModel, mlp
+from waffle_fl.models import Batch, FlatModel, mlp, traced
 from waffle_fl.models.flat import Precision
 from waffle_fl.randomness import generator
 
@@ -42,6 +43,8 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(M
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if min(free, shutil.disk_usage(MEMORY).free) > 8 << 30:  # the tests write up to 2 GiB, and sync each checkpoint
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
+
+traced.TRACED_AFTER = float("inf")  # traces start after some time and change no bit: test_traced.py starts them at once
 
 STATE = tempfile.TemporaryDirectory(prefix="waffle-state-")  # tests do not sign with the user's key
 os.environ["WAFFLE_STATE_DIR"] = STATE.name
@@ -78,9 +81,15 @@ def make_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) 
     return FlatModel(lambda: mlp((FEATURES,), CLASSES, hidden=6), precision=precision, stacked=stacked)
 
 
+@cache
+def shared_model(dtype: torch.dtype = torch.float64, stacked: bool | None = None) -> FlatModel:
+    """Return a model of `make_model` that was created and prepared once per process."""
+    return make_model(dtype, stacked)
+
+
 def fitted(algorithm: Any) -> Any:
     """Return the algorithm adapted to the layers of the model that `make_model` builds."""
-    return for_model(algorithm, make_model().layers)
+    return for_model(algorithm, shared_model().layers)
 
 
 def grad_of(model: FlatModel, batch: Batch) -> Grad:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import BATCH, make_federation, make_model, refusal
+from conftest import BATCH, make_federation, refusal, shared_model
 from waffle_fl import Adam, FedAvg, Local, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import check_run
@@ -20,7 +20,7 @@ KEEP = Adam(0.01, weight_decay=0.1, momentum_between_rounds="keep")
 
 
 def last(spec: RunSpec, rounds: int = 3, engine: str = "fast") -> Outcome:
-    stream = simulate([spec], make_model(), rounds=rounds, batch_size=BATCH, engine=engine)  # type: ignore[arg-type]
+    stream = simulate([spec], shared_model(), rounds=rounds, batch_size=BATCH, engine=engine)  # type: ignore[arg-type]
     return list(stream)[-1][0]
 
 
@@ -63,9 +63,9 @@ def test_the_fast_engine_agrees_with_the_loop(method: str) -> None:
 def test_kept_moments_are_part_of_the_state() -> None:
     """A run that is resumed after two rounds ends in the bits of the whole run, and keeping differs from resetting."""
     spec = RunSpec(Waffle(KEEP), make_federation(), 1)
-    stream = simulate([spec], make_model(), rounds=4, batch_size=BATCH)
+    stream = simulate([spec], shared_model(), rounds=4, batch_size=BATCH)
     whole = [outcomes[0] for outcomes in stream]
-    later = simulate([replace(spec, state=whole[1].state)], make_model(), rounds=4, start=2, batch_size=BATCH)
+    later = simulate([replace(spec, state=whole[1].state)], shared_model(), rounds=4, start=2, batch_size=BATCH)
     assert torch.equal(list(later)[-1][0].state.server.x, whole[-1].state.server.x)
     kept, reset = (last(RunSpec(FedAvg(sgd), make_federation(), 1)) for sgd in (KEEP, Adam(0.01, weight_decay=0.1)))
     assert not torch.equal(kept.state.server.x, reset.state.server.x)

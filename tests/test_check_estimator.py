@@ -36,7 +36,9 @@ class OneAgentRegressor(PersonalizedRegressor):
 
 
 # float64, because one check compares predictions of single rows to 1e-7.
-ESTIMATORS = [kind(rounds=30, device="cpu", precision="float64") for kind in (OneAgentClassifier, OneAgentRegressor)]
+ESTIMATORS = [
+    kind(rounds=10, lr=0.3, device="cpu", precision="float64") for kind in (OneAgentClassifier, OneAgentRegressor)
+]
 CANNOT_PASS = {
     "check_dtype_object": "a value that is no number is a WaffleError, a ValueError; the check wants a TypeError",
     "check_supervised_y_2d": "y of shape (rows, 1) is taken as that column without a warning",

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of, refusal
+from conftest import CLASSES, FEATURES, fitted, make_federation, outcomes_of, refusal, shared_model
 from reference.collaboration import bipartition, nearest
-from test_shared_training import one_run_per_alice, outcomes, same_outcome
+from test_shared_training import outcomes
 from waffle_fl.algorithms import ALGORITHMS, SGD, TITLES, about_of
 from waffle_fl.algorithms.apple import APPLE
 from waffle_fl.algorithms.cfl import CFL, bottlenecks, cosines, split_clusters
@@ -34,7 +34,6 @@ from waffle_fl.engines import candidate_losses
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.run_spec import RunSpec, State, initial_state, on_device
-from waffle_fl.engines.shared_training import groups_of
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.experiment import Runtime, advice, federation_of, model_of
@@ -49,7 +48,7 @@ LR = SGD(0.2)
 
 def run(algorithm: Any, federation: Federation | None = None, rounds: int = 6, state: State | None = None) -> list[Any]:
     return outcomes_of(
-        RunSpec(fitted(algorithm), federation or make_federation(), 3, state=state), make_model(), rounds
+        RunSpec(fitted(algorithm), federation or make_federation(), 3, state=state), shared_model(), rounds
     )
 
 
@@ -120,7 +119,7 @@ def test_ifca_separates_two_label_groups() -> None:
 
 def test_initial_clusters_differ_in_signs() -> None:
     """Initial cluster models differ only in signs; the first is unchanged, and gains of 1 are kept."""
-    net = make_model().init(3)
+    net = shared_model().init(3)
     params = torch.cat([net.params, torch.ones(5, dtype=torch.float64)])
     theta = starts(Net(params, net.stats), 3)
     assert torch.equal(theta[0], params)
@@ -211,7 +210,7 @@ def test_fewer_models_than_agents(kind: Any) -> None:
 
 def test_apple_with_its_own_core_model_is_local() -> None:
     """With p fixed at the agent's own core model, APPLE equals plain local SGD."""
-    federation, model = make_federation(), make_model()
+    federation, model = make_federation(), shared_model()
     apple = APPLE(LR, eta_p=0.0, core_step="paper")
     server, agents = initial_state(RunSpec(apple, federation, 3), model)
     samples = federation.samples.double()
@@ -229,7 +228,7 @@ def test_missed_apple_agent_keeps_its_proportions() -> None:
 
     apple = APPLE(LR, eta_p=0.02)
     spec = RunSpec(apple, make_federation(), 3, tamper=lost)
-    before, missed, after, _ = (o.state.server for o in outcomes_of(spec, make_model(), rounds=6)[2:])
+    before, missed, after, _ = (o.state.server for o in outcomes_of(spec, shared_model(), rounds=6)[2:])
     assert torch.equal(missed.taken[3], before.taken[3])
     down = apple.broadcast(missed, 4)
     assert down.offered.sum(dim=1).tolist() == [2, 2, 2, 3]
@@ -270,7 +269,7 @@ def test_fedala_of_the_last_layer_takes_the_others_from_the_global_model() -> No
 @pytest.mark.parametrize("held_out", [True, False])
 def test_candidate_losses_use_own_samples(stacked: bool, held_out: bool) -> None:
     """Losses are means over the agent's validation samples if it has any, else over its training samples."""
-    federation, model = make_federation().to("cpu", torch.float64), make_model(stacked=stacked)
+    federation, model = make_federation().to("cpu", torch.float64), shared_model(stacked=stacked)
     validation = tuple(f.clone() for f in (federation.test if held_out else federation.validation))
     federation = replace(federation, validation=validation)
     fomo = FedFomo(LR)
@@ -289,7 +288,7 @@ def test_candidate_losses_use_own_samples(stacked: bool, held_out: bool) -> None
 
 def test_candidate_losses_use_the_labels_of_the_round() -> None:
     """When an agent's labels drift, candidate losses use the labels of the current round."""
-    plain, model = make_federation().to("cpu", torch.float64), make_model()
+    plain, model = make_federation().to("cpu", torch.float64), shared_model()
     later, turn = plain.relabel.roll(1, dims=1), torch.full((len(plain.x),), 0.5, dtype=torch.float64)
     federation, fomo = replace(plain, later=later, turn=turn), FedFomo(LR)
     server, agents = outcomes_of(RunSpec(fomo, federation, 3), model, rounds=4)[-1].state
@@ -305,7 +304,7 @@ def test_candidate_losses_use_the_labels_of_the_round() -> None:
 
 def test_candidate_losses_of_one_site() -> None:
     """A site with only its own data and row computes the same loss bits as the simulator."""
-    federation, model = make_federation(), make_model(torch.float32)
+    federation, model = make_federation(), shared_model(torch.float32)
     ifca = IFCA(LR)
     (spec,) = on_device([RunSpec(ifca, federation, 3)], model)
     server, agents = outcomes_of(spec, model, rounds=2)[-1].state
@@ -329,7 +328,7 @@ def test_candidate_losses_use_few_samples(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("mix", "k", "scale"), [(0.5, 10, 0.1), (0.9, 3, 1.0), (1.0, 500, 0.5)])
 def test_knn_per_agrees_with_the_reference(mix: float, k: int, scale: float) -> None:
     """The probabilities of each test sample agree with the reference's plain loops."""
-    federation, model = make_federation().to("cpu", torch.float64), make_model()
+    federation, model = make_federation().to("cpu", torch.float64), shared_model()
     knn = KNNPer(LR, mix=mix, k=k, scale=scale)
     state = outcomes_of(RunSpec(knn, federation, 3), model)[-1].state
     net = Net(state.server.x, state.server.stats)
@@ -387,19 +386,6 @@ def test_features(build: Any, shape: tuple[int, ...], size: int) -> None:
     assert features.shape == (5, size)
     if size == x[0].numel():
         assert torch.equal(features, x.flatten(1))
-
-
-@pytest.mark.parametrize(
-    "method", ["fedamp", "fedfomo", "apple", "fedala", "ifca", "cfl", "knn-per", "cobo", "pfedgraph"]
-)
-def test_shared_runs_equal_separate_runs(method: str) -> None:
-    """All agents' models train together, and each agent has its own scores and weights."""
-    specs = one_run_per_alice(method, make_federation())
-    assert len(groups_of(specs)) == 1
-    together = outcomes(specs)
-    for i, spec in enumerate(specs):
-        for done, (alone,) in zip(together, outcomes([spec]), strict=True):
-            assert same_outcome(done[i], alone)
 
 
 def test_knn_per_and_fedavg_share_a_stack() -> None:

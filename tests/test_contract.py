@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, fitted, grad_of, make_federation, make_model, outcomes_of
+from conftest import BATCH, fitted, grad_of, make_federation, outcomes_of, shared_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, Round
 from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
@@ -17,6 +17,7 @@ from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec, initial_state
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.experiment.active_run import state_of, tensors_of
+from waffle_fl.guard import Guard
 from waffle_fl.tensorfile import pack, unpack
 
 every = pytest.mark.parametrize("method", list(ALGORITHMS))
@@ -56,7 +57,7 @@ class Stage:
     """An algorithm in the middle of a run, with one mini-batch."""
 
     def __init__(self, method: str) -> None:
-        self.algorithm, self.model = make(method), make_model()
+        self.algorithm, self.model = make(method), shared_model()
         self.federation = make_federation().to("cpu", torch.float64)
         outcome = outcomes_of(RunSpec(self.algorithm, self.federation, 3), self.model, rounds=3)[-1]
         self.server, self.agents = outcome.state
@@ -150,7 +151,7 @@ def local_model() -> torch.Tensor:
 
 def only_model(algorithm: Any) -> torch.Tensor:
     """Return the personal model of the only agent of a federation."""
-    state = outcomes_of(RunSpec(algorithm, make_federation().only(2), 3), make_model(), rounds=4)[-1].state
+    state = outcomes_of(RunSpec(algorithm, make_federation().only(2), 3), shared_model(), rounds=4)[-1].state
     return algorithm.personal(state.server, state.agents, 1).params[0]
 
 
@@ -158,7 +159,7 @@ def only_model(algorithm: Any) -> torch.Tensor:
 def test_same_seed_same_bits(method: str) -> None:
     """Two runs of one seed are equal bit for bit; another seed differs."""
     specs = [RunSpec(make(method), make_federation(), seed) for seed in (3, 3, 4)]
-    a, b, c = (tensors_of(outcomes_of(spec, make_model(torch.float32), rounds=3)[-1].state) for spec in specs)
+    a, b, c = (tensors_of(outcomes_of(spec, shared_model(torch.float32), rounds=2)[-1].state) for spec in specs)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
@@ -167,13 +168,13 @@ def test_same_seed_same_bits(method: str) -> None:
 @pytest.mark.parametrize("stacked", [True, False])
 def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
     """A federation's bits are the same alone and stacked with federations of other sizes, seeds and Alices."""
-    model = make_model(torch.float32, stacked=stacked)
-    federations = [make_federation(), make_federation((40, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2)]
-    federations.append(make_federation().only(2))
+    model = shared_model(torch.float32, stacked=stacked)
+    small = make_federation((12, 9, 17, 5))
+    federations = [small, make_federation((20, 3), alice=1, seed=1), make_federation((5, 6, 7), seed=2), small.only(2)]
     specs = [RunSpec(make(method), f, seed) for f, seed in zip(federations, (3, 4, 3, 5), strict=True)]
-    together = list(simulate(specs, model, rounds=3, batch_size=BATCH, workers=1))[-1]
+    together = list(simulate(specs, model, rounds=2, batch_size=BATCH, workers=1))[-1]
     for i, spec in enumerate(specs):
-        alone = outcomes_of(spec, model, rounds=3)[-1]
+        alone = outcomes_of(spec, model, rounds=2)[-1]
         a, b = tensors_of(alone.state), tensors_of(together[i].state)
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -181,7 +182,7 @@ def test_stacked_runs_change_no_bit(method: str, stacked: bool) -> None:
 @every
 def test_state_survives_save_and_load(method: str) -> None:
     """Resuming from a saved state gives the bits of the uninterrupted run."""
-    model, spec = make_model(torch.float32), RunSpec(make(method), make_federation(), 3)
+    model, spec = shared_model(torch.float32), RunSpec(make(method), make_federation(), 3)
     unbroken = outcomes_of(spec, model, rounds=4)
     saved = tensors_of(unbroken[1].state)
     _, loaded = unpack(pack(saved, {}), saved)
@@ -193,10 +194,10 @@ def test_state_survives_save_and_load(method: str) -> None:
     assert last.measured["weights"] == unbroken[-1].measured["weights"]
 
 
-@cache
-def replies_of(method: str) -> tuple[Any, list[Any]]:
-    """Return an algorithm, and of three federations the states and updates before the aggregation of a round."""
-    algorithm, model, replies = make(method), make_model(), []
+@every
+def test_batched_aggregation_agrees(method: str) -> None:
+    """Aggregating several federations in one batched computation agrees with separate aggregation up to rounding."""
+    algorithm, model, replies = make(method), shared_model(), []
     for seed, alice in ((3, 0), (4, 2), (5, 1)):
         federation = make_federation(alice=alice, seed=seed)
         state = outcomes_of(RunSpec(algorithm, federation, seed), model, rounds=3)[-1].state
@@ -207,25 +208,15 @@ def replies_of(method: str) -> tuple[Any, list[Any]]:
         agents, up = algorithm.finish(down, state.agents, local)
         present = torch.tensor([True, True, True, seed != 4])
         replies.append((federation, state.server, state.agents, agents, up, present))
-    return algorithm, replies
-
-
-@every
-@pytest.mark.parametrize("guard", ["off", "standard"])
-def test_batched_aggregation_agrees(method: str, guard: Any) -> None:
-    """Aggregating several federations in one batched computation agrees with separate aggregation up to rounding."""
-    settings, work = RoundSettings(10, BATCH, guard=guard), []
-    algorithm, replies = replies_of(method)
-    for federation, *reply in replies:
-        work.append((*reply, registered(federation, settings, torch.device("cpu"))))
-    for one, together in zip(
-        [aggregate(algorithm, 4, settings, *arguments) for arguments in work],
-        aggregate_together(algorithm, 4, settings, work),
-        strict=True,
-    ):
-        assert one.measured.keys() == together.measured.keys()
-        for a, b in zip(flat(one), flat(together), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    guards: tuple[Guard, ...] = ("off", "standard")
+    for guard in guards:
+        settings = RoundSettings(10, BATCH, guard=guard)
+        work = [(*reply, registered(federation, settings, torch.device("cpu"))) for federation, *reply in replies]
+        separate = [aggregate(algorithm, 4, settings, *arguments) for arguments in work]
+        for one, together in zip(separate, aggregate_together(algorithm, 4, settings, work), strict=True):
+            assert one.measured.keys() == together.measured.keys(), guard
+            for a, b in zip(flat(one), flat(together), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def flat(state: Any) -> list[torch.Tensor]:
@@ -246,7 +237,7 @@ def test_a_nan_never_reaches_the_model(method: str) -> None:
         return type(up)(*fields)
 
     spec = RunSpec(make(method), make_federation(alice=1), 3, tamper=nan_update)
-    outcomes = outcomes_of(spec, make_model(), rounds=4)
+    outcomes = outcomes_of(spec, shared_model(), rounds=4)
     assert all(outcome.error is None for outcome in outcomes)
     assert all(torch.isfinite(t).all() for t in tensors_of(outcomes[-1].state).values())
     if method != "local":
@@ -269,8 +260,8 @@ def test_an_agent_without_samples_is_left_out(method: str, stacked: bool) -> Non
         alice=1,
         ids=(0, 2),
     )
-    algorithm, model = make(method), make_model(stacked=stacked)
-    ends = [outcomes_of(RunSpec(algorithm, f, 3), model, rounds=3)[-1] for f in (with_empty_agent, without)]
+    algorithm, model = make(method), shared_model(stacked=stacked)
+    ends = [outcomes_of(RunSpec(algorithm, f, 3), model, rounds=2)[-1] for f in (with_empty_agent, without)]
     assert ends[0].measured["weights"][1] == 0
     assert "screened" not in ends[0].measured
     nets = [algorithm.personal(*end.state, f.agents) for end, f in zip(ends, (with_empty_agent, without), strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, make_federation, shared_model
 from waffle_fl import SGD, FlatModel, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.engines import aggregation, helper_agents, loop, run_workers, workers
@@ -20,6 +21,7 @@ from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.federation import Federation
 from waffle_fl.models import mlp
 
+SIZES = (17, 5, 12, 7)  # three, one, two and one mini-batches
 STEP = SGD(0.1, 0.9, 0.01, "keep")
 CONV = FlatModel(
     lambda: nn.Sequential(
@@ -34,14 +36,20 @@ NORMALISED = FlatModel(
 
 
 def rounds(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> list[list[Outcome]]:
-    settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, **options}
+    settings: dict[str, Any] = {"rounds": 3, "batch_size": BATCH, "epochs": 2, "workers": 1, **options}
     return list(simulate(specs, model, **settings))
 
 
 def assert_engines_agree(specs: Sequence[RunSpec], model: FlatModel, **options: Any) -> None:
     """Both engines give the same models, measurements and errors to 1e-12."""
     expected = rounds(specs, model, engine="loop", **options)
-    found = rounds(specs, model, **options)
+    assert_same_rounds(specs, model, rounds(specs, model, **options), expected)
+
+
+def assert_same_rounds(
+    specs: Sequence[RunSpec], model: FlatModel, found: list[list[Outcome]], expected: list[list[Outcome]]
+) -> None:
+    """Models and errors are the same to 1e-12, and measurements as `close_to` compares them."""
     assert [[o.index for o in line] for line in found] == [[o.index for o in line] for line in expected]
     for one, other in ((a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True)):
         assert (one.round, one.attempt, str(one.error)) == (other.round, other.attempt, str(other.error))
@@ -63,14 +71,56 @@ def close_to(found: Any, expected: Any) -> None:
 
 def images() -> Federation:
     """Return the test federation with images of 8 x 8 pixels."""
-    federation = make_federation()
+    federation = make_federation(SIZES)
     return replace(federation, x=federation.x.repeat(1, 13)[:, :64])
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
-def test_the_stack_agrees_with_the_loop(method: str) -> None:
-    """All agents of a method as one stack train as they do one after another."""
-    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), make_federation(), 1)], make_model())  # type: ignore[call-arg]
+def test_every_backend_agrees_with_the_loop(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks, shared training, workers, batched aggregation and helper agents change nothing but the speed."""
+    algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
+    federation, model = make_federation(SIZES), shared_model()
+    alices = [RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)]
+    other = RunSpec(algorithm, make_federation(SIZES, alice=1, seed=5), 1)
+    expected = rounds([*alices, other], model, epochs=1, engine="loop")
+    two = [replace(spec, requested=frozenset([1])) for spec in (alices[1], other)]
+    with named("the stack"):
+        assert_same_rounds(alices[:1], model, rounds(alices[:1], model, epochs=1), of_runs(expected, 0))
+    with named("shared training"):
+        assert_same_rounds(alices, model, rounds(alices, model, epochs=1), of_runs(expected, 0, 1, 2, 3))
+    for backend in ("run workers", "row workers", "aggregate together", "no helper agents"):
+        with named(backend), switched(backend, monkeypatch) as options:
+            assert_same_rounds(two, model, rounds(two, model, **options), of_runs(expected, 1, 4))
+
+
+@contextmanager
+def named(backend: str) -> Iterator[None]:
+    """Add the name of the backend to a failure."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"{backend} and the loop differ")
+        raise
+
+
+@contextmanager
+def switched(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Force one part of the fast engine on or off on this machine."""
+    with monkeypatch.context() as patch:
+        for limit in ("ROUND", "START", "WARM_UP"):
+            patch.setattr(workers, limit, 0.0)
+        if backend == "row workers":
+            patch.setattr(run_workers, "applies", lambda specs, model, cores: False)
+        if backend == "aggregate together":
+            patch.setattr(aggregation, "applies", lambda model: True)
+        if backend == "no helper agents":
+            patch.setattr(helper_agents, "applies", lambda specs: False)
+        yield {"workers": 2 if "workers" in backend else 1, "epochs": 1}
+
+
+def of_runs(outcomes: list[list[Outcome]], *runs: int) -> list[list[Outcome]]:
+    """Return the outcomes of some runs, numbered from 0."""
+    return [[replace(line[i], index=k) for k, i in enumerate(runs)] for line in outcomes]
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
@@ -82,16 +132,16 @@ def test_single_rows_agree_with_the_loop(method: str) -> None:
 @pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl", "cobo", "fedpac", "feddbe"])
 def test_statistics_and_dropout_agree_with_the_loop(method: str) -> None:
     """BatchNorm's statistics and seeded dropout are the same in both engines."""
-    federation = make_federation((24, 16, 32, 14))
+    federation = make_federation(SIZES)
     assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca", "cobo", "fedcollab", "fedpac"])
 def test_an_agent_without_samples(method: str) -> None:
     """An agent without training samples takes no part in either engine."""
-    federation = make_federation()
+    federation = make_federation(SIZES)
     train = tuple(rows[:0] if i == 2 else rows for i, rows in enumerate(federation.train))
-    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], make_model())  # type: ignore[call-arg]
+    assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), replace(federation, train=train), 1)], shared_model())  # type: ignore[call-arg]
 
 
 def test_attacks_and_the_guard() -> None:
@@ -101,7 +151,7 @@ def test_attacks_and_the_guard() -> None:
         return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
 
     spec = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
-    assert_engines_agree([spec], make_model(), guard="standard")
+    assert_engines_agree([spec], shared_model(), guard="standard")
 
 
 def test_divergence_ends_a_run_in_both_engines() -> None:
@@ -109,38 +159,7 @@ def test_divergence_ends_a_run_in_both_engines() -> None:
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
     specs = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
-    assert_engines_agree(specs, make_model())
-
-
-@pytest.fixture(params=["run workers", "row workers", "aggregate together", "no helper agents"])
-def switched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """One part of the fast engine, forced on or off on this machine."""
-    monkeypatch.setattr(workers, "ROUND", 0.0)
-    monkeypatch.setattr(workers, "START", 0.0)
-    monkeypatch.setattr(workers, "WARM_UP", 0.0)
-    if request.param == "row workers":
-        monkeypatch.setattr(run_workers, "applies", lambda specs, model, cores: False)
-    if request.param == "aggregate together":
-        monkeypatch.setattr(aggregation, "applies", lambda model: True)
-    if request.param == "no helper agents":
-        monkeypatch.setattr(helper_agents, "applies", lambda specs: False)
-    return {"workers": 2 if "workers" in request.param else 1}
-
-
-@pytest.mark.parametrize("method", ALGORITHMS)
-def test_every_backend_agrees_with_the_loop(method: str, switched: dict[str, Any]) -> None:
-    """Workers, batched aggregation and helper agents change nothing but the speed."""
-    algorithm: Algorithm = ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    federations = [make_federation(alice=1), make_federation(alice=1, seed=5)]
-    specs = [RunSpec(algorithm, federation, 1, requested=frozenset([1])) for federation in federations]
-    assert_engines_agree(specs, make_model(), **switched)
-
-
-@pytest.mark.parametrize("method", ALGORITHMS)
-def test_shared_training_agrees_with_the_loop(method: str) -> None:
-    """Runs for each agent as Alice, trained once where the method allows it, agree with separate runs."""
-    federation, algorithm = make_federation(), ALGORITHMS[method](sgd=STEP)  # type: ignore[call-arg]
-    assert_engines_agree([RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(4)], make_model())
+    assert_engines_agree(specs, shared_model())
 
 
 def test_the_loop_is_one_page() -> None:
@@ -165,7 +184,7 @@ def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
     monkeypatch.setattr(torch.autograd, "grad", measured)
     stream: Iterator[list[Outcome]] = simulate(
-        [RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], make_model(), rounds=1, batch_size=BATCH, **options
+        [RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], shared_model(), rounds=1, batch_size=BATCH, **options
     )
     next(stream)
     return found[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, make_federation, make_model, refusal
+from conftest import BATCH, make_federation, refusal, shared_model
 from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm, for_model
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
@@ -22,7 +22,7 @@ KEEP = SGD(0.1, 0.5, momentum_between_rounds="keep")
 
 
 def rounds(specs: list[RunSpec], start: int = 0, until: int = 4) -> list[list[Outcome]]:
-    stream = simulate(specs, make_model(), rounds=4, start=start, batch_size=BATCH)
+    stream = simulate(specs, shared_model(), rounds=4, start=start, batch_size=BATCH)
     return [outcomes for outcomes, _ in zip(stream, range(until - start), strict=False)]
 
 
@@ -60,7 +60,7 @@ def test_a_misspelt_choice_is_refused() -> None:
 
 
 def test_without_momentum_there_is_nothing_to_keep() -> None:
-    layers = make_model().layers
+    layers = shared_model().layers
     assert for_model(FedAvg(SGD(0.1, 0.0, 0.0, "keep")), layers) == FedAvg(SGD(0.1, 0.0, 0.0, "keep"))
     assert isinstance(for_model(FedAvg(KEEP), layers), KeptMomentum)
     assert for_model(for_model(Waffle(KEEP), layers), layers) == for_model(Waffle(KEEP), layers)
@@ -73,7 +73,7 @@ def test_helper_agents_keep_their_velocity(kind: Any) -> None:
     for (a,), (b,) in zip(rounds([few]), rounds([whole]), strict=True):
         assert same(a.state.server, b.state.server)
         assert torch.equal(a.state.agents.velocity, b.state.agents.velocity)
-        assert torch.equal(own_net(few, a.state, make_model()).params, own_net(whole, b.state, make_model()).params)
+        assert torch.equal(own_net(few, a.state, shared_model()).params, own_net(whole, b.state, shared_model()).params)
 
 
 @pytest.mark.parametrize("kind", [APFL, Ditto])
@@ -81,7 +81,7 @@ def test_fedavg_shares_training(kind: Any) -> None:
     """FedAvg shares the leader's training, has the same state as alone, and can continue alone."""
     fedavg, leader = (replace(requested(algorithm)) for algorithm in (FedAvg(KEEP), kind(KEEP)))
     leader = replace(leader, federation=fedavg.federation)
-    fitted = [replace(c, algorithm=for_model(c.algorithm, make_model().layers)) for c in (fedavg, leader)]
+    fitted = [replace(c, algorithm=for_model(c.algorithm, shared_model().layers)) for c in (fedavg, leader)]
     assert carriers(fitted) == {0: 1}
     together, alone = [o[0] for o in rounds([fedavg, leader])], [o[0] for o in rounds([fedavg])]
     for a, b in zip(together, alone, strict=True):

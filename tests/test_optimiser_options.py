@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, fitted, make_federation, make_model, refusal
+from conftest import BATCH, fitted, make_federation, refusal, shared_model
 from reference import run as run_reference
 from test_twin import SEED, batches_of, module_of
 from waffle_fl import (
@@ -65,7 +65,7 @@ class Unclipped:
 
 def rounds_of(algorithm: Any, rounds: int = 3, **options: Any) -> list[Outcome]:
     spec = RunSpec(algorithm, make_federation(alice=ALICE), SEED)
-    return [one for (one,) in simulate([spec], make_model(), rounds=rounds, batch_size=BATCH, workers=1, **options)]
+    return [one for (one,) in simulate([spec], shared_model(), rounds=rounds, batch_size=BATCH, workers=1, **options)]
 
 
 def personal_models(algorithm: Any, outcomes: list[Outcome]) -> list[torch.Tensor]:
@@ -85,13 +85,13 @@ def check_engines_and_twin(method: str, sgd: SGD, expected: list[torch.Tensor], 
 def reference(method: str, rounds: int, lr: float = 0.2, **settings: Any) -> list[torch.Tensor]:
     """Return the models of the slow second implementation."""
     extra = {"batch_size": BATCH} if method == "weight-erosion" else {}
-    batches = batches_of(make_federation(alice=ALICE))[:rounds]
-    return run_reference(method, module_of(make_model()), batches, alice=ALICE, lr=lr, **settings, **extra).models
+    batches = batches_of(ALICE)[:rounds]
+    return run_reference(method, module_of(shared_model()), batches, alice=ALICE, lr=lr, **settings, **extra).models
 
 
 def check_resumes_and_site(algorithm: Any) -> None:
     """Check that a saved and loaded state leads to the bits of the whole run, in the simulator and at a site."""
-    federation, model, method = make_federation(alice=ALICE), make_model(), fitted(algorithm)
+    federation, model, method = make_federation(alice=ALICE), shared_model(), fitted(algorithm)
     spec, settings = RunSpec(algorithm, federation, SEED), {"rounds": 2, "batch_size": BATCH, "workers": 1}
     whole = [one for (one,) in simulate([spec], model, **settings)]  # type: ignore[arg-type]
     saved = tensors_of(whole[0].state)
@@ -215,7 +215,7 @@ def test_control_variates_use_the_lr_of_the_round() -> None:
     algorithm, settings, work = fitted(Waffle(SGD(0.1, lr_decay=0.5, averaging=0.5))), RoundSettings(10, BATCH), []
     for seed in (3, 4):
         federation = make_federation(alice=ALICE, seed=seed)
-        stream = simulate([RunSpec(algorithm, federation, seed)], make_model(), rounds=2, batch_size=BATCH, workers=1)
+        stream = simulate([RunSpec(algorithm, federation, seed)], shared_model(), rounds=2, batch_size=BATCH, workers=1)
         server, agents = list(stream)[-1][0].state
         torch.testing.assert_close(server.c_i, agents.c_i, rtol=1e-12, atol=1e-12)
         up = Up(torch.full_like(agents.c_i, 0.1), agents.c_i[:, :0])
@@ -237,12 +237,12 @@ def test_helpers_and_shared_training_use_the_lr_of_the_round(kind: Any) -> None:
         RunSpec(kind(sgd), federation, SEED, requested=frozenset([ALICE])),
         RunSpec(FedAvg(sgd), federation, SEED),
     )
-    stream = simulate([fedavg, few], make_model(), rounds=3, batch_size=BATCH, workers=1)
+    stream = simulate([fedavg, few], shared_model(), rounds=3, batch_size=BATCH, workers=1)
     together = list(stream)[-1]
     assert same_bits(together[0], rounds_of(FedAvg(sgd))[-1])
     whole = rounds_of(kind(sgd))[-1]
     assert torch.equal(
-        own_net(few, together[1].state, make_model()).params, own_net(few, whole.state, make_model()).params
+        own_net(few, together[1].state, shared_model()).params, own_net(few, whole.state, shared_model()).params
     )
 
 
@@ -272,7 +272,7 @@ def test_a_method_whose_model_an_agent_cannot_compute_is_refused_in_one_line() -
         def personal(self, server: Any, agents: Any, count: int) -> Any:
             return server.hidden
 
-    message = refusal(fitted(Hidden(SGD(averaging=0.5))).init, make_model().init(0), AGENTS)
+    message = refusal(fitted(Hidden(SGD(averaging=0.5))).init, shared_model().init(0), AGENTS)
     assert message.startswith("averaging: expected a method whose personal() reads only fields that broadcast() sends")
 
 
@@ -313,7 +313,7 @@ def test_weighting_is_one_word_for_every_method_whose_server_averages() -> None:
 def test_weight_erosion_erodes_as_much_in_a_shorter_run() -> None:
     """With p_d_rounds = 100 a run of 50 rounds has twice the penalty."""
     scaled, plain = WeightErosion(p_d=0.01, p_d_rounds=100), WeightErosion(p_d=0.02)
-    server, _ = plain.init(make_model().init(0), AGENTS)
+    server, _ = plain.init(shared_model().init(0), AGENTS)
     up = Up(torch.randn(AGENTS, len(server.x), dtype=torch.float64), server.stats.expand(AGENTS, -1))
     ones = torch.ones(AGENTS, dtype=torch.int64)
     now = Round(1, 50, torch.tensor(ALICE), ones > 0, ones > 0, ones, ones, BATCH)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, refusal
+from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, refusal, shared_model
 from waffle_fl.algorithms import ALGORITHMS, SGD, for_model, training_key
 from waffle_fl.algorithms.fedavg import FedAvg, Local
 from waffle_fl.algorithms.fedbn import FedBN
@@ -150,8 +150,8 @@ def test_split_is_no_hyperparameter(method: str) -> None:
     assert not hasattr(options_class(method)(), "parts")
     assert "unknown key 'parts'" in refusal(check_run, method, {}, {"parts": 1})
     algorithm = config.algorithm()
-    assert "this method must know the model's layers" in refusal(algorithm.init, make_model().init(0), 4)
-    assert training_key(for_model(algorithm, make_model().layers)) == training_key(fitted(algorithm))
+    assert "this method must know the model's layers" in refusal(algorithm.init, shared_model().init(0), 4)
+    assert training_key(for_model(algorithm, shared_model().layers)) == training_key(fitted(algorithm))
     assert training_key(for_model(algorithm, normalising().layers)) != training_key(fitted(algorithm))
 
 
@@ -177,7 +177,7 @@ def test_step_positions(stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FedAvg, "step", watched)
     spec = RunSpec(FedAvg(SGD(0.1)), make_federation((23, 8)), 3)  # 3 steps and 1 step
-    list(simulate([spec], make_model(stacked=stacked), rounds=1, batch_size=BATCH, workers=1))
+    list(simulate([spec], shared_model(stacked=stacked), rounds=1, batch_size=BATCH, workers=1))
     assert positions[3] == [0, 1, 2]
     assert positions[1][:1] == [0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
+from conftest import BATCH, make_federation, outcomes_of, refusal, shared_model
 from test_engines import assert_engines_agree
 from waffle_fl import SGD, FedAvg, RunSpec, Scaffold, Waffle, simulate
 from waffle_fl.algorithms import ALGORITHMS, Round
@@ -20,10 +20,10 @@ from waffle_fl.engines.participation import Cohorts, cohort_size
 from waffle_fl.engines.run_spec import RoundSettings, initial_state
 from waffle_fl.experiment.active_run import state_of, tensors_of
 
-SIZES = (23, 9, 0, 17, 14, 9)
+SIZES = (12, 9, 0, 17, 7, 5)
 STEP = SGD(0.1, 0.9, 0.01, "keep")
 HALF: dict[str, Any] = {"participation": 0.5, "rounds": 3, "epochs": 1}
-MODEL, FLOAT32 = make_model(), make_model(torch.float32)
+MODEL, FLOAT32 = shared_model(), shared_model(torch.float32)
 every = pytest.mark.parametrize("method", list(ALGORITHMS))
 
 
@@ -117,7 +117,7 @@ def test_no_part_of_the_engine_changes_a_cohort(kind: str, monkeypatch: pytest.M
         monkeypatch.setattr(cuda_graphs._Graph, "_captured", replayed)
     specs = [RunSpec(make("waffle"), make_federation(SIZES, alice=3, seed=seed), 1) for seed in (0, 5)]
     stacked = False if kind == "single rows" else None
-    assert_engines_agree(specs, make_model(stacked=stacked), workers=2 if "workers" in kind else 1, **HALF)
+    assert_engines_agree(specs, shared_model(stacked=stacked), workers=2 if "workers" in kind else 1, **HALF)
 
 
 @pytest.mark.parametrize("method", ["waffle", "cobo", "fedfomo", "apple"])

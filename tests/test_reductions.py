@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of
+from conftest import BATCH, CLASSES, FEATURES, fitted, make_federation, make_model, outcomes_of, shared_model
 from reference.features import combination
 from reference.partners import bound, partitions
 from waffle_fl.algorithms import SGD, Round, fedavg
@@ -43,7 +43,7 @@ def alice_s_model(
     algorithm: Any, rounds: int = 6, sizes: tuple[int, ...] = (23, 9, 32, 14), **options: Any
 ) -> torch.Tensor:
     federation = make_federation(sizes)
-    state = outcomes_of(RunSpec(algorithm, federation, 3), make_model(), rounds, **options)[-1].state
+    state = outcomes_of(RunSpec(algorithm, federation, 3), shared_model(), rounds, **options)[-1].state
     return algorithm.personal(state.server, state.agents, federation.agents).params[0]
 
 
@@ -89,13 +89,13 @@ def test_two_agents_under_max_are_scaffold() -> None:
     """With two agents WAFFLE's default weights are equal until 95 % of the rounds: a whole run equals SCAFFOLD's."""
     runs = [alice_s_model(a, rounds=5, sizes=(23, 14)) for a in (Scaffold(LR),)]
     federation = make_federation((23, 14))
-    outcomes = outcomes_of(RunSpec(Waffle(LR), federation, 3), make_model(), rounds=100)
+    outcomes = outcomes_of(RunSpec(Waffle(LR), federation, 3), shared_model(), rounds=100)
     assert close(outcomes[4].state.server.x, runs[0])
 
 
 def test_waffle_with_all_weight_on_alice_is_local() -> None:
     """With psi = 0 other agents enter only through the history of 1/N; afterwards Alice's steps are plain SGD."""
-    federation, model = make_federation(), make_model()
+    federation, model = make_federation(), shared_model()
     outcomes = outcomes_of(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
     server = outcomes[3].state.server
     assert outcomes[3].measured["weights"] == [1, 0, 0, 0]
@@ -113,7 +113,7 @@ def test_printed_control_rule_is_biased() -> None:
     biases = {}
     for control in ("anchored", "paper"):
         algorithm = Waffle(LR, control=control, omega="constant(0)", psi="constant(0)")
-        outcomes = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model(), rounds=12)
+        outcomes = outcomes_of(RunSpec(algorithm, make_federation(), 3), shared_model(), rounds=12)
         biases[control] = [float((o.state.server.c - o.state.server.c_i[0]).norm()) for o in outcomes[4:]]
     assert max(biases["anchored"]) < 1e-12
     assert min(biases["paper"]) > 1e-3
@@ -147,14 +147,14 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
 def test_server_and_agent_compute_the_same_control_variate() -> None:
     """The server's copy of c_i equals the agent's bit for bit, so that it is not sent."""
     for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
-        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model(torch.float32), rounds=5)[-1].state
+        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), shared_model(torch.float32), rounds=5)[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
 def test_a_clipped_agent_keeps_its_control_variate() -> None:
     """An agent with many more samples than Alice is clipped in every round; server and agent both keep the old c_i."""
     for algorithm in (Scaffold(LR), Waffle(LR)):
-        outcomes = outcomes_of(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), make_model(), guard="standard")
+        outcomes = outcomes_of(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), shared_model(), guard="standard")
         assert all(o.measured["screened"]["agent 2"] == "clipped" for o in outcomes)
         state = outcomes[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
@@ -183,7 +183,7 @@ def test_a_rejected_agent_keeps_its_control_variate() -> None:
 
     for algorithm in (Scaffold(LR), Waffle(LR)):
         spec = RunSpec(algorithm, make_federation(), 3, tamper=tamper)
-        outcomes = outcomes_of(spec, make_model(), rounds=5, guard="standard")
+        outcomes = outcomes_of(spec, shared_model(), rounds=5, guard="standard")
         assert all(o.measured["screened"]["agent 3"] != "clipped" for o in outcomes[1:])
         states = [o.state for o in outcomes]
         assert all(torch.equal(state.server.c_i, state.agents.c_i) for state in states)
@@ -210,7 +210,7 @@ def test_the_size_penalty_erodes_small_agents_faster() -> None:
     runs = {}
     for p_s in (0.0, 2.0):
         spec = RunSpec(WeightErosion(LR, p_d=0.02, p_s=p_s), make_federation(), 3)
-        runs[p_s] = torch.tensor([o.measured["alpha"] for o in outcomes_of(spec, make_model())])
+        runs[p_s] = torch.tensor([o.measured["alpha"] for o in outcomes_of(spec, shared_model())])
     assert runs[2.0][-1, 1] < runs[0.0][-1, 1]
     for alphas in runs.values():
         assert (alphas.diff(dim=0) <= 0).all()
@@ -230,7 +230,7 @@ def test_weight_erosion_when_alice_s_update_is_zero() -> None:
 def test_apfl_without_mixing() -> None:
     """Mix 0 is the agent's FedAvg model before averaging; mix 1 is Local."""
     assert close(alice_s_model(APFL(LR, mix=1.0, adaptive="off")), alice_s_model(Local(LR)))
-    federation, model = make_federation(), make_model()
+    federation, model = make_federation(), shared_model()
     apfl = outcomes_of(RunSpec(APFL(LR, mix=0.0, adaptive="off"), federation, 3), model)[-1].state
     fedavg = outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state
     assert close(apfl.server.x, fedavg.server.x)
@@ -240,7 +240,7 @@ def test_apfl_without_mixing() -> None:
 def test_ditto_without_regularisation_is_local() -> None:
     """With lam = 0 the personal model equals Local's, and the global model FedAvg's."""
     assert close(alice_s_model(Ditto(LR, lam=0.0)), alice_s_model(Local(LR)))
-    federation, model = make_federation(), make_model()
+    federation, model = make_federation(), shared_model()
     ditto = outcomes_of(RunSpec(Ditto(LR), federation, 3), model)[-1].state
     assert close(ditto.server.x, outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
@@ -249,7 +249,7 @@ def test_strong_regularisation_keeps_ditto_at_the_global_model() -> None:
     """A larger lam keeps the personal model closer to the global model."""
     distances = []
     for lam in (0.0, 1.0, 4.0):
-        state = outcomes_of(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), shared_model())[-1].state
         distances.append(float((state.agents.v[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
@@ -257,14 +257,16 @@ def test_strong_regularisation_keeps_ditto_at_the_global_model() -> None:
 def test_fedprox_without_proximal_term_is_fedavg() -> None:
     """mu = 0 removes the proximal term; a larger mu keeps agents closer to the global model."""
     assert close(alice_s_model(FedProx(LR, mu=0.0)), alice_s_model(FedAvg(LR)))
-    norms = [outcomes_of(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), make_model())[0] for mu in (0.0, 1.0, 4.0)]
+    norms = [
+        outcomes_of(RunSpec(FedProx(LR, mu=mu), make_federation(), 3), shared_model())[0] for mu in (0.0, 1.0, 4.0)
+    ]
     lengths = [sum(outcome.measured["norms"]) for outcome in norms]
     assert lengths[0] > lengths[1] > lengths[2]
 
 
 def test_fine_tuning_continues_from_fedavg() -> None:
     """With F rounds of tuning the last model is FedAvg's after R - F rounds followed by F rounds of Local."""
-    federation, model = make_federation(), make_model()
+    federation, model = make_federation(), shared_model()
     fedavg = outcomes_of(RunSpec(FedAvg(LR), federation, 3), model, rounds=5)[2].state.server.x
     agents = Local(LR).init(Net(fedavg, fedavg[:0]), 4)
     spec = RunSpec(Local(LR), federation, 3, state=State(*agents))
@@ -281,7 +283,7 @@ def test_fine_tuning_only_is_local() -> None:
 def test_per_fedavg_without_adaptation() -> None:
     """inner_lr = 0 is FedAvg on every second mini-batch, and the personal model is the global one."""
     algorithm = PerFedAvg(LR, inner_lr=0.0)
-    federation, model = make_federation((16, 16)), make_model()
+    federation, model = make_federation((16, 16)), shared_model()
     state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     second = batches.batch(batches.plan(1, 0, slice(None)), torch.ones(1, dtype=torch.int64), BATCH)
@@ -302,7 +304,7 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
         tensors = {n: part.view(shape) for n, part, shape in zip(names, parts, shapes, strict=True)}
         return torch.nn.functional.cross_entropy(torch.func.functional_call(module, tensors, (x,)), y)
 
-    federation, model = make_federation((24,)), make_model()
+    federation, model = make_federation((24,)), shared_model()
     batches = Batches([federation.to("cpu", torch.float64)], [3], BATCH, 1, torch.float64)
     plan = batches.plan(1, 0, slice(None))
     first, second, third = (batches.batch(plan, torch.tensor([t]), BATCH) for t in range(3))
@@ -322,7 +324,7 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
 
 def test_pfedme_with_full_steps_is_fedavg() -> None:
     """With one inner step from w and eta lam = 1, w and the server follow plain SGD."""
-    federation, model = make_federation(), make_model()
+    federation, model = make_federation(), shared_model()
     pfedme = outcomes_of(RunSpec(PFedMe(LR, lam=2.0, eta=0.5, inner_steps=1), federation, 3), model)[-1].state
     assert close(pfedme.server.x, outcomes_of(RunSpec(FedAvg(LR), federation, 3), model)[-1].state.server.x)
 
@@ -331,7 +333,7 @@ def test_strong_regularisation_keeps_pfedme_at_the_global_model() -> None:
     """A larger lam keeps the personal model closer to its local model w."""
     distances = []
     for lam in (0.5, 2.0, 4.0):
-        state = outcomes_of(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(PFedMe(LR, lam=lam, eta=0.05), make_federation(), 3), shared_model())[-1].state
         distances.append(float((state.agents.theta[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
@@ -346,7 +348,7 @@ def test_fedrep_trains_one_part_at_a_time() -> None:
     """FedRep without a head is FedAvg, without a body Local; otherwise each part trains in its share of the steps."""
     assert close(alice_s_model(fitted(FedRep(LR, head_layers=0))), alice_s_model(FedAvg(LR)))
     assert close(alice_s_model(fitted(FedRep(LR, head_layers=2))), alice_s_model(Local(LR)))
-    federation, model = make_federation((16,)), make_model()
+    federation, model = make_federation((16,)), shared_model()
     algorithm = fitted(FedRep(LR))
     state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
     start, at = model.init(3), len(state.server.x)
@@ -380,7 +382,7 @@ def test_waffle_kin_that_shares_all_is_fedavg() -> None:
 def test_opposite_updates_separate_at_once() -> None:
     """An agent whose head moves against Alice's starts the next round with its own head, with weight 0 in hers."""
     algorithm = fitted(WaffleKin(LR, yielding=0.0))
-    net = make_model().init(3)
+    net = shared_model().init(3)
     server, _ = algorithm.init(net, 3)
     head = algorithm.cut.sizes[-1]
     dy = torch.ones(3, len(net.params), dtype=net.params.dtype)
@@ -456,7 +458,7 @@ def test_pfedgraph_s_cosine_term_attracts() -> None:
 
     def spread(**options: Any) -> float:
         algorithm = PFedGraph(LR, **options)
-        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), make_model())[-1].state
+        state = outcomes_of(RunSpec(algorithm, make_federation(), 3), shared_model())[-1].state
         rows = torch.nn.functional.normalize(algorithm.personal(*state, 4).params)
         return float((rows @ rows.T).mean())
 
@@ -483,7 +485,7 @@ def test_fedcollab_that_values_no_samples_is_local() -> None:
 
 def test_fedcollab_that_values_samples_is_fedavg() -> None:
     """With a large C all agents form one coalition; from the initial model it trains as FedAvg does."""
-    federation, model, joined = make_federation(), make_model(), FedCollab(LR, C=1e6, alone=2, start="initial")
+    federation, model, joined = make_federation(), shared_model(), FedCollab(LR, C=1e6, alone=2, start="initial")
     outcomes = outcomes_of(RunSpec(joined, federation, 3), model, rounds=6)
     assert [o.measured["coalitions"] for o in outcomes] == [4, 4, 1, 1, 1, 1]
     average = FedAvg(LR, weighting="samples")
@@ -549,7 +551,7 @@ def test_feddbe_s_first_round_is_fedavg_s() -> None:
 
 def test_feddbe_s_model_adds_the_vector_to_the_features() -> None:
     """The model of an agent computes W (f(x) + m) + b."""
-    dbe, model, federation = fitted(FedDBE(LR)), make_model(), make_federation()
+    dbe, model, federation = fitted(FedDBE(LR)), shared_model(), make_federation()
     state = outcomes_of(RunSpec(dbe, federation, 3), model)[-1].state
     shared, own = Net(state.server.x, state.server.stats), dbe.personal(*state, 4)
     x = federation.x[:9].double()

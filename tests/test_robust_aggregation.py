@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_federation, make_model, outcomes_of, refusal
+from conftest import make_federation, outcomes_of, refusal, shared_model
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.robust_aggregation import RULES, clipped_mean, parse, weiszfeld
@@ -111,14 +111,14 @@ def test_in_fedavg(text: str) -> None:
     """FedAvg trains with each rule, and stacks with plain FedAvg."""
     plain = RunSpec(FedAvg(SGD(0.1)), make_federation((23, 9, 64, 14, 20)), 3)
     robust = replace(plain, algorithm=FedAvg(SGD(0.1), aggregation=text))
-    outcomes = list(simulate([plain, robust], make_model(), rounds=6, batch_size=8))
+    outcomes = list(simulate([plain, robust], shared_model(), rounds=6, batch_size=8))
     assert outcomes[-1][1].measured["accuracy"] > 0.5
     assert not torch.equal(*(outcome.state.server.x for outcome in outcomes[-1]))
 
 
 def test_the_mean_is_the_default() -> None:
     """aggregation = "mean" equals FedAvg bit for bit."""
-    a, b = (outcomes_of(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), make_model())[-1] for o in ({}, MEAN))
+    a, b = (outcomes_of(RunSpec(FedAvg(SGD(0.1), **o), make_federation(), 3), shared_model())[-1] for o in ({}, MEAN))
     assert torch.equal(a.state.server.x, b.state.server.x)
 
 

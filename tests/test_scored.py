@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conftest import BATCH, make_federation, make_model
+from conftest import BATCH, make_federation, shared_model
 from waffle_fl import SGD, RunSpec, WaffleError, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import RunConfig, Settings, check_run
@@ -24,9 +24,9 @@ DIGITS: dict[str, Any] = {"data": "digits", "agents": 3, "samples_per_agent": 40
 @pytest.mark.parametrize("method", EVERYONE)
 def test_scores_of_everyone_equal_one_run_per_alice(method: str, engine: Engine) -> None:
     """`by_agent` has the accuracy of each Alice's run; accuracy and loss are means over all test samples."""
-    federation = make_federation()
+    federation = make_federation((12, 5, 9, 7))
     federation = replace(federation, test=(*federation.test[:-1], federation.test[-1][:5]))
-    algorithm, model = ALGORITHMS[method](sgd=SGD(0.1)), make_model()  # type: ignore[call-arg]
+    algorithm, model = ALGORITHMS[method](sgd=SGD(0.1)), shared_model()  # type: ignore[call-arg]
     options: Any = {"rounds": 2, "batch_size": BATCH, "engine": engine}
     runs = [RunSpec(algorithm, replace(federation, alice=i), 1) for i in range(federation.agents)]
     *_, alone = simulate(runs, model, **options)
@@ -42,7 +42,7 @@ def test_an_agent_without_test_data_is_left_out() -> None:
     federation = make_federation()
     federation = replace(federation, test=(federation.test[0][:0], *federation.test[1:]))
     spec = RunSpec(ALGORITHMS["fedper"](sgd=SGD(0.1)), federation, 1, everyone=True)  # type: ignore[call-arg]
-    ((outcome,),) = simulate([spec], make_model(), rounds=1, batch_size=BATCH)
+    ((outcome,),) = simulate([spec], shared_model(), rounds=1, batch_size=BATCH)
     assert len(outcome.measured["by_agent"]) == federation.agents - 1
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model
+from conftest import BATCH, CLASSES, FEATURES, make_federation, shared_model
 from records_support import bits
 from test_shared_training import same_outcome
 from waffle_fl import APFL, SGD, Ditto, FedAvg, Federation, FlatModel, RunSpec, simulate
@@ -37,14 +37,16 @@ def spec(algorithm: Algorithm, federation: Federation, seed: int = 1) -> RunSpec
 
 
 def rounds(specs: Sequence[RunSpec], model: FlatModel | None = None, **options: Any) -> list[list[Outcome]]:
-    return list(simulate(specs, model or make_model(), **{"rounds": 4, "batch_size": BATCH, **options}))
+    return list(simulate(specs, model or shared_model(), **{"rounds": 4, "batch_size": BATCH, **options}))
 
 
-def same_as_alone(specs: Sequence[RunSpec], together: list[list[Outcome]], model: FlatModel | None = None) -> bool:
+def same_as_alone(
+    specs: Sequence[RunSpec], together: list[list[Outcome]], model: FlatModel | None = None, **options: Any
+) -> bool:
     """Each run has the rounds, errors, numbers and bits that it has alone."""
     for i, one in enumerate(specs):
         mine = [outcome for done in together for outcome in done if outcome.index == i]
-        alone = [outcome for (outcome,) in rounds([one], model)]
+        alone = [outcome for (outcome,) in rounds([one], model, **options)]
         if [str(o.error) for o in mine] != [str(o.error) for o in alone]:
             return False
         if not all(same_outcome(a, b) for a, b in zip(mine, alone, strict=True)):
@@ -81,9 +83,9 @@ def test_shared_fedavg_has_the_same_record(
     federation = federation_of(settings)
     model = model_of(settings, federation, Runtime(), torch.device("cpu"))
     specs = [spec(FedAvg(STEP), federation), spec(leader, federation)]
-    together = rounds(specs, model)
+    together = rounds(specs, model, rounds=2)
     assert methods(trained) == [[type(leader).__name__]]
-    assert same_as_alone(specs, together, model)
+    assert same_as_alone(specs, together, model, rounds=2)
     expected = {"round", "accuracy", "loss", "weights", "norms", "seconds"}
     more = {"validation_accuracy", "validation_loss"} if validation else set()
     assert all(set(outcome.measured) == expected | more for done in together for outcome in done)
@@ -97,7 +99,7 @@ def test_batch_statistics_and_one_agent(leader: Algorithm, sizes: tuple[int, ...
         return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES))
 
     federation = make_federation(sizes)
-    for model in (FlatModel(build, precision="float32"), make_model()):
+    for model in (FlatModel(build, precision="float32"), shared_model()):
         specs = [spec(leader, federation), spec(FedAvg(STEP), federation)]
         assert groups_of(specs) == [[0, 1]]
         assert same_as_alone(specs, rounds(specs, model, workers=workers), model)
@@ -116,13 +118,13 @@ def test_other_training_or_averaging_is_not_shared(leader: Algorithm) -> None:
         replace(plain, tamper=lambda up, r: up),
         replace(plain, transport=lambda agent, r, reply: [reply]),
         replace(plain, attackers=(1,)),
-        replace(plain, state=initial_state(plain, make_model())),
+        replace(plain, state=initial_state(plain, shared_model())),
     ]
     assert carriers([first, *others, plain]) == {len(others) + 1: 0}
     with pytest.raises(WaffleError, match="alike"):
-        simulate([first, others[0]], make_model(), rounds=2)
+        simulate([first, others[0]], shared_model(), rounds=2)
     with pytest.raises(WaffleError, match="alike"):
-        simulate([first, plain], make_model(), rounds=2, guard="standard")
+        simulate([first, plain], shared_model(), rounds=2, guard="standard")
 
 
 OTHER_OPTIONS: dict[str, Any] = {"weighting": "samples", "aggregation": "median", "clip": 1.0}
@@ -209,7 +211,7 @@ def test_alice_with_unusable_data_diverges(leader: Algorithm, alice: int) -> Non
 
 
 def config(method: str, seed: int = 1, **settings: Any) -> RunConfig:
-    small = {"agents": 4, "samples_per_agent": 40, "model": "mlp", "rounds": 4, "momentum": 0.5}
+    small = {"agents": 4, "samples_per_agent": 24, "model": "mlp", "rounds": 4, "momentum": 0.5}
     options = settings.pop("options", {})
     return check_run(method, {**small, "seed": seed, **settings}, options)
 

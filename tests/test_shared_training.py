@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import BATCH, make_federation, make_model
+from conftest import BATCH, make_federation, shared_model
 from waffle_fl import SGD, Federation, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines.backend import Trained, Work
@@ -24,7 +24,7 @@ def one_run_per_alice(method: str, federation: Federation, **options: object) ->
 
 
 def outcomes(specs: list[RunSpec], rounds: int = 4) -> list[list[Outcome]]:
-    return list(simulate(specs, make_model(), rounds=rounds, batch_size=BATCH))
+    return list(simulate(specs, shared_model(), rounds=rounds, batch_size=BATCH))
 
 
 def same_outcome(found: Outcome, expected: Outcome) -> bool:
@@ -38,11 +38,12 @@ def same_outcome(found: Outcome, expected: Outcome) -> bool:
 
 @pytest.mark.parametrize("method", [*ALICE_INDEPENDENT, "local", "waffle", "weight-erosion"])
 def test_shared_runs_equal_separate_runs(method: str) -> None:
-    specs = one_run_per_alice(method, make_federation())
+    """All agents' models train together, and each agent has its own scores and weights."""
+    specs = one_run_per_alice(method, make_federation((12, 9, 17, 5)))
     assert len(groups_of(specs)) == (1 if method in ALICE_INDEPENDENT else len(specs))
-    together = outcomes(specs)
+    together = outcomes(specs, rounds=2)
     for i, spec in enumerate(specs):
-        for done, (alone,) in zip(together, outcomes([spec]), strict=True):
+        for done, (alone,) in zip(together, outcomes([spec], rounds=2), strict=True):
             assert done[i].index == i
             assert same_outcome(done[i], alone)
 
