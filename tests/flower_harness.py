@@ -14,6 +14,7 @@ from typing import Any
 
 from flwr.supercore.task_identity import TaskIdentity
 
+from fork_server import Command, shared
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import settings_files
 from waffle_fl.deploy.jobs import Job
@@ -164,6 +165,18 @@ class Deployment(LocalCluster):
     def wait_for_rounds(self, out: Path, rounds: int) -> None:
         log = out / "rounds.jsonl"
         self.wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= rounds, 2 * PATIENCE)
+
+
+class ForkedDeployment(Deployment):
+    """A deployment whose `waffle` commands are forked with torch imported. Flower and the executors start afresh."""
+
+    def start(self, name: str, *arguments: str) -> Command:  # type: ignore[override]
+        process = shared().start_session(
+            "waffle", *arguments, environment={**os.environ, **self.environment}, log=self.log
+        )
+        self.processes[name] = process  # type: ignore[assignment]
+        self.groups.append(process.pid)
+        return process
 
 
 def processes_with(*words: str) -> list[int]:
