@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
 import sys
@@ -36,6 +37,23 @@ settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
 # A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+
+SOURCES: dict[tuple[str, str], str] = {}
+read_source = inspect.getsource
+
+
+def remembered_source(thing: Any) -> str:
+    """Return the source of an object. For a class of this package the module is parsed once, not once per command."""
+    if not isinstance(thing, type) or not thing.__module__.startswith("waffle_fl."):
+        return read_source(thing)
+    key = thing.__module__, thing.__qualname__
+    if key not in SOURCES:
+        SOURCES[key] = read_source(thing)
+    return SOURCES[key]
+
+
+inspect.getsource = remembered_source  # tyro reads the help text of each flag there
 
 MEMORY = Path("/dev/shm")
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
