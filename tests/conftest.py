@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from hypothesis import settings
 
 import fork_server
+from browser import launched
 from waffle_fl.algorithms import Grad, for_model
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
@@ -168,6 +169,13 @@ def published() -> Path:
     if not folder:
         pytest.skip("WAFFLE_DATA names no folder of published data sets")
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Return one browser for all tests of a file; each test opens its own context."""
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture
