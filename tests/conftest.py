@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from hypothesis import settings
 
 import fork_server
+from browser import launched
 from waffle_fl.algorithms import Grad, for_model
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
@@ -37,6 +39,23 @@ settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
 # A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+
+SOURCES: dict[tuple[str, str], str] = {}
+read_source = inspect.getsource
+
+
+def remembered_source(thing: Any) -> str:
+    """Return the source of an object. For a class of this package the module is parsed once, not once per command."""
+    if not isinstance(thing, type) or not thing.__module__.startswith("waffle_fl."):
+        return read_source(thing)
+    key = thing.__module__, thing.__qualname__
+    if key not in SOURCES:
+        SOURCES[key] = read_source(thing)
+    return SOURCES[key]
+
+
+inspect.getsource = remembered_source  # tyro reads the help text of each flag there
 
 MEMORY = Path("/dev/shm")
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
@@ -159,6 +178,13 @@ def published() -> Path:
     if not folder:
         pytest.skip("WAFFLE_DATA names no folder of published data sets")
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Return one browser for all tests of a file; each test opens its own context."""
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def request(
     streams: tuple[int, int, int],
     environment: dict[str, str] | None = None,
     limits: dict[str, int] | None = None,
+    session: bool = False,
 ) -> Reply:
     """Start a command at the server: `waffle` with arguments, or the path of a Python program with arguments."""
     connection = socket.socket(socket.AF_UNIX)
@@ -42,6 +43,7 @@ def request(
         "folder": str(Path.cwd()),
         "environment": dict(os.environ) if environment is None else environment,
         "limits": limits or {},
+        "session": session,
     }
     socket.send_fds(connection, [b"x"], streams)
     connection.sendall(json.dumps(content).encode() + b"\n")
@@ -69,10 +71,12 @@ class Reply:
 class Command:
     """A running command with the methods of `subprocess.Popen` that the tests use."""
 
-    def __init__(self, address: str, command: list[str], environment: dict[str, str], limits: dict[str, int]) -> None:
-        self.out, self.err = _unnamed_file(), _unnamed_file()
-        with Path(os.devnull).open() as nothing:
-            self.reply = request(address, command, (nothing.fileno(), self.out, self.err), environment, limits)
+    def __init__(self, reply: Reply, out: int, err: int) -> None:
+        self.reply, self.out, self.err = reply, out, err
+
+    @property
+    def pid(self) -> int:
+        return self.reply.pid
 
     @property
     def returncode(self) -> int | None:
@@ -80,12 +84,22 @@ class Command:
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the command runs."""
-        if self.returncode is None and _readable(self.reply.connection):
+        if self.returncode is None and _readable(self.reply.connection, 0):
             self.reply.wait()
         return self.returncode
 
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code."""
+        if self.returncode is None and not _readable(self.reply.connection, timeout):
+            raise subprocess.TimeoutExpired("waffle", timeout or 0)
+        return self.reply.wait()
+
     def send_signal(self, number: int) -> None:
-        os.kill(self.reply.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -105,10 +119,10 @@ def _unnamed_file() -> int:
     return number
 
 
-def _readable(connection: socket.socket) -> bool:
+def _readable(connection: socket.socket, timeout: float | None) -> bool:
     import select
 
-    return bool(select.select([connection], [], [], 0)[0])
+    return bool(select.select([connection], [], [], timeout)[0])
 
 
 class ForkServer:
@@ -126,8 +140,18 @@ class ForkServer:
         self, *command: str | Path, environment: dict[str, str] | None = None, limits: dict[str, int] | None = None
     ) -> Command:
         """Start a command in the current folder; `limits` are resource limits such as RLIMIT_FSIZE."""
-        given = dict(os.environ) if environment is None else environment
-        return Command(self.address, [str(word) for word in command], given, limits or {})
+        out, err = _unnamed_file(), _unnamed_file()
+        with Path(os.devnull).open() as nothing:
+            streams = nothing.fileno(), out, err
+            reply = request(self.address, [str(word) for word in command], streams, environment, limits)
+        return Command(reply, out, err)
+
+    def start_session(self, *command: str, environment: dict[str, str], log: Path) -> Command:
+        """Start a command in its own session, with its output at the end of a file."""
+        with Path(os.devnull).open() as nothing, log.open("ab") as output:
+            streams = nothing.fileno(), output.fileno(), output.fileno()
+            reply = request(self.address, list(command), streams, environment, session=True)
+        return Command(reply, -1, -1)
 
     def run(self, *command: str | Path, timeout: float = 100, **options: Any) -> tuple[int, str, str]:
         """Run a command to its end and return (exit code, stdout, stderr)."""
@@ -227,6 +251,8 @@ def _execute(content: dict[str, Any], streams: list[int]) -> None:
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if content["session"]:
+            os.setsid()
         for name, value in content["limits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         program, *arguments = content["command"]

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from browser import launched
 from cli_support import waffle
 from conftest import make_federation, make_model, refusal
 from waffle_fl.config import RunConfig, Settings
@@ -447,10 +446,9 @@ def test_names_are_escaped(study: Decision, tmp_path: Path) -> None:
 
 
 @contextmanager
-def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
+def browsing(chromium: Any, page: Path) -> Iterator[tuple[Any, list[str]]]:
     """The page in headless Chromium without a network, with its console messages, errors and requests."""
-    with launched() as browser:
-        context = browser.new_context(viewport={"width": 1000, "height": 1100}, offline=True)
+    with chromium.new_context(viewport={"width": 1000, "height": 1100}, offline=True) as context:
         tab, messages = context.new_page(), []
         tab.on("console", lambda message: messages.append(message.text))
         tab.on("pageerror", lambda error: messages.append(str(error)))
@@ -460,10 +458,10 @@ def browsing(page: Path) -> Iterator[tuple[Any, list[str]]]:
         yield tab, messages
 
 
-def test_the_page_in_a_browser(study: Decision, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(chromium: Any, study: Decision, tmp_path: Path) -> None:
     """Charts render with alternative texts, controls and printing work, and the console is empty."""
     page = write_page(study, tmp_path / "page.html")
-    with browsing(page) as (tab, messages):
+    with browsing(chromium, page) as (tab, messages):
         charts = tab.locator(".chart[role=img]:visible")
         assert charts.count() == 4  # best group, gains, methods, sources
         labels = [chart.get_attribute("aria-label") for chart in charts.all()]
@@ -493,12 +491,12 @@ MARKS_INSIDE = """[...document.querySelectorAll('.line .dot')].filter(d => d.off
     return a.left >= b.left - 8 && a.right <= b.right + 8 && a.top >= b.top && a.bottom <= b.bottom; })"""
 
 
-def test_the_page_fits_every_screen(study: Decision, tmp_path: Path) -> None:
+def test_the_page_fits_every_screen(chromium: Any, study: Decision, tmp_path: Path) -> None:
     """At 400 and 1,200 pixels, light and dark, nothing is wider than the window and marks are inside their tracks."""
     page = write_page(study, tmp_path / "page.html")
-    with launched() as browser:
-        for width, theme in product((400, 1200), ("light", "dark")):
-            tab = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme).new_page()
+    for width, theme in product((400, 1200), ("light", "dark")):
+        with chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=theme) as context:
+            tab = context.new_page()
             tab.goto(page.as_uri())
             tab.wait_for_selector("body[data-ready]")
             assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (width, theme)
@@ -507,11 +505,11 @@ def test_the_page_fits_every_screen(study: Decision, tmp_path: Path) -> None:
             assert dark == (theme == "dark"), (width, theme)
 
 
-def test_names_with_markup_in_a_browser(study: Decision, tmp_path: Path) -> None:
+def test_names_with_markup_in_a_browser(chromium: Any, study: Decision, tmp_path: Path) -> None:
     """Names with markup are not executed in a browser."""
     evil = '"><img src=x onerror=alert(1)></script>'
     odd = replace(study, names=(evil, *study.names[1:]), views=(replace(study.views[0], name=evil),), distances=None)
-    with browsing(write_page(odd, tmp_path / "page.html")) as (tab, messages):
+    with browsing(chromium, write_page(odd, tmp_path / "page.html")) as (tab, messages):
         assert tab.locator("h1").inner_text() == f"Should {evil} join?"
         assert tab.locator("img").count() == 0
         assert messages == []

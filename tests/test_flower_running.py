@@ -14,12 +14,14 @@ import base64
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import ssl
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flower_harness import (
     SITES,
     Deployment,
+    ForkedDeployment,
     bits,
     federation,
     processes_in,
@@ -55,7 +58,7 @@ from waffle_fl.deploy.keys import make_operator_key, wire_form
 from waffle_fl.deploy.local_cluster import deployed, free_port
 from waffle_fl.deploy.settings_files import change, read_server, read_site
 
-ROUNDS = 8
+ROUNDS = 3
 pytestmark = pytest.mark.slow_first
 
 
@@ -63,7 +66,7 @@ pytestmark = pytest.mark.slow_first
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Start a server and three sites and wait until the sites are connected."""
     folder = federation(tmp_path_factory.mktemp("running") / "federation", SITES)
-    with deployed(Deployment(folder)) as deployment:
+    with deployed(ForkedDeployment(folder)) as deployment:
         for name in SITES:
             online(deployment, name)
         yield deployment
@@ -285,17 +288,40 @@ def test_files_are_readable_by_their_owner_only(running: Deployment) -> None:
         assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
 
 
+def pause_after_a_round(deployment: Deployment, out: Path) -> int:
+    """Pause the ServerApp after its first round and return its process id."""
+    log = out / "rounds.jsonl"
+    while not log.exists() or not log.stat().st_size:
+        assert deployment.processes["run"].poll() is None
+        time.sleep(0.02)
+    number = deployment.server_app()
+    assert number is not None
+    os.kill(number, signal.SIGSTOP)
+    return number
+
+
+def continue_once(request: Path, number: int) -> None:
+    """Continue a paused process as soon as the job's stop request exists, or after a minute."""
+    end = time.monotonic() + 60
+    while not request.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(number, signal.SIGCONT)
+
+
 def test_status_stop_and_resume(running: Deployment, tmp_path: Path) -> None:
     """A running job is listed, stops between two rounds, and resumes to the bits of an uninterrupted run."""
     folder, out = running.folder, tmp_path / "job"
     run = running.start_run(*run_arguments(ROUNDS, out))
-    running.wait_for_rounds(out, 1)
+    request = folder / "jobs" / "job.stop"
+    helper = threading.Thread(target=continue_once, args=(request, pause_after_a_round(running, out)))
+    helper.start()
     lines = output_of("status", folder).splitlines()
+    stopped = output_of("stop", "job", "--folder", folder)
+    helper.join()
     assert lines[0] == "server: running"
     assert any(line.split()[:2] == ["a", "connected"] for line in lines)
     assert any(line.startswith("job job: running, round ") for line in lines)
     assert any(line.startswith("  weights for a: a 0.") for line in lines)
-    stopped = output_of("stop", "job", "--folder", folder)
     assert stopped.startswith("job stopped after round ")
     assert f"waffle deploy resume {out} --folder {folder}" in stopped
     assert run.wait(timeout=60) == 2

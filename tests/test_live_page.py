@@ -20,7 +20,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from browser import launched
 from conftest import refusal
 from flower_harness import federation, run_job, small_config
 from waffle_fl.deploy import live_page, membership, settings_files
@@ -405,11 +404,11 @@ def test_the_page_holds_no_data_and_needs_no_other_file() -> None:
 
 
 @contextmanager
-def browsing(server: live_page.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+def browsing(chromium: Any, server: live_page.Server, **options: Any) -> Iterator[tuple[Any, list[str]]]:
     """Open the page in headless Chromium and yield it with console messages, errors, dialogs and outside requests."""
     address = f"http://127.0.0.1:{server.server_port}/"
-    with launched() as browser:
-        tab, problems = browser.new_context(**options).new_page(), list[str]()
+    with chromium.new_context(**options) as context:
+        tab, problems = context.new_page(), list[str]()
         tab.set_default_timeout(60_000)
         tab.add_init_script(
             "document.addEventListener('securitypolicyviolation', (e) => console.error('CSP', e.violatedDirective))"
@@ -424,15 +423,14 @@ def browsing(server: live_page.Server, **options: Any) -> Iterator[tuple[Any, li
         tab.goto(address)
         tab.wait_for_selector("body[data-ready]")
         yield tab, problems
-        browser.close()
 
 
-def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_in_a_browser(chromium: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page shows progress, both charts and all sites; a new round appears without a reload."""
     folder = root / "fed"
     connect(monkeypatch, folder, "north", "south")
     job = Job.open(folder, "first")
-    with job.exclusive(), served(folder) as server, browsing(server) as (tab, problems):
+    with job.exclusive(), served(folder) as server, browsing(chromium, server) as (tab, problems):
         job.update_state(status="running", round=3, waiting=["west"])
         card = tab.locator(".job").first
         card.get_by_text("Waiting for west.").wait_for()
@@ -485,10 +483,10 @@ def test_the_page_in_a_browser(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_on_a_phone_and_with_several_alices(trained: Path, scheme: str) -> None:
+def test_the_page_on_a_phone_and_with_several_alices(chromium: Any, trained: Path, scheme: str) -> None:
     """At 400 pixels nothing scrolls sideways, each Alice has a tab, and a stopped server is reported."""
     options = {"viewport": {"width": 400, "height": 800}, "color_scheme": scheme}
-    with served(trained / "fed") as server, browsing(server, **options) as (tab, problems):
+    with served(trained / "fed") as server, browsing(chromium, server, **options) as (tab, problems):
         assert tab.evaluate("document.documentElement.scrollWidth") == 400
         assert "The server does not answer" in tab.locator("#banner").inner_text()
         card = tab.locator(".job").first
@@ -521,11 +519,11 @@ def luminance(color: str) -> int:
     return sum(int(part) for part in color.removeprefix("rgb(").removesuffix(")").split(","))
 
 
-def test_no_text_runs_in_the_browser(root: Path) -> None:
+def test_no_text_runs_in_the_browser(chromium: Any, root: Path) -> None:
     """Names, reasons and errors that contain markup are shown as text."""
     poison(root)
     shutil.rmtree(root / "every")
-    with served(root / "fed") as server, browsing(server) as (tab, problems):
+    with served(root / "fed") as server, browsing(chromium, server) as (tab, problems):
         tab.locator(".job > summary").filter(has_text="first").click()
         card = tab.locator(".job").filter(has_text="first").first
         card.locator('[data-chart="weights"]').hover()
@@ -537,14 +535,14 @@ def test_no_text_runs_in_the_browser(root: Path) -> None:
         assert not problems
 
 
-def test_no_jobs_yet_and_a_watch_that_has_ended(tmp_path: Path) -> None:
+def test_no_jobs_yet_and_a_watch_that_has_ended(chromium: Any, tmp_path: Path) -> None:
     """An empty federation shows the command to start with; the page reports when its server has ended."""
     folder = federation(tmp_path / "fed", SITES)
     with live_page.listening(folder, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            with browsing(server) as (tab, problems):
+            with browsing(chromium, server) as (tab, problems):
                 assert "waffle deploy run" in tab.locator("#no-jobs").inner_text()
                 assert tab.locator(".job").count() == 0
                 assert not problems

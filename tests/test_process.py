@@ -225,7 +225,7 @@ def kill_and_resume(tmp_path: Path, method: str, count: int) -> list[dict[str, A
 
 
 @pytest.mark.slow_first
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.thorough)])
 def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, tmp_path: Path) -> None:
     """WAFFLE runs killed by SIGKILL and resumed by the same command end like the uninterrupted run."""
     reports = kill_and_resume(tmp_path, "waffle", kills)
@@ -241,9 +241,9 @@ def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, tmp_p
 
 def test_runs_with_state_at_the_agents_resume_to_the_same_bits(tmp_path: Path) -> None:
     """APFL runs, whose agents have their own models, survive SIGKILL too."""
-    reports = kill_and_resume(tmp_path, "apfl", 4)
-    assert sum(report["partial"] for report in reports) >= 2
-    assert [report["code"] for report in reports] == [0] * 4
+    reports = kill_and_resume(tmp_path, "apfl", 2)
+    assert sum(report["partial"] for report in reports) >= 1
+    assert [report["code"] for report in reports] == [0] * 2
     expected = bits(tmp_path / "unbroken")
     assert [r for r in reports if bits(tmp_path / f"run-{r['number']}") != expected] == []
 

@@ -26,7 +26,7 @@ from waffle_fl.tuning.space import draw_config, space_of, training_names
 
 ROUNDS = 8
 SMALL = (
-    *("--samples-per-agent", "40", "--batch-size", "16", "--rounds", str(ROUNDS), "--model", "linear"),
+    *("--agents", "4", "--samples-per-agent", "40", "--batch-size", "16", "--rounds", str(ROUNDS), "--model", "linear"),
     *("--workers", "1", "--quiet"),
 )
 
@@ -203,7 +203,7 @@ def test_an_interrupted_search_resumes(full_search: Path, tmp_path: Path, signal
 def test_a_search_stops_at_its_time_limit(tmp_path: Path) -> None:
     """At the time limit the best trial so far is written, and the same command resumes."""
     assert tune(tmp_path / "out", "--trials", "1").code == 0
-    flags = ("--trials", "400", "--minutes", "0.02")
+    flags = ("--trials", "400", "--minutes", "0.005")
     shown = tune(tmp_path / "out", *flags)
     assert shown.code == 0
     assert "the time limit is reached" in shown.out
