@@ -38,6 +38,7 @@ KINDS = {  # kind of shift -> names of its shifts
     "concepts": ("swap",),
     "drift": ("drift",),
 }
+FIGURES = ("gaps", "ranks", "curves")  # one file each
 CURVES = 8  # methods with curves, the first of the standings
 
 
@@ -64,12 +65,12 @@ def read_standings(root: Path, name: str) -> Standings:
 
 def contents(root: Path, found: Standings) -> dict[Path, str]:
     """Return the pages and figures of a tournament as its records give them."""
-    name, made = found.tournament.name, dict[Path, str]()
+    name = found.tournament.name
+    made: dict[Path, str] = {}
     if found.order:
         folder = root / "docs" / "figures"
-        made[folder / f"{name}-gaps.svg"] = to_svg(gaps(found.tournament, found.order))
-        made[folder / f"{name}-ranks.svg"] = to_svg(ranks(found.tournament, found.order))
-        made[folder / f"{name}-curves.svg"] = to_svg(curves(found))
+        charts = gaps(found.tournament, found.order), ranks(found.tournament, found.order), curves(found)
+        made = {folder / f"{name}-{kind}.svg": to_svg(chart) for kind, chart in zip(FIGURES, charts, strict=True)}
     texts: dict[str, list[str]] = {}
     for page, sections in zip(PAGES[name], (summary(found), tables(found)), strict=True):
         texts.setdefault(page, []).extend(sections)
@@ -96,7 +97,7 @@ def summary(found: Standings) -> Iterator[str]:
     if found.order:
         name = found.tournament.name
         yield counts(found.tournament, found.scores)
-        yield from (f"![{name}-{kind}](figures/{name}-{kind}.svg)" for kind in ("gaps", "ranks"))
+        yield from (f"![{name}-{kind}](figures/{name}-{kind}.svg)" for kind in FIGURES[:2])
         yield caption(found.order)
     yield "## Claims"
     yield claims_table(found.claims)

@@ -59,7 +59,7 @@ from waffle_fl.deploy.local_cluster import deployed, free_port
 from waffle_fl.deploy.settings_files import change, read_server, read_site
 
 ROUNDS = 3
-pytestmark = pytest.mark.slow_first
+pytestmark = pytest.mark.deployment
 
 
 @pytest.fixture(scope="module")
