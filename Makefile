@@ -9,7 +9,7 @@ LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --unive
   --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
   --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower test test-deployment test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
+.PHONY: demo demo-flower test test-deployment test-docs test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -26,6 +26,10 @@ test-thorough: $(READY)
 
 test-flower: $(READY)
 	$(BIN)/pytest -m flower tests/test_flower_*.py tests/test_tutorials.py
+
+# Every page is what the committed records give, and every tutorial runs.
+test-docs: $(READY)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal -m "docs and not flower"
 
 # A server and three sites as real processes: the simulator's bits, the operator's tasks, attacks on the open port.
 test-deployment: $(READY)

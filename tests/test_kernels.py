@@ -18,7 +18,7 @@ from waffle_fl.models.flat import Batch
 from waffle_fl.models.folded import StackedConvolution
 
 torch.manual_seed(0)
-ROWS, IMAGES = 2, 3
+ROWS, IMAGES = 2, 2
 for channels, out, size, kernel, padding in [(2, 5, (9, 8), (5, 3), (0, 0)), (2, 5, (9, 8), (5, 3), (2, 1)),
                                              (1, 6, (12, 12), (5, 5), (2, 2)), (3, 40, (5, 6), (2, 2), (1, 0))]:
     x = torch.randn(ROWS * IMAGES, channels, *size).requires_grad_()

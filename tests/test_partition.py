@@ -33,7 +33,7 @@ TABLE_C = """
 """
 KINDS = ("A", "B", "C", "A*", "B*", "C*")
 
-quick = settings(max_examples=200, deadline=20_000)
+quick = settings(max_examples=100, deadline=20_000)
 kinds = st.sampled_from(KINDS)
 numbers = st.integers(0, 10_000)
 crowds = st.integers(1, 25)

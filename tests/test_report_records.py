@@ -30,6 +30,7 @@ def test_there_are_records() -> None:
     assert {"mnist", "mnist-6000", "cifar10", "robustness", "har"} <= set(RECORDS)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_record_becomes_a_page(name: str, tmp_path: Path) -> None:
     """The page has a row per split and variant, and the runs of a cell differ in their seed only."""

@@ -32,6 +32,7 @@ from paper.studies import find_root, read_study
 from scipy.stats import t as student
 
 from conftest import refusal
+from fork_server import shared
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.scaffold import Scaffold
 from waffle_fl.claims.record_files import cell_of, problems, read_part, record_of
@@ -210,8 +211,11 @@ def test_concurrent_shares_complete_a_study(clone: Path) -> None:
     assert sorted(name for share in shares for name in share) == sorted(planned)
     columns = [{name.rsplit("/", 2)[0] for name in share} for share in shares]
     assert sum(map(len, columns)) == len(set().union(*columns))
-    command = [sys.executable, "-m", "paper", "tiny", "--device", "cpu", "--share"]
-    processes = [subprocess.Popen([*command, f"{k}/2"], cwd=clone, stderr=subprocess.DEVNULL) for k in (1, 2)]
+    program = clone / "share.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom paper.__main__ import main\nsys.exit(main())\n"
+    )
+    processes = [shared().start(program, "tiny", "--device", "cpu", "--share", f"{k}/2") for k in (1, 2)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert not read_part(clone, "tiny").missing()
 
@@ -528,6 +532,7 @@ def stale_pages_of_this_clone() -> tuple[str, ...]:
     return tuple(page.stale_pages(ROOT))
 
 
+@pytest.mark.docs
 @pytest.mark.slow_first
 def test_pages_and_figures_match_their_records() -> None:
     """Every generated page and figure is what the committed records give, and each algorithm's page has its results."""
@@ -637,6 +642,7 @@ def test_check_prints_json(clone: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [claim["holds"] for claim in found if claim["main"]] == [True, True, True]
 
 
+@pytest.mark.docs
 @pytest.mark.slow_first
 @pytest.mark.parametrize(
     ("study", "failing"), [("mnist", []), ("cifar10", ["WAFFLE within 2 points of the paper on every split"])]

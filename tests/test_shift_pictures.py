@@ -13,6 +13,8 @@ from test_shifts import EXAMPLES, ROOT
 from waffle_fl.cli.menu import main
 from waffle_fl.shifts import KINDS, Covariate, read_shifts
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.mark.parametrize("shift", [*EXAMPLES, "dirichlet(0.5) + rotate(30) + swap(2)"])
 def test_every_shift_is_drawn(shift: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 import waffle_fl
 from fork_server import shared
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 LONG = {"deploy-two-sites"}  # starts real Flower processes; its tests have the marker flower

@@ -97,20 +97,29 @@ def deployed(cluster: L) -> Iterator[L]:
 def prepare(folder: Path, names: Sequence[str], data: str, **settings: object) -> None:
     """Make a deployment folder on loopback; `data` names a data set to split, or a folder with one file per site."""
     is_folder = Path(data).is_dir()
-    membership.init(folder, names, "127.0.0.1", free_port(), "127.0.0.1", "" if is_folder else data)
-    settings_files.change(folder / "server.toml", local_port=free_port(), **settings)
-    for name in names:
+    port, local_port, *of_sites = free_ports(2 + len(names))
+    membership.init(folder, names, "127.0.0.1", port, "127.0.0.1", "" if is_folder else data)
+    settings_files.change(folder / "server.toml", local_port=local_port, **settings)
+    for name, own_port in zip(names, of_sites, strict=True):
         home = folder / "sites" / name
         site = home / "site.toml"
         membership.join(home)
         membership.accept_key(folder, name, home / membership.NODE_PUBLIC)
-        settings_files.change(site, port=free_port(), model_may_leave=True)
+        settings_files.change(site, port=own_port, model_may_leave=True)
         if is_folder:
             file = next(path for path in sorted(Path(data).resolve().iterdir()) if name in path.name.split("."))
             settings_files.change(site, data=str(file))
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different ports of this machine that are free now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that is free now."""
+    return free_ports(1)[0]
