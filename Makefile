@@ -33,7 +33,7 @@ test-docs: $(READY)
 
 # A server and three sites as real processes: the simulator's bits, the operator's tasks, attacks on the open port.
 test-deployment: $(READY)
-	$(BIN)/pytest -m deployment tests/test_flower_running.py
+	$(BIN)/pytest -m "deployment and not flower" tests/test_flower_running.py
 
 # What is locked can be installed from the package index; minutes that a change of the code does not need.
 test-release: $(READY)

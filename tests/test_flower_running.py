@@ -425,7 +425,7 @@ def test_a_site_is_added_rotated_and_revoked(running: Deployment, tmp_path: Path
     assert running.finish_run(*run_arguments(1, tmp_path / "four", agents=4)) == 0
 
     old = (home / "node.pub").read_bytes()
-    assert "the key that d has already" in error_of("rotate", "d", "--key", home / "node.pub", "--folder", folder)
+    assert "is the current key of d" in error_of("rotate", "d", "--key", home / "node.pub", "--folder", folder)
     output_of("join", home, "--rotate")
     assert (home / "node.pub").read_bytes() != old
     printed = output_of("rotate", "d", "--key", home / "node.pub", "--folder", folder)
