@@ -156,6 +156,22 @@ def test_experiment_files_are_valid(file: Path) -> None:
         assert all(experiment.methods for experiment in load_experiments(file))
 
 
+def test_choose_a_method_quotes_the_comparison() -> None:
+    """The numbers in choose-a-method.md are those of the generated table in beyond.md."""
+
+    def rows(page: str) -> dict[str, list[str]]:
+        lines = (ROOT / "docs" / page).read_text().splitlines()
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+        return {first: rest for first, *rest in cells}
+
+    compared, quoted = rows("beyond.md"), rows("how-to/choose-a-method.md")
+    methods = [name for name in quoted if name in compared and name != "---"]
+    assert len(methods) >= 8
+    for name in methods:
+        gap, _, largest, _, _, gains, *_ = compared[name]
+        assert quoted[name] == [gap, largest, "–" if name == "Local" else gains], name
+
+
 def test_links_exist() -> None:
     """Relative links in the docs point to files that exist."""
     for page in PAGES:

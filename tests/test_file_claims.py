@@ -141,6 +141,11 @@ def test_claims_that_fail(clone: Path, capsys: pytest.CaptureFixture[str], case:
     assert [claim["claim"] for claim in printed(capsys)["claims"] if not claim["holds"]] == [broken]
 
 
+def test_strict_needs_check(clone: Path) -> None:
+    """--strict without --check is refused in one line before anything trains."""
+    assert "only with --check" in refusal(main, ["bench", str(clone / "experiments" / "small.toml"), "--strict"])
+
+
 def test_no_claim_holds_without_a_record(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a record the check fails and reports what is missing."""
     assert check(clone) == 1

@@ -213,6 +213,8 @@ def bench(arguments: Sequence[str]) -> int:
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     args = parse(Bench, arguments, "bench")
+    if args.strict and not args.check:
+        raise WaffleError("strict: expected --strict only with --check, which reads the committed record")
     if is_tournament(args.file):
         if args.check:
             return check_tournament(args.file.resolve(), args.output.json, args.strict)

@@ -116,7 +116,9 @@ def measurement_for(
         return None, f"partners are not measured: {samples:,} images; use --partners leave-one-out"
     if takes_long(federation):
         reason = f"partners are measured on one quarter of the training rows, with one seed: {samples:,} images"
-        return ("shapley" if len(agents) <= 3 else "leave-one-out"), reason  # the same coalitions for three agents
+        return (
+            "shapley" if len(agents) <= 3 else "leave-one-out"
+        ), reason  # both train the same coalitions of three agents
     if small and _steps("shapley", federation, settings, chosen, agents) <= STEPS:
         return "shapley", ""
     if _steps("leave-one-out", federation, settings, chosen, agents) <= STEPS:
