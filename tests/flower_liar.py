@@ -7,6 +7,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -41,7 +42,7 @@ def hook() -> None:
 def install_lies(module: Any, site: Path) -> None:
     """Insert the lies between the site's reply and Flower."""
     lies: Any = import_module("flower_lies")
-    honest, message, current_round = module.Site, module.Message, [0]
+    honest, message, current_round = module.Site, module.flower.Message, [0]
 
     class Liar(honest):  # type: ignore[misc]
         def answer(self, request: Any) -> Any:
@@ -57,7 +58,7 @@ def install_lies(module: Any, site: Path) -> None:
             make_unreadable(content)
         return message(content, reply_to=reply_to)
 
-    module.Site, module.Message = Liar, send_with_lie
+    module.Site, module.flower = Liar, SimpleNamespace(Message=send_with_lie)
 
 
 def make_unreadable(content: Any) -> None:

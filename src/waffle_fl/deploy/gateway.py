@@ -28,6 +28,7 @@ FLEET = frozenset(  # all calls of a registered SuperNode; registration and remo
         *("pull-messages", "push-messages", "pull-object", "push-object", "confirm-message-received"),
     )
 )
+ACTIVATE = "/v1/fleet/activate-node"
 LOCAL = ("/v1/runtime/", "/v1/fleet/", "/health")
 CONTROL = "/v1/control/"
 SPARE = 1 << 20  # bytes of framing around a chunk of a message
@@ -62,7 +63,7 @@ class Gateway:
         if not rejection:
             await self.app(scope, receive, send)
         else:
-            body = NOT_ADMITTED if rejection == 401 else b""
+            body = NOT_ADMITTED if rejection in (401, 412) else b""
             headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": rejection, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -75,7 +76,8 @@ class Gateway:
             if path not in FLEET:
                 return 404
             if not self.is_admitted(headers.get(KEY_HEADER, b"")):  # before a byte of the body is read
-                return 401
+                # A SuperNode ends silently on 401; on 412, Flower's status for a failed activation, it prints the body.
+                return 412 if path == ACTIVATE else 401
             return 0 if length.isdigit() and len(length) < 16 and int(length) <= self.max_body else 413
         if path.startswith(CONTROL):
             shown = headers.get(CONTROL_HEADER.encode(), b"")
