@@ -36,7 +36,7 @@ from waffle_fl.config import Settings
 from waffle_fl.decision.bootstrap import Interval, contrasts, figures
 from waffle_fl.decision.coalitions import Plan, cross_validate
 from waffle_fl.decision.partners import study_partners
-from waffle_fl.decision.shapley import Coalition, coalitions_of, exact
+from waffle_fl.decision.shapley import Coalition, Contributions, coalitions_of, exact, leave_one_out
 from waffle_fl.engines.run_spec import own_net
 from waffle_fl.experiment import Runtime, model_of
 
@@ -103,6 +103,7 @@ class Evidence(NamedTuple):
     alice: int
     values: Mapping[Coalition, float]
     shapley: Mapping[int, Interval]
+    left_out: Mapping[int, Interval]  # partner -> value of everyone minus that of everyone without the partner
     difference: Callable[[Coalition, Coalition], Interval]
 
     @property
@@ -146,6 +147,17 @@ def positive(seen: Evidence, errors: float) -> Coalition:
     return Coalition([seen.alice, *kept])
 
 
+def not_harmful(seen: Evidence, errors: float) -> Coalition:
+    """Keep the partners whose removal from the coalition of all does not help by more than `errors` standard errors."""
+    kept = [p for p, value in seen.left_out.items() if value.value > -errors * value.standard_error]
+    return Coalition([seen.alice, *kept])
+
+
+def tried(seen: Evidence, errors: float) -> list[Coalition]:
+    """Return the candidates of a study that leaves out each partner: alone, the kept partners, everyone."""
+    return [seen.alone, not_harmful(seen, errors), seen.everyone]
+
+
 RULES: dict[str, Callable[[Evidence], Coalition]] = {
     "alone": lambda s: s.alone,
     "everyone": lambda s: s.everyone,
@@ -163,6 +175,15 @@ RULES: dict[str, Callable[[Evidence], Coalition]] = {
     "Shapley value > 0, if not worse than alone": lambda s: unless(s, positive(s, 0), -1e-9),
     "Shapley value > 0, if not worse than alone by 0.5 se": lambda s: unless(s, positive(s, 0), -0.5),
     "Shapley value > 0, if not worse than alone by 1 se": lambda s: unless(s, positive(s, 0), -1),
+    "left out > 0, if not worse than alone by 0.5 se": lambda s: unless(s, not_harmful(s, 0), -0.5),
+    "left out > -0.5 se, if not worse than alone by 0.5 se": lambda s: unless(s, not_harmful(s, 0.5), -0.5),
+    "left out > -1 se, if not worse than alone by 0.5 se": lambda s: unless(s, not_harmful(s, 1), -0.5),
+    "left out > -0.5 se, if better than alone": lambda s: unless(s, not_harmful(s, 0.5), 0),
+    "best of alone, left out > 0 and everyone, ties larger": lambda s: best(s, tried(s, 0), larger=True),
+    "best of alone, left out > -0.5 se and everyone, ties larger": lambda s: best(s, tried(s, 0.5), larger=True),
+    "largest of alone, left out > 0 and everyone within 0.5 se of the best": lambda s: max(
+        within(s, tried(s, 0), 0.5), key=len
+    ),
 }
 
 
@@ -177,15 +198,18 @@ def measured(kind: str, draw: int) -> Iterator[dict[str, Any]]:
         known = coalitions_of(alice, agents)
         outputs = {c: held.outputs[Plan("fedavg", c), alice] for c in known}
         target = held.target[alice]
-        contributions = exact(alice, agents)
-        table = [[one.get(c, 0.0) for c in known] for one in contributions.values()]
-        intervals = contrasts("accuracy", list(outputs.values()), table, target)
+
+        def intervals(contributions: Contributions, known=known, seen=outputs, truth=target) -> dict[int, Interval]:  # type: ignore[no-untyped-def]
+            table = [[one.get(c, 0.0) for c in known] for one in contributions.values()]
+            found = contrasts("accuracy", list(seen.values()), table, truth)
+            return dict(zip(contributions, found, strict=True))
 
         def difference(c: Coalition, d: Coalition, seen=outputs, truth=target) -> Interval:  # type: ignore[no-untyped-def]
             return contrasts("accuracy", [seen[c], seen[d]], [[1, -1]], truth)[0]
 
         values = {c: fmean(figures("accuracy", o, target).values()) for c, o in outputs.items()}
-        seen = Evidence(alice, values, dict(zip(contributions, intervals, strict=True)), difference)
+        measures = intervals(exact(alice, agents)), intervals(leave_one_out(alice, agents))
+        seen = Evidence(alice, values, *measures, difference)
         top = max(true[c, alice] for c in known)
         yield {
             "federation": kind,

@@ -78,7 +78,14 @@ def score(output: torch.Tensor, target: torch.Tensor, metric: str) -> float:
 def cnn_score(federation: Federation, agent: int, metric: str) -> float:
     """Return the test score of a small CNN with BatchNorm, trained by Adam for 15 epochs on all training rows."""
     rows = torch.cat([federation.train[agent], federation.validation[agent]])
-    x, y = federation.x[rows], federation.labels(agent, rows)
+    net = trained_cnn(federation.x[rows], federation.labels(agent, rows), federation.outputs)
+    test = federation.test[agent]
+    with torch.no_grad():
+        return score(net(federation.x[test]).double(), federation.labels(agent, test), metric)
+
+
+def trained_cnn(x: torch.Tensor, y: torch.Tensor, classes: int) -> nn.Module:
+    """Return a small CNN with BatchNorm, trained by Adam for 15 epochs in plain PyTorch, ready to predict."""
     signal = x.ndim == 3
     conv: Any = nn.Conv1d if signal else nn.Conv2d
     norm: Any = nn.BatchNorm1d if signal else nn.BatchNorm2d
@@ -87,7 +94,7 @@ def cnn_score(federation: Federation, agent: int, metric: str) -> float:
     net = nn.Sequential(
         *(conv(x.shape[1], 32, 3, padding=1), norm(32), nn.ReLU(), pool(2)),
         *(conv(32, 64, 3, padding=1), norm(64), nn.ReLU(), pool(2), nn.Flatten(), nn.LazyLinear(128), nn.ReLU()),
-        nn.Linear(128, federation.outputs),
+        nn.Linear(128, classes),
     )
     net(x[:2])
     optimiser = torch.optim.Adam(net.parameters(), 1e-3)
@@ -97,9 +104,7 @@ def cnn_score(federation: Federation, agent: int, metric: str) -> float:
                 optimiser.zero_grad()
                 nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
                 optimiser.step()
-    test = federation.test[agent]
-    with torch.no_grad():
-        return score(net.eval()(federation.x[test]).double(), federation.labels(agent, test), metric)
+    return net.eval()
 
 
 def write_photographs(folder: Path) -> None:

@@ -21,12 +21,13 @@ from waffle_fl.cli.method_options import read_options
 from waffle_fl.cli.partners import RECORD, read_study, without_old_flags
 from waffle_fl.config import Settings
 from waffle_fl.decision import shapley
-from waffle_fl.decision.bootstrap import Interval, contrasts, figures, gain, share_above_zero
-from waffle_fl.decision.coalitions import FOLDS, Plan, able_agents, cross_validate, folds_of, rows_of
+from waffle_fl.decision.bootstrap import Interval, Metric, contrasts, figures, gain, share_above_zero
+from waffle_fl.decision.coalitions import FOLDS, CrossValidation, Plan, able_agents, cross_validate, folds_of, rows_of
 from waffle_fl.decision.partners import (
     IMAGES,
     MOST_IMAGES,
     PartnerStudy,
+    best_plan,
     group_of,
     leads,
     measurement_for,
@@ -185,6 +186,43 @@ def test_a_group_must_not_be_clearly_worse_than_alone() -> None:
     assert not leads("accuracy", wrong, right, target, -0.5)
 
 
+def held_out(metric: Metric, scores: dict[tuple[int, ...], float]) -> CrossValidation:
+    """Return predictions of 100 rows of agent 0 by which each coalition has the given score: accuracy or RMSE."""
+    target = np.zeros(100) if metric == "rmse" else np.zeros(100, dtype=np.int64)
+    outputs = {}
+    for members, score in scores.items():
+        rmse = {1: np.full(100, score)}
+        right = {1: np.where(np.arange(100)[:, None] < score * 100, [1.0, 0.0], [0.0, 1.0])}
+        outputs[Plan("fedavg", Coalition(members)), 0] = rmse if metric == "rmse" else right
+    return CrossValidation({0: target}, outputs)
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "best"),
+    [
+        ("accuracy", {(0,): 0.8, (0, 1): 0.9, (0, 1, 2): 0.85}, (0, 1)),
+        ("accuracy", {(0,): 0.8, (0, 1): 0.9, (0, 1, 2): 0.9}, (0, 1, 2)),
+        ("accuracy", {(0,): 0.9, (0, 1): 0.8, (0, 1, 2): 0.7}, (0,)),
+        ("rmse", {(0,): 2.0, (0, 1): 1.0, (0, 1, 2): 3.0}, (0, 1)),
+    ],
+)
+def test_the_best_coalition(metric: Metric, scores: dict[tuple[int, ...], float], best: tuple[int, ...]) -> None:
+    """The best score counts, which is the least RMSE; of equal ones, the largest coalition."""
+    plans = [Plan("fedavg", Coalition(members)) for members in scores]
+    assert best_plan(held_out(metric, scores), 0, metric, plans).members == set(best)
+
+
+def test_without_helpful_partners_an_agent_stays_alone(planted: Path) -> None:
+    """The partner with flipped labels gains nothing from anybody, by either measurement."""
+    settings = settings_for(planted, rounds=20)
+    federation = whole(settings)
+    for measurement in ("shapley", "leave-one-out"):
+        found = study_partners(measurement, federation, settings, "fedavg", [3], (1,), {}, Runtime(workers=1))
+        advice = found.advice["feind"]
+        assert all(value.value < 0 for value in advice.contributions.values()), measurement
+        assert not advice.join, measurement
+
+
 # --- cross-validation
 
 
@@ -336,7 +374,7 @@ def test_auto_depends_on_agents_and_cost(planted: Path) -> None:
     assert not takes_long(images)
     found, reason = measurement_for("auto", large, settings, [0])
     assert found == "leave-one-out"
-    assert "one quarter of the training rows, with one seed" in reason
+    assert "half of the training rows, with one seed" in reason
     assert measurement_for("auto", large.without("3"), settings, [0])[0] == "shapley"
     large = replace(images, train=(torch.arange(MOST_IMAGES + 1), *images.train[1:]))
     assert "images; use --partners leave-one-out" in measurement_for("auto", large, settings, [0])[1]
@@ -351,12 +389,12 @@ def test_one_fold_finds_the_harmful_partner(planted: Path) -> None:
     settings = settings_for(planted, rounds=20)
     federation = whole(settings)
     arguments = ("shapley", federation, settings, "waffle", [0], (1, 2), {}, Runtime(workers=1))
-    found = study_partners(*arguments, one_fold=True)  # type: ignore[arg-type]
+    found = study_partners(*arguments, folds=1)  # type: ignore[arg-type]
     advice = found.advice["alice"]
     assert (advice.partners, advice.method, advice.join) == (("ally-one", "ally-two"), "fedavg", True)
     assert (found.trainings, found.seeds) == (8, 1)
     plan = Plan("fedavg", Coalition([0, 1]))
-    held = cross_validate([plan], federation, settings, (1, 2), {}, Runtime(workers=1), one_fold=True)
+    held = cross_validate([plan], federation, settings, (1, 2), {}, Runtime(workers=1), folds=1)
     rows = len(rows_of(federation, 0))
     assert len(held.target[0]) == len(held.outputs[plan, 0][1]) == -(-rows // 4)
     assert list(held.outputs[plan, 0]) == [1]
@@ -456,6 +494,7 @@ def test_the_table_of_rules_matches_its_record() -> None:
         "half a standard error** |": "Shapley value > 0, if not worse than alone by 0.5 se",
         "always stay alone |": "alone",
         "Shapley values |": "best prefix by Shapley value",
+        "and all; ties larger** |": "best of alone, left out > 0 and everyone, ties larger",
     }
     for title, name in names.items():
         means = [fmean(100 * r["regret"][name] for r in record if r["draws"] == d) for d in ("tune", "confirm")]

@@ -16,7 +16,16 @@ from waffle_fl.cli.progress import Output
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import coalitions
 from waffle_fl.decision.bootstrap import Metric
-from waffle_fl.decision.partners import PartnerOption, PartnerStudy, key_of, measurement_for, study_partners, takes_long
+from waffle_fl.decision.coalitions import FOLDS
+from waffle_fl.decision.partners import (
+    FEW_FOLDS,
+    PartnerOption,
+    PartnerStudy,
+    key_of,
+    measurement_for,
+    study_partners,
+    takes_long,
+)
 from waffle_fl.decision.study import alices_of, group_runs, headline
 from waffle_fl.errors import writable
 from waffle_fl.experiment import Runtime, all_alices_of
@@ -66,18 +75,18 @@ def measure_partners(
             (out / RECORD).unlink(missing_ok=True)
         return []
     method = headline([config.method for config, _ in runs])
-    one_fold = option == "auto" and takes_long(federation)
-    key = key_of(measurement, federation, settings, method, alices, seeds, options, metric, one_fold)
+    folds = FEW_FOLDS if option == "auto" and takes_long(federation) else FOLDS
+    key = key_of(measurement, federation, settings, method, alices, seeds, options, metric, folds)
     study = read_study(out)
     if study is None or study.key != key:
         with _progress(output) as progress:
             study = study_partners(
-                measurement, federation, settings, method, alices, seeds, options, runtime, metric, progress, one_fold
+                measurement, federation, settings, method, alices, seeds, options, runtime, metric, progress, folds
             )
         study = replace(study, key=key)
         with writable(out):
             write_json(out / RECORD, study.to_json())
-    return group_runs(study, settings, seeds[:1] if one_fold else seeds, federation.names, out, options)
+    return group_runs(study, settings, seeds[:1] if folds < FOLDS else seeds, federation.names, out, options)
 
 
 def read_study(folder: Path) -> PartnerStudy | None:

@@ -2,7 +2,7 @@
 
 Every row that is not a test row is held out once per seed. In fold k all agents hold out their k-th part, so one
 training of a coalition serves every member: its model predicts the held-out rows of each of them. Test rows are not
-read here. All coalitions of a fold train in one stack. Where training is expensive, one fold with one seed is enough.
+read here. All coalitions of a fold train in one stack. Where training is expensive, some folds and one seed do.
 """
 
 from __future__ import annotations
@@ -91,23 +91,23 @@ def cross_validate(
     options: Mapping[str, Mapping[str, Any]],
     runtime: Runtime,
     progress: Progress = lambda done, total: None,
-    one_fold: bool = False,
+    folds: int = FOLDS,
 ) -> CrossValidation:
     """Train every plan once per seed and fold, and return its predictions of the held-out rows.
 
-    With `one_fold` only the first fold is held out, with the first seed. A coalition whose training diverges predicts 0
-    for every output."""
-    if one_fold:
+    With less than FOLDS `folds` only the first ones are held out, with the first seed. A coalition whose training
+    diverges predicts 0 for every output."""
+    if folds < FOLDS:
         seeds = seeds[:1]
     model = model_of(settings, federation, runtime, device_of(runtime.device))
     everyone = sorted(frozenset().union(*(plan.members for plan in plans)))
     rows = {i: rows_of(federation, i) for i in everyone}
     target = {i: _in_unit(federation, i, federation.labels(i, rows[i], progress=1.0)) for i in everyone}
-    folds = {(i, seed): folds_of(federation, i, seed) for i in everyone for seed in seeds}
+    fold_of = {(i, seed): folds_of(federation, i, seed) for i in everyone for seed in seeds}
     kept = {  # (seed, fold) -> the rows that each agent trains on
-        (seed, k): {i: rows[i][torch.from_numpy(folds[i, seed] != k)] for i in everyone}
+        (seed, k): {i: rows[i][torch.from_numpy(fold_of[i, seed] != k)] for i in everyone}
         for seed in seeds
-        for k in range(1 if one_fold else FOLDS)
+        for k in range(folds)
     }
     found: dict[tuple[Plan, int], dict[int, Array]] = {
         (plan, agent): {seed: np.zeros((len(rows[agent]), federation.outputs)) for seed in seeds}
@@ -122,15 +122,15 @@ def cross_validate(
             if last is None or last.error:
                 continue
             for agent in plan.served:
-                held = folds[agent, seed] == k
+                held = fold_of[agent, seed] == k
                 part = rows[agent][torch.from_numpy(held)]
                 found[plan, agent][seed][held] = _predicted(spec, last, model, federation, agent, part)
         done += len(stack)
         progress(done, len(trainings))
-    if one_fold:
+    if folds < FOLDS:
         (seed,) = seeds
-        target = {i: values[folds[i, seed] == 0] for i, values in target.items()}
-        found = {(plan, i): {seed: some[seed][folds[i, seed] == 0]} for (plan, i), some in found.items()}
+        target = {i: values[fold_of[i, seed] < folds] for i, values in target.items()}
+        found = {(plan, i): {seed: some[seed][fold_of[i, seed] < folds]} for (plan, i), some in found.items()}
     return CrossValidation(target, found, len(trainings))
 
 

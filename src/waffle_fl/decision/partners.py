@@ -18,6 +18,7 @@ from waffle_fl.decision.bootstrap import (
     Metric,
     Seeds,
     Target,
+    better_if_lower,
     contrasts,
     figures,
     metrics_of,
@@ -42,9 +43,11 @@ PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
 SHARED = "fedavg"
 EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
 PAIRS = 8  # pairs of orders of the sampled Shapley value
-IMAGES = 2000  # samples of images or signals in all, above which one fold with one seed is measured,
+IMAGES = 2000  # samples of images or signals in all, above which FEW_FOLDS folds with one seed are measured,
 MOST_IMAGES = 4000  # and above which `auto` measures nothing
 STEPS = 4_000_000  # mini-batch steps, above which `auto` measures less: about three minutes on two cores
+FEW_FOLDS = 2
+RULE = 2  # a study that was made by another rule is made again
 MARGIN = 0.5  # standard errors of a lead that counts
 TRAININGS = 1200  # more trainings than this use one seed
 
@@ -115,7 +118,7 @@ def measurement_for(
     if len(federation.shape) > 1 and samples > MOST_IMAGES:
         return None, f"partners are not measured: {samples:,} images; use --partners leave-one-out"
     if takes_long(federation):
-        reason = f"partners are measured on one quarter of the training rows, with one seed: {samples:,} images"
+        reason = f"partners are measured on half of the training rows, with one seed: {samples:,} images"
         return (
             "shapley" if len(agents) <= 3 else "leave-one-out"
         ), reason  # both train the same coalitions of three agents
@@ -128,7 +131,7 @@ def measurement_for(
 
 
 def takes_long(federation: Federation) -> bool:
-    """Whether there are so many images or signals that `auto` measures partners with one fold and one seed."""
+    """Whether there are so many images or signals that `auto` measures partners with fewer folds and one seed."""
     return len(federation.shape) > 1 and _samples(federation) > IMAGES
 
 
@@ -156,36 +159,45 @@ def study_partners(
     runtime: Runtime,
     metric: Metric | None = None,
     progress: Progress = lambda done, total: None,
-    one_fold: bool = False,
+    folds: int = FOLDS,
 ) -> PartnerStudy:
     """Return the contribution of each partner to each agent, and the group that each agent should train with.
 
-    Groups train with FedAvg. The headline method `method` with all agents is a further candidate. With `one_fold` it is
-    not, and only one fold is held out, with the first seed. Test rows are not used."""
+    Groups train with FedAvg. The group of the partners that help is recommended, if there are any, unless training
+    alone leads by MARGIN.
+    If partners are left out in turn, the best of that group, all agents and training alone is. The headline method
+    `method` with all agents is a further candidate. With less than FOLDS `folds` it is not, and only these are held
+    out, with the first seed. Test rows are not used."""
     agents = able_agents(federation)
-    method = SHARED if one_fold else method
+    method = SHARED if folds < FOLDS else method
     chosen = [i for i in alices if i in agents]
     plans = _plans(measurement, method, chosen, agents)
-    used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS and not one_fold else seeds[:1]
-    held = cross_validate(plans, federation, settings, used, options, runtime, progress, one_fold)
+    used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS and folds == FOLDS else seeds[:1]
+    held = cross_validate(plans, federation, settings, used, options, runtime, progress, folds)
     decided = _metric(metric, held, chosen, federation)
     found = {i: _contributions(measurement, i, agents, held, decided) for i in chosen}
     groups = {i: group_of(i, contributions) for i, (contributions, _) in found.items()}
     missing = {Plan(SHARED, group) for group in groups.values()} - {plan for plan, _ in held.outputs}
     if missing:
         ordered = sorted(missing, key=lambda plan: sorted(plan.members))
-        held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime, one_fold=one_fold))
+        held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime, folds=folds))
     advice = {}
     for i in chosen:
         alone, group = Plan(SHARED, Coalition([i])), Plan(SHARED, groups[i])
-        best, join = _choice(held, i, decided, alone, group, _whole(method, i, agents))
+        if measurement == "leave-one-out":
+            group = best_plan(held, i, decided, [group, Plan(SHARED, Coalition(agents))])
+            join = best_plan(held, i, decided, [alone, group]) == group
+        else:
+            helps = any(value.value > 0 for value in found[i][0].values())
+            join = helps and _ahead(held, i, decided, group, alone, -MARGIN)
+        best = _replaced(held, i, decided, alone, group, _whole(method, i, agents))
         contributions, errors = found[i]
         advice[federation.names[i]] = Advice(
             {federation.names[j]: interval for j, interval in contributions.items()},
             {federation.names[j]: error for j, error in errors.items()},
             best.method,
             tuple(federation.names[j] for j in sorted(best.members - {i})),
-            join,
+            join or best != group,
             _score(held, alone, i, decided),
             _score(held, best, i, decided),
         )
@@ -202,7 +214,7 @@ def key_of(
     seeds: Sequence[int],
     options: Mapping[str, Mapping[str, Any]],
     metric: Metric | None,
-    one_fold: bool = False,
+    folds: int = FOLDS,
 ) -> str:
     """Return a hash of everything that a study depends on."""
     neutral = replace(settings, alice="0", seed=0, leave_out=())
@@ -210,7 +222,17 @@ def key_of(
         RunConfig(method=m, settings=neutral, options=options.get(m, {})).to_json()
         for m in dict.fromkeys((SHARED, method))
     ]
-    parts = [measurement, federation.digest(), configs, sorted(alices), list(seeds), metric, one_fold, RESULTS_VERSION]
+    parts = [
+        measurement,
+        federation.digest(),
+        configs,
+        sorted(alices),
+        list(seeds),
+        metric,
+        folds,
+        RULE,
+        RESULTS_VERSION,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -228,22 +250,23 @@ def leads(metric: Metric, ours: Seeds, theirs: Seeds, target: Target, errors: fl
     return lead.value > errors * lead.standard_error
 
 
-def _choice(
+def _ahead(held: CrossValidation, alice: int, metric: Metric, one: Plan, other: Plan, errors: float) -> bool:
+    return leads(metric, held.outputs[one, alice], held.outputs[other, alice], held.target[alice], errors)
+
+
+def best_plan(held: CrossValidation, alice: int, metric: Metric, plans: Sequence[Plan]) -> Plan:
+    """Return the plan with the best score on Alice's held-out rows; of equal ones, the plan with the most members."""
+    sign = -1.0 if better_if_lower(metric) else 1.0
+    return max(plans, key=lambda plan: (round(sign * _score(held, plan, alice, metric), 9), len(plan.members)))
+
+
+def _replaced(
     held: CrossValidation, alice: int, metric: Metric, alone: Plan, group: Plan, whole: Sequence[Plan]
-) -> tuple[Plan, bool]:
-    """Return the best plan with partners, and whether Alice should follow it.
-
-    The group is followed unless training alone leads by MARGIN: its partners help on average over all coalitions. The
-    headline method with all agents is followed if it leads both by MARGIN."""
-
-    def ahead(one: Plan, other: Plan, errors: float) -> bool:
-        ours, theirs = held.outputs[one, alice], held.outputs[other, alice]
-        return leads(metric, ours, theirs, held.target[alice], errors)
-
-    for plan in whole:
-        if ahead(plan, alone, MARGIN) and ahead(plan, group, MARGIN):
-            return plan, True
-    return group, ahead(group, alone, -MARGIN)
+) -> Plan:
+    """Return the headline method with all agents if it leads both training alone and the group by MARGIN."""
+    rivals = (alone, group)
+    leading = (plan for plan in whole if all(_ahead(held, alice, metric, plan, rival, MARGIN) for rival in rivals))
+    return next(leading, group)
 
 
 def _whole(method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
