@@ -499,3 +499,13 @@ def test_the_table_of_rules_matches_its_record() -> None:
     for title, name in names.items():
         means = [fmean(100 * r["regret"][name] for r in record if r["draws"] == d) for d in ("tune", "confirm")]
         assert f"{title} {means[0]:.2f} | {means[1]:.2f} |" in text
+
+
+def test_the_table_of_judges_matches_its_record() -> None:
+    """Every verdict of results/partner-check.jsonl is a row of docs/decision.md, the contradicted ones too."""
+    root = Path(__file__).parent.parent
+    record = [json.loads(line) for line in (root / "results" / "partner-check.jsonl").read_text().splitlines()]
+    rows = (root / "docs" / "decision.md").read_text().splitlines()
+    for r in record:
+        start = f"| {r['data']} | {r['agent']} | {', '.join(r['recommended']) or 'none'} | {r['judge']} |"
+        assert [row.endswith(f"| {r['verdict']} |") for row in rows if row.startswith(start)] == [True]
