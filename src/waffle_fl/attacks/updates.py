@@ -12,7 +12,6 @@ from waffle_fl.algorithms.contract import TINY, Rows, Vector, lengths, row_of, u
 from waffle_fl.guard import AGREEMENT, CHANCE
 from waffle_fl.randomness import normal
 
-
 MARGIN = 1.05  # by which `evading` stays inside the guard's limit of the angle
 SPREAD = 1e-3  # relative difference of the lengths of `evading` attackers: equal updates count once
 
