@@ -98,7 +98,9 @@ def evading(length: float) -> Lie:
         across = (mean @ ahead) * ahead - mean
         across = across / across.norm().clamp(min=TINY)
         update = length * own.norm() * (cosine * ahead + (1 - cosine**2).sqrt() * across)
-        return (1 - SPREAD * numbers / len(scene.dy))[:, None] * update
+        shorter = 1 - SPREAD * numbers / len(scene.dy)
+        sent: Rows = shorter[:, None] * update
+        return sent
 
     return lie
 
