@@ -89,6 +89,15 @@ def test_a_record_has_every_trial_and_every_part_of_the_table(finished: Path) ->
     assert read_records(tournament, finished / "results") == records
 
 
+def test_no_job_starts_after_the_time_is_over(finished: Path, tmp_path: Path) -> None:
+    """Jobs that wait when the minutes are over are not started; a job that runs finishes a line."""
+    file, reported = finished / "experiments" / "tiny.toml", list[str]()
+    jobs = jobs_of(load_tournament(file))
+    assert run(file, tmp_path, replace(CPU, minutes=1e-9), jobs, report=reported.append) == 0
+    assert [line.rpartition(": ")[2] for line in reported] == ["not started"] * 3
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_agent_is_alice(finished: Path) -> None:
     """A line of the table has one score per seed and agent."""
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
