@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.cli_support import waffle
 
+from conftest import refusal
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
@@ -142,6 +143,35 @@ def test_a_column_with_some_agents_per_round_trains_each_alice_as_a_plain_run(fi
         )
         own = scores[names.index(f"agent {i}")]
         assert own.selected == pytest.approx(100 * result["selected"]["accuracy"], abs=1e-9)
+
+
+def test_a_file_with_a_base(tmp_path: Path) -> None:
+    """A file takes methods, grid and settings from its base, and has data sets and claims of its own."""
+    (tmp_path / "first.toml").write_text(TEXT)
+    second = (
+        'schema = 1\nkind = "tournament"\nbase = "{base}"\nrounds = 3\n[data.synthetic]\nlr = [0.1]\ncolumns = [{}]\n'
+    )
+    file = tmp_path / "second.toml"
+    file.write_text(second.replace("{base}", "first.toml"))
+    found = load_tournament(file)
+    assert (found.name, list(found.data), found.seeds) == ("second", ["synthetic"], (1, 2))
+    assert (found.data["synthetic"].columns[0].rounds, found.data["synthetic"].columns[0].agents) == (3, 3)
+    assert read_claims(file, found.methods) == []
+    file.write_text(second.replace("{base}", "second.toml"))
+    assert "expected a tournament file without a base" in refusal(load_tournament, file)
+
+
+def test_the_files_of_the_project_have_one_protocol() -> None:
+    """The tournament on images has the methods, grid and tuning of the other one."""
+    one, other = (
+        load_tournament(ROOT / "experiments" / f"{name}.toml") for name in ("tournament", "tournament-images")
+    )
+    assert (one.methods, one.grid, one.tuning_partitions, one.seeds) == (
+        other.methods,
+        other.grid,
+        other.tuning_partitions,
+        other.seeds,
+    )
 
 
 def test_a_folder_per_partition(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@
     [data.people]                             # another folder per partition: people-1, people-2, ...
     data = "people-{partition}"
 
+`base = "other.toml"` takes everything from a tournament file in the same folder, except its data sets and claims.
+
 A method without a hyperparameter of its own has `weight_decay` in the grid, so that every method has the same number of
 trials. A variant takes part beside the methods; it has the grid of its method unless [grid] has its name.
 """
@@ -127,7 +129,7 @@ def is_tournament(path: Path) -> bool:
 
 def load_tournament(path: Path) -> Tournament:
     """Read a tournament file, or raise one error that lists its problems."""
-    _, content = read_toml(path)
+    content = _content(path)
     check_schema(content.get("schema"))
     if content.get("kind") != KIND:
         raise WaffleError(f"{path}: expected kind = {KIND!r}, got {content.get('kind')!r}")
@@ -182,6 +184,21 @@ def load_tournament(path: Path) -> Tournament:
                 settings = {name: getattr(config.settings, name) for name in parameters_of(Settings)}
                 check_run(config.method, settings, config.options)
     return found
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return the content of a file, on top of what its base has apart from data sets and claims."""
+    _, content = read_toml(path)
+    base = content.pop("base", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise WaffleError(f"{path}: base: expected the name of a file in the same folder, got {base!r}")
+    _, other = read_toml(path.parent / base)
+    if other.get("kind") != KIND or "base" in other:
+        raise WaffleError(f"{path}: base: expected a tournament file without a base, got {base!r}")
+    inherited = {key: value for key, value in other.items() if key not in ("data", "claims")}
+    return {**inherited, **content}
 
 
 def _check_lists(path: Path, content: Mapping[str, Any]) -> None:
