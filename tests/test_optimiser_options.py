@@ -31,7 +31,7 @@ from waffle_fl import (
 from waffle_fl.algorithms import ALGORITHMS, Round, for_model
 from waffle_fl.algorithms.scaffold import Up
 from waffle_fl.cli.flags import settings_class
-from waffle_fl.config import RunConfig, check_run, load_experiment, option_types
+from waffle_fl.config import RunConfig, check_run, load_experiment, load_experiments, option_types
 from waffle_fl.engines.aggregation import aggregate_together, registered
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, initial_state, own_net
@@ -308,6 +308,15 @@ def test_weighting_is_one_word_for_every_method_whose_server_averages() -> None:
         algorithm: Any = check_run(name, {"weighting": "samples"}, {}).algorithm()
         assert getattr(algorithm, "weighting", "") == ("samples" if name in averaging else "")
         assert not hasattr(settings_class(method=name)(), "weighting")
+
+
+def test_a_file_that_weights_methods_that_do_not_average_is_refused(tmp_path: Path) -> None:
+    """`weighting` at the top of a file names the methods that would ignore it; per method it is accepted."""
+    file = tmp_path / "weighted.toml"
+    file.write_text('methods = ["fedavg", "waffle"]\nweighting = "samples"\n')
+    assert "weighting: waffle would ignore it" in refusal(load_experiments, file)
+    file.write_text('methods = ["fedavg", "waffle"]\nfedavg.weighting = "samples"\n')
+    assert load_experiments(file)[0].options["fedavg"] == {"weighting": "samples"}
 
 
 def test_weight_erosion_erodes_as_much_in_a_shorter_run() -> None:

@@ -22,6 +22,7 @@ from waffle_fl.config.settings import (
     check_schema,
     options_of,
     plain,
+    weighting_problems,
 )
 from waffle_fl.constraints import parameters_of, shown
 from waffle_fl.errors import WaffleError, suggest
@@ -117,6 +118,7 @@ def _experiment(path: Path, name: str, content: dict[str, Any], text: str) -> Ex
     values = tuples(content)
     problems += problems_of(values, hints, known, text)
     methods, splits = _texts(grid.get("methods")), _texts(grid.get("splits", ["C"]))
+    problems += weighting_problems(values.get("weighting", Settings.weighting), methods)
     for method, table in tables.items():
         if method not in ALGORITHMS and ":" not in method:
             problems.append(f"unknown key {method!r}{line_of(text, method)}{suggest(method, known)}")

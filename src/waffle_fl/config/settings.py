@@ -7,14 +7,14 @@ import hashlib
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from waffle_fl import attacks
-from waffle_fl.algorithms import SGD, Adam, Algorithm, algorithm_of, hyperparameters
+from waffle_fl.algorithms import ALGORITHMS, SGD, Adam, Algorithm, algorithm_of, hyperparameters
 from waffle_fl.algorithms.contract import AS_METHOD, AsMethod
 from waffle_fl.batches import Remainder, steps_of
 from waffle_fl.config.checking import floats, problems_of, tuples
@@ -307,6 +307,14 @@ def option_types(method: str) -> dict[str, Any]:
 
 def _is_schedule(hint: Any) -> bool:
     return isinstance(hint, types.UnionType) and str in typing.get_args(hint)
+
+
+def weighting_problems(weighting: str, methods: Iterable[str]) -> list[str]:
+    """Return the problem of a `weighting` that some of the methods would ignore."""
+    odd = [name for name in methods if name in ALGORITHMS and "weighting" not in options_of(name)]
+    if weighting == AS_METHOD or not odd:
+        return []
+    return [f"weighting: {', '.join(odd)} would ignore it: set it for the methods that average, as in fedavg.weighting"]
 
 
 def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:

@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from waffle_fl.algorithms import ALGORITHMS, title_of
 from waffle_fl.config import ALL_ALICES, RunConfig, Settings, check_run, read_toml
 from waffle_fl.config.checking import floats, problems_of, tuples
-from waffle_fl.config.settings import check_schema, options_of
+from waffle_fl.config.settings import check_schema, options_of, weighting_problems
 from waffle_fl.constraints import parameters_of
 from waffle_fl.errors import WaffleError, suggest
 
@@ -181,6 +181,9 @@ def load_tournament(path: Path) -> Tournament:
         for tasks in found.data.values():
             for trial in found.trials(method, tasks):
                 config = found.config(method, tasks.columns[0], trial, 0, 0)
+                ignored = weighting_problems(config.settings.weighting, [config.method])
+                if ignored:
+                    raise WaffleError(f"{path}: {ignored[0]}")
                 settings = {name: getattr(config.settings, name) for name in parameters_of(Settings)}
                 check_run(config.method, settings, config.options)
     return found
