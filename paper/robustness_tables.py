@@ -45,7 +45,7 @@ def tables(part: Part, _claims: Sequence[Verdict]) -> Iterator[str]:
             head = ["attack", "attackers", *(TITLES[method] for method in methods)]
             yield table(head, [_row(cells, split, methods, row, at) for row in attacks_in(cells)])
     yield "## Weight of the malicious agents, in percent, guard off → standard"
-    yield "Mean over all rounds; for WAFFLE-kin over round 0.94 R and the last one."
+    yield "Mean of round 0.94 R, the last before WAFFLE's Alice trains alone, and the last round."
     yield _weights(cells, rows_of(runs))
     yield "## Success of the backdoor, in percent of Alice's stamped test samples, guard off → standard"
     yield _backdoors(cells, rows_of(runs), methods)

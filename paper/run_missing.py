@@ -16,7 +16,7 @@ from typing import Any
 from paper import drift, momentum, quadratics
 from paper.studies import read_study
 from waffle_fl.atomic_files import write_atomically
-from waffle_fl.claims.record_files import identity, read_part, record_of
+from waffle_fl.claims.record_files import identity, read_part, record_of, unseeded
 from waffle_fl.config import RunConfig
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import Interrupted, Listener, Runtime, execute
@@ -187,12 +187,24 @@ def _locked(root: Path) -> Iterator[None]:
 def add_to_record(root: Path, name: str, runs: Sequence[FinishedRun]) -> None:
     """Add finished runs to a part's record and replace older runs of the same config.
 
-    A line of a record holds only the differences from the line before, so runs on the same data are kept together.
+    A line of a record holds only the differences from the line before, so similar runs are kept together.
     """
     new = {identity(run.config) for run in runs}
     with _locked(root):
         kept = [*(run for run in read_part(root, name).all_runs if identity(run.config) not in new), *runs]
-        data = list(dict.fromkeys(run.provenance["binding"]["data"] for run in kept))
-        kept.sort(key=lambda run: data.index(run.provenance["binding"]["data"]))
+        kept = _grouped(kept)
         lines = condense(kept, DETAILS.get(name, "all"))
         write_atomically(record_of(root, name), "".join(f"{line}\n" for line in lines).encode())
+
+
+def _grouped(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
+    """Return the runs by data, then by method, then by cell, each in the order of the first occurrence."""
+    ranks: list[dict[str, int]] = [{}, {}, {}]
+
+    def place(run: FinishedRun) -> tuple[int, ...]:
+        keys = run.provenance["binding"]["data"], run.config.method, unseeded(run.config)
+        return *(
+            rank.setdefault(key, len(rank)) for rank, key in zip(ranks, keys, strict=True)
+        ), run.config.settings.seed
+
+    return sorted(runs, key=place)

@@ -191,16 +191,20 @@ def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
 
 
 def test_a_record_of_late_rounds(tmp_path: Path) -> None:
-    """It keeps rounds 0.94 R and R, and all rounds of methods with weights; a diverged run keeps none."""
+    """It keeps rounds 0.94 R and R and the score of the last one; a diverged run keeps its result and no round."""
     rounds = [{"round": r, "accuracy": r / 200, "loss": 1.0} for r in range(1, RUNS[0].config.settings.rounds + 1)]
-    plain, weighing = (replace(run, rounds=rounds) for run in (RUNS[0], RUNS[2]))
+    plain, weighing = (
+        replace(run, rounds=rounds, result={**run.result, "rounds": 100}) for run in (RUNS[0], RUNS[2])
+    )
     diverged = replace(RUNS[1], rounds=rounds[:50], result={**RUNS[1].result, "status": "diverged"})
     record = tmp_path / "record.jsonl"
     record.write_text("\n".join(condense([plain, weighing, diverged], "late")) + "\n")
     late, every, none = read_runs([record])
     assert [line["round"] for line in late.rounds] == [94, 100]
-    assert [line["round"] for line in every.rounds] == list(range(1, 101))
+    assert [line["round"] for line in every.rounds] == [94, 100]
     assert none.rounds == []
+    assert late.result == {"status": "finished", "rounds": 100, "last": {"round": 100, "accuracy": 0.5}}
+    assert none.result == diverged.result
     assert accuracies([late, every, none], 0.94) == [0.47, 0.47, 0.0]
     assert accuracies([late, every, none], 1.0) == [0.5, 0.5, 0.0]
 

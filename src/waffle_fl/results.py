@@ -28,6 +28,7 @@ PROTOCOLS: dict[Protocol, str] = {
 
 
 Details: TypeAlias = Literal["all", "figures", "accuracy", "late", "none"]  # values per round in a condensed record
+SCORES = ("best", "last", "selected", "metrics")  # of a result, which a record of late rounds leaves out
 LATE = (0.94, 1.0)  # shares of the rounds: the last one before WAFFLE's Alice trains alone, and the end
 
 WEIGHING = ("waffle", "weight-erosion")
@@ -206,21 +207,25 @@ def condense(runs: Sequence[FinishedRun], details: Details = "all") -> Iterator[
         first[key] = min(first.get(key, seed), seed)
     before: Tables | None = None
     for run in runs:
-        tables = _tables(run)
-        shown = {"tables": tables} if before is None else {"since": since(before, tables)}
         first_seed = run.config.settings.seed == first[run.row, run.config.method]
-        content = {"run": run.folder.name, **shown, "result": run.result, "rounds": _columns(run, details, first_seed)}
-        yield json.dumps(content, separators=(",", ":"))
+        columns = _columns(run, details, first_seed)
+        tables = _tables(run, details, columns.pop("round", []))
+        named = {} if run.folder.name == run.config.label else {"run": run.folder.name}
+        shown = {"tables": tables} if before is None else {"since": since(before, tables)}
+        yield json.dumps({**named, **shown, "values": columns}, separators=(",", ":"))
         before = tables
 
 
-def _tables(run: FinishedRun) -> Tables:
+def _tables(run: FinishedRun, details: Details, rounds: Sequence[int]) -> Tables:
     config = run.config.to_json()
+    late = details == "late" and run.result["status"] == "finished"
     return {
         "settings": config.pop("settings"),
         "options": config.pop("options"),
         "config": config,
         "provenance": run.provenance,
+        "result": {key: value for key, value in run.result.items() if not (late and key in SCORES)},
+        "rounds": {"round": rounds},
     }
 
 
@@ -232,7 +237,8 @@ def _columns(run: FinishedRun, details: Details, first_seed: bool) -> dict[str, 
     if details == "all":
         kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
     shown = run.rounds
-    if details == "late" and run.config.method not in WEIGHING:
+    if details == "late":
+        kept -= set() if run.config.method in (*WEIGHING, "waffle-kin") else {"attackers_weight"}
         shown = list({line["round"]: line for share in LATE if (line := round_at(run, share))}.values())
     rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in shown]
     return {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}
@@ -255,11 +261,12 @@ def read_condensed(path: Path, trust: bool = False) -> list[FinishedRun]:
             tables = line["tables"] if "tables" in line else after(tables, line["since"])
             config = {**tables["config"], "settings": tables["settings"], "options": tables["options"]}
             check_trusted(config, path, trust, model=False)
-            rounds = [
-                dict(zip(line["rounds"], values, strict=True)) for values in zip(*line["rounds"].values(), strict=True)
-            ]
-            provenance = dict(tables["provenance"])
-            runs.append(FinishedRun(Path(line["run"]), RunConfig.from_json(config), provenance, line["result"], rounds))
+            found = RunConfig.from_json(config)
+            columns = {**tables["rounds"], **line["values"]} if "rounds" in tables else line["rounds"]
+            rounds = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            result = _with_last(tables["result"], rounds) if "result" in tables else line["result"]
+            folder = Path(line.get("run", found.label))
+            runs.append(FinishedRun(folder, found, dict(tables["provenance"]), result, rounds))
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except WaffleError:
@@ -267,6 +274,14 @@ def read_condensed(path: Path, trust: bool = False) -> list[FinishedRun]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WaffleError(f"{path} is not a record of runs ({error})") from None
     return runs
+
+
+def _with_last(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a result with the score of its last round, if only the rounds have it."""
+    if "last" in result or not rounds or rounds[-1]["round"] != result["rounds"]:
+        return dict(result)
+    scored = {measure.key: rounds[-1][measure.key] for measure in (ACCURACY, RMSE) if measure.key in rounds[-1]}
+    return {**result, "last": {"round": result["rounds"], **scored}}
 
 
 def round_at(run: FinishedRun, share: float) -> dict[str, Any] | None:

@@ -119,12 +119,11 @@ def problems(parts: dict[str, Part]) -> list[str]:
 def _inconsistent(run: FinishedRun) -> bool:
     """Return whether a result contradicts the rounds that the record keeps."""
     scored = {line["round"]: line["accuracy"] for line in run.rounds if line.get("loss", 0) is not None}
-    if "best" not in run.result:
+    entries = [run.result[key] for key in ("best", "last") if key in run.result]
+    if not entries:
         return bool(scored)
-    best, last = run.result["best"], run.result["last"]
-    differs = any(
-        abs(scored.get(entry["round"], entry["accuracy"]) - entry["accuracy"]) > 1e-4 for entry in (best, last)
-    )
+    differs = any(abs(scored.get(entry["round"], entry["accuracy"]) - entry["accuracy"]) > 1e-4 for entry in entries)
+    highest = run.result.get("best", {}).get("accuracy", 1.0)
     return (
-        differs or max(scored.values(), default=0.0) > best["accuracy"] + 1e-4 or max(scored, default=0) > last["round"]
+        differs or max(scored.values(), default=0.0) > highest + 1e-4 or max(scored, default=0) > entries[-1]["round"]
     )
