@@ -193,9 +193,7 @@ def test_a_record_without_rounds_has_the_scores(tmp_path: Path) -> None:
 def test_a_record_of_late_rounds(tmp_path: Path) -> None:
     """It keeps rounds 0.94 R and R and the score of the last one; a diverged run keeps its result and no round."""
     rounds = [{"round": r, "accuracy": r / 200, "loss": 1.0} for r in range(1, RUNS[0].config.settings.rounds + 1)]
-    plain, weighing = (
-        replace(run, rounds=rounds, result={**run.result, "rounds": 100}) for run in (RUNS[0], RUNS[2])
-    )
+    plain, weighing = (replace(run, rounds=rounds, result={**run.result, "rounds": 100}) for run in (RUNS[0], RUNS[2]))
     diverged = replace(RUNS[1], rounds=rounds[:50], result={**RUNS[1].result, "status": "diverged"})
     record = tmp_path / "record.jsonl"
     record.write_text("\n".join(condense([plain, weighing, diverged], "late")) + "\n")

@@ -161,11 +161,10 @@ def test_a_file_with_a_base(tmp_path: Path) -> None:
     assert "expected a tournament file without a base" in refusal(load_tournament, file)
 
 
-def test_the_files_of_the_project_have_one_protocol() -> None:
-    """The tournament on images has the methods, grid and tuning of the other one."""
-    one, other = (
-        load_tournament(ROOT / "experiments" / f"{name}.toml") for name in ("tournament", "tournament-images")
-    )
+@pytest.mark.parametrize("name", ["tournament-images", "tournament-participation"])
+def test_the_files_of_the_project_have_one_protocol(name: str) -> None:
+    """All tournaments have the methods, grid and tuning of the first one."""
+    one, other = (load_tournament(ROOT / "experiments" / f"{file}.toml") for file in ("tournament", name))
     assert (one.methods, one.grid, one.tuning_partitions, one.seeds) == (
         other.methods,
         other.grid,
