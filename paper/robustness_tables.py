@@ -7,10 +7,10 @@ from statistics import mean
 
 from paper.cell_tables import setting
 from paper.claims import Verdict
-from paper.markdown import table
+from paper.markdown import prose, table
 from paper.sections import verdict_table
 from waffle_fl.algorithms import TITLES
-from waffle_fl.attacks import NONE
+from waffle_fl.attacks import ADAPTIVE, NONE, name_of
 from waffle_fl.claims.file_claims import accuracies
 from waffle_fl.claims.record_files import Part
 from waffle_fl.results import WEIGHING, FinishedRun, methods_of, rows_of
@@ -18,7 +18,6 @@ from waffle_fl.results import WEIGHING, FinishedRun, methods_of, rows_of
 NAME = "robustness"
 COSTLY = 1.5  # points of accuracy
 KIN = "waffle-kin"
-ADAPTIVE = "projected"  # an attack that is adapted to servers that compare distances
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
 Row = tuple[str, int]  # (attack, number of attackers)
@@ -30,8 +29,15 @@ def summary(part: Part, claims: Sequence[Verdict]) -> Iterator[str]:
     runs = part.all_runs
     yield setting(runs)
     yield verdict_table(claims)
+    cells = cells_of(runs)
+    adapted, others = [], []
+    for row in attacks_in(cells):
+        if row[0] not in (NONE, "never joined"):
+            (adapted if name_of(row[0]) in ADAPTIVE else others).append(row)
     yield f"### Cases in which an attack costs more than {COSTLY} points"
-    yield _costs(cells_of(runs), rows_of(runs), _attacked_methods(runs))
+    yield _costs(cells, rows_of(runs), _attacked_methods(runs), others)
+    yield f"### The same for {' and '.join(ADAPTIVE)}, which are adapted to the guard"
+    yield _costs(cells, rows_of(runs), _attacked_methods(runs), adapted)
 
 
 def tables(part: Part, _claims: Sequence[Verdict]) -> Iterator[str]:
@@ -77,9 +83,8 @@ def attacks_in(cells: Cells) -> list[Row]:
     return sorted(found, key=lambda row: (row[0] != NONE, row[0] != "never joined", found.index(row)))
 
 
-def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
-    """Return, per method, how many attacks are costly, over all splits and both rounds, without the adaptive attack."""
-    attacks = [row for row in attacks_in(cells) if row[0] != "never joined" and not row[0].startswith((NONE, ADAPTIVE))]
+def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str], attacks: Sequence[Row]) -> str:
+    """Return, per method, how many attacks are costly, over all splits and both rounds."""
     lost: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for method in methods:
         by_guard = lost.setdefault(method, {"off": [], "standard": []})
@@ -97,7 +102,8 @@ def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str]) -> str:
             rows.append([TITLES[method], *map(str, count[method]), f"{cost:.1f} ({case})"])
     head = ["", "guard off", "guard standard", "largest cost with the guard, in points"]
     cases = max((len(by_guard["standard"]) for by_guard in lost.values()), default=0)
-    return f"Of {cases} cases per cell, without the adaptive attack:\n\n{table(head, rows)}"
+    names = ", ".join(dict.fromkeys(attack for attack, _ in attacks))
+    return f"{prose(f'Of {cases} cases per cell; attacks: {names}.')}\n\n{table(head, rows)}"
 
 
 def _row(cells: Cells, split: str, methods: Sequence[str], row: Row, at: float) -> list[str]:

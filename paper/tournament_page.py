@@ -7,39 +7,48 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import altair as alt
-
-from paper.figures import INK, styled
 from paper.markdown import prose, table
+from paper.tournament_figures import CURVES, curves, gaps, ranks
 from waffle_fl.claims.verdict import Verdict
-from waffle_fl.report.charts import inline, to_svg
+from waffle_fl.report.charts import to_svg
 from waffle_fl.tournament.checking import complete_scores, problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import Tournament, load_tournament
 from waffle_fl.tournament.record import Line, chosen_trial
 from waffle_fl.tournament.standings import (
+    Column,
     MethodStanding,
     Scores,
+    TaskKey,
     critical_difference,
     mean_loss,
     standings,
 )
 
-PAGES = {  # file in experiments/ -> its pages in docs/: the summary, and all tables
-    "tournament": ("beyond", "beyond-tables"),
+PAGES = {  # file in experiments/ -> its pages in docs/: the summary, all tables, and a short table
+    "tournament": ("beyond", "beyond-tables", "how-to/choose-a-method"),
+    "tournament-participation": ("participation", "participation"),
     "kin-ablation": ("kin-ablation", "kin-ablation"),
 }
-TITLES = {"digits": "Digits", "heart-disease": "Heart Disease", "landmine-whole": "Landmine", "school-whole": "School"}
+TITLES = {
+    "heart-disease": "Heart Disease",
+    "landmine-whole": "Landmine",
+    "school-whole": "School",
+    "har-described": "HAR",
+    "digit-domains-described": "Digit domains",
+    "office-described": "Office",
+}
+SHORT = ("weight-erosion", "waffle", "waffle-kin", "knn-per", "ditto", "fedper", "local", "fedavg")
 KINDS = {  # kind of shift -> names of its shifts
     "labels and quantities": ("dirichlet", "quantity", "prior"),
     "features": ("rotate", "blur", "noise", "contrast", "colour", "scale"),
     "concepts": ("swap",),
     "drift": ("drift",),
 }
+MEGABYTES = 4 * 61_706 / 1e6  # of LeNet-5 in float32
 FIGURES = ("gaps", "ranks", "curves")  # one file each
-CURVES = 8  # methods with curves, the first of the standings
 
 
 class Standings(NamedTuple):
@@ -69,10 +78,10 @@ def contents(root: Path, found: Standings) -> dict[Path, str]:
     made: dict[Path, str] = {}
     if found.order:
         folder = root / "docs" / "figures"
-        charts = gaps(found.tournament, found.order), ranks(found.tournament, found.order), curves(found)
+        charts = gaps(found.tournament, found.order), ranks(found.tournament, found.order), curves(*found[:4])
         made = {folder / f"{name}-{kind}.svg": to_svg(chart) for kind, chart in zip(FIGURES, charts, strict=True)}
     texts: dict[str, list[str]] = {}
-    for page, sections in zip(PAGES[name], (summary(found), tables(found)), strict=True):
+    for page, sections in zip(PAGES[name], (summary(found), tables(found), short(found)), strict=False):
         texts.setdefault(page, []).extend(sections)
     marker = re.compile(rf"(<!-- record: {name} -->\n).*?(<!-- end of record -->)", re.DOTALL)
     for page, lines in texts.items():
@@ -96,13 +105,14 @@ def summary(found: Standings) -> Iterator[str]:
         )
     if found.order:
         name = found.tournament.name
-        yield counts(found.tournament, found.scores)
+        yield counts(found.tournament, found.scores.columns)
         yield from (f"![{name}-{kind}](figures/{name}-{kind}.svg)" for kind in FIGURES[:2])
         yield caption(found.order)
     yield "## Claims"
     yield claims_table(found.claims)
     if found.order:
         yield "## All methods"
+        yield counts(found.tournament, found.scores.columns)
         yield all_methods(found)
         yield f"![{name}-curves](figures/{name}-curves.svg)"
         yield prose(
@@ -114,29 +124,60 @@ def tables(found: Standings) -> Iterator[str]:
     """Yield the sections with all tables: each data set, each column, and the tuning."""
     if found.order:
         yield "## Each data set"
-        yield counts(found.tournament, found.scores)
+        yield counts(found.tournament, found.scores.columns)
         yield by_data(found.tournament, found.scores, found.order)
         yield from by_column(found)
         yield "## What the tuning chose"
+        yield trials(found.tournament)
         yield choices(found.tournament, found.records, found.order)
 
 
-def counts(tournament: Tournament, scores: Scores) -> str:
-    """Return the number of tasks, partitions, Alices and seeds."""
-    tasks = [next(iter(found.values())) for found in scores.columns.values()]
-    data = len({name for name, _ in scores.columns})
+def short(found: Standings) -> Iterator[str]:
+    """Yield a few rows of the table of all methods."""
+    if not found.order:
+        return
+    tournament, _, scores, order = found[:4]
+    yield counts(tournament, scores.columns)
+    rows = [
+        [tournament.title(s.method), f"{s.gap:.2f}", f"{s.largest:.1f}", f"{100 * s.gains:.0f} %"]
+        for s in order
+        if s.method in SHORT
+    ]
+    yield table(["method", "points behind the best, mean over the columns", "largest", "tasks above Local"], rows)
+
+
+def counts(tournament: Tournament, columns: Mapping[Column, Mapping[str, Mapping[TaskKey, float]]]) -> str:
+    """Return the number of tasks, partitions, Alices and seeds of some columns."""
+    tasks = [next(iter(found.values())) for found in columns.values()]
+    data = len({name for name, _ in columns})
     alices = sorted({len({alice for _, alice in some}) for some in tasks})
     span = f"{alices[0]} to {alices[-1]}" if len(alices) > 1 else f"{alices[0]}"
+    methods = {method for found in columns.values() for method in found}
     return prose(
-        f"**{sum(map(len, tasks)):,} tasks**: {len(scores.columns)} columns of {data} data sets,",
-        f"{len(tournament.partitions)} partitions, {span} Alices per column, {len(tournament.seeds)} seeds per task,",
-        f"{len(tournament.methods)} methods, each tuned with {_budget(tournament)} trials on another partition.",
+        f"**{sum(map(len, tasks)):,} tasks**: {_number(len(columns), 'column')} of {_number(data, 'data set')},",
+        f"{_number(len(tournament.partitions), 'partition')}, {span} Alices per column,",
+        f"{_number(len(tournament.seeds), 'seed')} per task, {_number(len(methods), 'method')}, each tuned with",
+        f"{_budget(tournament)} trials on another partition.",
     )
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _budget(tournament: Tournament) -> int:
     tasks = next(iter(tournament.data.values()))
     return len(tournament.trials(tournament.methods[0], tasks))
+
+
+def trials(tournament: Tournament) -> str:
+    """Return what the tuning is based on."""
+    most = f"at most {tournament.tuning_alices}" if tournament.tuning_alices else "all"
+    return prose(
+        f"{_budget(tournament)} trials per method and data set, on"
+        f" {_number(len(tournament.tuning_partitions), 'partition')} that no table has, with"
+        f" {_number(len(tournament.tuning_seeds), 'seed')} and {most} Alices."
+    )
 
 
 def caption(order: Sequence[MethodStanding]) -> str:
@@ -173,19 +214,19 @@ def all_methods(found: Standings) -> str:
                 f"{100 * s.gains:.0f} %",
                 "–" if math.isnan(loss) else f"{loss:.3f}",
                 f"{s.rank:.1f}",
-                f"{cost.down:.1f} / {cost.up:.1f}",
+                f"{MEGABYTES * cost.down:.2f} / {MEGABYTES * cost.up:.2f}",
                 f"{cost.gradients:.0f}",
             ]
         )
     head = [
         *("", "gap", "gap, last round", "largest gap", "near the best", "worst tenth", "above Local", "log loss"),
-        *("rank", "models down / up", "gradients"),
+        *("rank", "MB down / up", "gradients"),
     ]
     notes = prose(
         "gap: points behind the best method of each column, mean over the columns; near the best: columns in which",
         "it is within one standard error (over tasks) of the best method; worst tenth: the same gap for the mean of",
         "the worst tenth of the tasks; above Local: share of the tasks; log loss: mean over the classifications;",
-        "models down / up: sent per agent and round, as multiples of the model's size; gradients: per mini-batch.",
+        f"MB down / up: per agent and round with LeNet-5, a model of {MEGABYTES:.2f} MB; gradients: per mini-batch.",
     )
     return f"{table(head, rows)}\n\n{notes}"
 
@@ -223,6 +264,7 @@ def by_column(found: Standings) -> Iterator[str]:
             methods = [s.method for s in order if s.method in tournament.entries(data)]
             rows = [[tournament.title(m), *(_bold(means[c, m], best[c]) for c in some)] for m in methods]
             yield f"### {title_of_data(data)}: {kind}"
+            yield counts(tournament, {(data, column): scores.columns[data, column] for column in some})
             yield table(["", *some], rows)
 
 
@@ -277,80 +319,3 @@ def choices(tournament: Tournament, records: Mapping[str, Sequence[Line]], order
             row.append("–" if found is None else f"{found.lr:g}, {found.value}")
         rows.append(row)
     return table(["", "hyperparameter", *(f"{title_of_data(name)}: lr, value" for name in tournament.data)], rows)
-
-
-def gaps(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
-    """Draw the mean gap of every method."""
-    values = [
-        {
-            "method": tournament.title(s.method),
-            "gap": s.gap,
-            "ours": tournament.entry(s.method).method.startswith("waffle"),
-        }
-        for s in order
-    ]
-    titles = [value["method"] for value in values]
-    colour = alt.condition("datum.ours", alt.value("#d1495b"), alt.value("#4c78a8"))
-    bars = (
-        alt.Chart(inline(values), width=300, height=18 * len(values), title="Points behind the best method")
-        .mark_bar()
-        .encode(
-            x=alt.X("gap:Q", title=None, scale=alt.Scale(type="symlog", constant=1)),
-            y=alt.Y("method:N", sort=titles, title=None),
-            color=colour,
-        )
-    )
-    text = bars.mark_text(align="left", dx=3, color=INK).encode(
-        text=alt.Text("gap:Q", format=".2f"), color=alt.value(INK)
-    )
-    return styled(bars + text)
-
-
-def ranks(tournament: Tournament, order: Sequence[MethodStanding]) -> Any:
-    """Draw the mean rank of every method, and the critical difference from the first."""
-    by_rank = sorted(order, key=lambda s: s.rank)
-    distance = critical_difference(len(order), order[0].columns)
-    limit = by_rank[0].rank + distance
-    values = [
-        {"method": tournament.title(s.method), "rank": s.rank, "near": s.rank <= limit, "end": min(limit, 99)}
-        for s in by_rank
-    ]
-    titles = [value["method"] for value in values]
-    base = alt.Chart(inline(values), width=300, height=18 * len(values), title="Mean rank, and the critical difference")
-    y = alt.Y("method:N", sort=titles, title=None)
-    colour = alt.condition("datum.near", alt.value("#3a7d44"), alt.value("#8c8c8c"))
-    points = base.mark_circle(size=70, opacity=1).encode(
-        x=alt.X("rank:Q", title=None, scale=alt.Scale(zero=False)), y=y, color=colour
-    )
-    line = base.mark_rule(strokeDash=[4, 3], color=INK).encode(x="mean(end):Q")
-    return styled(line + points)
-
-
-def curves(found: Standings) -> Any:
-    """Draw the mean points over the rounds of the first methods."""
-    tournament, records, scores, order = found[:4]
-    shown = [s.method for s in order[:CURVES]]
-    values = []
-    for method in shown:
-        points = [
-            line["curve"]
-            for data, lines in records.items()
-            for line in lines
-            if line["stage"] == "table" and line["method"] == method and (data, line["column"]) in scores.columns
-            if None not in line["curve"]
-        ]
-        means = [fmean(values) for values in zip(*points, strict=True)]
-        values += [
-            {"method": tournament.title(method), "round": 10 * (k + 1), "points": v} for k, v in enumerate(means)
-        ]
-    titles = [tournament.title(method) for method in shown]
-    chart = (
-        alt.Chart(inline(values), width=560, height=260)
-        .mark_line(strokeWidth=2)
-        .encode(
-            x=alt.X("round:Q", title="percent of the rounds"),
-            y=alt.Y("points:Q", title="points", scale=alt.Scale(zero=False)),
-            color=alt.Color("method:N", sort=titles, title=None),
-        )
-    )
-    return styled(chart)

@@ -156,20 +156,29 @@ def test_experiment_files_are_valid(file: Path) -> None:
         assert all(experiment.methods for experiment in load_experiments(file))
 
 
-def test_choose_a_method_quotes_the_comparison() -> None:
-    """The numbers in choose-a-method.md are those of the generated table in beyond.md."""
-
-    def rows(page: str) -> dict[str, list[str]]:
-        lines = (ROOT / "docs" / page).read_text().splitlines()
-        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-        return {first: rest for first, *rest in cells}
-
-    compared, quoted = rows("beyond.md"), rows("how-to/choose-a-method.md")
-    methods = [name for name in quoted if name in compared and name != "---"]
-    assert len(methods) >= 8
-    for name in methods:
-        gap, _, largest, _, _, gains, *_ = compared[name]
-        assert quoted[name] == [gap, largest, "–" if name == "Local" else gains], name
+def test_what_the_ablation_says_is_what_it_measured() -> None:
+    """The numbers in the prose of kin-ablation.md are those of its generated claims and table."""
+    text, _, generated = (ROOT / "docs" / "kin-ablation.md").read_text().partition("<!-- record")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in generated.splitlines() if "|" in line]
+    row: dict[str, list[str]] = {}
+    for first, *rest in cells:
+        row.setdefault(first, rest)
+    claim = {name: float(rest[1].split()[0]) for name, rest in row.items() if "(n = " in rest[1]}
+    assert f"({row['averaging over rounds brings WAFFLE-kin something'][1].split(' (')[0]} points)" in text
+    last = float(row["kin-latest"][1]) - float(row["WAFFLE-kin"][1])
+    assert f"In the last\n  round it brings {last:.2f} points" in text
+    parts = sorted(
+        claim[f"{name} something"] for name in ("sharing the head by kinship brings", "clipping brings WAFFLE-kin")
+    )
+    assert f"bring {parts[0]:.0f} to {parts[1]:.0f} points" in text
+    rival = "WAFFLE-kin is above {} with the same averaging and clipping"
+    assert f"is significant** ({claim[rival.format('FedPer')]:.1f} points)" in text
+    assert [row[rival.format(name)][0] for name in ("FedPer", "kNN-Per", "FedAvg+FT")] == [
+        "holds",
+        "undecided",
+        "undecided",
+    ]
+    assert f"is {float(row['kNN-Per'][2]):.0f} points behind on Parkinson" in " ".join(text.split())
 
 
 def test_links_exist() -> None:
