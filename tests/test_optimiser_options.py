@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from conftest import BATCH, fitted, make_federation, refusal, shared_model
 from reference import run as run_reference
@@ -36,8 +37,10 @@ from waffle_fl.engines.aggregation import aggregate_together, registered
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, initial_state, own_net
 from waffle_fl.engines.tree import rows_of
+from waffle_fl.experiment import Runtime, execute
 from waffle_fl.experiment.active_run import state_of, tensors_of
 from waffle_fl.experiment.planning import plan
+from waffle_fl.inference.trained_run import check_portable
 from waffle_fl.models import FlatModel, mlp
 from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import pack, unpack
@@ -327,6 +330,23 @@ def test_weight_erosion_erodes_as_much_in_a_shorter_run() -> None:
     ones = torch.ones(AGENTS, dtype=torch.int64)
     now = Round(1, 50, torch.tensor(ALICE), ones > 0, ones > 0, ones, ones, BATCH)
     torch.testing.assert_close(scaled.aggregate(server, up, now)[0].alpha, plain.aggregate(server, up, now)[0].alpha)
+
+
+def test_apfl_is_scored_by_the_outputs_that_it_trains(tmp_path: Path) -> None:
+    """With mixed outputs the scores are those of mix v(x) + (1 - mix) w(x), and there is no portable model."""
+    algorithm, federation, model = APFL(SGD(0.3), mixing="outputs"), make_federation(alice=ALICE), shared_model()
+    (last,) = list(simulate([RunSpec(algorithm, federation, SEED)], model, rounds=3, batch_size=BATCH, workers=1))[-1]
+    agents, rows = last.state.agents, federation.test[ALICE]
+    x, target = federation.x[rows].to(model.dtype), federation.labels(ALICE, rows)
+    own, received = (model.predict(part[ALICE], agents.mixed_stats[ALICE], x) for part in (agents.v, agents.w))
+    mixed = agents.mix[ALICE] * own + (1 - agents.mix[ALICE]) * received
+    assert last.measured["accuracy"] == pytest.approx(float((mixed.argmax(dim=1) == target).double().mean()))
+    assert last.measured["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(mixed, target)), rel=1e-6)
+    config = check_run("apfl", {"rounds": 2, "agents": 3, "samples_per_agent": 20}, {"mixing": "outputs"})
+    execute([(config, tmp_path / "run")], Runtime(workers=1))
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert {name.partition(".")[0] for name in saved} == {"personal", "received", "share"}
+    assert "mixes the outputs of two models" in refusal(check_portable, config)
 
 
 def test_mixed_outputs_need_classes() -> None:

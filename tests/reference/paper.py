@@ -238,8 +238,9 @@ def apfl(
             personal[i], mixes[i] = v, m
             problem.keep(i, w_velocity, "w")
             problem.keep(i, v_velocity, "v")
-        m = mixes[problem.alice]
-        trace.models.append(m * personal[problem.alice] + (1 - m) * trained[problem.alice])
+        m, v, w = mixes[problem.alice], personal[problem.alice], trained[problem.alice]
+        both = torch.cat([v, w, v.new_tensor([m])])
+        trace.models.append(both if mixing == "outputs" else m * v + (1 - m) * w)
         trace.weights.append(shares(problem, r, weighting))
         x = weighted_sum(trace.weights[-1], trained)
     return trace

@@ -2,7 +2,8 @@
 
 Per mini-batch: w -= lr grad f(w);  v -= lr mix grad f(v_bar), v_bar = mix v + (1 - mix) w. The mixing weight follows
 its own gradient <v - w, grad f(v_bar)>, at the first step of a round or once per round. With `mixing = "outputs"` v is
-trained on the loss of the mixed outputs mix v(sample) + (1 - mix) w(sample), as in the authors' code.
+trained on the loss of the mixed outputs mix v(sample) + (1 - mix) w(sample), and these are the agent's predictions, as
+in the authors' code.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class APFL:
     adaptive: Literal["step", "round", "off"] = parameter("step", search=["step", "round", "off"])
     """When the share adapts: at the first step of each round, once per round from its total change, or never."""
     mixing: Literal["parameters", "outputs"] = "parameters"
-    """What is mixed in training: parameters, or outputs as in the authors' code, for classes and cross-entropy."""
+    """What is mixed: parameters, or outputs as in the authors' code, for classes and cross-entropy."""
     weighting: Weighting = parameter("equal", server_side=True)
     """Weight agents equally or by their number of samples, as the authors do."""
 
@@ -192,6 +193,13 @@ class APFL:
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         return fedavg.aggregate(server, up, now, self.weighting)
 
+    @property
+    def mixes_outputs(self) -> bool:
+        return self.mixing == "outputs"
+
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         share = agents.mix[:, None]
+        if self.mixes_outputs:
+            _, stats = broadcast_to(Net(server.x, server.stats), count)
+            return Net(torch.cat([agents.v, agents.w, share], dim=1), torch.cat([agents.mixed_stats, stats], dim=1))
         return Net(torch.lerp(agents.w, agents.v, share), agents.mixed_stats)

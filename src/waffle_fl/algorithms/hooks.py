@@ -99,6 +99,16 @@ class PredictsWithTrainingData(Protocol):
 
 
 @runtime_checkable
+class MixesOutputs(Protocol):
+    """Predicts with the mixed outputs of two models."""
+
+    @property
+    def mixes_outputs(self) -> bool:
+        """Whether a row of `personal` holds two models, their statistics, and the share of the first as last number."""
+        ...
+
+
+@runtime_checkable
 class ModelDependent(Protocol):
     """Treats layers of the model differently."""
 
@@ -144,6 +154,7 @@ HOOKS = {
     "relations": HasRelations,
     "new_control_variates": HasControlVariates,
     "answer": PredictsWithTrainingData,
+    "mixes_outputs": MixesOutputs,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
     "asks_all": AsksAll,

@@ -34,6 +34,7 @@ from waffle_fl.engines.flower.server_run import (
     tensors_of,
 )
 from waffle_fl.engines.flower.transport import MessageFactory, Transport
+from waffle_fl.engines.mixed_outputs import tensors_in
 from waffle_fl.engines.participation import Cohorts
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.experiment import model_name, round_settings
@@ -389,9 +390,9 @@ class JobRunner:
             result["metrics"] = {name: finite_or_none(metrics[name]) for name in names}
         net = server_run.own_model()
         if net is None and payload is not None:
-            blank = server_run.model.init(0)
             try:
-                net = Net(**unpack(payload, blank._asdict())[1])
+                net = Net(**unpack(payload, server_run.blank_model()._asdict())[1])
             except WaffleError as error:
                 self.job.journal.write(note=f"Alice's model could not be read: {one_line(error)}")
-        entry.run.close(result, server_run.model.state_dict(net) if net else None)
+        algorithm = server_run.plan.algorithm
+        entry.run.close(result, tensors_in(algorithm, server_run.model, net) if net else None)

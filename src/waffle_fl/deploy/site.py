@@ -38,6 +38,7 @@ from waffle_fl.engines.arithmetic import one_thread
 from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
+from waffle_fl.engines.mixed_outputs import models_in, tensors_in
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, model_name, model_of
 from waffle_fl.experiment.active_run import predictions
@@ -283,13 +284,15 @@ class RequestHandler:
         """Refuse to train if the agent's model, or any model in the broadcast, singles out rows."""
         trainer = self.trainer
         own = trainer.own_model(down, agents)
-        models = [value for name, value in down._asdict().items() if name not in NO_MODELS]
-        sent = [value.reshape(-1, trainer.model.size) for value in models if value.shape[-1:] == (trainer.model.size,)]
-        others = [params for value in sent for params in value if not torch.equal(params, own.params)]
+        fields = [value for name, value in down._asdict().items() if name not in NO_MODELS]
+        sent = [value.reshape(-1, trainer.model.size) for value in fields if value.shape[-1:] == (trainer.model.size,)]
+        models = models_in(trainer.algorithm, trainer.model, own)
+        known = [one.params for one in models]
+        others = [params for value in sent for params in value if not any(torch.equal(params, one) for one in known)]
         usual = cache(lambda: usual_shares(trainer.model, trainer.federation))
         with one_thread():
-            for params in (own.params, *others):
-                shares = exposed_shares(trainer.model, Net(params, own.stats), trainer.federation)
+            for one in (*models, *(Net(params, models[0].stats) for params in others)):
+                shares = exposed_shares(trainer.model, one, trainer.federation)
                 self.site.policy.check_exposed(shares, usual)
 
     def _evaluate(self, net: Net) -> dict[str, Any]:
@@ -302,7 +305,7 @@ class RequestHandler:
         f = trainer.federation
         predicted = predictions(trainer.model, predictor_of(trainer.algorithm, trainer.model, net, f), f)
         metrics = measure(predicted["output"], predicted["target"])
-        model = pack(trainer.model.state_dict(net), {"round": str(s.rounds)})
+        model = pack(tensors_in(trainer.algorithm, trainer.model, net), {"round": str(s.rounds)})
         folder = self._model_folder(model)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         about = provenance(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
+from waffle_fl.engines.mixed_outputs import mixes_outputs, output_of
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
@@ -34,7 +35,7 @@ def predictor_of(
     """Return Alice's predictor: her model, or the algorithm's `answer`, which also uses her training data."""
     answer = getattr(algorithm, "answer", None)
     if answer is None:
-        return partial(model.predict, *net)
+        return output_of(algorithm, model, net)
     own = federation.train[federation.alice]
     parts = (federation.x[part].to(model.device, model.dtype) for part in torch.split(own, SCORE_ROWS))
     known = torch.cat([model.features(*net, x)[1] for x in parts])
@@ -205,7 +206,7 @@ class Evaluator:
         """Return accuracy and loss of each net on its part of the samples."""
         groups: dict[Any, list[int]] = {}
         for k, (algorithm, federation) in enumerate(zip(algorithms, federations, strict=True)):
-            together = applies(self.model) and not hasattr(algorithm, "answer")
+            together = applies(self.model) and not hasattr(algorithm, "answer") and not mixes_outputs(algorithm)
             groups.setdefault(id(federation.x) if together else (k,), []).append(k)
         found: dict[int, dict[str, Tensor]] = {}
         for group in groups.values():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of, views_of
+from waffle_fl.engines.mixed_outputs import tensors_in
 from waffle_fl.engines.newcomers import join_after_training
 from waffle_fl.engines.run_spec import Outcome, RunSpec, State, all_nets, own_net
 from waffle_fl.experiment.factories import round_settings
@@ -119,7 +120,9 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
             one.names[0]: join_after_training(spec, state, model, round_settings(s), one, s.newcomer_rounds)
             for one in active.newcomers
         }
-    active.run.close(result, model.state_dict(own), {name: tensor.cpu() for name, tensor in tensors.items()})
+    active.run.close(
+        result, tensors_in(spec.algorithm, model, own), {name: tensor.cpu() for name, tensor in tensors.items()}
+    )
     return result
 
 

@@ -199,6 +199,11 @@ class ServerRun:
         own = tree_map(lambda field: field[self.plan.alice], net)
         return None if own.params.isnan().any() else own
 
+    def blank_model(self) -> Net:
+        """Return a model with the shapes of Alice's."""
+        net = self.plan.algorithm.personal(self.latest.server, self._agents, len(self.plan.names))
+        return tree_map(lambda field: field[self.plan.alice], net)  # type: ignore[no-any-return]
+
     def _open_round(self) -> None:
         plan = self.plan
         header = Header(f"{plan.run}/{plan.label}/{self.attempt}", self.latest.round + 1, self.model.fingerprint())
