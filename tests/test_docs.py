@@ -23,7 +23,9 @@ from waffle_fl.experiment import Runtime
 from waffle_fl.report import every_alice
 from waffle_fl.report.tables import by_method, to_markdown
 from waffle_fl.results import read_runs
+from waffle_fl.tournament.checking import read_records
 from waffle_fl.tournament.plan import is_tournament, load_tournament
+from waffle_fl.tournament.standings import LOWEST
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(waffle_fl.__file__).parent
@@ -154,6 +156,22 @@ def test_experiment_files_are_valid(file: Path) -> None:
         assert load_tournament(file).methods
     else:
         assert all(experiment.methods for experiment in load_experiments(file))
+
+
+def test_the_lower_bound_changes_what_the_page_says() -> None:
+    """The number of scores below the lower bound of points, and of APPLE's, are those of the records."""
+    tournament = load_tournament(ROOT / "experiments" / "tournament.toml")
+    lines = [line for some in read_records(tournament, ROOT / "results").values() for line in some]
+    low = [
+        line["method"]
+        for line in lines
+        if line["stage"] == "table"
+        for seed in line["selected"]
+        for points in seed
+        if points is not None and points < LOWEST
+    ]
+    text = " ".join((ROOT / "docs" / "beyond.md").read_text().split())
+    assert f"it changes {len(low)} selected scores of single runs, {low.count('apple')} of them APPLE's" in text
 
 
 def test_what_the_ablation_says_is_what_it_measured() -> None:
