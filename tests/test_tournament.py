@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli_support import waffle
 
 from conftest import refusal
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
+from waffle_fl.models import FlatModel, LeNet5
 from waffle_fl.records import read_rounds
+from waffle_fl.tournament import tasks
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import TuningTrial, load_tournament
@@ -182,6 +185,13 @@ def test_a_folder_per_partition(tmp_path: Path) -> None:
     tournament = load_tournament(file)
     config = tournament.config("local", tournament.data["people"].columns[0], TuningTrial(0.1, "lr", 0.1), 7, 1)
     assert config.settings.data == "people-7"
+
+
+def test_the_size_of_a_stack_counts_activations() -> None:
+    """The memory of a row has the outputs of all layers: of LeNet-5's layers with parameters 6 x 28 x 28 and so on."""
+    model = FlatModel(LeNet5)
+    outputs = 6 * 28 * 28 + 16 * 10 * 10 + 120 + 84 + 10
+    assert tasks._outputs(model, torch.zeros(1, 1, 28, 28)) == outputs
 
 
 def _only(choice: tuple[str, tuple[object, ...]]) -> tuple[str, object]:

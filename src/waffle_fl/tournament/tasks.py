@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.engines.evaluation import predictor_of
@@ -30,6 +31,7 @@ POINTS = 10  # of the accuracy over the rounds in a record
 AFTER_DRIFT = 0.8  # an Alice whose labels drift selects among the rounds after this share of them
 STACK_BYTES = {"cpu": 3 << 30, "cuda": 40 << 30}  # of all states of one stack
 STATES = 12  # vectors per row that a training keeps, roughly
+ACTIVATIONS = 3  # times the outputs of all layers: themselves, their nonlinearities, their gradients
 
 
 class AliceScore(NamedTuple):
@@ -126,7 +128,8 @@ def _parts(
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the runs in parts that fit into memory; the Alices of one config stay together if they share a training."""
     shared = not getattr(configs[0].algorithm(), "for_alice", False)
-    row_bytes = STATES * model.size * model.dtype.itemsize
+    numbers = STATES * model.size + ACTIVATIONS * configs[0].settings.batch_size * _outputs(model, federations[0].x[:1])
+    row_bytes = numbers * model.dtype.itemsize
     most = max(1, STACK_BYTES[model.device.type] // row_bytes)
     part: list[tuple[int, int]] = []
     rows = 0
@@ -141,6 +144,24 @@ def _parts(
         seen.add(i)
     if part:
         yield part
+
+
+def _outputs(model: FlatModel, sample: Tensor) -> int:
+    """Return how many numbers the layers of the model compute for one sample."""
+    counted: list[int] = []
+
+    def count(_: nn.Module, __: Any, output: Any) -> None:
+        counted.append(output.numel() if isinstance(output, Tensor) else 0)
+
+    module = model.module()
+    hooks = [part.register_forward_hook(count) for part in module.modules() if not list(part.children())]
+    try:
+        with torch.no_grad():
+            module(sample.to(model.device, model.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(counted)
 
 
 def _train(
