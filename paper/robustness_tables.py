@@ -36,8 +36,9 @@ def summary(part: Part, claims: Sequence[Verdict]) -> Iterator[str]:
             (adapted if name_of(row[0]) in ADAPTIVE else others).append(row)
     yield f"### Cases in which an attack costs more than {COSTLY} points"
     yield _costs(cells, rows_of(runs), _attacked_methods(runs), others)
-    yield f"### The same for {' and '.join(ADAPTIVE)}, which are adapted to the guard"
-    yield _costs(cells, rows_of(runs), _attacked_methods(runs), adapted)
+    if adapted:
+        yield f"### The same for {' and '.join(ADAPTIVE)}, which are adapted to distance rules and to the guard"
+        yield _costs(cells, rows_of(runs), _attacked_methods(runs), adapted)
 
 
 def tables(part: Part, _claims: Sequence[Verdict]) -> Iterator[str]:
@@ -103,7 +104,12 @@ def _costs(cells: Cells, splits: Sequence[str], methods: Sequence[str], attacks:
     head = ["", "guard off", "guard standard", "largest cost with the guard, in points"]
     cases = max((len(by_guard["standard"]) for by_guard in lost.values()), default=0)
     names = ", ".join(dict.fromkeys(attack for attack, _ in attacks))
-    return f"{prose(f'Of {cases} cases per cell; attacks: {names}.')}\n\n{table(head, rows)}"
+    off, on = (sum(counted[k] for counted in count.values()) for k in (0, 1))
+    text = prose(
+        f"{off} of {cases * len(methods):,} cases without the guard, {on} with it: {cases} per cell of the table, two",
+        f"rounds on each split. Attacks: {names}.",
+    )
+    return f"{text}\n\n{table(head, rows)}"
 
 
 def _row(cells: Cells, split: str, methods: Sequence[str], row: Row, at: float) -> list[str]:

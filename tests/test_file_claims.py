@@ -253,6 +253,6 @@ def test_costly_attacks_are_counted(clone: Path) -> None:
     text = "\n".join(
         robustness_tables.summary(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part))
     )
-    assert "Of 8 cases per cell; attacks: sign-flip(3), backdoor." in text
+    assert "0 of 16 cases without the guard, 4 with it: 8 per cell" in " ".join(text.split())
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
     assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
