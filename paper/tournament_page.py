@@ -123,9 +123,11 @@ def summary(found: Standings) -> Iterator[str]:
 def tables(found: Standings) -> Iterator[str]:
     """Yield the sections with all tables: each data set, each column, and the tuning."""
     if found.order:
-        yield "## Each data set"
-        yield counts(found.tournament, found.scores.columns)
-        yield by_data(found.tournament, found.scores, found.order)
+        if len({data for data, _ in found.scores.columns}) > 1:
+            yield "## Each data set"
+            yield counts(found.tournament, found.scores.columns)
+            yield by_data(found.tournament, found.scores, found.order)
+        yield "## Each column"
         yield from by_column(found)
         yield "## What the tuning chose"
         yield trials(found.tournament)
