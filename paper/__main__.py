@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--checkpoint-seconds", type=float, default=Runtime.checkpoint_seconds, help="seconds between checkpoints"
     )
+    parser.add_argument("--workers", type=int, default=Runtime.workers, help="threads or processes; 0: one per core")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--allow-unverified", action="store_true")

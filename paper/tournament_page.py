@@ -228,7 +228,10 @@ def by_column(found: Standings) -> Iterator[str]:
 
 def kind_of(column: str) -> str:
     """Return the kind of shift of a column such as `A rotate(45)`."""
-    _, _, shift = column.partition(" ")
+    name, _, share = column.partition(", ")
+    if share.endswith("per round"):
+        return "some agents per round"
+    _, _, shift = name.partition(" ")
     if not shift:
         return "the paper's splits"
     return "a mixture" if "+" in shift else next(kind for kind, names in KINDS.items() if shift.startswith(names))

@@ -71,6 +71,17 @@ def test_projected_poison_is_near_alice() -> None:
     assert (poison @ s.dy[0] < s.dy[0] @ s.dy[0]).all()
 
 
+def test_evading_poison_passes_the_guard() -> None:
+    """Poison that knows the guard is accepted, twice as long as Alice's update, and opposed to the honest mean."""
+    s = scene(agents=10, length=4000, malicious=3)
+    s = s._replace(dy=s.dy + 0.8 * torch.randn(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    dy = s.dy.clone()
+    dy[~s.honest] = sent("evading(2)", s)
+    assert codes_of(dy) == [OK] * 10
+    torch.testing.assert_close(dy[7:].norm(dim=1), (2 * dy[0].norm()).expand(3), rtol=1e-3, atol=0)
+    assert (dy[7:] @ dy[:7].mean(dim=0) < 0).all()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_agrees_with_byzfl(byzfl: Any, seed: int) -> None:
     """ALIE, inner product manipulation, sign flips and mimicry equal byzfl's in float64."""

@@ -15,7 +15,7 @@ from waffle_fl.records import read_rounds
 from waffle_fl.tournament.checking import problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
 from waffle_fl.tournament.plan import TuningTrial, load_tournament
-from waffle_fl.tournament.record import append_lines, chosen_trial, read_lines, record_file, table
+from waffle_fl.tournament.record import append_lines, chosen_trial, column_name, read_lines, record_file, table
 from waffle_fl.tournament.running import jobs_of, run
 from waffle_fl.tournament.standings import Scores, alices_of, compare, critical_difference, lowest, scores_of, standings
 from waffle_fl.tournament.tasks import train
@@ -89,6 +89,15 @@ def test_a_record_has_every_trial_and_every_part_of_the_table(finished: Path) ->
     assert read_records(tournament, finished / "results") == records
 
 
+def test_no_job_starts_after_the_time_is_over(finished: Path, tmp_path: Path) -> None:
+    """Jobs that wait when the minutes are over are not started; a job that runs finishes a line."""
+    file, reported = finished / "experiments" / "tiny.toml", list[str]()
+    jobs = jobs_of(load_tournament(file))
+    assert run(file, tmp_path, replace(CPU, minutes=1e-9), jobs, report=reported.append) == 0
+    assert [line.rpartition(": ")[2] for line in reported] == ["not started"] * 3
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_agent_is_alice(finished: Path) -> None:
     """A line of the table has one score per seed and agent."""
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
@@ -112,6 +121,38 @@ def test_scores_are_those_of_a_plain_run(finished: Path, tmp_path: Path) -> None
         assert own.best == pytest.approx(100 * result["best"]["accuracy"], abs=1e-9)
         assert own.round == result["selected"]["round"]
         assert len(read_rounds(tmp_path / method / "rounds.jsonl")) == 2
+
+
+def test_a_column_with_some_agents_per_round_trains_each_alice_as_a_plain_run(finished: Path, tmp_path: Path) -> None:
+    """With `alice_takes_part = "always"` every Alice has a training of her own, also of methods that ignore her."""
+    file = tmp_path / "some.toml"
+    file.write_text(
+        TEXT.replace("agents = 3", 'agents = 4\nalice_takes_part = "always"').replace(
+            '[{ split = "A" },', '[{ split = "A", participation = 0.5 },'
+        )
+    )
+    tournament = load_tournament(file)
+    column = tournament.data["digits"].columns[0]
+    assert column_name(column) == "A, 50 % per round"
+    config = tournament.config("fedavg", column, TuningTrial(0.2, "weight_decay", 0.0), 1, 2)
+    ((_, names, scores),) = train([config], CPU, "accuracy")
+    for i in (1, 3):
+        (result,) = execute(
+            [(replace(config, settings=replace(config.settings, alice=str(i))), tmp_path / str(i))], CPU
+        )
+        own = scores[names.index(f"agent {i}")]
+        assert own.selected == pytest.approx(100 * result["selected"]["accuracy"], abs=1e-9)
+
+
+def test_a_folder_per_partition(tmp_path: Path) -> None:
+    """`{partition}` in the name of a folder becomes the seed of the partition."""
+    file = tmp_path / "folders.toml"
+    file.write_text(
+        TEXT.replace("[data.digits]", '[data.people]\ndata = "people-{partition}"').replace("agents = 3", "")
+    )
+    tournament = load_tournament(file)
+    config = tournament.config("local", tournament.data["people"].columns[0], TuningTrial(0.1, "lr", 0.1), 7, 1)
+    assert config.settings.data == "people-7"
 
 
 def _only(choice: tuple[str, tuple[object, ...]]) -> tuple[str, object]:

@@ -64,9 +64,10 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "free-rider": lambda: Attack(updates.scaled(0.0)),
     "far": lambda length=100.0: Attack(updates.gaussian(length)),
     "projected": lambda radius=1.0: Attack(updates.projected(radius)),
+    "evading": lambda length=2.0: Attack(updates.evading(length)),
     "backdoor": _backdoor,
 }
-ADAPTIVE = ("projected",)  # designed against distance-based defences; none of them stops it
+ADAPTIVE = ("projected", "evading")  # designed against defences that compare distances, and against the guard
 
 
 @cache

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from waffle_fl.algorithms.contract import TINY, Rows, Vector, lengths, row_of, uniform, weighted_sum
+from waffle_fl.guard import AGREEMENT, CHANCE
 from waffle_fl.randomness import normal
+
+MARGIN = 1.05  # by which `evading` stays inside the guard's limit of the angle
+SPREAD = 1e-3  # relative difference of the lengths of `evading` attackers: equal updates count once
 
 
 class Scene(NamedTuple):
@@ -70,6 +75,32 @@ def projected(radius: float) -> Lie:
         nearest = away.where(peers, away.max()).min()
         factor: Tensor = 1 - (radius * nearest / own.norm().clamp(min=TINY)).clamp(max=2)
         return (factor * own).expand(len(scene.dy), -1)
+
+    return lie
+
+
+def evading(length: float) -> Lie:
+    """Knows the guard: of the updates that pass its test of the angle, the one most opposed to the honest mean.
+
+    Its length is a multiple of Alice's, and its cosine with her update just above the guard's limit.
+    """
+
+    def lie(scene: Scene) -> Rows:
+        own, mean = row_of(scene.dy, scene.alice).double(), _honest_mean(scene).double()
+        numbers = torch.arange(len(scene.dy), device=scene.dy.device)
+        norms = lengths(scene.dy)
+        peers = scene.honest & (numbers != scene.alice) & (norms > 0)
+        along = scene.dy.double() @ own / (norms * own.norm()).clamp(min=TINY)
+        usual = along.where(peers, float("nan")).nanmedian(dim=0).values
+        chance = min(CHANCE / scene.dy.shape[1] ** 0.5, AGREEMENT)
+        cosine = (MARGIN * (AGREEMENT * usual).nan_to_num().clamp(min=chance)).clamp(max=1)
+        ahead = own / own.norm().clamp(min=TINY)
+        across = (mean @ ahead) * ahead - mean
+        across = across / across.norm().clamp(min=TINY)
+        update = length * own.norm() * (cosine * ahead + (1 - cosine**2).sqrt() * across)
+        shorter = 1 - SPREAD * numbers / len(scene.dy)
+        sent: Rows = shorter[:, None] * update
+        return sent
 
     return lie
 

@@ -17,6 +17,8 @@
     [data.digits]                             # a data set: its values of lr, its columns, its own settings
     lr = [0.05, 0.1, 0.2]
     columns = [{ split = "A" }, { split = "A", shift = "rotate(45)" }]
+    [data.people]                             # another folder per partition: people-1, people-2, ...
+    data = "people-{partition}"
 
 A method without a hyperparameter of its own has `weight_decay` in the grid, so that every method has the same number of
 trials. A variant takes part beside the methods; it has the grid of its method unless [grid] has its name.
@@ -38,6 +40,7 @@ from waffle_fl.constraints import parameters_of
 from waffle_fl.errors import WaffleError, suggest
 
 KIND = "tournament"
+PARTITION = "{partition}"  # in the name of a folder of data
 Measure: TypeAlias = Literal["accuracy", "auc", "error"]
 TOP = ("schema", "kind", "methods", "seeds", "partitions", "tuning", "grid", "data")
 MORE = ("shared", "claims", "variants")
@@ -99,7 +102,8 @@ class Tournament:
     def config(self, method: str, column: Settings, trial: TuningTrial, partition: int, seed: int) -> RunConfig:
         """Return the config of a run; the permutations of labels are drawn anew for each partition."""
         base, fixed = self.entry(method)
-        s = replace(column, lr=trial.lr, split_seed=partition, seed=seed)
+        data = column.data.replace(PARTITION, str(partition))
+        s = replace(column, data=data, lr=trial.lr, split_seed=partition, seed=seed)
         if not s.is_own:
             s = replace(s, permutation_seed=partition)
         given = {**self.shared, **fixed, trial.name: trial.value}

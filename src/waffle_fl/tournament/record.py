@@ -46,8 +46,10 @@ def append_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def column_name(column: Settings) -> str:
-    """Return the name of a column: its split, shift and participation; for natural data "natural"."""
-    return "natural" if column.is_own else column.column
+    """Return the name of a column: split and shift, or "natural"; and the share of agents per round."""
+    name = "natural" if column.is_own else column.column
+    shared = column.participation < 1 or column.alice_takes_part == "always"
+    return f"{name}, {100 * column.participation:g} % per round" if shared else name
 
 
 def tuning_key(line: Line) -> tuple[Any, ...]:

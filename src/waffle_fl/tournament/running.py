@@ -92,6 +92,8 @@ def _reported(line: str, report: Report) -> bool:
 
 def _run_job(file: Path, out: Path, runtime: Runtime, job: TournamentJob, end: float) -> str:
     """Tune a method on a data set, then fill its part of the table. Return one line for the display."""
+    if time.time() > end:
+        return f"{job.data} {job.method}: not started"
     tournament = load_tournament(file)
     tasks, path, began = tournament.data[job.data], record_file(out, tournament, job.data), time.time()
     done = 0
