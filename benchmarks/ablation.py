@@ -35,7 +35,7 @@ from waffle_fl.data import Dataset
 from waffle_fl.engines import aggregation, cuda_graphs, evaluation, helper_agents, shared_training
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
-from waffle_fl.models import DLA, LeNet5, folded, mlp, passes, row_module, traced
+from waffle_fl.models import DLA, LeNet5, folded, fused_row_module, mlp, passes, row_module, traced
 
 ROUNDS = 100_000  # never reached; so large that the engine starts its workers
 NEVER: Callable[..., bool] = lambda *arguments: False  # noqa: E731
@@ -72,7 +72,7 @@ GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
 LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
 KERNELS = Part("own kernels", ((folded, "has_kernels", NEVER),))
-COMPILED = Part("compiled passes", model={"compiled": False})
+FUSED = Part("fused normalisation", ((fused_row_module, "applies", NEVER),))
 ABREAST = Part("rows abreast", ((passes, "PARALLEL_ROWS", 1),))
 
 
@@ -186,8 +186,8 @@ def gpu_workloads() -> dict[str, Workload]:
         ),
         "DLA": Workload(
             [RunSpec(Waffle(step), dla, 1)],
-            lambda **o: FlatModel(DLA, **{**half, "compiled": True, **o}),
-            (COMPILED, ABREAST, GRAPHS),
+            lambda **o: FlatModel(DLA, **{**half, **o}),
+            (FUSED, ABREAST, GRAPHS),
             {"batch_size": 128},
             settled=2,
             counted=3,

@@ -209,7 +209,7 @@ def agreement(federation: Federation) -> float:
 
 def dla() -> dict[str, Any]:
     """Time WAFFLE with DLA, 10 agents x 5,000 images of CIFAR-10's shape: milliseconds per step, with evaluation."""
-    model = FlatModel(DLA, precision="bf16", device="cuda", compiled=True)
+    model = FlatModel(DLA, precision="bf16", device="cuda")
     rng = np.random.default_rng(0)
     y = np.arange(50000) % 10
     x = rng.standard_normal((50000, 3, 32, 32), np.float32)

@@ -1,32 +1,15 @@
-"""Modules that hold one row of a large model: shared compilation, and copying gradients into rows."""
+"""Modules that hold one row of a large model, and copying gradients into rows."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from waffle_fl.models import row_module
-from waffle_fl.models.row_module import Layout, RowModule, copy_each
-
-if TYPE_CHECKING:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Count compilations, with a backend that needs no compiler."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds, which other tests need not wait for
-
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    row_module._compiled_pass.cache_clear()
-    yield counter
-    row_module._compiled_pass.cache_clear()
+from waffle_fl.models.layout import Layout
+from waffle_fl.models.row_module import RowModule, copy_each
 
 
 def filled(template: nn.Module, seed: int) -> tuple[RowModule, Tensor]:
@@ -41,21 +24,23 @@ def _floating_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, part) for name, part in module.named_buffers() if part.is_floating_point())
 
 
-def test_row_modules_share_one_compilation(compilations: CompileCounterWithBackend) -> None:
-    """The second row module reuses the first one's compilation with its own parameters and statistics."""
+def test_row_modules_have_their_own_tensors() -> None:
+    """Each row module computes outputs, gradients and statistics of its own row."""
     template = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
-    x = torch.rand(row_module.COMPILED_BATCH, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    for seed in (1, 2):
-        results = []
-        for compiled in (False, True):
-            module, _ = filled(template, seed)
-            module._traits[x.shape] = row_module._Traits(takes_last=False, drops=False, rewritten=False)
-            output, gradient = module(x, torch.tensor(0), compiled), torch.empty_like(module.params)
-            module.differentiate(output.square().sum(dim=1), torch.ones(len(x)), gradient)
-            results.append((output.detach(), gradient, module.current_stats().clone()))
-        for plain, ours in zip(*results, strict=True):
-            torch.testing.assert_close(ours, plain)
-    assert compilations.frame_count == 1
+    x = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    rows = [filled(template, seed) for seed in (1, 2)]
+    for module, row in rows:
+        output, gradient = module(x, torch.tensor(0)), torch.empty_like(module.params)
+        module.differentiate(output.square().sum(dim=1), torch.ones(len(x)), gradient)
+        plain = copy.deepcopy(template).train()
+        nn.utils.vector_to_parameters(row, plain.parameters())
+        for buffer in dict(_floating_buffers(plain)).values():
+            buffer.fill_(1)
+        expected = plain(x)
+        parts = torch.autograd.grad(expected.square().sum(), list(plain.parameters()))
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(gradient, nn.utils.parameters_to_vector(parts), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(module.current_stats(), torch.cat(list(dict(_floating_buffers(plain)).values())))
 
 
 def test_parts_of_any_memory_layout_are_copied() -> None:

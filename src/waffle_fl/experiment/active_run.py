@@ -35,7 +35,6 @@ class ActiveRun:
     run: Run
     spec: RunSpec
     start: int
-    compiled: bool
     next_save: float
     latest: tuple[int, State] | None = None
     selected: Selected | None = None

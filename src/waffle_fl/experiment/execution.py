@@ -154,7 +154,7 @@ def _open(
         statistics=STATS_POLICY if model.stats_size else "this model has no running statistics",
         model=model_name(s, all_agents.shape),
         parameters=model.size,
-        engine={"rows": "stacked" if model.stacked else "single", "compiled": model.compiled},
+        engine={"rows": "stacked" if model.stacked else "single"},
         notes=notes,
         **(
             {"attackers": [all_agents.names[i] for i in attackers_of(all_agents, s.attackers)]}
@@ -186,7 +186,7 @@ def _open(
     state = state_of(tensors, initial) if tensors else None
     next_save = time.monotonic() + runtime.checkpoint_seconds
     newcomers = newcomers_of(s, all_agents, runtime)
-    active = ActiveRun(config, run, replace(spec, state=state), start, model.compiled, next_save, newcomers=newcomers)
+    active = ActiveRun(config, run, replace(spec, state=state), start, next_save, newcomers=newcomers)
     if tensors and selects(s):
         active.selected = selected_from(tensors, read_rounds(folder / LOG), first, selection_of(s))
     return active
@@ -229,9 +229,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
         )
         f = active.spec.federation
         group_of_run = [active, *(active_runs[k] for k, carrier in carried.items() if carrier == i)]
-        groups.setdefault((*key, f.shape, f.outputs, f.task, active.start, f.agents, active.compiled), []).append(
-            group_of_run
-        )
+        groups.setdefault((*key, f.shape, f.outputs, f.task, active.start, f.agents), []).append(group_of_run)
     stacks = [group[i : i + stack] for group in groups.values() for i in range(0, len(group), stack)]
     return [list(chain.from_iterable(piece)) for piece in stacks]
 

@@ -29,8 +29,6 @@ from waffle_fl.models.flat import Precision
 from waffle_fl.partition import split
 from waffle_fl.user_data import Task
 
-MIN_STEPS_TO_COMPILE = 30_000  # training steps: compiling saves about 1 ms per step and takes half a minute
-
 
 @lru_cache(maxsize=2)
 def _dataset(name: str, folder: str, allow_unverified: bool) -> Dataset:
@@ -164,8 +162,6 @@ def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torc
 
     Runs with the same network share it: the trial of stacking and the traced gradients are made once per process.
     """
-    steps = s.rounds * sum(s.steps(n) for n in federation.samples.tolist())
-    worth_compiling = device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
     make = new_model if ":" in s.model else _known_model
     return make(
         model_name(s, federation.shape),
@@ -176,7 +172,6 @@ def model_of(s: Settings, federation: Federation, runtime: Runtime, device: torc
         s.precision,
         device,
         None if runtime.rows == "auto" else runtime.rows == "stacked",
-        worth_compiling if runtime.compile == "auto" else runtime.compile == "on",
     )
 
 
@@ -189,12 +184,11 @@ def new_model(
     precision: Precision,
     device: torch.device,
     stacked: bool | None,
-    compiled: bool,
 ) -> FlatModel:
     """Build a model for samples of this shape."""
     loss = squared_error if task == "regression" else cross_entropy
     network = builder(name, data, shape, outputs)
-    return FlatModel(network, loss=loss, precision=precision, device=device, stacked=stacked, compiled=compiled)
+    return FlatModel(network, loss=loss, precision=precision, device=device, stacked=stacked)
 
 
 _known_model = lru_cache(maxsize=8)(new_model)

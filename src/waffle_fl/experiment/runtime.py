@@ -35,8 +35,6 @@ class Runtime:
     """fast, or loop: one agent after another, written like the paper's algorithm, for reading and debugging."""
     rows: Literal["auto", "stacked", "single"] = "auto"
     """Train all agents as one stack, or one by one. auto stacks small models; on a CPU only without convolutions."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile models whose agents train one by one. auto compiles on a GPU if the run is long enough to save time."""
     force: bool = False
     """Continue a run even if its config, data or code has changed. Noted in the record."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS

@@ -63,12 +63,11 @@ class FlatModel:
         precision: Precision = "float32",
         device: str | torch.device = "cpu",
         stacked: bool | None = None,
-        compiled: bool = False,
     ) -> None:
         check_precision(precision)
         self._build, self._loss, self.precision, self.device = factory_of(model), loss, precision, device_named(device)
         self.dtype = torch.float64 if precision == "float64" else torch.float32
-        self._stacked_option, self._compile = stacked, compiled
+        self._stacked_option = stacked
         self._own = threading.local()
         self._known = False  # whether the forward pass has been observed
         self._uses_folded: bool | None = None  # whether the folded pass is exact for this module; None: not tested
@@ -88,7 +87,6 @@ class FlatModel:
             raise WaffleError(
                 "stacked: expected false or unset for a model with batch statistics, which trains row by row, got true"
             )
-        self.compiled = self._compile and not self.stacked
 
     if not TYPE_CHECKING:
 
@@ -233,7 +231,7 @@ class FlatModel:
     def _grad(self, params: Tensor, stats: Tensor, *parts: Tensor) -> Net:
         batch, passes = Batch(*parts), self.passes
         if not self.stacked:
-            return passes.single(params, stats, batch, self.compiled)
+            return passes.single(params, stats, batch)
         if self._never_stack:
             return Net(passes.single_without_padding(params, stats, batch), stats)
         return Net(passes.folded(params, batch) if self._uses_folded else passes.vmapped(params, batch), stats)

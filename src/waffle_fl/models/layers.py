@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.models.row_module import Layout
+from waffle_fl.models.layout import Layout
 
 Stretches: TypeAlias = tuple[tuple[str, int], ...]  # (layer, number of entries), in the order of the flat vector
 

@@ -10,15 +10,19 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from waffle_fl.models import fused_row_module
 from waffle_fl.models.batch import Batch, Loss, Net
 from waffle_fl.models.building import Precision
 from waffle_fl.models.folded import SeededDropout, Stacking
-from waffle_fl.models.row_module import Layout, RowModule, synchronised_streams
+from waffle_fl.models.fused_row_module import FusedRowModule
+from waffle_fl.models.layout import Layout
+from waffle_fl.models.row_module import RowModule, synchronised_streams
 from waffle_fl.models.seeding import seeded
 from waffle_fl.randomness import derive
 
@@ -69,7 +73,7 @@ class Passes:
             (gradient,) = torch.autograd.grad(loss, leaf)
         return Net(gradient, self.stats.flatten(carried) if carried else stats)
 
-    def single(self, params: Tensor, stats: Tensor, batch: Batch, compiled: bool = False) -> Net:
+    def single(self, params: Tensor, stats: Tensor, batch: Batch) -> Net:
         """Return gradients computed row by row, up to `parallel_rows` rows at once, each in its own row module."""
         batch = batch._replace(weight=batch.weight / batch.weight.sum(dim=1, keepdim=True).clamp(min=1))
         gradient, after = params.new_empty(params.shape), stats.new_empty(stats.shape)
@@ -80,7 +84,7 @@ class Passes:
                 for row_module, i in zip(pool, rows, strict=True):
                     with torch.cuda.stream(row_module.stream) if row_module.stream else nullcontext():
                         row_module.fill(params[i], stats[i])
-                        self._row_grad(row_module, Batch(*(part[i] for part in batch)), gradient[i], compiled)
+                        self._row_grad(row_module, Batch(*(part[i] for part in batch)), gradient[i])
                         if self.stats.size:
                             after[i] = row_module.current_stats()
         return Net(gradient, after)
@@ -95,9 +99,9 @@ class Passes:
                 gradient[row] = self.single(params[row], stats[row], Batch(x, y, weight, batch.key[row])).params
         return gradient
 
-    def _row_grad(self, row_module: RowModule, batch: Batch, gradient: Tensor, compiled: bool) -> None:
+    def _row_grad(self, row_module: RowModule, batch: Batch, gradient: Tensor) -> None:
         with torch.enable_grad(), self._seeded_for(batch.key):
-            output = self._in_precision(row_module, batch.x, batch.key, compiled and not self.seeded)
+            output = self._in_precision(row_module, batch.x, batch.key)
             row_module.differentiate(self.loss(output, batch.y), batch.weight, gradient)
 
     def _seeded_for(self, key: Tensor | None) -> AbstractContextManager[None]:
@@ -108,7 +112,9 @@ class Passes:
 
     def _row_modules(self) -> list[RowModule]:
         if not hasattr(self._own, "pool"):
-            self._own.pool = [RowModule(self.template, self.params, self.stats) for _ in range(self.parallel_rows)]
+            fused = fused_row_module.applies(self.template, self.precision)
+            kind = partial(FusedRowModule, precision=self.precision) if fused else RowModule
+            self._own.pool = [kind(self.template, self.params, self.stats) for _ in range(self.parallel_rows)]
         return self._own.pool  # type: ignore[no-any-return]
 
     def _in_precision(self, call: Callable[..., Tensor], *arguments: Any) -> Tensor:

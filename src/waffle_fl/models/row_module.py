@@ -1,17 +1,16 @@
 """Row modules: one row at a time in a module of its own, for models that are too large to stack.
 
 On a GPU several row modules run in parallel, each on its own CUDA stream, so that the small kernels of one row fill the
-gaps of another. If a run is long enough to repay the compilation, the module is compiled.
+gaps of another.
 
-What it gains  rows abreast: 1.4 x on DLA; compiled passes: 1.2 x on DLA
+What it gains  rows abreast: 1.4 x on DLA
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -20,28 +19,10 @@ from torch import Tensor, nn
 
 from waffle_fl.models.cpu_conv_pool import Rewriting
 from waffle_fl.models.folded import SeededDropout
+from waffle_fl.models.layout import Layout
 from waffle_fl.models.seeding import seeded
 
 TOLERANCE = 1e-3  # relative error of a rewritten gradient in float32: a wrong one is far off
-COMPILED_BATCH = 32  # a smaller last batch of an epoch is not worth a compilation of its own
-
-
-class Layout:
-    """The position of each named tensor in a flat vector."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        self._sizes = [t.numel() for t in tensors.values()]
-        self.size = sum(self._sizes)
-
-    def flatten(self, tensors: dict[str, Any]) -> Tensor:
-        parts = [tensors[name].detach().reshape(-1) for name in self.shapes]
-        return torch.cat(parts) if parts else torch.empty(0)
-
-    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return named views of a vector (P,), or of rows (N, P) with the rows as first dimension."""
-        parts, rows = torch.split(flat, self._sizes, dim=-1), flat.shape[:-1]
-        return {n: part.view((*rows, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 class _Traits(NamedTuple):
@@ -82,22 +63,18 @@ class RowModule:
         if len(self.stats):
             self.stats.copy_(stats)
 
-    def __call__(self, x: Tensor, key: Tensor, compiled: bool) -> Tensor:
+    def __call__(self, x: Tensor, key: Tensor) -> Tensor:
         """Run the forward pass; images are in channels-last layout if possible, which CPU and GPU convolve faster."""
         if x.shape not in self._traits:
             with seeded(0, x.device):  # draws of the trial must not change later draws
                 self._traits[x.shape] = self._observe(x.clone(), key)
         traits = self._traits[x.shape]
-        x = _channels_last(x) if traits.takes_last and not traits.rewritten else x
-        if traits.drops or traits.rewritten:
-            with (
-                self._rewriting if traits.rewritten else nullcontext(),
-                SeededDropout(key) if traits.drops else nullcontext(),
-            ):
-                return self.module(x)  # type: ignore[no-any-return]
-        if not compiled or len(x) < COMPILED_BATCH:
+        x = channels_last(x) if traits.takes_last and not traits.rewritten else x
+        with (
+            self._rewriting if traits.rewritten else nullcontext(),
+            SeededDropout(key) if traits.drops else nullcontext(),
+        ):
             return self.module(x)  # type: ignore[no-any-return]
-        return _compiled_pass()(self.module, x)
 
     @torch.no_grad()
     def _observe(self, x: Tensor, key: Tensor) -> _Traits:
@@ -106,7 +83,7 @@ class RowModule:
         with SeededDropout(key) as seeded:
             if x.ndim == 4 and (x.is_cuda or x.dtype != torch.float64):  # much slower in float64 on a CPU
                 try:
-                    copy.deepcopy(self.module)(_channels_last(x[:2]))
+                    copy.deepcopy(self.module)(channels_last(x[:2]))
                     return _Traits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
                 except RuntimeError:
                     seeded.dropouts = 0
@@ -165,16 +142,6 @@ def copy_each(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
             target.copy_(part)
 
 
-@cache
-def _compiled_pass() -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return one compiled function for all row modules: modules of one architecture share a compilation."""
-    return torch.compile(_forward_pass, dynamic=False)
-
-
-def _forward_pass(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)  # type: ignore[no-any-return]
-
-
 @contextmanager
 def synchronised_streams(modules: Sequence[RowModule]) -> Iterator[None]:
     """Synchronise the row modules' streams: their work starts after earlier work and ends before later work."""
@@ -186,7 +153,7 @@ def synchronised_streams(modules: Sequence[RowModule]) -> Iterator[None]:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def _channels_last(images: Tensor) -> Tensor:
+def channels_last(images: Tensor) -> Tensor:
     """Return the images in channels-last layout; an explicit copy, because one channel matches either layout."""
     n, channels, height, width = images.shape
     copied = images.new_empty(n, height, width, channels)

@@ -85,7 +85,7 @@ def train(
     device = device_of(runtime.device)
     federations = [_federation(config, runtime) for config in configs]
     chosen = [_some(alices_of(federation), alices) for federation in federations]
-    model = model_of(configs[0].settings, federations[0], replace(runtime, compile="off"), device)
+    model = model_of(configs[0].settings, federations[0], runtime, device)
     pairs = [(i, alice) for i in range(len(configs)) for alice in chosen[i]]
     scores: dict[int, dict[int, AliceScore]] = {i: {} for i in range(len(configs))}
     for part in _parts(configs, federations, pairs, model):
