@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-import inspect
 import os
 import shutil
 import sys
@@ -40,23 +40,6 @@ settings.load_profile("same-cases")
 # A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
-
-SOURCES: dict[tuple[str, str], str] = {}
-read_source = inspect.getsource
-
-
-def remembered_source(thing: Any) -> str:
-    """Return the source of an object. For a class of this package the module is parsed once, not once per command."""
-    if not isinstance(thing, type) or not thing.__module__.startswith("waffle_fl."):
-        return read_source(thing)
-    key = thing.__module__, thing.__qualname__
-    if key not in SOURCES:
-        SOURCES[key] = read_source(thing)
-    return SOURCES[key]
-
-
-inspect.getsource = remembered_source  # tyro reads the help text of each flag there
-
 MEMORY = Path("/dev/shm")
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -75,6 +58,12 @@ CLASSES, FEATURES, BATCH = 3, 5, 8
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests with the marker slow_first first, so that no process runs a long test alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow_first") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection, which would search it a thousand times."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
