@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import types
@@ -39,6 +40,10 @@ settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
 # A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+# A shell lets background processes ignore Ctrl-C; the commands that tests interrupt must not inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MEMORY = Path("/dev/shm")
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
@@ -109,19 +114,6 @@ def outcomes_of(spec: RunSpec, model: FlatModel, rounds: int = 6, workers: int =
     """Return the outcome of each round of a short run."""
     settings = {"rounds": rounds, "batch_size": BATCH, "workers": workers, **options}
     return [outcomes[0] for outcomes in simulate([spec], model, **settings)]
-
-
-class FakeClock:
-    """Replacement of the module `time` whose `sleep` advances the clock without waiting."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
