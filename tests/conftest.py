@@ -38,8 +38,6 @@ from waffle_fl.randomness import generator
 settings.register_profile("same-cases", deadline=None, derandomize=True)
 settings.register_profile("new-cases", deadline=None)
 settings.load_profile("same-cases")
-# A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 # A shell lets background processes ignore Ctrl-C; the commands that tests interrupt must not inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
