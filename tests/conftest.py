@@ -64,9 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what is imported by now from garbage collection, which would search it a thousand times."""
+    """Let garbage collection skip what is imported by now, and run less often: it took a tenth of the time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_sessionfinish() -> None:
