@@ -202,7 +202,7 @@ def _means(values: Array, groups: Sequence[NDArray[np.intp]], added: tuple[float
     return total
 
 
-@lru_cache(maxsize=4)  # all comparisons on one test set draw alike
+@lru_cache(maxsize=2)  # all comparisons on one test set draw alike
 def _picked(n: int, part: float, k: int, rows: range) -> NDArray[np.intp]:
     """Return the indices that each resample draws from a group of n samples, followed by the two added ones."""
     draws = generator(0, "bootstrap", k, rows.start).uniform(0, n + 2 * part, (len(rows), round(n + 2 * part)))
@@ -225,7 +225,7 @@ def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Arr
     return [middle + (draw - middle) * wider for middle, draw in zip(found, draws, strict=True)]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _counted(n: int, k: int, rows: range) -> NDArray[np.intp]:
     """Return how often each resample draws each of a group's n samples."""
     picked = generator(0, "bootstrap", k, rows.start).integers(0, n, (len(rows), n))
