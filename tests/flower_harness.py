@@ -12,17 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from flwr.supercore.task_identity import TaskIdentity
 
 from fork_server import Command, shared
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy import settings_files, site
+from waffle_fl.deploy import server_app, settings_files, site
 from waffle_fl.deploy.exposure import usual_shares
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
 from waffle_fl.deploy.local_cluster import PATIENCE, LocalCluster, prepare
 from waffle_fl.deploy.server_app import JobRunner
 from waffle_fl.deploy.site import Site
+from waffle_fl.engines.flower import transport
 from waffle_fl.engines.flower.messages import Message, packed, unpacked
 from waffle_fl.experiment import Runtime, execute
 from waffle_fl.federation import Federation
@@ -82,6 +84,27 @@ def remembered_shares(model: FlatModel, federation: Federation) -> tuple[float, 
 
 
 site.usual_shares = remembered_shares  # a site computes them for each message, three models each
+
+
+class FakeClock:
+    """Replacement of the module `time` whose `sleep` advances the clock without waiting."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """Replace the server's clock by one that only its own pauses advance, and return it."""
+    clock = FakeClock()
+    monkeypatch.setattr(transport, "time", clock)
+    monkeypatch.setattr(server_app, "time", clock)
+    return clock
 
 
 class Grid:

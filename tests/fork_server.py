@@ -19,6 +19,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+# A development tool installs rfc3987_syntax, which altair would import: two seconds for a format charts do not use.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 CLIENT = """\
 #!{python} -IS
 import os, sys

@@ -6,8 +6,6 @@ import io
 import pickle
 import resource
 import struct
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +17,7 @@ import pytest
 
 from conftest import refusal
 from data_support import FETCH_AGAIN, MEGABYTE, memory_below, result_or_message
+from fork_server import shared
 from waffle_fl import data
 from waffle_fl.data import cifar
 from waffle_fl.data.files import checksum
@@ -405,15 +404,15 @@ def test_forged_array_types_cannot_crash_the_reader(tmp_path: Path) -> None:
     for kind in kinds:
         array = Call(template[0], template[1], (1, (100,), forged_dtype(kind), False, b"AAAAAA\x00\x00" * 100))
         (tmp_path / kind).write_bytes(pickle.dumps({"data": array, "labels": [0] * N}, protocol=2))
-    program = (
+    program = tmp_path / "program.py"
+    program.write_text(
         "import sys, pathlib\nfrom waffle_fl.data.cifar import read_python\nfrom waffle_fl.errors import WaffleError\n"
         "for path in map(pathlib.Path, sys.argv[1:]):\n    try:\n        read_python(path)\n"
         "    except WaffleError as error:\n        print('refused', error, flush=True)\n"
     )
-    command = [sys.executable, "-c", program, *(str(tmp_path / kind) for kind in kinds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"the process ended with {done.returncode} after {done.stdout}"
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["refused"] * len(kinds)
+    code, out, _ = shared().run(program, *(tmp_path / kind for kind in kinds))
+    assert code == 0, f"the process ended with {code} after {out}"
+    assert [line.split()[0] for line in out.splitlines()] == ["refused"] * len(kinds)
 
 
 def memory_bombs() -> dict[str, bytes]:

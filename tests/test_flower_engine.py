@@ -15,8 +15,7 @@ from rich.console import Console
 
 pytest.importorskip("flwr")
 
-from conftest import FakeClock
-from flower_harness import Grid, bits, federation, run_job, run_simulation
+from flower_harness import Grid, bits, federation, run_job, run_simulation, without_waiting
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import _run, job_watcher
 from waffle_fl.cli.display import ProgressDisplay
@@ -27,7 +26,6 @@ from waffle_fl.deploy.preflight import check_deployable
 from waffle_fl.deploy.server_app import JobRunner, main
 from waffle_fl.deploy.settings_files import change, read_server
 from waffle_fl.deploy.site import software
-from waffle_fl.engines.flower import transport
 from waffle_fl.engines.flower.messages import Message
 from waffle_fl.errors import WaffleError
 from waffle_fl.inference.trained_run import open_run
@@ -340,8 +338,8 @@ def test_a_crash_at_any_message_changes_no_bit(folder: Path, tmp_path: Path) -> 
 
 def test_f1_an_absent_agent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: an agent that misses the deadline has weight 0 in that round and takes part in the next."""
-    monkeypatch.setattr(transport, "PAUSE", 0.05)
-    change(folder / "server.toml", deadline=0.5)
+    without_waiting(monkeypatch)
+    change(folder / "server.toml", deadline=60.0)
 
     def absent(name: str, request: Message, reply: Message) -> Message | None:
         return None if name == "b" and request.fields.get("tasks", [{}])[0].get("round") == 2 else reply
@@ -390,8 +388,8 @@ def labels(payload: bytes) -> dict[str, str]:
 
 def test_f2_absent_alice(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F2: without Alice the round is retried, then the run stops, is saved, and resumes to the same bits."""
-    monkeypatch.setattr(transport, "PAUSE", 0.05)
-    change(folder / "server.toml", deadline=0.3, retries=2, backoff=0.01)
+    without_waiting(monkeypatch)
+    change(folder / "server.toml", deadline=60.0, retries=2, backoff=5.0)
 
     def absent(name: str, request: Message, reply: Message) -> Message | None:
         return None if name == "a" and request.fields.get("tasks", [{}])[0].get("round") == 3 else reply
@@ -408,11 +406,11 @@ def test_f2_absent_alice(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_f10_missing_sites_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F10: sites that are not online in time are named."""
-    monkeypatch.setattr(transport, "PAUSE", 0.05)
-    change(folder / "server.toml", start_timeout=0.2)
+    without_waiting(monkeypatch)
+    change(folder / "server.toml", start_timeout=60.0)
     grid = Grid(folder)
     grid.offline = {"a", "c"}
-    with pytest.raises(WaffleError, match=r"2 of 3 sites did not connect within 0.2 seconds: a, c"):
+    with pytest.raises(WaffleError, match=r"2 of 3 sites did not connect within 60 seconds: a, c"):
         run_job(folder, config(), tmp_path / "run", grid)
 
 
@@ -426,8 +424,7 @@ def test_f10_a_surveyed_run_needs_only_alice_and_the_quorum(
     (tmp_path / "run" / "config.json").write_text("{}")
     grid.offline = {"c"}
     runner = JobRunner(folder, Job.open(folder, "run"), grid)
-    clock = FakeClock()
-    monkeypatch.setattr(transport, "time", clock)
+    clock = without_waiting(monkeypatch)
     assert runner._survey() == survey
     assert clock.now < 1
     change(folder / "server.toml", start_timeout=0.2)
@@ -507,13 +504,15 @@ def test_metrics_that_may_not_leave(folder: Path, tmp_path: Path) -> None:
     assert model == bits(run_simulation(config(), tmp_path / "reference"))[0]
 
 
-def test_only_one_process_runs_a_job(folder: Path, tmp_path: Path) -> None:
+def test_only_one_process_runs_a_job(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ServerApp does nothing while another holds its job, and runs the job once the lock is free."""
     job = Job.create(folder, config(), tmp_path / "run", force=False)
     with job.exclusive() as alone:
         assert alone
         assert job.is_running
-        main(folder, Grid(folder), job.name)
+        with monkeypatch.context() as patch:
+            patch.setattr("time.sleep", lambda seconds: None)  # it tries for two seconds
+            main(folder, Grid(folder), job.name)
         assert job.journal.since(0) == ([], 0)
     assert not job.is_running
     main(folder, Grid(folder), job.name)

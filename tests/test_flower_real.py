@@ -31,20 +31,13 @@ def folder(tmp_path: Path) -> Path:
     return federation(tmp_path / "federation", SITES)
 
 
-def restore_sigint() -> None:
-    """Restore the default SIGINT handler; a shell makes background processes and their children ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.flower
 def test_the_demonstration_can_be_stopped(tmp_path: Path) -> None:
     """Ctrl-C ends the demonstration and all of its processes."""
     out, log = tmp_path / "demo", tmp_path / "log"
     command = [sys.executable, "-m", "waffle_fl", "deploy", "demo", "--out", str(out)]
     with log.open("wb") as stream:
-        running = subprocess.Popen(
-            command, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=restore_sigint
-        )
+        running = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
     try:
         end = time.monotonic() + PATIENCE
         while "all sites are online" not in log.read_text():

@@ -13,7 +13,6 @@ import pickle
 import random
 import resource
 import struct
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from fork_server import shared
 from waffle_fl.config import Experiment, load_experiment
 from waffle_fl.data import cifar
 from waffle_fl.data.idx import read_idx
@@ -230,10 +230,10 @@ def feed_pickles(folder: Path) -> None:
 
 def test_cifar_python(tmp_path: Path) -> None:
     """Ten thousand damaged or malicious pickles are refused in one line or read as a batch, without a crash."""
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    code, out, err = shared().run(__file__, tmp_path, timeout=300)
     latest = (tmp_path / "latest").read_bytes()
-    assert done.returncode == 0, f"ended with {done.returncode} {done.stderr[-500:]} at {latest[:400]!r}"
-    read, refused, offences = json.loads(done.stdout)
+    assert code == 0, f"ended with {code} {err[-500:]} at {latest[:400]!r}"
+    read, refused, offences = json.loads(out)
     assert not offences, str(offences)
     assert read + refused == COUNT
     assert refused > COUNT // 2

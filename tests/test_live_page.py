@@ -420,18 +420,28 @@ def browsing(chromium: Any, server: live_page.Server, **options: Any) -> Iterato
             "request",
             lambda request: None if request.url.startswith((address, "data:")) else problems.append(request.url),
         )
+        tab.clock.install()
         tab.goto(address)
         tab.wait_for_selector("body[data-ready]")
         yield tab, problems
 
 
+def poll(tab: Any) -> None:
+    """Let the time until the page's next poll pass twice: the first reply is on the page when it asks again."""
+    for _ in range(2):
+        with tab.expect_response("**/state.json"):
+            tab.clock.fast_forward(2000)
+
+
 def test_the_page_in_a_browser(chromium: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page shows progress, both charts and all sites; a new round appears without a reload."""
+    monkeypatch.setattr(live_page, "FRESH", 0.0)
     folder = root / "fed"
     connect(monkeypatch, folder, "north", "south")
     job = Job.open(folder, "first")
     with job.exclusive(), served(folder) as server, browsing(chromium, server) as (tab, problems):
         job.update_state(status="running", round=3, waiting=["west"])
+        poll(tab)
         card = tab.locator(".job").first
         card.get_by_text("Waiting for west.").wait_for()
         assert card.locator("h2").inner_text() == "first"
@@ -462,6 +472,7 @@ def test_the_page_in_a_browser(chromium: Any, root: Path, monkeypatch: pytest.Mo
         assert card.locator(".numbers tbody tr").count() == 3
         append(root / "first", {**lines[-1], "round": 4, "accuracy": 0.875, "screened": {"agent 1": "too long"}})
         job.update_state(status="running", round=4, waiting=[])
+        poll(tab)
         tab.wait_for_selector('[data-chart="scores"][data-points="4"]')
         assert before.evaluate("(svg) => svg.isConnected")
         assert scores.locator("circle").count() == 4
@@ -502,7 +513,7 @@ def test_the_page_on_a_phone_and_with_several_alices(chromium: Any, trained: Pat
         third = heading.inner_text()
         assert len({first, second, third}) == 3
         assert tabs.nth(2).get_attribute("aria-selected") == "true"
-        tab.wait_for_timeout(2500)
+        poll(tab)
         assert heading.inner_text() == third  # an update keeps the choice
         tab.locator(".job > summary").nth(1).click()
         tab.locator(".job").nth(1).locator('[data-chart="scores"] circle').first.wait_for()
@@ -548,6 +559,7 @@ def test_no_jobs_yet_and_a_watch_that_has_ended(chromium: Any, tmp_path: Path) -
                 assert not problems
                 server.shutdown()
                 server.server_close()
+                tab.clock.fast_forward(2000)
                 tab.get_by_text("waffle deploy watch does not answer").wait_for()
         finally:
             server.shutdown()

@@ -25,6 +25,9 @@ from waffle_fl.user_data import ReadOptions
 
 T = TypeVar("T")
 
+# Help texts are docstrings, so tyro need not parse and tokenize the source once more for comments.
+CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
+
 # Old names of flags per command. They work for one more release: delete them in 0.2.
 RENAMED: dict[str, dict[str, str]] = {
     "run": {"--alone": "--no-baselines", "--no-alone": "--baselines"},
@@ -44,7 +47,7 @@ def parse(kind: type[T], arguments: Sequence[str], command: str) -> T:
         os.environ["TERM"] = "dumb"  # tyro's help reads no other variable
     with tyro_errors.on_parse_error(fail):
         args = replace_old_flags(arguments, command)
-        return tyro.cli(kind, args=args, prog=f"waffle {command}", config=(tyro.conf.OmitArgPrefixes,))
+        return tyro.cli(kind, args=args, prog=f"waffle {command}", config=CONFIG)
 
 
 def replace_old_flags(arguments: Sequence[str], command: str) -> list[str]:

@@ -247,7 +247,11 @@ def _images(
     mean, std = (np.asarray(v, np.float32).reshape(1, -1, 1, 1) for v in (source.mean, source.std))
 
     def normalised(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        return ((images.astype(np.float32) / PIXEL - mean) / std).astype(np.float32)
+        x = images.astype(np.float32)
+        x /= PIXEL  # in place: another copy of a data set takes longer than the arithmetic
+        x -= mean
+        x /= std
+        return x
 
     return Dataset(
         name,

@@ -18,6 +18,7 @@ four. With one seed, the interval does not cover training.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -197,10 +198,15 @@ def _means(values: Array, groups: Sequence[NDArray[np.intp]], added: tuple[float
     for k, at in enumerate(groups):
         known, n = np.append(values[at], added), len(at)
         for rows in _blocks(n):
-            draws = generator(0, "bootstrap", k, rows.start).uniform(0, n + 2 * part, (len(rows), round(n + 2 * part)))
-            picked = np.where(draws < n, draws, n + (draws >= n + part)).astype(np.intp)
-            total[rows.start : rows.stop] += known[picked].mean(axis=1) * part
+            total[rows.start : rows.stop] += known[_picked(n, part, k, rows)].mean(axis=1) * part
     return total
+
+
+@lru_cache(maxsize=2)  # all comparisons on one test set draw alike
+def _picked(n: int, part: float, k: int, rows: range) -> NDArray[np.intp]:
+    """Return the indices that each resample draws from a group of n samples, followed by the two added ones."""
+    draws = generator(0, "bootstrap", k, rows.start).uniform(0, n + 2 * part, (len(rows), round(n + 2 * part)))
+    return np.where(draws < n, draws, n + (draws >= n + part)).astype(np.intp)
 
 
 def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Array]:
@@ -209,9 +215,7 @@ def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Arr
     for rows in _blocks(len(target)):
         counts = np.zeros((len(rows), len(target)))
         for k, at in enumerate(_groups(metric, target)):
-            picked = generator(0, "bootstrap", k, rows.start).integers(0, len(at), (len(rows), len(at)))
-            places = picked + len(at) * np.arange(len(rows))[:, None]
-            counts[:, at] = np.bincount(places.ravel(), minlength=places.size).reshape(places.shape)
+            counts[:, at] = _counted(len(at), k, rows)
         for draw, outputs in zip(draws, methods, strict=True):
             scores = [_scores(metric, output, target, counts) for output in outputs.values()]
             draw[rows.start : rows.stop] = np.mean(scores, axis=0)
@@ -219,6 +223,14 @@ def _drawn(metric: Metric, methods: Sequence[Seeds], target: Target) -> list[Arr
     wider = np.sqrt(fewest / generator(0, "few").chisquare(max(1, fewest - 1), RESAMPLES))
     found = [fmean(figures(metric, outputs, target).values()) for outputs in methods]
     return [middle + (draw - middle) * wider for middle, draw in zip(found, draws, strict=True)]
+
+
+@lru_cache(maxsize=2)
+def _counted(n: int, k: int, rows: range) -> NDArray[np.intp]:
+    """Return how often each resample draws each of a group's n samples."""
+    picked = generator(0, "bootstrap", k, rows.start).integers(0, n, (len(rows), n))
+    places = picked + n * np.arange(len(rows))[:, None]
+    return np.bincount(places.ravel(), minlength=places.size).reshape(places.shape)
 
 
 def _blocks(samples: int) -> list[range]:
@@ -238,7 +250,8 @@ def _areas(score: Array, positive: NDArray[np.bool_], counts: Array) -> Array:
     """Return the AUC of every resample: how often a positive sample scores above a negative one, ties counting half."""
     order = np.argsort(score, kind="stable")
     starts = np.flatnonzero(np.diff(score[order], prepend=-np.inf) > 0)  # first position of each distinct score
-    up = np.add.reduceat(counts[:, order] * positive[order], starts, axis=1)
-    down = np.add.reduceat(counts[:, order] * ~positive[order], starts, axis=1)
+    ordered = counts[:, order]
+    up = np.add.reduceat(ordered * positive[order], starts, axis=1)
+    down = np.add.reduceat(ordered, starts, axis=1) - up  # exact: counts are whole numbers
     below = np.cumsum(down, axis=1) - down
     return np.asarray((up * (below + down / 2)).sum(axis=1) / (up.sum(axis=1) * down.sum(axis=1)))

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,8 @@ class Entry:
     config: RunConfig
     members: tuple[int, ...]  # index of each agent's site
     quorum: int
+    clock: float  # when the last round ended, in monotonic seconds
     misses: int = 0
-    clock: float = field(default_factory=time.monotonic)
 
 
 class JobRunner:
@@ -253,7 +253,7 @@ class JobRunner:
             self.job.journal.write(note=warning)
         server_run = ServerRun(plan, model, run_state_of(r, tensors, start) if tensors else start)
         able = sum(n > 0 for n in samples)
-        return Entry(server_run, run, config, members, min(self.settings.quorum, able))
+        return Entry(server_run, run, config, members, min(self.settings.quorum, able), time.monotonic())
 
     def _provenance(self, config: RunConfig, facts: Survey, model: FlatModel, alice: int) -> dict[str, Any]:
         digests = "".join(facts.digests[site] for site in self.sites)

@@ -32,8 +32,9 @@ def write_report(runs: Sequence[FinishedRun], out: Path, title: str, images: boo
         put(out / name, text.encode())
     charts = {name: (caption, specification(chart)) for name, (caption, chart) in charts_of(runs).items()}
     for name, (_, chart) in charts.items() if images else ():
-        put(out / f"{name}.png", vl_convert.vegalite_to_png(chart, scale=2))
-        put(out / f"{name}.pdf", vl_convert.vegalite_to_pdf(chart))
+        svg = vl_convert.vegalite_to_svg(chart)  # drawn once; each of the others would draw it again
+        put(out / f"{name}.png", vl_convert.svg_to_png(svg, scale=2))
+        put(out / f"{name}.pdf", vl_convert.svg_to_pdf(svg))
     page = _page(runs, charts, title)
     return put(out / "index.html", page.encode())
 
