@@ -271,10 +271,13 @@ def _reading(decision: Decision) -> str:
         "there are few samples. Samples for balanced accuracy and AUC are drawn within each class.",
     ]
     methods = {title_of(m): about_of(m).in_words for m in decision.methods}
+    reduced = (
+        part("What was reduced to keep the training short", " ".join(decision.reduced)) if decision.reduced else ""
+    )
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )
-    return f"<section><h2>How to read this page</h2>{paragraphs(sentences)}<dl>{facts}</dl></section>"
+    return f"<section><h2>How to read this page</h2>{paragraphs(sentences)}{reduced}<dl>{facts}</dl></section>"
 
 
 def _chance(decision: Decision) -> str:

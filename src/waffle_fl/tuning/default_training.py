@@ -3,8 +3,8 @@
 A verdict is only as good as the models behind it. Unless the user gives these settings, agents train with Adam, a fifth
 of the training rows selects the round, and learning rate, weight decay, the network (for tables) and augmentation (for
 images) are those with the best validation score, averaged over the agents: the least loss among those within a standard
-error of the best accuracy. Test rows are never used. Where training is expensive, only Local and FedAvg are tried, the
-candidates are compared after half of the rounds, and the other methods train as FedAvg does.
+error of the best accuracy. Test rows are never used. Where training is expensive (`decision/budget.py`), only Local and
+FedAvg are tried, candidates are compared after half of the rounds, and the other methods train as FedAvg does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple, TypeAlias
 
 from waffle_fl.config import RunConfig, Settings
+from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import Federation, index_of
 from waffle_fl.records import Selection, read_rounds
@@ -46,7 +47,6 @@ STEPS = 400  # mini-batches of the median agent, from which the number of rounds
 FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are not doubled
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
-EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
 RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
 LEAST = 1e-9  # smaller validation losses count as this
@@ -78,6 +78,7 @@ class ChosenTraining:
     rounds: int
     chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
     scores: Mapping[str, Sequence[tuple[Mapping[str, Any], ValidationScore]]]  # method -> candidate, on validation data
+    reduced: tuple[str, ...] = ()  # what was not tried, to keep within the budget
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method."""
@@ -111,20 +112,26 @@ def choose_training(
     folder: Path,
     runtime: Runtime,
     listener: Listener,
+    factor: float = 1.0,
 ) -> ChosenTraining:
     """Return the training of each method; `given` are the settings that the user has set, which are kept.
 
     The methods finally train on all rows, and the round with the best mean validation score of the agents in the trials
-    is used for all of them. If `validation` or `final_model` is given, every agent selects its own round.
+    is used for all of them. If `validation` or `final_model` is given, every agent selects its own round. `factor`
+    multiplies the work above which less is tried.
     """
     federation = all_alices_of(settings, runtime)
     recipe = RECIPE | {"selected_by": "loss" if has_rare_classes(federation) else "accuracy"}
     free = {name: value for name, value in recipe.items() if name not in given}
-    base = replace(settings, **free)
-    if "rounds" not in given:
-        base = replace(base, rounds=rounds_for(base, federation))
+    keeps_rounds = "rounds" in given
+    base = replace(settings, **free, rounds=settings.rounds if keeps_rounds else rounds_for(settings, federation))
+    budget = budget_for(base, federation, runtime, factor)
+    expensive = is_expensive(budget, federation, base.rounds, len(alices(base, runtime)))
+    if expensive and not keeps_rounds:  # the longer training at once, instead of a second one from the start
+        base = replace(base, rounds=more_rounds(base.rounds, federation))
     candidates = _without(given, grid_for(base, federation))
-    tried = [m for m in methods if m in PROXIES] if is_expensive(federation) else list(methods)
+    tried = [m for m in methods if m in PROXIES] if expensive else list(methods)
+    compared = tried[:1] if expensive and differ_in_augmentation(candidates) else tried
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
     best_round = common_round if all_rows else own_rounds
 
@@ -141,27 +148,33 @@ def choose_training(
         rounds = until or s.rounds
         return {m: [best_round(group, rounds) for (own, _), group in runs.items() if own == m] for m, _ in runs}
 
-    trials = {(m, f"candidate-{k}"): c for m in tried for k, c in enumerate(candidates)}
-    halved = is_expensive(federation) and len(candidates) > 1
+    trials = {(m, f"candidate-{k}"): c for m in compared for k, c in enumerate(candidates)}
+    halved = expensive and len(candidates) > 1
     found = measured(base, trials, ceil(base.rounds / 2) if halved else None)
     samples = validation_samples(base, runtime)
     best = {m: best_candidate([trial.score for trial in some], samples) for m, some in found.items()}
+    best |= {m: best[compared[0]] for m in tried if m not in best}
     chosen = {m: candidates[k] for m, k in best.items()}
-    if halved:
+    if halved or len(compared) < len(tried):
         whole = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, k in best.items()})
         last = {m: trial.round for m, (trial,) in whole.items()}
     else:
         last = {m: found[m][k].round for m, k in best.items()}
-    while "rounds" not in given and base.rounds < most_rounds(federation) and _improves(last, base.rounds):
-        base = replace(base, rounds=min(2 * base.rounds, most_rounds(federation)))
+    while not (keeps_rounds or expensive) and _improves(last, base.rounds):
+        if (rounds := more_rounds(base.rounds, federation)) == base.rounds:
+            break
+        base = replace(base, rounds=rounds)
         longer = measured(base, {(m, f"{base.rounds}-rounds"): c for m, c in chosen.items()})
         last = {m: trial.round for m, (trial,) in longer.items()}
+    if expensive and all_rows and not keeps_rounds:  # no model of a later round is used
+        base = replace(base, rounds=min(base.rounds, max(FEWEST_ROUNDS, *map(round, last.values()))))
     if all_rows:
         base = replace(base, validation=0.0)
         chosen = {m: {**c, "final_round": round(last[m])} for m, c in chosen.items()}
     common = {name: getattr(base, name) for name in (*free, "rounds")}
     scores = {m: [(c, t.score) for c, t in zip(candidates, trials, strict=True)] for m, trials in found.items()}
-    return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores)
+    reduced = (TRIED,) if expensive and set(methods) - set(tried) else ()
+    return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores, reduced)
 
 
 def validation_samples(s: Settings, runtime: Runtime) -> int:
@@ -187,9 +200,16 @@ def has_rare_classes(federation: Federation) -> bool:
     return bool(counts) and median(max(row) / sum(row) for row in counts) >= RARE
 
 
-def most_rounds(federation: Federation) -> int:
-    """Return the number of rounds beyond which they are not doubled: fewer for many images or series."""
-    return MOST_ROUNDS if len(federation.shape) == 1 else min(MOST_WORK // int(federation.samples.sum()), MOST_ROUNDS)
+def more_rounds(rounds: int, federation: Federation) -> int:
+    """Return twice the rounds, within MOST_ROUNDS and, for images or series, MOST_WORK; at least the same rounds."""
+    most = MOST_ROUNDS if len(federation.shape) == 1 else MOST_WORK // int(federation.samples.sum())
+    return max(rounds, min(2 * rounds, most, MOST_ROUNDS))
+
+
+def differ_in_augmentation(candidates: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether candidates differ only in their augmentation, which suits the data and not the method."""
+    steps = [{name: value for name, value in c.items() if name not in ("augment", "flips")} for c in candidates]
+    return all(step == steps[0] for step in steps)
 
 
 def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
@@ -208,15 +228,16 @@ def _without(given: Sequence[str], candidates: Sequence[Mapping[str, Any]]) -> l
     return found
 
 
-def is_expensive(federation: Federation) -> bool:
-    return len(federation.shape) > 1 and int(federation.samples.sum()) > EXPENSIVE
-
-
 def request_digest(
-    settings: Settings, methods: Sequence[str], options: Mapping[str, Any], given: Sequence[str], runtime: Runtime
+    settings: Settings,
+    methods: Sequence[str],
+    options: Mapping[str, Any],
+    given: Sequence[str],
+    runtime: Runtime,
+    factor: float = 1.0,
 ) -> str:
     """Return a short hash of a request and its data, the name of the folder of its trials."""
-    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), TABLES, IMAGES, SERIES]
+    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), TABLES, IMAGES, SERIES, factor]
     content = json.dumps([asdict(settings), sorted(methods), options, sorted(given), made], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
