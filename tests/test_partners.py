@@ -377,27 +377,23 @@ def test_auto_measures_images_within_the_budget(planted: Path) -> None:
     settings = replace(settings_for(planted), rounds=10)
     federation = whole(settings)
     images = replace(federation, x=federation.x[:, None, None, :])
-    sizes = [3 * len(rows_of(images, i)) // 4 for i in range(4)]
-    exact = 10 * FOLDS * 3 * 8 * sum(sizes)  # each agent is in 8 of the 15 coalitions
-    rest = 10 * (sum(sizes) + 3 * sum(sizes) + sum(sizes))  # alone, without each of the others, and all together
+    rows = sum(3 * len(rows_of(images, i)) // FOLDS for i in range(4))  # that all agents train on in a fold
+    exact = 10 * FOLDS * 3 * 8 * rows  # rounds, folds, seeds; each agent is in 8 of the 15 coalitions
+    quarter = 10 * (1 + 3 + 1) * rows  # alone, without each of the others, and with all of them
 
-    def found(passes: float, *rest: object, data: Federation = images) -> object:
-        return measurement_for("auto", data, settings, range(4), "fedavg", 3, Budget(PARTNERS / passes, *rest))  # type: ignore[arg-type]
+    def found(passes: float, factor: float = 1.0, agents: Federation = images) -> tuple[str | None, int, str]:
+        """Return the measurement that a budget of so many passes allows."""
+        allowed = Budget(PARTNERS / passes, factor)
+        return measurement_for("auto", agents, settings, range(agents.agents), "fedavg", 3, allowed)
 
     assert found(exact) == ("shapley", FOLDS, "")
-    measurement, folds, reason = found(exact - 1)  # type: ignore[misc]
-    assert (measurement, folds) == ("leave-one-out", 2)
-    assert "half of the training rows with one seed, by leaving out each in turn" in reason
-    assert found(2 * rest)[:2] == ("leave-one-out", 2)  # type: ignore[index]
-    assert found(2 * rest - 1)[:2] == ("leave-one-out", 1)  # type: ignore[index]
-    assert found(rest - 1)[0] is None  # type: ignore[index]
-    assert found(rest - 1, 0.0)[0] == "shapley"  # type: ignore[index]
-    assert found(exact / 8, data=images.without("3"))[:2] == ("shapley", 2)  # type: ignore[index]
-    assert found(10 * exact, data=images)[0] == "shapley"  # type: ignore[index]
-    method = measurement_for(
-        "auto", images, settings, [0], "waffle", 3, Budget(PARTNERS / (10 * FOLDS * 3 * 8 * sum(sizes)))
-    )
-    assert method[0] == "shapley"
+    assert found(exact - 1)[:2] == ("leave-one-out", 2)
+    assert "half of the training rows with one seed, by leaving out each in turn" in found(exact - 1)[2]
+    assert found(2 * quarter)[:2] == ("leave-one-out", 2)
+    assert found(2 * quarter - 1)[:2] == ("leave-one-out", 1)
+    assert found(quarter - 1)[:2] == (None, FOLDS)
+    assert found(quarter - 1, factor=0) == ("shapley", FOLDS, "")
+    assert found(2 * quarter, agents=images.without("3"))[:2] == ("shapley", 2)  # the coalitions of leave-one-out
 
 
 def test_one_fold_finds_the_harmful_partner(planted: Path) -> None:
