@@ -14,7 +14,7 @@ from cli_support import waffle
 from conftest import make_federation
 from waffle_fl.config import Settings
 from waffle_fl.decision import budget
-from waffle_fl.decision.budget import Budget, budget_for, is_expensive, passes_of, seeds_within
+from waffle_fl.decision.budget import WorkBudget, budget_for, is_expensive, passes_of, seeds_within
 from waffle_fl.experiment import Runtime, all_alices_of
 from waffle_fl.models.cost import multiply_adds
 
@@ -43,11 +43,11 @@ def test_multiply_adds_are_counted_by_layer() -> None:
 
 def test_a_limit_counts_passes_times_the_work_of_a_sample() -> None:
     """Ten passes of 5 exceed a limit of 49 and not of 50; the factor multiplies the limit, and 0 removes it."""
-    assert Budget(5).exceeds(10, 49)
-    assert not Budget(5).exceeds(10, 50)
-    assert not Budget(5, factor=2).exceeds(10, 49)
-    assert not Budget(5, factor=0).exceeds(10**9, 1)
-    assert not Budget(0).exceeds(10**9, 1)  # tables
+    assert WorkBudget(5).exceeds(10, 49)
+    assert not WorkBudget(5).exceeds(10, 50)
+    assert not WorkBudget(5, factor=2).exceeds(10, 49)
+    assert not WorkBudget(5, factor=0).exceeds(10**9, 1)
+    assert not WorkBudget(0).exceeds(10**9, 1)  # tables
 
 
 def test_the_budget_counts_the_network_of_the_data(tmp_path: Path) -> None:
@@ -73,21 +73,21 @@ def test_one_seed_is_left_if_all_would_exceed_the_limit(monkeypatch: pytest.Monk
     federation = make_federation(sizes=(10, 20, 30))
     arguments = (("local", "fedavg"), federation, 5, [0, 1, 2])
     monkeypatch.setattr(budget, "TRAININGS", 3 * 600)
-    assert seeds_within(Budget(1), (1, 2, 3), *arguments) == (1, 2, 3)
-    assert seeds_within(Budget(1.01), (1, 2, 3), *arguments) == (1,)
-    assert seeds_within(Budget(1.01, factor=2), (1, 2, 3), *arguments) == (1, 2, 3)
+    assert seeds_within(WorkBudget(1), (1, 2, 3), *arguments) == (1, 2, 3)
+    assert seeds_within(WorkBudget(1.01), (1, 2, 3), *arguments) == (1,)
+    assert seeds_within(WorkBudget(1.01, factor=2), (1, 2, 3), *arguments) == (1, 2, 3)
 
 
 def test_expensive_data_costs_more_than_the_trials_may() -> None:
     """One federated model for each of two agents, 60 rows and 5 rounds are 600 passes."""
     federation = make_federation(sizes=(10, 20, 30))
-    assert is_expensive(Budget(budget.TRIALS / 599), federation, 5, 2)
-    assert not is_expensive(Budget(budget.TRIALS / 601), federation, 5, 2)
+    assert is_expensive(WorkBudget(budget.TRIALS / 599), federation, 5, 2)
+    assert not is_expensive(WorkBudget(budget.TRIALS / 601), federation, 5, 2)
 
 
 def test_four_sites_with_750_small_images_keep_three_seeds() -> None:
     """This study reduces trials and partner values, so that it ends in five minutes, but not its seeds."""
-    net = Budget(budget.PER_SAMPLE + 2.8e6)
+    net = WorkBudget(budget.PER_SAMPLE + 2.8e6)
     federation = make_federation(sizes=(563,) * 4)
     methods, agents = ("local", "fedavg", "waffle"), range(4)
     assert is_expensive(net, federation, 23, 4)

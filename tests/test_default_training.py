@@ -31,17 +31,14 @@ from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import read_named
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
-    ValidationScore,
-    best_candidate,
     choose_training,
-    common_round,
     given_settings,
     grid_for,
     has_rare_classes,
-    own_rounds,
     rounds_for,
     validation_samples,
 )
+from waffle_fl.tuning.trial_scores import ValidationScore, best_candidate, common_round, own_rounds
 from waffle_fl.user_data.array_checks import model_inputs
 
 

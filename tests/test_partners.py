@@ -22,7 +22,7 @@ from waffle_fl.cli.partners import RECORD, read_study, without_old_flags
 from waffle_fl.config import Settings
 from waffle_fl.decision import shapley
 from waffle_fl.decision.bootstrap import Interval, Metric, contrasts, figures, gain, share_above_zero
-from waffle_fl.decision.budget import PARTNERS, Budget
+from waffle_fl.decision.budget import PARTNERS, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, CrossValidation, Plan, able_agents, cross_validate, folds_of, rows_of
 from waffle_fl.decision.measurement import measurement_for
 from waffle_fl.decision.partners import (
@@ -383,7 +383,7 @@ def test_auto_measures_images_within_the_budget(planted: Path) -> None:
 
     def found(passes: float, factor: float = 1.0, agents: Federation = images) -> tuple[str | None, int, str]:
         """Return the measurement that a budget of so many passes allows."""
-        allowed = Budget(PARTNERS / passes, factor)
+        allowed = WorkBudget(PARTNERS / passes, factor)
         return measurement_for("auto", agents, settings, range(agents.agents), "fedavg", 3, allowed)
 
     assert found(exact) == ("shapley", FOLDS, "")

@@ -16,7 +16,7 @@ from waffle_fl.cli.progress import Output
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import coalitions
 from waffle_fl.decision.bootstrap import Metric
-from waffle_fl.decision.budget import Budget
+from waffle_fl.decision.budget import WorkBudget
 from waffle_fl.decision.coalitions import FOLDS
 from waffle_fl.decision.measurement import PartnerOption, measurement_for
 from waffle_fl.decision.partners import PartnerStudy, key_of, study_partners
@@ -55,12 +55,13 @@ def measure_partners(
     runtime: Runtime,
     out: Path,
     output: Output,
-    budget: Budget,
+    budget: WorkBudget,
     reduced: Callable[[str], None],
 ) -> list[tuple[RunConfig, Path]]:
     """Measure the partners of every agent, write the record, and return the runs of each agent's best group.
 
-    A study of the same data and settings is read from its record. `reduced` is told if less is measured than could be.
+    A study of the same data and settings is read from its record. `reduced` receives a sentence if less is measured
+    than could be.
     """
     federation = all_alices_of(settings, runtime)
     alices, method = alices_of(runs, federation.names), headline([config.method for config, _ in runs])

@@ -28,7 +28,7 @@ WITHOUT = f"Ditto was left out, because training takes long; --methods adds it, 
 ONE_SEED = f"Every model was trained with one seed instead of {{}}; --seeds 1 2 3 trains more, or {HOW}."
 
 
-class Budget(NamedTuple):
+class WorkBudget(NamedTuple):
     """The limits of a study, and the work of one pass over a sample."""
 
     per_sample: float  # multiply-adds; 0 for tables, which have no limit here
@@ -39,21 +39,21 @@ class Budget(NamedTuple):
         return passes * self.per_sample > (self.factor * limit or inf)
 
 
-UNLIMITED = Budget(0.0)
+UNLIMITED = WorkBudget(0.0)
 
 
-def budget_for(s: Settings, federation: Federation, runtime: Runtime, factor: float = 1.0) -> Budget:
+def budget_for(s: Settings, federation: Federation, runtime: Runtime, factor: float = 1.0) -> WorkBudget:
     """Return the budget of a study of this data with the network of the settings."""
     agent = next((i for i, rows in enumerate(federation.train) if len(rows)), None)
     if len(federation.shape) == 1 or agent is None:
-        return Budget(0.0, factor)
+        return WorkBudget(0.0, factor)
     model, rows = model_of(s, federation, runtime, device_of(runtime.device)), federation.train[agent][:2]
     model.prepared(federation.x[rows], federation.labels(agent, rows), federation.outputs)
     sample = federation.x[rows[:1]].to(model.device, model.dtype)
-    return Budget(PER_SAMPLE + multiply_adds(model.module(), sample), factor)
+    return WorkBudget(PER_SAMPLE + multiply_adds(model.module(), sample), factor)
 
 
-def is_expensive(budget: Budget, federation: Federation, rounds: int, models: int) -> bool:
+def is_expensive(budget: WorkBudget, federation: Federation, rounds: int, models: int) -> bool:
     """Whether one federated model for each of so many agents costs more than trials of all methods may."""
     return budget.exceeds(models * rounds * int(federation.samples.sum()), TRIALS)
 
@@ -68,7 +68,7 @@ def passes_of(method: str, federation: Federation, rounds: int, alices: Sequence
 
 
 def seeds_within(
-    budget: Budget,
+    budget: WorkBudget,
     seeds: Sequence[int],
     methods: Sequence[str],
     federation: Federation,

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from waffle_fl.attacks import NONE
 from waffle_fl.config import Settings
 from waffle_fl.decision import shapley
-from waffle_fl.decision.budget import HOW, PARTNERS, UNLIMITED, Budget
+from waffle_fl.decision.budget import HOW, PARTNERS, UNLIMITED, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, Plan, able_agents, rows_of
 from waffle_fl.decision.shapley import Coalition, Contributions
 from waffle_fl.errors import WaffleError
@@ -35,7 +35,7 @@ def measurement_for(
     alices: Sequence[int],
     method: str = SHARED,
     seeds: int = 1,
-    budget: Budget = UNLIMITED,
+    budget: WorkBudget = UNLIMITED,
 ) -> tuple[Measurement | None, int, str]:
     """Return how partners are measured, on how many folds, and the reason if `auto` measures less than it could.
 
@@ -64,7 +64,7 @@ def measurement_for(
 
 
 def _within(
-    budget: Budget,
+    budget: WorkBudget,
     federation: Federation,
     settings: Settings,
     alices: Sequence[int],
