@@ -87,7 +87,7 @@ def test_expensive_data_costs_more_than_the_trials_may() -> None:
 
 def test_four_sites_with_750_small_images_keep_three_seeds() -> None:
     """This study reduces trials and partner values, so that it ends in five minutes, but not its seeds."""
-    net = WorkBudget(budget.PER_SAMPLE + 2.8e6)
+    net = WorkBudget(budget.PER_SAMPLE + 1.65e6)
     federation = make_federation(sizes=(563,) * 4)
     methods, agents = ("local", "fedavg", "waffle"), range(4)
     assert is_expensive(net, federation, 23, 4)

@@ -364,8 +364,9 @@ def test_the_image_network_takes_any_size(network: Any, shape: tuple[int, ...]) 
 
 
 def test_the_image_network_normalises_what_is_pooled() -> None:
-    """Both networks have the same layers; the default one pools before it normalises."""
+    """The default network pools before it normalises, and stops at 8 x 8 pixels; the earlier one at 4 x 4."""
     kinds = [[type(part).__name__ for part in network((3, 8, 8), 5)][:4] for network in (cnn_pooled_gn, cnn_gn)]
+    assert [network((3, 32, 32), 5)[-1].in_features for network in (cnn_pooled_gn, cnn_gn)] == [32 * 64, 64 * 16]
     assert kinds == [["Conv2d", "MaxPool2d", "GroupNorm", "ReLU"], ["Conv2d", "GroupNorm", "MaxPool2d", "ReLU"]]
 
 
