@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from waffle_fl.attacks import NONE
 from waffle_fl.config import Settings
 from waffle_fl.decision import shapley
-from waffle_fl.decision.budget import HOW, PARTNERS, UNLIMITED, WorkBudget
+from waffle_fl.decision.budget import MORE, PARTNERS, UNLIMITED, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, Plan, able_agents, rows_of
 from waffle_fl.decision.shapley import Coalition, Contributions
 from waffle_fl.errors import WaffleError
@@ -22,9 +22,10 @@ PAIRS = 8  # pairs of orders of the sampled Shapley value
 STEPS = 4_000_000  # mini-batch steps of tables, above which `auto` measures less: about three minutes on two cores
 FEWER_FOLDS = {2: "half", 1: "a quarter"}  # held out, with one seed, where all folds of images exceed the budget
 FEWER = (
-    "Partners are measured on {} of the training rows with one seed{}; --partners shapley measures more, or "
-    + f"{HOW}."
+    "Partners are measured on {} of the training rows with one seed{}: ask for more with --partners shapley, or "
+    f"{MORE}."
 )
+NOTHING = f"Partners are not measured, because training takes long: ask with --partners leave-one-out, or {MORE}."
 EACH_IN_TURN = "Partners are measured by leaving out each in turn: {}; see --partners."
 
 
@@ -83,7 +84,7 @@ def _within(
     for folds, share in FEWER_FOLDS.items():
         if not budget.exceeds(rounds * folds * rows, PARTNERS):
             return fewer, folds, FEWER.format(share, "" if fewer == "shapley" else ", by leaving out each in turn")
-    return None, FOLDS, f"Partners are not measured: training takes long; use --partners leave-one-out, or {HOW}."
+    return None, FOLDS, NOTHING
 
 
 def _rows_trained(plans: Sequence[Plan], federation: Federation) -> int:
