@@ -117,3 +117,17 @@ def test_a_reduced_study_says_so_and_the_budget_lifts_it(tmp_path: Path, monkeyp
     assert "What was reduced" not in (tmp_path / "long" / "decision.html").read_text()
     assert len(list((tmp_path / "long").glob("*-ditto-3-*/"))) == 2
     assert "expected a factor of at least 0" in waffle(*line, "--budget", "-1", "--out", tmp_path / "bad").err
+
+
+def test_the_page_shows_the_record_of_times() -> None:
+    """Every line of results/decide-time.jsonl is a row of docs/decision.md; four sites with 750 images need 5 minutes."""
+    root = Path(__file__).parent.parent
+    record = [json.loads(line) for line in (root / "results" / "decide-time.jsonl").read_text().splitlines()]
+    text = (root / "docs" / "decision.md").read_text()
+    for r in record:
+        size = " x ".join(map(str, r["sample"][1:]))
+        parts = " | ".join(f"{r[part]:.0f}" for part in ("trials", "trainings", "partners", "references"))
+        assert f"| {r['data']} | {r['agents']} | {r['samples']:,} | {size} | {parts} | {r['seconds']:.0f} |" in text
+    (photographs,) = (r for r in record if r["data"] == "photographs-750")
+    assert (photographs["agents"], photographs["samples"], len(photographs["recommended"])) == (4, 3000, 4)
+    assert photographs["seconds"] <= 300
