@@ -120,7 +120,7 @@ def test_a_reduced_study_says_so_and_the_budget_lifts_it(tmp_path: Path, monkeyp
 
 
 def test_the_page_shows_the_record_of_times() -> None:
-    """Every line of results/decide-time.jsonl is a row of docs/decision.md; four sites with 750 images need 5 minutes."""
+    """Every line of results/decide-time.jsonl is a row of docs/decision.md; 4 sites with 750 images need 5 minutes."""
     root = Path(__file__).parent.parent
     record = [json.loads(line) for line in (root / "results" / "decide-time.jsonl").read_text().splitlines()]
     text = (root / "docs" / "decision.md").read_text()

@@ -38,7 +38,7 @@ from waffle_fl.tuning.default_training import (
     rounds_for,
     validation_samples,
 )
-from waffle_fl.tuning.trial_scores import ValidationScore, best_candidate, common_round, own_rounds
+from waffle_fl.tuning.trial_scores import ValidationScore, best_candidate, best_first, common_round, own_rounds
 from waffle_fl.user_data.array_checks import model_inputs
 
 
@@ -100,6 +100,12 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
 )
 def test_the_loss_decides_between_equal_accuracies(found: list[tuple[float, float]], samples: int, best: int) -> None:
     assert best_candidate([ValidationScore(*pair) for pair in found], samples) == best
+
+
+def test_candidates_are_ordered_by_repeated_choice() -> None:
+    """The second is the best of the others: with the least loss among those that are close in accuracy."""
+    found = [ValidationScore(*pair) for pair in ((0.5, 1.0), (0.9, 0.8), (0.91, 0.9), (0.6, 0.1))]
+    assert best_first(found, 100) == [1, 2, 3, 0]
 
 
 @pytest.mark.usefixtures("small_grid")
@@ -203,9 +209,10 @@ def test_expensive_candidates_are_compared_after_half_of_the_rounds(
 def test_expensive_augmentation_is_chosen_once_and_rounds_end_with_the_last_used_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates that differ in augmentation are compared with Local alone, and FedAvg trains the same one.
+    """Candidates that differ in augmentation are compared with Local alone, the better two after all rounds.
 
-    The rounds are doubled at once. They end with the later of the two selected rounds, after the fewest allowed.
+    FedAvg trains the chosen one. The rounds are doubled at once. They end with the later of the two selected rounds,
+    after the fewest allowed.
     """
     monkeypatch.setattr(budget, "TRIALS", 1)
     data = write_images(tmp_path / "images")
@@ -217,8 +224,11 @@ def test_expensive_augmentation_is_chosen_once_and_rounds_end_with_the_last_used
         {k: found.get(k) for k in ("lr", "augment", "flips")} for found in map(training.chosen.get, ("local", "fedavg"))
     ]
     assert chosen[0] == chosen[1]
-    logs = [len(read_rounds(path)) for path in folder.glob("*/*fedavg*/rounds.jsonl")]
-    assert logs == [6, 6]  # one candidate, two agents, twice the rounds
+    lengths = {
+        method: sorted(len(read_rounds(path)) for path in folder.glob(f"*/*{method}*/rounds.jsonl"))
+        for method in ("local", "fedavg")
+    }
+    assert lengths == {"local": [3, 3, 6, 6, 6, 6], "fedavg": [6, 6]}  # two of three candidates end; two agents
     last = max(training.chosen[m]["final_round"] for m in ("local", "fedavg"))
     assert training.rounds == max(3, last)
 
@@ -364,10 +374,18 @@ def test_the_image_network_takes_any_size(network: Any, shape: tuple[int, ...]) 
 
 
 def test_the_image_network_normalises_what_is_pooled() -> None:
-    """The default network pools before it normalises, and stops at 8 x 8 pixels; the earlier one at 4 x 4."""
-    kinds = [[type(part).__name__ for part in network((3, 8, 8), 5)][:4] for network in (cnn_pooled_gn, cnn_gn)]
-    assert [network((3, 32, 32), 5)[-1].in_features for network in (cnn_pooled_gn, cnn_gn)] == [32 * 64, 64 * 16]
+    """The default network pools before it normalises, twice or until 2,048 features are left.
+
+    The earlier one normalises first and ends at 4 x 4 pixels.
+    """
+    networks = (cnn_pooled_gn, cnn_gn)
+    kinds = [[type(part).__name__ for part in network((3, 8, 8), 5)][:4] for network in networks]
     assert kinds == [["Conv2d", "MaxPool2d", "GroupNorm", "ReLU"], ["Conv2d", "GroupNorm", "MaxPool2d", "ReLU"]]
+    features = [[network((3, size, size), 5)[-1].in_features for size in (8, 16, 32, 64)] for network in networks]
+    assert features == [
+        [32 * 2 * 2, 32 * 4 * 4, 32 * 8 * 8, 64 * 4 * 4],
+        [16 * 4 * 4, 32 * 4 * 4, 64 * 4 * 4, 64 * 4 * 4],
+    ]
 
 
 @pytest.mark.parametrize("shape", [(9, 128), (1, 7)])

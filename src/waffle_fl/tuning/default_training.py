@@ -22,7 +22,15 @@ from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import Federation, index_of
-from waffle_fl.tuning.trial_scores import BestRound, RunList, ValidationScore, best_candidate, common_round, own_rounds
+from waffle_fl.tuning.trial_scores import (
+    BestRound,
+    RunList,
+    ValidationScore,
+    best_candidate,
+    best_first,
+    common_round,
+    own_rounds,
+)
 from waffle_fl.versions import RESULTS_VERSION
 
 RECIPE: dict[str, Any] = {  # settings that replace the defaults of `Settings`, if they are not given
@@ -46,6 +54,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are not doubled
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
 PROXIES = ("local", "fedavg")
+FINALISTS = 2  # augmentations that train to the end, of those that were compared after half of the rounds
 RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
 TUNED = (*RECIPE, "rounds", "lr", "weight_decay", "model", "augment", "flips", "selected_by", "final_round")
 
@@ -110,7 +119,8 @@ def choose_training(
         base = replace(base, rounds=more_rounds(base.rounds, federation))
     candidates = _without(given, grid_for(base, federation))
     tried = [m for m in methods if m in PROXIES] if expensive else list(methods)
-    compared = tried[:1] if expensive and differ_in_augmentation(candidates) else tried
+    slowed = expensive and differ_in_augmentation(candidates)
+    compared = tried[:1] if slowed else tried
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
     best_round = common_round if all_rows else own_rounds
 
@@ -131,14 +141,22 @@ def choose_training(
     halved = expensive and len(candidates) > 1
     found = measured(base, trials, ceil(base.rounds / 2) if halved else None)
     samples = validation_samples(base, runtime)
-    best = {m: best_candidate([trial.score for trial in some], samples) for m, some in found.items()}
-    best |= {m: best[compared[0]] for m in tried if m not in best}
-    chosen = {m: candidates[k] for m, k in best.items()}
-    if halved or len(compared) < len(tried):
-        whole = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, k in best.items()})
-        last = {m: trial.round for m, (trial,) in whole.items()}
+    left = {m: [*range(len(candidates))] for m in compared}
+    if halved:  # the best ones train to the end: augmentation slows training at first
+        kept = FINALISTS if slowed else 1
+        left = {m: best_first([trial.score for trial in some], samples)[:kept] for m, some in found.items()}
+        ends = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, some in left.items() for k in some})
     else:
-        last = {m: found[m][k].round for m, k in best.items()}
+        ends = found
+    first = {m: best_candidate([trial.score for trial in some], samples) for m, some in ends.items()}
+    chosen, last = (
+        {m: candidates[left[m][k]] for m, k in first.items()},
+        {m: ends[m][k].round for m, k in first.items()},
+    )
+    for m in tried:
+        if m not in chosen:
+            chosen[m] = chosen[compared[0]]
+            last[m] = measured(base, {(m, "candidate"): chosen[m]})[m][0].round
     while not (keeps_rounds or expensive) and _improves(last, base.rounds):
         if (rounds := more_rounds(base.rounds, federation)) == base.rounds:
             break

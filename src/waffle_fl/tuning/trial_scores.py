@@ -77,3 +77,11 @@ def best_candidate(found: Sequence[ValidationScore], samples: int) -> int:
     error = sqrt(max(top * (1 - top), 0.0) / max(samples, 1))
     close = [k for k, measured in enumerate(found) if measured.accuracy >= top - error]
     return min(close, key=lambda k: found[k].loss)
+
+
+def best_first(found: Sequence[ValidationScore], samples: int) -> list[int]:
+    """Return the candidates in order: the best, the best of the others, and so on."""
+    left, order = list(range(len(found))), list[int]()
+    while left:
+        order.append(left.pop(best_candidate([found[k] for k in left], samples)))
+    return order
