@@ -107,16 +107,16 @@ def trained_cnn(x: torch.Tensor, y: torch.Tensor, classes: int) -> nn.Module:
     return net.eval()
 
 
-def write_photographs(folder: Path) -> None:
-    """Write CIFAR-10 images as PNG files: four agents, 1,000 random training images each, one folder per class."""
+def write_photographs(folder: Path, per_agent: int = 1000) -> None:
+    """Write CIFAR-10 images as PNG files: four agents with random training images, one folder per class."""
     from PIL import Image
 
     images = load("cifar10", allow_unverified=True)
-    rows = np.random.default_rng(0).permutation(len(images.y_train))[:4000].reshape(4, 1000)
+    rows = np.random.default_rng(0).permutation(len(images.y_train))[: 4 * per_agent].reshape(4, per_agent)
     low, high = images.x_train.min((0, 2, 3), keepdims=True), images.x_train.max((0, 2, 3), keepdims=True)
     pixels = (255 * (images.x_train[rows.ravel()] - low) / (high - low)).round().astype(np.uint8)
     for k, (row, image) in enumerate(zip(rows.ravel(), pixels.transpose(0, 2, 3, 1), strict=True)):
-        home = folder / f"site-{k // 1000 + 1}" / images.class_names[images.y_train[row]]
+        home = folder / f"site-{k // per_agent + 1}" / images.class_names[images.y_train[row]]
         home.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(home / f"{row}.png")
 

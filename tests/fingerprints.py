@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kept momentum": {"momentum": 0.9, "momentum_between_rounds": "keep", "weight_decay": 0.01},
     "Adam": {"optimiser": "adam", "momentum_between_rounds": "keep", "lr": 0.01, "weight_decay": 0.1},
     "group normalisation": {"model": "cnn-gn"},
+    "pooled before normalisation": {"model": "cnn-pooled-gn"},
     "convolutions": {"model": "cnn", "epochs": 2},
     "augmented": {"model": "cnn", "augment": True},
     "guarded": {"guard": "standard", "attack": "sign-flip"},

@@ -18,29 +18,27 @@ from sklearn.preprocessing import StandardScaler
 
 from cli_support import waffle
 from conftest import refusal
+from test_budget import write_images
 from waffle_fl.config import RunConfig, Settings
-from waffle_fl.decision import verdict_text
+from waffle_fl.decision import budget, verdict_text
 from waffle_fl.decision.bootstrap import Interval
 from waffle_fl.decision.references import Reference, fit_reference, fit_references
 from waffle_fl.decision.study import ComparedReference, Standing, View
 from waffle_fl.experiment import Listener, Runtime, all_alices_of, execute
 from waffle_fl.federation import Federation
-from waffle_fl.models import builder, cnn_1d_gn, cnn_gn
+from waffle_fl.models import builder, cnn_1d_gn, cnn_gn, cnn_pooled_gn
 from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import read_named
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
-    ValidationScore,
-    best_candidate,
     choose_training,
-    common_round,
     given_settings,
     grid_for,
     has_rare_classes,
-    own_rounds,
     rounds_for,
     validation_samples,
 )
+from waffle_fl.tuning.trial_scores import ValidationScore, best_candidate, best_first, common_round, own_rounds
 from waffle_fl.user_data.array_checks import model_inputs
 
 
@@ -102,6 +100,12 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
 )
 def test_the_loss_decides_between_equal_accuracies(found: list[tuple[float, float]], samples: int, best: int) -> None:
     assert best_candidate([ValidationScore(*pair) for pair in found], samples) == best
+
+
+def test_candidates_are_ordered_by_repeated_choice() -> None:
+    """The second is the best of the others: with the least loss among those that are close in accuracy."""
+    found = [ValidationScore(*pair) for pair in ((0.5, 1.0), (0.9, 0.8), (0.91, 0.9), (0.6, 0.1))]
+    assert best_first(found, 100) == [1, 2, 3, 0]
 
 
 @pytest.mark.usefixtures("small_grid")
@@ -184,12 +188,13 @@ def test_expensive_candidates_are_compared_after_half_of_the_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All candidates train for half of the rounds, and only the best one to the end; its final round may be later."""
-    monkeypatch.setattr(default_training, "EXPENSIVE", 10)
+    monkeypatch.setattr(budget, "TRIALS", 1)
     monkeypatch.setattr(default_training, "SERIES", ({"lr": 1e-6}, {"lr": 0.01}))
     s = Settings(data=str(write_series(tmp_path / "series")), alice="all", rounds=4)
     methods = ["local", "fedavg", "waffle"]
     training = choose_training(s, methods, {}, ("rounds",), tmp_path / "t", Runtime(), Listener())
     assert list(training.scores) == ["local", "fedavg"]
+    assert training.reduced == (budget.TRIED,)
     for method in ("local", "fedavg"):
         assert training.chosen[method]["lr"] == 0.01
         logs = {
@@ -200,13 +205,41 @@ def test_expensive_candidates_are_compared_after_half_of_the_rounds(
         assert 1 <= training.chosen[method]["final_round"] <= 4
 
 
+@pytest.mark.usefixtures("small_grid")
+def test_expensive_augmentation_is_chosen_once_and_rounds_end_with_the_last_used_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates that differ in augmentation are compared with Local alone, the better two after all rounds.
+
+    FedAvg trains the chosen one. The rounds are doubled at once. They end with the later of the two selected rounds,
+    after the fewest allowed.
+    """
+    monkeypatch.setattr(budget, "TRIALS", 1)
+    data = write_images(tmp_path / "images")
+    s, folder = Settings(data=str(data), alice="all"), tmp_path / "t"
+    training = choose_training(s, ["local", "fedavg"], {}, (), folder, Runtime(workers=1), Listener())
+    assert (list(training.scores), training.reduced) == (["local"], ())
+    assert len(training.scores["local"]) == 3
+    chosen = [
+        {k: found.get(k) for k in ("lr", "augment", "flips")} for found in map(training.chosen.get, ("local", "fedavg"))
+    ]
+    assert chosen[0] == chosen[1]
+    lengths = {
+        method: sorted(len(read_rounds(path)) for path in folder.glob(f"*/*{method}*/rounds.jsonl"))
+        for method in ("local", "fedavg")
+    }
+    assert lengths == {"local": [3, 3, 6, 6, 6, 6], "fedavg": [6, 6]}  # two of three candidates end; two agents
+    last = max(training.chosen[m]["final_round"] for m in ("local", "fedavg"))
+    assert training.rounds == max(3, last)
+
+
 def test_ditto_is_left_out_if_training_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default methods of `decide` have no Ditto on expensive data, unless the user sets its options."""
-    monkeypatch.setattr(default_training, "EXPENSIVE", 10)
+    monkeypatch.setattr(budget, "TRIALS", 1)
     folder = write_series(tmp_path / "series")
     common = ("decide", folder, "--rounds", "1", "--seeds", "1", "--training", "given", "--out")
     shown = waffle(*common, tmp_path / "short", "--json")
-    assert "note: ditto is left out, because training takes long: --methods adds it" in shown.err
+    assert f"note: {budget.WITHOUT}" in shown.err
     assert not list((tmp_path / "short").glob("*ditto*"))
     shown = waffle(*common, tmp_path / "long", "--json", "--options", "ditto.lam=0.5")
     assert shown.code == 0
@@ -332,11 +365,27 @@ def test_a_weak_baseline_is_said(low: float, opening: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 28, 28), (3, 64, 48), (1, 1, 1)])
-def test_the_image_network_takes_any_size(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("network", [cnn_pooled_gn, cnn_gn])
+def test_the_image_network_takes_any_size(network: Any, shape: tuple[int, ...]) -> None:
     """Images of any size give one output per class, without running statistics."""
-    net = cnn_gn(shape, 5)
+    net = network(shape, 5)
     assert net(torch.zeros(2, *shape)).shape == (2, 5)
     assert not list(net.buffers())
+
+
+def test_the_image_network_normalises_what_is_pooled() -> None:
+    """The default network pools before it normalises, twice or until 2,048 features are left.
+
+    The earlier one normalises first and ends at 4 x 4 pixels.
+    """
+    networks = (cnn_pooled_gn, cnn_gn)
+    kinds = [[type(part).__name__ for part in network((3, 8, 8), 5)][:4] for network in networks]
+    assert kinds == [["Conv2d", "MaxPool2d", "GroupNorm", "ReLU"], ["Conv2d", "GroupNorm", "MaxPool2d", "ReLU"]]
+    features = [[network((3, size, size), 5)[-1].in_features for size in (8, 16, 32, 64)] for network in networks]
+    assert features == [
+        [32 * 2 * 2, 32 * 4 * 4, 32 * 8 * 8, 64 * 4 * 4],
+        [16 * 4 * 4, 32 * 4 * 4, 64 * 4 * 4, 64 * 4 * 4],
+    ]
 
 
 @pytest.mark.parametrize("shape", [(9, 128), (1, 7)])

@@ -84,3 +84,42 @@ def test_few_samples_need_no_threads() -> None:
     evaluator = Evaluator(make_model(torch.float32, stacked=False), cores=4)
     evaluator.evaluate([ALGORITHMS["fedavg"]()], [make_federation()], [make_model(torch.float32).init(1)], 1.0)
     assert evaluator._pool is None
+
+
+def test_threads_divide_several_runs_of_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From NUMBERS_BY_RUN numbers on, each thread scores whole runs; the scores are those of one thread."""
+    monkeypatch.setattr(evaluation, "NUMBERS_BY_RUN", 1)
+    model, federation = make_model(torch.float32, stacked=False), large(CACHED_ROWS // 2)
+    nets = [Net(net.params + 0.3, net.stats) for net in map(model.init, range(4))]
+    scores = []
+    for cores in (1, 3):
+        evaluator = Evaluator(model, cores)
+        scores.append(to_numbers(evaluator.evaluate([ALGORITHMS["knn-per"]()] * 4, [federation] * 4, nets, 1.0)))
+        assert (evaluator._pool is not None) == (cores == 3)
+        evaluator.close()
+    assert scores[0] == scores[1]
+    assert len({found["loss"] for found in scores[0]}) == 4
+
+
+@pytest.mark.parametrize(("flattens", "strided"), [(False, True), (True, False)])
+def test_images_are_evaluated_in_channels_last_layout(flattens: bool, strided: bool) -> None:
+    """A network receives images in the faster layout unless it cannot read them; its outputs are the same."""
+    seen: list[bool] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36 if not flattens else 3 * 64, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.is_contiguous(memory_format=torch.channels_last))
+            return self.last(x.view(len(x), -1) if flattens else self.conv(x).flatten(1))  # type: ignore[no-any-return]
+
+    model, x = FlatModel(Net), torch.rand(7, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    net = model.init(0)
+    found = model.predict(*net, x)
+    assert seen[-1] == strided
+    module = model.module()
+    module.load_state_dict(model.state_dict(net))
+    with torch.no_grad():
+        torch.testing.assert_close(found, module(x))

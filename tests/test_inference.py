@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from cli_support import refusal, strict, waffle
+from test_budget import write_images
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import federation_of
 from waffle_fl.inference.predicting import to_predictions
 from waffle_fl.inference.trained_run import open_run
+from waffle_fl.models import BY_AXES
 from waffle_fl.results import read_run
 
 HEADER = "age,sex,ill"
@@ -357,6 +359,21 @@ def test_a_run_of_an_older_version_is_refused(runs: Path, tmp_path: Path) -> Non
     (tmp_path / "run" / "provenance.json").write_text(json.dumps(content))
     with pytest.raises(WaffleError, match="run it again"):
         open_run(tmp_path / "run")
+
+
+def test_images_of_an_earlier_default_network_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with `model = auto` is opened with the network that auto selected when it was trained."""
+    data = write_images(tmp_path / "images")
+    with monkeypatch.context() as earlier:
+        earlier.setitem(BY_AXES, 3, "cnn-gn")
+        line = ("--data", str(data), "--alice", "north", "--no-baselines", "--training", "given", "--workers", "1")
+        trained(tmp_path / "run", *line)
+    run = open_run(tmp_path / "run")
+    assert (run.run.config.settings.model, run.run.provenance["model"]) == ("auto", "cnn-gn")
+    recorded = load_file(tmp_path / "run" / "predictions.safetensors")["output"]
+    outputs = run.outputs(torch.from_numpy(np.load(data / "north.npz")["x"]))
+    near = [(outputs - row).abs().amax(dim=1).min() for row in recorded]
+    assert max(near) < 1e-4  # each test prediction is that of one of north's images
 
 
 def test_the_program_needs_torch_alone(runs: Path, tmp_path: Path) -> None:

@@ -22,17 +22,15 @@ from waffle_fl.cli.partners import RECORD, read_study, without_old_flags
 from waffle_fl.config import Settings
 from waffle_fl.decision import shapley
 from waffle_fl.decision.bootstrap import Interval, Metric, contrasts, figures, gain, share_above_zero
+from waffle_fl.decision.budget import PARTNERS, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, CrossValidation, Plan, able_agents, cross_validate, folds_of, rows_of
+from waffle_fl.decision.measurement import measurement_for
 from waffle_fl.decision.partners import (
-    IMAGES,
-    MOST_IMAGES,
     PartnerStudy,
     best_plan,
     group_of,
     leads,
-    measurement_for,
     study_partners,
-    takes_long,
 )
 from waffle_fl.decision.shapley import Coalition, coalitions_of
 from waffle_fl.experiment import Runtime, federation_of
@@ -354,34 +352,48 @@ def test_report_keeps_the_recommendation(decided: tuple[Path, dict[str, list[str
 
 
 def test_auto_depends_on_agents_and_cost(planted: Path) -> None:
-    """auto: exact values for small tables, leave-one-out for many agents, rows or images, none for very many images."""
+    """auto: exact values for small tables, leave-one-out for many agents or rows, none for very many rows."""
     settings = settings_for(planted)
     federation = whole(settings)
-    assert measurement_for("auto", federation, settings, range(4)) == ("shapley", "")
+    assert measurement_for("auto", federation, settings, range(4)) == ("shapley", FOLDS, "")
     long = replace(settings, rounds=20_000)
     assert measurement_for("auto", federation, long, [0])[0] == "leave-one-out"
     assert measurement_for("auto", federation, replace(settings, rounds=10**6), [0])[0] is None
     many = make_federation(sizes=(10,) * 9)
     assert measurement_for("auto", many, settings, [0]) == (
         "leave-one-out",
-        "partners are measured by leaving out each in turn: 9 agents; see --partners",
+        FOLDS,
+        "Partners are measured by leaving out each in turn: 9 agents; see --partners.",
     )
     assert measurement_for("shapley", many, settings, [0])[0] == "sampled"
-    images = replace(federation, x=federation.x[:, None, None, :])
-    assert measurement_for("auto", images, settings, [0])[0] == "shapley"
-    large = replace(images, train=(torch.arange(IMAGES + 1), *images.train[1:]))
-    assert takes_long(large)
-    assert not takes_long(images)
-    found, reason = measurement_for("auto", large, settings, [0])
-    assert found == "leave-one-out"
-    assert "half of the training rows, with one seed" in reason
-    assert measurement_for("auto", large.without("3"), settings, [0])[0] == "shapley"
-    large = replace(images, train=(torch.arange(MOST_IMAGES + 1), *images.train[1:]))
-    assert "images; use --partners leave-one-out" in measurement_for("auto", large, settings, [0])[1]
-    assert measurement_for("none", federation, settings, [0]) == (None, "")
+    assert measurement_for("none", federation, settings, [0]) == (None, FOLDS, "")
     attacked = replace(settings, attack="sign-flip")
     assert measurement_for("auto", federation, attacked, [0])[0] is None
     assert "not available with an attack" in refusal(measurement_for, "shapley", federation, attacked, [0])
+
+
+def test_auto_measures_images_within_the_budget(planted: Path) -> None:
+    """All folds and seeds, half or a quarter of the rows with one seed, or nothing, as the counted work allows."""
+    settings = replace(settings_for(planted), rounds=10)
+    federation = whole(settings)
+    images = replace(federation, x=federation.x[:, None, None, :])
+    rows = sum(3 * len(rows_of(images, i)) // FOLDS for i in range(4))  # that all agents train on in a fold
+    exact = 10 * FOLDS * 3 * 8 * rows  # rounds, folds, seeds; each agent is in 8 of the 15 coalitions
+    quarter = 10 * (1 + 3 + 1) * rows  # alone, without each of the others, and with all of them
+
+    def found(passes: float, factor: float = 1.0, agents: Federation = images) -> tuple[str | None, int, str]:
+        """Return the measurement that a budget of so many passes allows."""
+        allowed = WorkBudget(PARTNERS / passes, factor)
+        return measurement_for("auto", agents, settings, range(agents.agents), "fedavg", 3, allowed)
+
+    assert found(exact) == ("shapley", FOLDS, "")
+    assert found(exact - 1)[:2] == ("leave-one-out", 2)
+    assert "half of the training rows with one seed, by leaving out each in turn" in found(exact - 1)[2]
+    assert found(2 * quarter)[:2] == ("leave-one-out", 2)
+    assert found(2 * quarter - 1)[:2] == ("leave-one-out", 1)
+    assert found(quarter - 1)[:2] == (None, FOLDS)
+    assert found(quarter - 1, factor=0) == ("shapley", FOLDS, "")
+    assert found(2 * quarter, agents=images.without("3"))[:2] == ("shapley", 2)  # the coalitions of leave-one-out
 
 
 def test_one_fold_finds_the_harmful_partner(planted: Path) -> None:

@@ -32,7 +32,7 @@ from waffle_fl.cli.progress import Folder, Notes, Output, ProgressFlags, default
 from waffle_fl.cli.tournament import check_tournament, run_tournament
 from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chosen_training
 from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
-from waffle_fl.decision.partners import SHARED
+from waffle_fl.decision.measurement import SHARED
 from waffle_fl.decision.study import ALONE, decidable
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import ALL_ALICES, Runtime, execute, plan

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,26 +18,27 @@ from waffle_fl.cli.flags import parse, settings_class
 from waffle_fl.cli.method_options import read_options
 from waffle_fl.cli.partners import measure_partners, read_study, without_old_flags
 from waffle_fl.cli.progress import Output, ProgressFlags, default_folder, live
-from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chosen_training
+from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chooses_rounds, chosen_training
 from waffle_fl.config import RunConfig, Settings, check_name, check_run
 from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
+from waffle_fl.decision.budget import LEFT_OUT, ONE_SEED, WITHOUT, budget_for, is_expensive, seeds_within
 from waffle_fl.decision.distances import Distances, distances
-from waffle_fl.decision.partners import SHARED, PartnerOption
+from waffle_fl.decision.measurement import SHARED, PartnerOption
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
 from waffle_fl.decision.references import Reference, fit_references
 from waffle_fl.decision.study import ALONE, DEFAULT, Decision, alices_of, decide, runs_for
 from waffle_fl.errors import WaffleError, writable
-from waffle_fl.experiment import Runtime, all_alices_of, device_of, execute, model_of
+from waffle_fl.experiment import Runtime, alices, all_alices_of, device_of, execute, model_of
 from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
-from waffle_fl.tuning.default_training import is_expensive
+from waffle_fl.tuning.default_training import rounds_for
 
 REFERENCE_VALIDATION = 0.2  # share of the training rows on which a reference is chosen, if no other share is held out
-LEFT_OUT = "ditto"  # of the default methods if training takes long: it trains two models per agent
-PAGE, DISTANCES, REFERENCES = "decision.html", "distances.json", "references.json"
+SEEDS = (1, 2, 3)  # if none are given; the first one alone if training takes long
+PAGE, DISTANCES, REFERENCES, REDUCED = "decision.html", "distances.json", "references.json", "reduced.json"
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,16 @@ class DecisionFlags:
     """What to compare."""
 
     methods: tuple[str, ...] = ()
-    """Methods to compare. Default: local, fedavg, waffle and ditto; without ditto if training takes long, such as on
-    more than 2,000 images. local is always added, because gains are measured against training alone."""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds. Each method is trained once per seed."""
+    """Methods to compare. Default: local, fedavg, waffle and ditto; without ditto if training on images takes long.
+    local is always added, because gains are measured against training alone."""
+    seeds: tuple[int, ...] = ()
+    """Seeds. Each method is trained once per seed. Default: 1 2 3, or 1 if training on images takes long."""
     partners: PartnerOption = "auto"
     """Measure which partners help each agent: exact Shapley values (sampled for more than 8 agents), or the effect of
-    leaving out each. auto: Shapley values of tables with up to 8 agents, leave-one-out for more; on more than 2,000
-    images with one seed and one held-out part, on more than 4,000 none."""
+    leaving out each. auto: Shapley values with up to 8 agents, leave-one-out for more; less if training takes long."""
+    budget: float = 1.0
+    """Factor of the work above which a study of images or series is reduced: 1 is about five minutes on two cores for
+    small images. 0: no limit."""
     options: tuple[str, ...] = ()
     """Hyperparameters as METHOD.NAME=VALUE, such as ditto.lam=0.5, or a .toml file with one table per method."""
     training: Annotated[TrainingOption, tyro.conf.arg(help=TRAINING_HELP)] = "auto"
@@ -79,34 +83,49 @@ def decide_command(arguments: Sequence[str]) -> int:
     )
     args: Any = parse(kind, without_old_flags(arguments), "decide")
     flags, given = args.comparison, {"data": args.data, **dataclasses.asdict(args.settings)}
-    for name, chosen in (("methods", flags.methods), ("seeds", flags.seeds)):
-        if len(set(chosen)) < max(1, len(chosen)) and (chosen or name == "seeds"):
-            raise WaffleError(f"{name}: expected at least one value and no duplicates, got {chosen!r}")
-    methods = flags.methods or _default_methods(check_run(ALONE, given, {}).settings, args)
+    _check_flags(flags)
+    first = check_run(ALONE, given, {}).settings
+    reduced = Reduced(args.output)
+    methods = flags.methods or _default_methods(first, args, arguments)
     methods = tuple(dict.fromkeys((*methods, *((SHARED,) if flags.partners != "none" else ()))))
-    options = read_options(flags.options, (ALONE, *methods))
-    configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in flags.seeds]
+    if not flags.methods and LEFT_OUT not in methods:
+        reduced.add(WITHOUT)
+    options, seeds = read_options(flags.options, (ALONE, *methods)), flags.seeds or SEEDS
+    configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in seeds]
     options = {config.method: dict(config.options) for config in configs if config.options}
     s = configs[0].settings
     out = Path(flags.out or Path("runs") / f"{s.data_name}-decision")
     check_name(out.name)
     metric: Metric | None = None if flags.metric == "auto" else flags.metric
-    runs = runs_for(s, methods, flags.seeds, out, args.runtime, options, metric)
-    training = chosen_training(flags.training, s, methods, options, arguments, out, args.runtime, args.output)
+    runs = runs_for(s, methods, seeds, out, args.runtime, options, metric)
+    training = chosen_training(
+        flags.training, s, methods, options, arguments, out, args.runtime, args.output, flags.budget
+    )
     if training:
         runs = [(training.applied(config), folder) for config, folder in runs]
         s = training.applied(RunConfig(method=SHARED, settings=s)).settings
+        reduced.add(*training.reduced)
+    federation = all_alices_of(s, args.runtime)
+    budget = budget_for(s, federation, args.runtime, flags.budget)
+    if not flags.seeds:
+        trained = tuple(dict.fromkeys((ALONE, *methods)))
+        seeds = seeds_within(budget, SEEDS, trained, federation, s.rounds, alices_of(runs, federation.names))
+        runs = [(config, folder) for config, folder in runs if config.settings.seed in seeds]
+        reduced.add(*([ONE_SEED.format(len(SEEDS))] if len(seeds) < len(SEEDS) else []))
     if not flags.out:
         default, out = out, default_folder(out, runs, args.runtime, args.output)
         runs = moved_to(runs, default, out)
     with live(args.output) as listener:
         execute(runs, args.runtime, listener)
-    groups = measure_partners(flags.partners, s, runs, flags.seeds, options, metric, args.runtime, out, args.output)
+    groups = measure_partners(
+        flags.partners, s, runs, seeds, options, metric, args.runtime, out, args.output, budget, reduced.add
+    )
     groups = [(training.applied(config) if training else config, folder) for config, folder in groups]
     groups = [run for run in groups if run not in runs]
     if groups:
         with live(args.output) as listener:
             execute(groups, args.runtime, listener)
+    reduced.write(out)
     write_distances(s, args.runtime, out)
     write_references(s, runs, args.runtime, out)
     finished = read_finished([folder for _, folder in (*runs, *groups)], args.runtime)
@@ -115,14 +134,41 @@ def decide_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _default_methods(s: Settings, args: Any) -> tuple[str, ...]:
+def _check_flags(flags: DecisionFlags) -> None:
+    """Raise unless methods and seeds have no duplicates and the budget is a factor."""
+    for name, chosen in (("methods", flags.methods), ("seeds", flags.seeds)):
+        if len(set(chosen)) < len(chosen):
+            raise WaffleError(f"{name}: expected no duplicates, got {chosen!r}")
+    if not 0 <= flags.budget < inf:
+        raise WaffleError(f"budget: expected a factor of at least 0, 0 for no limit, got {flags.budget}")
+
+
+def _default_methods(s: Settings, args: Any, arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the methods to compare if none are given: without LEFT_OUT if training takes long."""
-    set_by_user = any(option.startswith(f"{LEFT_OUT}.") for option in args.comparison.options)
-    if set_by_user or not is_expensive(all_alices_of(s, args.runtime)):
+    if any(option.startswith(f"{LEFT_OUT}.") for option in args.comparison.options):
         return DEFAULT
-    if not args.output.quiet:
-        print(f"note: {LEFT_OUT} is left out, because training takes long: --methods adds it", file=sys.stderr)
-    return tuple(method for method in DEFAULT if method != LEFT_OUT)
+    federation = all_alices_of(s, args.runtime)
+    rounds = rounds_for(s, federation) if chooses_rounds(args.comparison.training, s, arguments) else s.rounds
+    budget = budget_for(s, federation, args.runtime, args.comparison.budget)
+    expensive = is_expensive(budget, federation, rounds, len(alices(s, args.runtime)))
+    return tuple(method for method in DEFAULT if method != LEFT_OUT or not expensive)
+
+
+class Reduced:
+    """What was reduced to keep within the budget, in sentences that are printed as they come."""
+
+    def __init__(self, output: Output) -> None:
+        self._output, self._sentences = output, list[str]()
+
+    def add(self, *sentences: str) -> None:
+        for sentence in () if self._output.quiet else sentences:
+            print(f"note: {sentence}", file=sys.stderr)
+        self._sentences += sentences
+
+    def write(self, out: Path) -> None:
+        """Write the sentences to reduced.json, for the page."""
+        with writable(out):
+            write_json(out / REDUCED, {"reduced": self._sentences})
 
 
 def write_references(s: Settings, runs: Sequence[tuple[RunConfig, Path]], runtime: Runtime, out: Path) -> None:
@@ -158,7 +204,9 @@ def write_decision(
 
     found = read_json(source / DISTANCES)
     known = Distances.from_json(found) if found else None
-    decision = decide(runs, known, metric, force, warn, read_study(source), read_references(source))
+    study, references = read_study(source), read_references(source)
+    reduced = (read_json(source / REDUCED) or {}).get("reduced", ())
+    decision = decide(runs, known, metric, force, warn, study, references, tuple(reduced))
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     write_page(decision, out / PAGE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,10 @@ from waffle_fl.cli.progress import Output
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import coalitions
 from waffle_fl.decision.bootstrap import Metric
+from waffle_fl.decision.budget import WorkBudget
 from waffle_fl.decision.coalitions import FOLDS
-from waffle_fl.decision.partners import (
-    FEW_FOLDS,
-    PartnerOption,
-    PartnerStudy,
-    key_of,
-    measurement_for,
-    study_partners,
-    takes_long,
-)
+from waffle_fl.decision.measurement import PartnerOption, measurement_for
+from waffle_fl.decision.partners import PartnerStudy, key_of, study_partners
 from waffle_fl.decision.study import alices_of, group_runs, headline
 from waffle_fl.errors import writable
 from waffle_fl.experiment import Runtime, all_alices_of
@@ -61,21 +55,23 @@ def measure_partners(
     runtime: Runtime,
     out: Path,
     output: Output,
+    budget: WorkBudget,
+    reduced: Callable[[str], None],
 ) -> list[tuple[RunConfig, Path]]:
     """Measure the partners of every agent, write the record, and return the runs of each agent's best group.
 
-    A study of the same data and settings is read from its record."""
+    A study of the same data and settings is read from its record. `reduced` receives a sentence if less is measured
+    than could be.
+    """
     federation = all_alices_of(settings, runtime)
-    alices = alices_of(runs, federation.names)
-    measurement, reason = measurement_for(option, federation, settings, alices)
-    if reason and not output.quiet:
-        print(f"note: {reason}", file=sys.stderr)
+    alices, method = alices_of(runs, federation.names), headline([config.method for config, _ in runs])
+    measurement, folds, reason = measurement_for(option, federation, settings, alices, method, len(seeds), budget)
+    if reason:
+        reduced(reason)
     if measurement is None:
         with writable(out):
             (out / RECORD).unlink(missing_ok=True)
         return []
-    method = headline([config.method for config, _ in runs])
-    folds = FEW_FOLDS if option == "auto" and takes_long(federation) else FOLDS
     key = key_of(measurement, federation, settings, method, alices, seeds, options, metric, folds)
     study = read_study(out)
     if study is None or study.key != key:
@@ -86,7 +82,8 @@ def measure_partners(
         study = replace(study, key=key)
         with writable(out):
             write_json(out / RECORD, study.to_json())
-    return group_runs(study, settings, seeds[:1] if folds < FOLDS else seeds, federation.names, out, options)
+    used = seeds[:1] if folds < FOLDS else seeds
+    return group_runs(study, settings, used, federation.names, out, options)
 
 
 def read_study(folder: Path) -> PartnerStudy | None:

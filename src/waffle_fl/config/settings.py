@@ -113,7 +113,8 @@ class Settings:
     shared_permutation: bool = False
     """Use the same label permutation for all agents except Alice."""
     model: str = "auto"
-    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-gn, cnn-1d, cnn-1d-gn, mlp, linear, module:factory, or auto."""
+    """Network: lenet5, lenet5-tanh, dla, cnn, cnn-pooled-gn, cnn-gn, cnn-1d, cnn-1d-gn, mlp, linear, module:factory, or
+    auto."""
     rounds: int = parameter(100, at_least(1))
     """Number of communication rounds R."""
     epochs: int = parameter(1, at_least(1))

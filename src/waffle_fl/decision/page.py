@@ -53,6 +53,7 @@ KINDS = {
     ),
 }
 
+REDUCED = "What was reduced to keep the training short"
 UNKNOWN = "Not available: each agent standardised its features with its own means."
 
 
@@ -81,7 +82,7 @@ def _body(decision: Decision) -> str:
     several = len(decision.views) > 1
     parts = [
         f"<header><h1>{escape(_title(decision))}</h1>{paragraphs([_lead(decision)], 'soft')}"
-        f"{paragraphs(decision.not_assessed)}"
+        f"{paragraphs(decision.not_assessed)}{_less(decision)}"
         '<button id="print" class="screen" type="button">Print this page</button></header>',
         _recommendation(decision),
         _federation(decision) if several else "",
@@ -101,6 +102,13 @@ def _lead(decision: Decision) -> str:
         f"data. Each can train alone or together with the others ({verdict_text.listed(others)}). Every number is "
         f"measured on the agent's own held-out data, {runs}, with a 95 % interval."
     )
+
+
+def _less(decision: Decision) -> str:
+    """Return a link to what was reduced, if anything was."""
+    if not decision.reduced:
+        return ""
+    return '<p class="soft">Less was trained than could be: <a href="#reduced">what, and how to ask for more</a>.</p>'
 
 
 def _recommendation(decision: Decision) -> str:
@@ -271,10 +279,13 @@ def _reading(decision: Decision) -> str:
         "there are few samples. Samples for balanced accuracy and AUC are drawn within each class.",
     ]
     methods = {title_of(m): about_of(m).in_words for m in decision.methods}
+    reduced = ""
+    if decision.reduced:
+        reduced = f'<div class="keep" id="reduced"><h3>{REDUCED}</h3>{paragraphs(decision.reduced)}</div>'
     facts = "".join(
         f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
     )
-    return f"<section><h2>How to read this page</h2>{paragraphs(sentences)}<dl>{facts}</dl></section>"
+    return f"<section><h2>How to read this page</h2>{paragraphs(sentences)}{reduced}<dl>{facts}</dl></section>"
 
 
 def _chance(decision: Decision) -> str:

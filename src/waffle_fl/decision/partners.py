@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from waffle_fl.attacks import NONE
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import shapley
 from waffle_fl.decision.bootstrap import (
@@ -30,23 +29,14 @@ from waffle_fl.decision.coalitions import (
     Progress,
     able_agents,
     cross_validate,
-    rows_of,
 )
-from waffle_fl.decision.shapley import Coalition, Contributions
+from waffle_fl.decision.measurement import SHARED, Measurement, contributions_of, plans_of, whole_plans
+from waffle_fl.decision.shapley import Coalition
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime
 from waffle_fl.federation import Federation
 from waffle_fl.versions import RESULTS_VERSION
 
-Measurement: TypeAlias = Literal["shapley", "sampled", "leave-one-out"]
-PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
-SHARED = "fedavg"
-EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
-PAIRS = 8  # pairs of orders of the sampled Shapley value
-IMAGES = 2000  # samples of images or signals in all, above which FEW_FOLDS folds with one seed are measured,
-MOST_IMAGES = 4000  # and above which `auto` measures nothing
-STEPS = 4_000_000  # mini-batch steps, above which `auto` measures less: about three minutes on two cores
-FEW_FOLDS = 2
 RULE = 2  # a study that was made by another rule is made again
 MARGIN = 0.5  # standard errors of a lead that counts
 TRAININGS = 1200  # more trainings than this use one seed
@@ -97,57 +87,6 @@ class PartnerStudy:
             raise WaffleError(f"partners.json is not a record of partners ({error}): delete it") from None
 
 
-def measurement_for(
-    option: PartnerOption, federation: Federation, settings: Settings, alices: Sequence[int]
-) -> tuple[Measurement | None, str]:
-    """Return how partners are measured, and the reason if `auto` measures less than the exact Shapley value."""
-    agents = able_agents(federation)
-    chosen = [i for i in alices if i in agents]
-    if option == "none" or len(agents) < 2 or not chosen:
-        return None, ""
-    if settings.attack != NONE:
-        if option != "auto":
-            raise WaffleError("partners: not available with an attack; use --partners none")
-        return None, "partners are not measured: an attack is simulated"
-    if option == "leave-one-out":
-        return "leave-one-out", ""
-    small = len(agents) <= EXACT_AGENTS
-    if option == "shapley":
-        return ("shapley" if small else "sampled"), ""
-    samples = _samples(federation)
-    if len(federation.shape) > 1 and samples > MOST_IMAGES:
-        return None, f"partners are not measured: {samples:,} images; use --partners leave-one-out"
-    if takes_long(federation):
-        reason = f"partners are measured on half of the training rows, with one seed: {samples:,} images"
-        return (
-            "shapley" if len(agents) <= 3 else "leave-one-out"
-        ), reason  # both train the same coalitions of three agents
-    if small and _steps("shapley", federation, settings, chosen, agents) <= STEPS:
-        return "shapley", ""
-    if _steps("leave-one-out", federation, settings, chosen, agents) <= STEPS:
-        reason = f"{len(agents)} agents" if not small else "many rows"
-        return "leave-one-out", f"partners are measured by leaving out each in turn: {reason}; see --partners"
-    return None, "partners are not measured: training takes long; use --partners leave-one-out or shapley"
-
-
-def takes_long(federation: Federation) -> bool:
-    """Whether there are so many images or signals that `auto` measures partners with fewer folds and one seed."""
-    return len(federation.shape) > 1 and _samples(federation) > IMAGES
-
-
-def _samples(federation: Federation) -> int:
-    return sum(len(rows_of(federation, i)) for i in able_agents(federation))
-
-
-def contributions_of(
-    measurement: Measurement, alice: int, agents: Sequence[int]
-) -> tuple[Contributions, list[Contributions]]:
-    """Return the coefficients of each partner's contribution, and per pair of orders if they are sampled."""
-    if measurement == "sampled":
-        return shapley.sampled(alice, agents, PAIRS)
-    return (shapley.exact if measurement == "shapley" else shapley.leave_one_out)(alice, agents), []
-
-
 def study_partners(
     measurement: Measurement,
     federation: Federation,
@@ -171,7 +110,7 @@ def study_partners(
     agents = able_agents(federation)
     method = SHARED if folds < FOLDS else method
     chosen = [i for i in alices if i in agents]
-    plans = _plans(measurement, method, chosen, agents)
+    plans = plans_of(measurement, method, chosen, agents)
     used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS and folds == FOLDS else seeds[:1]
     held = cross_validate(plans, federation, settings, used, options, runtime, progress, folds)
     decided = _metric(metric, held, chosen, federation)
@@ -190,7 +129,7 @@ def study_partners(
         else:
             helps = any(value.value > 0 for value in found[i][0].values())
             join = helps and _ahead(held, i, decided, group, alone, -MARGIN)
-        best = _replaced(held, i, decided, alone, group, _whole(method, i, agents))
+        best = _replaced(held, i, decided, alone, group, whole_plans(method, i, agents))
         contributions, errors = found[i]
         advice[federation.names[i]] = Advice(
             {federation.names[j]: interval for j, interval in contributions.items()},
@@ -267,30 +206,6 @@ def _replaced(
     rivals = (alone, group)
     leading = (plan for plan in whole if all(_ahead(held, alice, metric, plan, rival, MARGIN) for rival in rivals))
     return next(leading, group)
-
-
-def _whole(method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
-    """Return the headline method with all agents, unless it is FedAvg."""
-    return [Plan(method, Coalition(agents), alice)] if method != SHARED else []
-
-
-def _plans(measurement: Measurement, method: str, alices: Sequence[int], agents: Sequence[int]) -> list[Plan]:
-    """Return every plan to train, without duplicates."""
-    coalitions: dict[Coalition, None] = {}
-    for alice in alices:
-        contributions, _ = contributions_of(measurement, alice, agents)
-        coalitions |= dict.fromkeys([Coalition([alice]), *(c for one in contributions.values() for c in one)])
-    shared = [Plan(SHARED, coalition) for coalition in coalitions]
-    return shared + [plan for alice in alices for plan in _whole(method, alice, agents)]
-
-
-def _steps(
-    measurement: Measurement, federation: Federation, settings: Settings, alices: Sequence[int], agents: Sequence[int]
-) -> int:
-    """Return the mini-batch steps of a cross-validation with one seed, of all agents together."""
-    steps = [settings.steps(len(rows_of(federation, i)) * (FOLDS - 1) // FOLDS) for i in range(federation.agents)]
-    plans = _plans(measurement, SHARED, alices, agents)
-    return settings.rounds * FOLDS * sum(steps[i] for plan in plans for i in plan.members)
 
 
 def _metric(metric: Metric | None, held: CrossValidation, alices: Sequence[int], federation: Federation) -> Metric:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from waffle_fl.algorithms import title_of
 from waffle_fl.decision.bootstrap import Hint, Interval, share_above_zero
-from waffle_fl.decision.partners import SHARED, Advice, PartnerStudy
+from waffle_fl.decision.measurement import SHARED
+from waffle_fl.decision.partners import Advice, PartnerStudy
 from waffle_fl.decision.study import Decision, View, gainers
 from waffle_fl.decision.verdict_text import difference, listed
 

@@ -14,7 +14,8 @@ import numpy as np
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, figures, gain, metrics_of
 from waffle_fl.decision.distances import Distances
-from waffle_fl.decision.partners import SHARED, Advice, PartnerStudy
+from waffle_fl.decision.measurement import SHARED
+from waffle_fl.decision.partners import Advice, PartnerStudy
 from waffle_fl.decision.references import Reference
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, all_alices_of, handle, plan
@@ -90,6 +91,7 @@ class Decision:
     not_assessed: tuple[str, ...] = ()  # a reason for each agent that was trained for but has no view
     distances: Distances | None = None
     partners: PartnerStudy | None = None
+    reduced: tuple[str, ...] = ()  # what was reduced to keep within the budget, and how to ask for more
 
     @property
     def metric(self) -> Metric:
@@ -172,6 +174,7 @@ def decide(
     warn: Warn | None = None,
     partners: PartnerStudy | None = None,
     references: Mapping[str, Reference] | None = None,
+    reduced: tuple[str, ...] = (),
 ) -> Decision:
     """Compare the methods on each agent's own test data.
 
@@ -219,6 +222,7 @@ def decide(
         not_assessed=tuple(f"{reason}." for reason in not_assessed),
         distances=distances,
         partners=partners if any(view.advice for view in views) else None,
+        reduced=reduced,
     )
 
 

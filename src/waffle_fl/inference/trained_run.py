@@ -62,7 +62,7 @@ def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Wa
     check_portable(run.config)
     verify(folder, (MODEL,), force, warn)
     s = run.config.settings
-    build = builder(s.model, s.data, shape, len(classes) if task == "classification" else 1)
+    build = builder(_network_of(run), s.data, shape, len(classes) if task == "classification" else 1)
     fitted = read_json(folder / "preprocessing.json")
     model = FlatModel(build, precision=s.precision)
     _, tensors = read_tensors(folder / MODEL, model.state_dict(model.init(0)))
@@ -75,6 +75,12 @@ def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Wa
     if task == "regression" and fitted_inputs:
         module = nn.Sequential(module, TargetUnit(fitted_inputs)).eval()
     return Trained(run, module, model.dtype, shape, task, classes, preprocessing, scaling)
+
+
+def _network_of(run: FinishedRun) -> str:
+    """Return the name of the run's network. What `auto` selects may change between versions."""
+    named = run.provenance.get("model")
+    return named if isinstance(named, str) and run.config.settings.model == "auto" else run.config.settings.model
 
 
 def _read_scaling(folder: Path, shape: tuple[int, ...]) -> ArrayScaling | None:

@@ -11,7 +11,7 @@ from waffle_fl.importing import import_named
 from waffle_fl.models.building import ready
 from waffle_fl.models.dla import DLA
 from waffle_fl.models.flat import STATS_POLICY, Batch, FlatModel, Net, cross_entropy, output_is_loss, squared_error
-from waffle_fl.models.nets import LeNet5, Quadratic, cnn, cnn_1d, cnn_1d_gn, cnn_gn, linear, mlp
+from waffle_fl.models.nets import LeNet5, Quadratic, cnn, cnn_1d, cnn_1d_gn, cnn_gn, cnn_pooled_gn, linear, mlp
 
 Build = Callable[[Sequence[int], int], nn.Module]  # (shape of a sample, classes; 1 for a regression) -> module
 
@@ -22,6 +22,7 @@ MODELS: dict[str, Build] = {
     "cnn": cnn,
     "cnn-1d": cnn_1d,
     "cnn-gn": cnn_gn,
+    "cnn-pooled-gn": cnn_pooled_gn,
     "cnn-1d-gn": cnn_1d_gn,
     "mlp": mlp,
     "linear": linear,
@@ -31,7 +32,7 @@ DEFAULTS = {"mnist": "lenet5", "fashion-mnist": "lenet5", "cifar10": "dla", "dig
 BY_AXES = {
     1: "mlp",
     2: "cnn-1d-gn",
-    3: "cnn-gn",
+    3: "cnn-pooled-gn",
 }  # tables, signals (channels, length), images (channels, height, width)
 NEEDS = {
     "lenet5": 3,
@@ -40,6 +41,7 @@ NEEDS = {
     "cnn": 3,
     "cnn-1d": 2,
     "cnn-gn": 3,
+    "cnn-pooled-gn": 3,
     "cnn-1d-gn": 2,
 }  # axes of a sample; others take any
 
@@ -77,6 +79,7 @@ __all__ = [
     "cnn_1d",
     "cnn_1d_gn",
     "cnn_gn",
+    "cnn_pooled_gn",
     "cross_entropy",
     "linear",
     "mlp",

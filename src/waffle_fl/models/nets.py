@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FEATURES = 2048  # largest number of features that the linear layer of `cnn_pooled_gn` sees
 POOLED = 4  # largest height and width of the features that the linear layer of `cnn_gn` sees
 
 
@@ -61,21 +62,39 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
     )
 
 
-def cnn_gn(shape: Sequence[int], classes: int) -> nn.Module:
-    """Convolutions with group normalisation for images of any size, pooled to at most 4 x 4, and one linear layer.
+def cnn_pooled_gn(shape: Sequence[int], classes: int) -> nn.Module:
+    """Convolutions with group normalisation for images of any size, pooled to at most 2,048 features, one linear layer.
 
-    Group normalisation has no statistics that agents would have to share. Unlike the mean of `cnn`, the linear layer
-    sees where in the image a feature is.
+    Group normalisation has no statistics that agents would have to share. It follows the pooling: it then sees a
+    quarter of the numbers, which saves up to half of a step on a CPU. Unlike the mean of `cnn`, the linear layer sees
+    where in the image a feature is.
     """
-    channels, height, width = shape
+    return _pooled_convolutions(
+        shape, classes, lambda number, features: number > 1 and prod(features) <= FEATURES, pooled_first=True
+    )
+
+
+def cnn_gn(shape: Sequence[int], classes: int) -> nn.Module:
+    """Like `cnn_pooled_gn`, but pooled to at most 4 x 4, and normalised before pooling.
+
+    Earlier versions trained it on the user's own images; it is kept so that these models can be read.
+    """
+    return _pooled_convolutions(shape, classes, lambda _, features: max(features[1:]) <= POOLED, pooled_first=False)
+
+
+def _pooled_convolutions(
+    shape: Sequence[int], classes: int, ends: Callable[[int, Sequence[int]], bool], pooled_first: bool
+) -> nn.Module:
+    """Convolutions, each pooled, until `ends` of their number and the shape of the features, and one linear layer."""
     layers: list[nn.Module] = []
-    for outputs in (16, 32, *[64] * 16):
-        layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(8, outputs)]
-        layers += [nn.MaxPool2d(2, ceil_mode=True), nn.ReLU()]  # the same as ReLU before pooling, on fewer numbers
-        channels, height, width = outputs, -(-height // 2), -(-width // 2)
-        if max(height, width) <= POOLED:
+    for number, outputs in enumerate((16, 32, *[64] * 16), start=1):
+        pool, norm = nn.MaxPool2d(2, ceil_mode=True), nn.GroupNorm(8, outputs)
+        layers += [nn.Conv2d(shape[0], outputs, 3, padding=1), *((pool, norm) if pooled_first else (norm, pool))]
+        layers += [nn.ReLU()]  # after pooling, with which it commutes: on fewer numbers
+        shape = (outputs, *(-(-size // 2) for size in shape[1:]))
+        if ends(number, shape):
             break
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * height * width, classes))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(prod(shape), classes))
 
 
 def cnn_1d_gn(shape: Sequence[int], classes: int) -> nn.Module:

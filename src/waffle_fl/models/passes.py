@@ -22,7 +22,7 @@ from waffle_fl.models.building import Precision
 from waffle_fl.models.folded import SeededDropout, Stacking
 from waffle_fl.models.fused_row_module import FusedRowModule
 from waffle_fl.models.layout import Layout
-from waffle_fl.models.row_module import RowModule, synchronised_streams
+from waffle_fl.models.row_module import RowModule, accepts_channels_last, channels_last, synchronised_streams
 from waffle_fl.models.seeding import seeded
 from waffle_fl.randomness import derive
 
@@ -40,6 +40,7 @@ class Passes:
         self.template, self.loss, self.precision = module.requires_grad_(False), loss, precision
         self.device = next(module.parameters(), torch.empty(0)).device
         self.seeded = False  # whether each forward pass must be seeded
+        self._takes_last: bool | None = None  # whether it evaluates images in channels-last layout; None: not tried
         self._own = threading.local()
 
     def add_input_hook(self, hook: Callable[[nn.Module, tuple[Any, ...]], Any]) -> None:
@@ -152,9 +153,18 @@ class Passes:
 
     def output(self, params: Tensor, stats: Tensor, x: Tensor) -> Tensor:
         """Return the outputs of one model in evaluation mode."""
+        x = self._in_fast_layout(x)
         tensors = {**self.params.unflatten(params), **self.stats.unflatten(stats)}
         with self._seeded_for(None):
             return torch.func.functional_call(self.module(training=False), tensors, (x,))  # type: ignore[no-any-return]
+
+    def _in_fast_layout(self, x: Tensor) -> Tensor:
+        """Return images in the layout that a CPU convolves and pools faster, if the module takes it."""
+        if x.is_cuda or x.ndim != 4 or self.seeded:
+            return x
+        if self._takes_last is None:
+            self._takes_last = accepts_channels_last(self.module(training=False), x)
+        return channels_last(x) if self._takes_last else x
 
     def folded_outputs(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs of many models without statistics, folded into one batch."""

@@ -80,15 +80,11 @@ class RowModule:
     def _observe(self, x: Tensor, key: Tensor) -> _Traits:
         """Try a copy of the module on two samples, and the rewriting on the whole batch."""
         rewritten = self._gains_by_rewriting(x, key)
+        with SeededDropout(key):
+            takes_last = accepts_channels_last(self.module, x)
         with SeededDropout(key) as seeded:
-            if x.ndim == 4 and (x.is_cuda or x.dtype != torch.float64):  # much slower in float64 on a CPU
-                try:
-                    copy.deepcopy(self.module)(channels_last(x[:2]))
-                    return _Traits(takes_last=True, drops=seeded.dropouts > 0, rewritten=rewritten)
-                except RuntimeError:
-                    seeded.dropouts = 0
             copy.deepcopy(self.module)(x[:2])
-        return _Traits(takes_last=False, drops=seeded.dropouts > 0, rewritten=rewritten)
+        return _Traits(takes_last=takes_last, drops=seeded.dropouts > 0, rewritten=rewritten)
 
     def _gains_by_rewriting(self, x: Tensor, key: Tensor) -> bool:
         """Whether all convolutions can be computed as window products, with the same gradient."""
@@ -151,6 +147,18 @@ def synchronised_streams(modules: Sequence[RowModule]) -> Iterator[None]:
     yield
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@torch.no_grad()
+def accepts_channels_last(module: nn.Module, x: Tensor) -> bool:
+    """Whether the module takes these samples in channels-last layout, and convolves them faster, as a trial shows."""
+    if x.ndim != 4 or (x.dtype == torch.float64 and not x.is_cuda):  # much slower in float64 on a CPU
+        return False
+    try:
+        copy.deepcopy(module)(channels_last(x[:2]))
+    except RuntimeError:
+        return False
+    return True
 
 
 def channels_last(images: Tensor) -> Tensor:

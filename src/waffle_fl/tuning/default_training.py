@@ -3,8 +3,8 @@
 A verdict is only as good as the models behind it. Unless the user gives these settings, agents train with Adam, a fifth
 of the training rows selects the round, and learning rate, weight decay, the network (for tables) and augmentation (for
 images) are those with the best validation score, averaged over the agents: the least loss among those within a standard
-error of the best accuracy. Test rows are never used. Where training is expensive, only Local and FedAvg are tried, the
-candidates are compared after half of the rounds, and the other methods train as FedAvg does.
+error of the best accuracy. Test rows are never used. Where training is expensive (`decision/budget.py`), only Local and
+FedAvg are tried, candidates are compared after half of the rounds, and the other methods train as FedAvg does.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, sqrt
+from math import ceil
 from pathlib import Path
-from statistics import fmean, geometric_mean, median
-from typing import Any, NamedTuple, TypeAlias
+from statistics import median
+from typing import Any
 
 from waffle_fl.config import RunConfig, Settings
+from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import Federation, index_of
-from waffle_fl.records import Selection, read_rounds
+from waffle_fl.tuning.trial_scores import (
+    BestRound,
+    RunList,
+    ValidationScore,
+    best_candidate,
+    best_first,
+    common_round,
+    own_rounds,
+)
 from waffle_fl.versions import RESULTS_VERSION
-
-RunList: TypeAlias = list[tuple[RunConfig, Path]]
 
 RECIPE: dict[str, Any] = {  # settings that replace the defaults of `Settings`, if they are not given
     "optimiser": "adam",
@@ -46,29 +53,10 @@ STEPS = 400  # mini-batches of the median agent, from which the number of rounds
 FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are not doubled
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
-EXPENSIVE = 2_000  # training images or series of all agents from which only Local and FedAvg are tried
 PROXIES = ("local", "fedavg")
+FINALISTS = 2  # augmentations that train to the end, of those that were compared after half of the rounds
 RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
-LEAST = 1e-9  # smaller validation losses count as this
-WORST = 1e9  # loss of a run without a finite validation loss
 TUNED = (*RECIPE, "rounds", "lr", "weight_decay", "model", "augment", "flips", "selected_by", "final_round")
-
-
-class ValidationScore(NamedTuple):
-    """Accuracy (0 for regression) and loss on validation data."""
-
-    accuracy: float
-    loss: float
-
-
-class BestRound(NamedTuple):
-    """The round with the best validation score, or its mean over Alices, and the score there."""
-
-    round: float
-    score: ValidationScore
-
-
-DIVERGED = BestRound(1, ValidationScore(-1.0, WORST))  # of runs that did not reach their last round
 
 
 @dataclass(frozen=True)
@@ -78,6 +66,7 @@ class ChosenTraining:
     rounds: int
     chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
     scores: Mapping[str, Sequence[tuple[Mapping[str, Any], ValidationScore]]]  # method -> candidate, on validation data
+    reduced: tuple[str, ...] = ()  # what was not tried, to keep within the budget
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method."""
@@ -111,20 +100,27 @@ def choose_training(
     folder: Path,
     runtime: Runtime,
     listener: Listener,
+    factor: float = 1.0,
 ) -> ChosenTraining:
     """Return the training of each method; `given` are the settings that the user has set, which are kept.
 
     The methods finally train on all rows, and the round with the best mean validation score of the agents in the trials
-    is used for all of them. If `validation` or `final_model` is given, every agent selects its own round.
+    is used for all of them. If `validation` or `final_model` is given, every agent selects its own round. `factor`
+    multiplies the work above which less is tried.
     """
     federation = all_alices_of(settings, runtime)
     recipe = RECIPE | {"selected_by": "loss" if has_rare_classes(federation) else "accuracy"}
     free = {name: value for name, value in recipe.items() if name not in given}
-    base = replace(settings, **free)
-    if "rounds" not in given:
-        base = replace(base, rounds=rounds_for(base, federation))
+    keeps_rounds = "rounds" in given
+    base = replace(settings, **free, rounds=settings.rounds if keeps_rounds else rounds_for(settings, federation))
+    budget = budget_for(base, federation, runtime, factor)
+    expensive = is_expensive(budget, federation, base.rounds, len(alices(base, runtime)))
+    if expensive and not keeps_rounds:  # the longer training at once, instead of a second one from the start
+        base = replace(base, rounds=more_rounds(base.rounds, federation))
     candidates = _without(given, grid_for(base, federation))
-    tried = [m for m in methods if m in PROXIES] if is_expensive(federation) else list(methods)
+    tried = [m for m in methods if m in PROXIES] if expensive else list(methods)
+    slowed = expensive and differ_in_augmentation(candidates)
+    compared = tried[:1] if slowed else tried
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
     best_round = common_round if all_rows else own_rounds
 
@@ -141,27 +137,41 @@ def choose_training(
         rounds = until or s.rounds
         return {m: [best_round(group, rounds) for (own, _), group in runs.items() if own == m] for m, _ in runs}
 
-    trials = {(m, f"candidate-{k}"): c for m in tried for k, c in enumerate(candidates)}
-    halved = is_expensive(federation) and len(candidates) > 1
+    trials = {(m, f"candidate-{k}"): c for m in compared for k, c in enumerate(candidates)}
+    halved = expensive and len(candidates) > 1
     found = measured(base, trials, ceil(base.rounds / 2) if halved else None)
     samples = validation_samples(base, runtime)
-    best = {m: best_candidate([trial.score for trial in some], samples) for m, some in found.items()}
-    chosen = {m: candidates[k] for m, k in best.items()}
-    if halved:
-        whole = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, k in best.items()})
-        last = {m: trial.round for m, (trial,) in whole.items()}
+    left = {m: [*range(len(candidates))] for m in compared}
+    if halved:  # the best ones train to the end: augmentation slows training at first
+        kept = FINALISTS if slowed else 1
+        left = {m: best_first([trial.score for trial in some], samples)[:kept] for m, some in found.items()}
+        ends = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, some in left.items() for k in some})
     else:
-        last = {m: found[m][k].round for m, k in best.items()}
-    while "rounds" not in given and base.rounds < most_rounds(federation) and _improves(last, base.rounds):
-        base = replace(base, rounds=min(2 * base.rounds, most_rounds(federation)))
+        ends = found
+    first = {m: best_candidate([trial.score for trial in some], samples) for m, some in ends.items()}
+    chosen, last = (
+        {m: candidates[left[m][k]] for m, k in first.items()},
+        {m: ends[m][k].round for m, k in first.items()},
+    )
+    for m in tried:
+        if m not in chosen:
+            chosen[m] = chosen[compared[0]]
+            last[m] = measured(base, {(m, "candidate"): chosen[m]})[m][0].round
+    while not (keeps_rounds or expensive) and _improves(last, base.rounds):
+        if (rounds := more_rounds(base.rounds, federation)) == base.rounds:
+            break
+        base = replace(base, rounds=rounds)
         longer = measured(base, {(m, f"{base.rounds}-rounds"): c for m, c in chosen.items()})
         last = {m: trial.round for m, (trial,) in longer.items()}
+    if expensive and all_rows and not keeps_rounds:  # no model of a later round is used
+        base = replace(base, rounds=min(base.rounds, max(FEWEST_ROUNDS, *map(round, last.values()))))
     if all_rows:
         base = replace(base, validation=0.0)
         chosen = {m: {**c, "final_round": round(last[m])} for m, c in chosen.items()}
     common = {name: getattr(base, name) for name in (*free, "rounds")}
     scores = {m: [(c, t.score) for c, t in zip(candidates, trials, strict=True)] for m, trials in found.items()}
-    return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores)
+    reduced = (TRIED,) if expensive and set(methods) - set(tried) else ()
+    return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores, reduced)
 
 
 def validation_samples(s: Settings, runtime: Runtime) -> int:
@@ -187,9 +197,16 @@ def has_rare_classes(federation: Federation) -> bool:
     return bool(counts) and median(max(row) / sum(row) for row in counts) >= RARE
 
 
-def most_rounds(federation: Federation) -> int:
-    """Return the number of rounds beyond which they are not doubled: fewer for many images or series."""
-    return MOST_ROUNDS if len(federation.shape) == 1 else min(MOST_WORK // int(federation.samples.sum()), MOST_ROUNDS)
+def more_rounds(rounds: int, federation: Federation) -> int:
+    """Return twice the rounds, within MOST_ROUNDS and, for images or series, MOST_WORK; at least the same rounds."""
+    most = MOST_ROUNDS if len(federation.shape) == 1 else MOST_WORK // int(federation.samples.sum())
+    return max(rounds, min(2 * rounds, most, MOST_ROUNDS))
+
+
+def differ_in_augmentation(candidates: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether candidates differ only in their augmentation, which suits the data and not the method."""
+    steps = [{name: value for name, value in c.items() if name not in ("augment", "flips")} for c in candidates]
+    return all(step == steps[0] for step in steps)
 
 
 def grid_for(s: Settings, federation: Federation) -> list[dict[str, Any]]:
@@ -208,15 +225,16 @@ def _without(given: Sequence[str], candidates: Sequence[Mapping[str, Any]]) -> l
     return found
 
 
-def is_expensive(federation: Federation) -> bool:
-    return len(federation.shape) > 1 and int(federation.samples.sum()) > EXPENSIVE
-
-
 def request_digest(
-    settings: Settings, methods: Sequence[str], options: Mapping[str, Any], given: Sequence[str], runtime: Runtime
+    settings: Settings,
+    methods: Sequence[str],
+    options: Mapping[str, Any],
+    given: Sequence[str],
+    runtime: Runtime,
+    factor: float = 1.0,
 ) -> str:
     """Return a short hash of a request and its data, the name of the folder of its trials."""
-    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), TABLES, IMAGES, SERIES]
+    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), TABLES, IMAGES, SERIES, factor]
     content = json.dumps([asdict(settings), sorted(methods), options, sorted(given), made], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
@@ -237,48 +255,3 @@ def _runs(
         for alice in alices(s, runtime)
     ]
     return [(config, folder / config.label) for config in configs]
-
-
-def own_rounds(runs: RunList, rounds: int) -> BestRound:
-    """Return the mean over Alices, each at the round with her best validation score among the first `rounds`."""
-    logs = [read_rounds(folder / "rounds.jsonl")[:rounds] for _, folder in runs]
-    if any(len(log) < rounds for log in logs):
-        return DIVERGED
-    rank = Selection(runs[0][0].settings.selected_by).rank
-    best = [max(log, key=rank) for log in logs]
-    return BestRound(fmean(line["round"] for line in best), _mean(best))
-
-
-def common_round(runs: RunList, rounds: int) -> BestRound:
-    """Return the round with the best mean over Alices: the largest accuracy, then the least loss, or the least loss.
-
-    Only the first `rounds` count: a trial that was resumed may have more.
-    """
-    s = runs[0][0].settings
-    logs = [read_rounds(folder / "rounds.jsonl")[:rounds] for _, folder in runs]
-    if any(len(log) < rounds for log in logs):
-        return DIVERGED
-    means = [_mean(lines) for lines in zip(*logs, strict=True)]
-    best = min(range(rounds), key=lambda r: (0.0 if s.selected_by == "loss" else -means[r].accuracy, means[r].loss))
-    return BestRound(best + 1, means[best])
-
-
-def _mean(lines: Sequence[Mapping[str, Any]]) -> ValidationScore:
-    """Return the mean accuracy and the geometric mean of the losses of these rounds.
-
-    One agent with outliers thus counts no more than the others. A round without a finite loss counts as the worst.
-    """
-    losses = [line.get("validation_loss") for line in lines]
-    accuracy = fmean(line.get("validation_accuracy") or 0.0 for line in lines)
-    return ValidationScore(accuracy, geometric_mean(WORST if loss is None else max(loss, LEAST) for loss in losses))
-
-
-def best_candidate(found: Sequence[ValidationScore], samples: int) -> int:
-    """Return the candidate with the least loss among those within a standard error of the best accuracy.
-
-    Accuracy on few or unbalanced samples is coarse; the loss then decides. Numbers have no accuracy: it is 0 for all.
-    """
-    top = max(measured.accuracy for measured in found)
-    error = sqrt(max(top * (1 - top), 0.0) / max(samples, 1))
-    close = [k for k, measured in enumerate(found) if measured.accuracy >= top - error]
-    return min(close, key=lambda k: found[k].loss)

@@ -1,0 +1,125 @@
+"""How partners are measured: exactly, or by less where that would take too long, and the coalitions to train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from waffle_fl.attacks import NONE
+from waffle_fl.config import Settings
+from waffle_fl.decision import shapley
+from waffle_fl.decision.budget import MORE, PARTNERS, UNLIMITED, WorkBudget
+from waffle_fl.decision.coalitions import FOLDS, Plan, able_agents, rows_of
+from waffle_fl.decision.shapley import Coalition, Contributions
+from waffle_fl.errors import WaffleError
+from waffle_fl.federation import Federation
+
+Measurement: TypeAlias = Literal["shapley", "sampled", "leave-one-out"]
+PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
+SHARED = "fedavg"
+EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
+PAIRS = 8  # pairs of orders of the sampled Shapley value
+STEPS = 4_000_000  # mini-batch steps of tables, above which `auto` measures less: about three minutes on two cores
+FEWER_FOLDS = {2: "half", 1: "a quarter"}  # held out, with one seed, where all folds of images exceed the budget
+FEWER = (
+    "Partners are measured on {} of the training rows with one seed{}: ask for more with --partners shapley, or "
+    f"{MORE}."
+)
+NOTHING = f"Partners are not measured, because training takes long: ask with --partners leave-one-out, or {MORE}."
+EACH_IN_TURN = "Partners are measured by leaving out each in turn: {}; see --partners."
+
+
+def measurement_for(
+    option: PartnerOption,
+    federation: Federation,
+    settings: Settings,
+    alices: Sequence[int],
+    method: str = SHARED,
+    seeds: int = 1,
+    budget: WorkBudget = UNLIMITED,
+) -> tuple[Measurement | None, int, str]:
+    """Return how partners are measured, on how many folds, and the reason if `auto` measures less than it could.
+
+    `method` is the headline method, which is measured too if all folds are.
+    """
+    agents = able_agents(federation)
+    chosen = [i for i in alices if i in agents]
+    if option == "none" or len(agents) < 2 or not chosen:
+        return None, FOLDS, ""
+    if settings.attack != NONE:
+        if option != "auto":
+            raise WaffleError("partners: not available with an attack; use --partners none")
+        return None, FOLDS, "Partners are not measured: an attack is simulated."
+    if option == "leave-one-out":
+        return "leave-one-out", FOLDS, ""
+    small = len(agents) <= EXACT_AGENTS
+    if option == "shapley":
+        return ("shapley" if small else "sampled"), FOLDS, ""
+    if len(federation.shape) > 1:
+        return _within(budget, federation, settings, chosen, agents, method, seeds)
+    if small and _steps("shapley", federation, settings, chosen, agents) <= STEPS:
+        return "shapley", FOLDS, ""
+    if _steps("leave-one-out", federation, settings, chosen, agents) <= STEPS:
+        return "leave-one-out", FOLDS, EACH_IN_TURN.format("many rows" if small else f"{len(agents)} agents")
+    return None, FOLDS, "Partners are not measured: training takes long; use --partners leave-one-out or shapley."
+
+
+def _within(
+    budget: WorkBudget,
+    federation: Federation,
+    settings: Settings,
+    alices: Sequence[int],
+    agents: Sequence[int],
+    method: str,
+    seeds: int,
+) -> tuple[Measurement | None, int, str]:
+    """Return the measurement of images or signals that the budget allows, and the reason if it is reduced."""
+    rounds = settings.final_round or settings.rounds
+    exact: Measurement = "shapley" if len(agents) <= EXACT_AGENTS else "leave-one-out"
+    rows = _rows_trained(plans_of(exact, method, alices, agents), federation)
+    if not budget.exceeds(rounds * FOLDS * seeds * rows, PARTNERS):
+        return exact, FOLDS, "" if exact == "shapley" else EACH_IN_TURN.format(f"{len(agents)} agents")
+    fewer: Measurement = "shapley" if len(agents) <= 3 else "leave-one-out"  # they train the same coalitions
+    rows = _rows_trained(plans_of(fewer, SHARED, alices, agents), federation)
+    for folds, share in FEWER_FOLDS.items():
+        if not budget.exceeds(rounds * folds * rows, PARTNERS):
+            return fewer, folds, FEWER.format(share, "" if fewer == "shapley" else ", by leaving out each in turn")
+    return None, FOLDS, NOTHING
+
+
+def _rows_trained(plans: Sequence[Plan], federation: Federation) -> int:
+    """Return the training rows of all plans in one fold."""
+    return sum(len(rows_of(federation, i)) * (FOLDS - 1) // FOLDS for plan in plans for i in plan.members)
+
+
+def contributions_of(
+    measurement: Measurement, alice: int, agents: Sequence[int]
+) -> tuple[Contributions, list[Contributions]]:
+    """Return the coefficients of each partner's contribution, and per pair of orders if they are sampled."""
+    if measurement == "sampled":
+        return shapley.sampled(alice, agents, PAIRS)
+    return (shapley.exact if measurement == "shapley" else shapley.leave_one_out)(alice, agents), []
+
+
+def whole_plans(method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
+    """Return the headline method with all agents, unless it is FedAvg."""
+    return [Plan(method, Coalition(agents), alice)] if method != SHARED else []
+
+
+def plans_of(measurement: Measurement, method: str, alices: Sequence[int], agents: Sequence[int]) -> list[Plan]:
+    """Return every plan to train, without duplicates."""
+    coalitions: dict[Coalition, None] = {}
+    for alice in alices:
+        contributions, _ = contributions_of(measurement, alice, agents)
+        coalitions |= dict.fromkeys([Coalition([alice]), *(c for one in contributions.values() for c in one)])
+    shared = [Plan(SHARED, coalition) for coalition in coalitions]
+    return shared + [plan for alice in alices for plan in whole_plans(method, alice, agents)]
+
+
+def _steps(
+    measurement: Measurement, federation: Federation, settings: Settings, alices: Sequence[int], agents: Sequence[int]
+) -> int:
+    """Return the mini-batch steps of a cross-validation with one seed, of all agents together."""
+    steps = [settings.steps(len(rows_of(federation, i)) * (FOLDS - 1) // FOLDS) for i in range(federation.agents)]
+    plans = plans_of(measurement, SHARED, alices, agents)
+    return settings.rounds * FOLDS * sum(steps[i] for plan in plans for i in plan.members)
