@@ -36,9 +36,9 @@ from waffle_fl.tuning.default_training import (
     grid_for,
     has_rare_classes,
     rounds_for,
-    validation_samples,
 )
 from waffle_fl.tuning.trial_scores import ValidationScore, best_candidate, best_first, common_round, own_rounds
+from waffle_fl.tuning.trials import validation_samples
 from waffle_fl.user_data.array_checks import model_inputs
 
 

@@ -17,7 +17,7 @@ from waffle_fl.experiment import Runtime, device_of, model_of
 from waffle_fl.federation import Federation
 from waffle_fl.models.cost import multiply_adds
 
-TRIALS = 2.5e11  # of one federated model per agent: above it, fewer methods and candidates are tried
+TRIALS = 1e11  # of one federated model per agent: above it, fewer methods and candidates are tried
 TRAININGS = 3e12  # of the final models of all methods, agents and seeds
 PARTNERS = 3e12  # of the coalitions of one measurement
 PER_SAMPLE = 500_000  # what a sample costs in a step besides its forward pass, as measured with small networks

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from waffle_fl.federation import Federation
 
@@ -53,7 +54,7 @@ def fit_reference(federation: Federation, agent: int) -> Reference | None:
     known, truth = _data(federation, agent, validation)
     table = len(federation.shape) == 1
     kinds = _classifiers(table) if federation.task == "classification" else _regressors(table)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), threadpool_limits(1, "blas"):  # two threads take four times as long
         warnings.simplefilter("ignore")  # convergence warnings of single fits
         scores = {name: build().fit(x, y).score(known, truth) for name, build in kinds.items()}
         best = max(scores, key=lambda name: float(scores[name]))

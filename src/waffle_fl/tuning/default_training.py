@@ -20,17 +20,10 @@ from typing import Any
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
-from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
-from waffle_fl.federation import Federation, index_of
-from waffle_fl.tuning.trial_scores import (
-    BestRound,
-    RunList,
-    ValidationScore,
-    best_candidate,
-    best_first,
-    common_round,
-    own_rounds,
-)
+from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of
+from waffle_fl.federation import Federation
+from waffle_fl.tuning.trial_scores import BestRound, common_round, own_rounds
+from waffle_fl.tuning.trials import Candidate, Scores, Trials
 from waffle_fl.versions import RESULTS_VERSION
 
 RECIPE: dict[str, Any] = {  # settings that replace the defaults of `Settings`, if they are not given
@@ -65,7 +58,7 @@ class ChosenTraining:
 
     rounds: int
     chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
-    scores: Mapping[str, Sequence[tuple[Mapping[str, Any], ValidationScore]]]  # method -> candidate, on validation data
+    scores: Scores  # of the candidates of each method that were compared
     reduced: tuple[str, ...] = ()  # what was not tried, to keep within the budget
 
     def applied(self, config: RunConfig) -> RunConfig:
@@ -122,67 +115,38 @@ def choose_training(
     slowed = expensive and differ_in_augmentation(candidates)
     compared = tried[:1] if slowed else tried
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
-    best_round = common_round if all_rows else own_rounds
-
-    def measured(
-        s: Settings, trials: Mapping[tuple[str, str], Mapping[str, Any]], until: int | None = None
-    ) -> dict[str, list[BestRound]]:
-        """Train the trials, by method and folder, together; return the best round of each trial of a method.
-
-        With `until` they are paused after that round; the same trials continue there.
-        """
-        s = replace(s, test="none")
-        runs = {(m, at): _runs(m, replace(s, **c), options, folder / at, runtime) for (m, at), c in trials.items()}
-        execute([run for group in runs.values() for run in group], runtime, listener, until)
-        rounds = until or s.rounds
-        return {m: [best_round(group, rounds) for (own, _), group in runs.items() if own == m] for m, _ in runs}
-
-    trials = {(m, f"candidate-{k}"): c for m in compared for k, c in enumerate(candidates)}
-    halved = expensive and len(candidates) > 1
-    found = measured(base, trials, ceil(base.rounds / 2) if halved else None)
-    samples = validation_samples(base, runtime)
-    left = {m: [*range(len(candidates))] for m in compared}
-    if halved:  # the best ones train to the end: augmentation slows training at first
-        kept = FINALISTS if slowed else 1
-        left = {m: best_first([trial.score for trial in some], samples)[:kept] for m, some in found.items()}
-        ends = measured(base, {(m, f"candidate-{k}"): candidates[k] for m, some in left.items() for k in some})
+    trials = Trials(base, options, folder, runtime, listener, common_round if all_rows else own_rounds)
+    if expensive and len(candidates) > 1:
+        scores, found = trials.halved(compared, candidates, FINALISTS if slowed else 1)
     else:
-        ends = found
-    first = {m: best_candidate([trial.score for trial in some], samples) for m, some in ends.items()}
-    chosen, last = (
-        {m: candidates[left[m][k]] for m, k in first.items()},
-        {m: ends[m][k].round for m, k in first.items()},
-    )
-    for m in tried:
-        if m not in chosen:
-            chosen[m] = chosen[compared[0]]
-            last[m] = measured(base, {(m, "candidate"): chosen[m]})[m][0].round
-    while not (keeps_rounds or expensive) and _improves(last, base.rounds):
+        scores, found = trials.compared(compared, candidates)
+    if compared != tried:
+        chosen, _ = found[compared[0]]
+        rest = trials.best_rounds({(m, "candidate"): chosen for m in tried if m not in found})
+        found |= {m: (chosen, trial) for m, (trial,) in rest.items()}
+    while not (keeps_rounds or expensive) and _improves(found, base.rounds):
         if (rounds := more_rounds(base.rounds, federation)) == base.rounds:
             break
         base = replace(base, rounds=rounds)
-        longer = measured(base, {(m, f"{base.rounds}-rounds"): c for m, c in chosen.items()})
-        last = {m: trial.round for m, (trial,) in longer.items()}
+        longer = replace(trials, base=base).best_rounds({(m, f"{rounds}-rounds"): c for m, (c, _) in found.items()})
+        found = {m: (found[m][0], trial) for m, (trial,) in longer.items()}
     if expensive and all_rows and not keeps_rounds:  # no model of a later round is used
-        base = replace(base, rounds=min(base.rounds, max(FEWEST_ROUNDS, *map(round, last.values()))))
+        last = max([FEWEST_ROUNDS, *(round(trial.round) for _, trial in found.values())])
+        base = replace(base, rounds=min(base.rounds, last))
     if all_rows:
         base = replace(base, validation=0.0)
-        chosen = {m: {**c, "final_round": round(last[m])} for m, c in chosen.items()}
     common = {name: getattr(base, name) for name in (*free, "rounds")}
-    scores = {m: [(c, t.score) for c, t in zip(candidates, trials, strict=True)] for m, trials in found.items()}
+    chosen_of = {
+        m: {**common, **c, **({"final_round": round(trial.round)} if all_rows else {})}
+        for m, (c, trial) in found.items()
+    }
     reduced = (TRIED,) if expensive and set(methods) - set(tried) else ()
-    return ChosenTraining(base.rounds, {m: {**common, **c} for m, c in chosen.items()}, scores, reduced)
+    return ChosenTraining(base.rounds, chosen_of, scores, reduced)
 
 
-def validation_samples(s: Settings, runtime: Runtime) -> int:
-    """Return the number of validation rows of the agents that a model is trained for."""
-    federation = all_alices_of(s, runtime)
-    return sum(len(federation.validation[index_of(alice, federation.names)]) for alice in alices(s, runtime))
-
-
-def _improves(last: Mapping[str, float], rounds: int) -> bool:
+def _improves(found: Mapping[str, tuple[Candidate, BestRound]], rounds: int) -> bool:
     """Whether Local or FedAvg still improves near the end of training."""
-    return any(last[m] > STILL_IMPROVING * rounds for m in PROXIES if m in last)
+    return any(found[m][1].round > STILL_IMPROVING * rounds for m in PROXIES if m in found)
 
 
 def rounds_for(s: Settings, federation: Federation) -> int:
@@ -244,14 +208,3 @@ def given_settings(arguments: Sequence[str]) -> list[str]:
     flags = {argument.split("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
     spelled = {name: name.replace("_", "-") for name in TUNED}
     return [name for name, flag in spelled.items() if flags.intersection((f"--{flag}", f"--no-{flag}"))]
-
-
-def _runs(
-    method: str, s: Settings, options: Mapping[str, Mapping[str, Any]], folder: Path, runtime: Runtime
-) -> RunList:
-    """Return one run per Alice."""
-    configs = [
-        RunConfig(method=method, settings=replace(s, alice=alice), options=options.get(method, {}))
-        for alice in alices(s, runtime)
-    ]
-    return [(config, folder / config.label) for config in configs]
