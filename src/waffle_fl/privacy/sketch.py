@@ -1,0 +1,74 @@
+"""Secret sketches: few numbers per agent from which the server computes the distance of two updates, and nothing else.
+
+Two steps reduce a vector of d numbers to k:
+
+    compress   a count sketch that all agents and the server know: every number is added to one of k sums with a random
+               sign. The squared length is kept on average, with a relative variance of 2 / k. Not needed if d <= k.
+    rotate     by a unitary matrix that only the two compared agents know, drawn uniformly (Haar)
+
+A uniform rotation moves a vector to a uniformly distributed vector of the same length. So the rotated difference of two
+updates has one property that the server can know: its length. A dense Gaussian matrix has the same law and the same
+error, but needs k d secret numbers per pair of agents and round. The rotation needs k^2 / 4: 60 times fewer for LeNet-5
+and k = 4,096. Where d <= k the distance is exact.
+
+The matrix is never built: it is a product of reflections (Stewart 1980, in its complex form), and the vector is read
+as k / 2 complex numbers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from waffle_fl.privacy.masks import stream
+from waffle_fl.privacy.ring import Numbers
+
+Complex: TypeAlias = NDArray[Any]
+
+
+def compress(vector: Numbers, size: int, public_key: bytes) -> Numbers:
+    """Return the count sketch of a vector with `size` sums, or the vector itself if it is not longer."""
+    if len(vector) <= size:
+        return vector
+    words = stream(public_key, len(vector)).astype(np.uint64)
+    places = ((words >> np.uint64(1)) * np.uint64(size) >> np.uint64(31)).astype(np.int64)
+    signs = 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)
+    return np.bincount(places, weights=signs * vector, minlength=size).astype(np.float64)
+
+
+def rotate(vector: Numbers, secret_key: bytes) -> Numbers:
+    """Return the vector rotated by a uniformly distributed unitary matrix; one of odd length gets a zero at the end."""
+    padded = np.concatenate([vector, np.zeros(len(vector) % 2)])
+    rotated = padded.view(np.complex128).copy()
+    n, start = len(rotated), 0
+    draws = _normal(secret_key, n * (n + 1) // 2)
+    for size in range(1, n + 1):  # reflections of the last `size` numbers
+        normal = draws[start : start + size].astype(np.complex128)
+        _reflect(rotated[n - size :], normal)
+        start += size
+    return rotated.view(np.float64)
+
+
+def _reflect(part: Complex, normal: Complex) -> None:
+    """Map the first unit vector to -normal / |normal| and its complement to the complement of normal, in place."""
+    first = abs(normal[0]) or 1.0
+    phase = normal[0] / first if normal[0] else 1.0
+    normal /= phase  # the first number is now real and not negative
+    squared = np.vdot(normal, normal).real
+    length = squared**0.5
+    normal[0] += length
+    part[0] *= phase
+    part -= normal * (np.vdot(normal, part) / (squared + length * first))
+
+
+@lru_cache(maxsize=1)  # Alice and her partner use the same in turn, where one process simulates both
+def _normal(key: bytes, count: int) -> Complex:
+    """Return complex normal numbers in single precision: any numbers give an exactly unitary matrix."""
+    words = torch.from_numpy(stream(key, 2 * count).view(np.int32)).view(2, count).float()
+    radius = words[0].mul_(2.0**-32).add_(0.5 + 2.0**-25).clamp_(2.0**-33, 1.0).log_().neg_().sqrt_()
+    angle = words[1].mul_(np.pi * 2.0**-31)
+    return torch.complex(torch.cos(angle).mul_(radius), torch.sin(angle).mul_(radius)).numpy()
