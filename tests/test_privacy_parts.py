@@ -70,7 +70,7 @@ def test_a_rotation_keeps_inner_products(length: int) -> None:
     """A rotation is unitary: it keeps lengths and differences, and depends on the key."""
     a, b = np.random.default_rng(0).normal(size=(2, length))
     key = bytes(32)
-    assert np.linalg.norm(rotate(a, key) - rotate(b, key)) == pytest.approx(np.linalg.norm(a - b), rel=1e-12)
+    assert np.linalg.norm(rotate(a, key) - rotate(b, key)) == pytest.approx(np.linalg.norm(a - b), rel=1e-7)
     if length > 2:
         assert not np.allclose(rotate(a, key), rotate(a, hashlib.sha256(key).digest()))
 

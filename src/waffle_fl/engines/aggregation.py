@@ -107,12 +107,17 @@ def admit(
 
 def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, alice: Tensor) -> dict[str, Tensor]:
     """Return what is recorded about an aggregation: the algorithm's `info`, Alice's weights, norms of the updates."""
-    measured = {k: torch.as_tensor(v, dtype=torch.float64, device=alice.device) for k, v in info._asdict().items()}
+    measured = recorded(info, alice)
     if hasattr(algorithm, "relations"):
         measured["weights"] = row_of(algorithm.relations(server), alice)
     if hasattr(up, "dy"):
         measured["norms"] = lengths(up.dy)
     return measured
+
+
+def recorded(info: Any, alice: Tensor) -> dict[str, Tensor]:
+    """Return an algorithm's diagnostics as tensors on the device."""
+    return {k: torch.as_tensor(v, dtype=torch.float64, device=alice.device) for k, v in info._asdict().items()}
 
 
 def aggregate(

@@ -44,30 +44,35 @@ def rotate(vector: Numbers, secret_key: bytes) -> Numbers:
     """Return the vector rotated by a uniformly distributed unitary matrix; one of odd length gets a zero at the end."""
     padded = np.concatenate([vector, np.zeros(len(vector) % 2)])
     rotated = padded.view(np.complex128).copy()
-    n, start = len(rotated), 0
-    draws = _normal(secret_key, n * (n + 1) // 2)
-    for size in range(1, n + 1):  # reflections of the last `size` numbers
-        normal = draws[start : start + size].astype(np.complex128)
-        _reflect(rotated[n - size :], normal)
-        start += size
+    n = len(rotated)
+    normals, starts, phases, ends, scales = _reflections(secret_key, n)
+    for j in range(n):  # a reflection of the last j + 1 numbers, in place
+        part, normal = rotated[n - 1 - j :], normals[starts[j] : starts[j] + j + 1].astype(np.complex128)
+        normal[0] += ends[j]
+        part[0] *= phases[j]
+        normal *= np.vdot(normal, part) * scales[j]
+        part -= normal
     return rotated.view(np.float64)
 
 
-def _reflect(part: Complex, normal: Complex) -> None:
-    """Map the first unit vector to -normal / |normal| and its complement to the complement of normal, in place."""
-    first = abs(normal[0]) or 1.0
-    phase = normal[0] / first if normal[0] else 1.0
-    normal /= phase  # the first number is now real and not negative
-    squared = np.vdot(normal, normal).real
-    length = squared**0.5
-    normal[0] += length
-    part[0] *= phase
-    part -= normal * (np.vdot(normal, part) / (squared + length * first))
-
-
 @lru_cache(maxsize=1)  # Alice and her partner use the same in turn, where one process simulates both
+def _reflections(key: bytes, n: int) -> tuple[Complex, ...]:
+    """Return vectors of 1 to n complex normal numbers, and what turns each into a reflection.
+
+    With theta the phase of x_1, a turn of the first coordinate by theta and then the reflection at
+    x + e^(i theta) |x| e_1 map e_1 to -x / |x| and the complement of e_1 to the complement of x.
+    """
+    starts = np.arange(n) * (np.arange(n) + 1) // 2
+    normals = _normal(key, n * (n + 1) // 2)
+    squares = np.add.reduceat(normals.real**2 + normals.imag**2, starts).astype(np.float64)
+    first = normals[starts].astype(np.complex128)
+    sizes, lengths = np.abs(first), np.sqrt(squares)
+    phases = np.where(sizes > 0, first, 1) / np.where(sizes > 0, sizes, 1)
+    return normals, starts, phases, phases * lengths, 1 / (squares + lengths * sizes)
+
+
 def _normal(key: bytes, count: int) -> Complex:
-    """Return complex normal numbers in single precision: any numbers give an exactly unitary matrix."""
+    """Return complex normal numbers in single precision. The matrix is unitary to 1e-8, whatever these numbers are."""
     words = torch.from_numpy(stream(key, 2 * count).view(np.int32)).view(2, count).float()
     radius = words[0].mul_(2.0**-32).add_(0.5 + 2.0**-25).clamp_(2.0**-33, 1.0).log_().neg_().sqrt_()
     angle = words[1].mul_(np.pi * 2.0**-31)
