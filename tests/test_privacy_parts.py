@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from benchmarks.private_rounds import weight_error
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -95,6 +96,12 @@ def test_the_error_of_a_sketch(size: int) -> None:
     assert np.mean(ratios) == pytest.approx(1, abs=4 * (2 / size / 300) ** 0.5)
     assert np.var(ratios) == pytest.approx(2 / size, rel=0.3)
     assert compress(vector, 5000, bytes(32)) is vector
+
+
+@pytest.mark.parametrize(("spread", "size", "error"), [(0.3, 256, 0.026), (0.8, 4096, 0.016), (0.95, 1024, 0.156)])
+def test_the_error_of_the_weights(spread: float, size: int, error: float) -> None:
+    """The L1 error of WAFFLE's weights is that of the table in docs/privacy.md; it falls as 1 / sqrt(k)."""
+    assert weight_error(size, spread, tries=1)["error"] == pytest.approx(error, rel=0.2)
 
 
 def test_seeds_stay_sealed_without_the_secret() -> None:

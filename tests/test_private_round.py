@@ -16,6 +16,7 @@ from conftest import refusal
 from private_support import PrivateRound, rows_of, secrets_of, words_of
 from waffle_fl.privacy import messages, ring, server
 from waffle_fl.privacy.agent import Numbered
+from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.masks import derive, pair_mask, self_mask, stream
 from waffle_fl.privacy.messages import Announcement, MaskedSums, RevealRequest, RoundId, transcript_of
 from waffle_fl.privacy.sketch import compress
@@ -104,6 +105,26 @@ def test_distances_are_all_that_sketches_tell() -> None:
         assert abs(np.corrcoef(difference[:40], (rows[1] - rows[ALICE])[:40])[0, 1]) < 0.5
 
 
+def test_exact_distances_need_both_words() -> None:
+    """With a third agent as dealer the server reads exact distances, and the vectors that it relays are uniform."""
+    rows, one = rows_of(AGENTS, 3000), PrivateRound(AGENTS)
+    hub, hers, words = one.open(3000), one.sides[ALICE], []
+    for i in range(1, AGENTS):
+        dealer = dealer_for(i, ALICE, range(AGENTS))
+        assert dealer not in (i, ALICE)
+        dealt = one.sides[dealer].deal(i, ALICE, 3000)
+        to_alice = one.sides[i].mask_vector(ALICE, rows[i], 1.0, dealer, hers=False)
+        to_agent = hers.mask_vector(i, rows[ALICE], 1.0, dealer, hers=True)
+        for masked in (to_alice, to_agent):
+            assert_uniform(masked.words.tobytes())
+        words += [one.sides[i].product_word(to_agent, dealt), hers.product_word(to_alice, None)]
+    true = np.linalg.norm(rows - rows[ALICE], axis=1)
+    found = hub.exact_distances(words, ALICE, 1.0)
+    assert [found[i] for i in range(1, AGENTS)] == pytest.approx(true[1:].tolist(), rel=2e-6)
+    assert set(hub.exact_distances(words[1:], ALICE, 1.0)) == set(range(2, AGENTS))
+    assert "once" in refusal(one.sides[2].deal, 1, ALICE, 3000)
+
+
 def test_a_missing_sketch_is_a_missing_agent() -> None:
     """An agent whose sketch, or Alice's sketch for it, has not arrived has no distance."""
     one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
@@ -155,7 +176,7 @@ def test_a_server_with_alice_reads_a_count_sketch_alone() -> None:
         hers = one.sides[ALICE].sketch(1, np.zeros(count), 1.0, size)
     pad = stream(derive(derive(secrets_of("test", AGENTS)[ALICE][1], "sketch", one.sides[1]._transcript), "pad"), size)
     np.testing.assert_array_equal(hers.words, pad)  # Alice can remove it
-    assert np.abs(ring.decode(sent[0] - sent[1], 1.0, ring.SKETCH_BITS)).max() <= 2.0**-21
+    assert np.abs(ring.decode(sent[0] - sent[1], 1.0, ring.SKETCH_BITS)).max() <= 2.0**-17
     read = ring.decode(sent[0] - pad, 1.0, ring.SKETCH_BITS)
     assert np.linalg.norm(read) == pytest.approx(np.linalg.norm(row @ map_of), rel=1e-5)
 
@@ -237,6 +258,8 @@ def test_an_agent_refuses_what_would_expose_a_sum() -> None:
     assert "has no weight" in refusal(one.sides[3].contribute, announced, {"dy": Numbered(rows[3], 1.0)})
     large = opened()
     assert "lower lr" in refusal(large.contribute, 200 * np.ones((AGENTS, LENGTH)), WEIGHTS)
+    assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, 64)
+    assert "lower lr" in refusal(large.sides[1].mask_vector, ALICE, np.full(LENGTH, np.nan), 1.0, 2, False)
 
 
 def test_each_step_is_taken_once() -> None:
@@ -268,7 +291,7 @@ def test_the_server_holds_no_keys() -> None:
         }
         assert not names & {"waffle_fl.privacy.agent", "waffle_fl.privacy.keys"}
     kinds = [kind for kind in vars(messages).values() if dataclasses.is_dataclass(kind)]
-    plain = {int, float, str, bytes, np.ndarray, np.uint32, typing.Any}
+    plain = {int, float, str, bytes, np.ndarray, np.uint32, np.uint64, typing.Any}
     for kind in kinds:
         for hint in typing.get_type_hints(kind).values():
             assert leaves(hint) <= plain | {tuple}, (kind, hint)

@@ -160,6 +160,8 @@ class Settings:
     """With augment: reflect half of the images from left to right. Turn it off for digits and text."""
     privacy: Literal["off", "masked"] = "off"
     """What the server sees: every update, or distances and weighted sums alone. See docs/privacy.md."""
+    masked_distances: Literal["sketch", "dealer"] = "sketch"
+    """With privacy = masked: distances from secret sketches, or exact ones with another agent as dealer."""
     sketch_size: int = parameter(4096, at_least(2))
     """With privacy = masked: numbers of a sketch, from which distances are computed. More are more accurate."""
     min_contributors: float = parameter(1.0, at_least(1))

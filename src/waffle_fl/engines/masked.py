@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
 from waffle_fl.algorithms import Net, Round
-from waffle_fl.algorithms.contract import Rows, Seen, Weights, row_of, sums_of
+from waffle_fl.algorithms.contract import Rows, Seen, Weights, lengths, row_of, sums_of
 from waffle_fl.engines.aggregation import Aggregated, Registered, admit, recorded
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import where_rows
@@ -26,8 +26,9 @@ from waffle_fl.guard import OK, TOO_LONG
 from waffle_fl.privacy import ring
 from waffle_fl.privacy.agent import MaskingAgent, Numbered
 from waffle_fl.privacy.contributors import effective, respect_floors
+from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.keys import pair_secrets, public_bytes
-from waffle_fl.privacy.messages import RoundId
+from waffle_fl.privacy.messages import ProductWord, RoundId
 from waffle_fl.privacy.server import MaskingServer
 from waffle_fl.privacy.shamir import Entropy
 from waffle_fl.randomness import derive, noise
@@ -65,10 +66,10 @@ class MaskedRounds:
         method: Any = algorithm
         compared = method.compared_rows(down, before, up, now.steps)
         summed = method.summed_rows(down, before, up, now.steps)
-        now, codes = self._only_what_fits(now, codes, summed)
+        now, codes = self._only_what_fits(now, codes, summed, compared)
         exchange = Exchange(self, now, attempt, {name: _numpy(rows) for name, rows in summed.items()})
         usable = bool(now.received[known.alice])  # otherwise the round is repeated
-        seen = self._seen(exchange, compared if usable else {}, up, now)
+        seen = self._seen(exchange, compared, up, now, usable and not self._alone(server, now))
         server, weights, info = method.weigh(server, seen, now)
         weights = self._respected(weights, now)
         shares = weights["dy"].tolist()
@@ -108,20 +109,36 @@ class MaskedRounds:
     def job(self) -> str:
         return f"simulation {self.seed}"
 
-    def _only_what_fits(self, now: Round, codes: Tensor, summed: Mapping[str, Rows]) -> tuple[Round, Tensor]:
-        """Return the round without the agents whose numbers a sum could not hold."""
+    def _only_what_fits(
+        self, now: Round, codes: Tensor, summed: Mapping[str, Rows], compared: Mapping[str, Rows]
+    ) -> tuple[Round, Tensor]:
+        """Return the round without the agents whose numbers a sum or a distance could not hold."""
         fits = torch.ones_like(now.received)
         for name, rows in summed.items():
             largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(len(rows))
             fits &= largest <= ring.largest(ring.SUM_BITS) * self.unit_of(name, now.r)
+        for name, rows in compared.items():
+            fits &= lengths(rows) <= ring.LONGEST * self.unit_of(name, now.r)
         codes = torch.where(now.received & ~fits & (codes == OK), TOO_LONG, codes)
         return now._replace(received=now.received & fits, intact=now.intact & fits), codes
 
-    def _seen(self, exchange: Exchange, compared: Mapping[str, Rows], up: Any, now: Round) -> Seen:
-        """Return what the server learns before it weighs the agents."""
+    def _alone(self, server: Any, now: Round) -> bool:
+        """Whether Alice holds all weight, even if all updates were equal to hers: then none is compared."""
+        if not getattr(self.algorithm, "for_alice", False):
+            return False
+        equal = Seen(torch.zeros_like(now.samples, dtype=torch.float64), torch.ones_like(now.alice).double())
+        method: Any = self.algorithm
+        return bool(method.weigh(server, equal, now)[1]["dy"][now.alice] == 1)
+
+    def _seen(self, exchange: Exchange, compared: Mapping[str, Rows], up: Any, now: Round, sent: bool) -> Seen:
+        """Return what the server learns before it weighs the agents; if nothing is sent, no distance."""
         distances = torch.zeros(len(now.received), dtype=torch.float64)
-        for name, rows in compared.items():
-            found = exchange.distances(_numpy(rows), self.unit_of(name, now.r), self.settings.sketch_size)
+        for name, rows in compared.items() if sent else ():
+            unit, numbers = self.unit_of(name, now.r), _numpy(rows)
+            if self.settings.masked_distances == "dealer":
+                found = exchange.exact_distances(numbers, unit)
+            else:
+                found = exchange.distances(numbers, unit, self.settings.sketch_size)
             for agent, distance in found.items():
                 distances[agent] = distance
         reads_length = getattr(self.algorithm, "reads_length", False)
@@ -172,6 +189,22 @@ class Exchange:
                 sketches.append(agents[self._alice].sketch(i, rows[self._alice], unit, size))
         self.uploaded += sum(sketch.size for sketch in sketches)
         return server.distances(sketches, self._alice, unit)
+
+    def exact_distances(self, rows: Any, unit: float) -> dict[int, float]:
+        """Return the distance of each agent from Alice, as the server reads it from products with a dealer."""
+        server, agents = self._sides
+        hers, count = agents[self._alice], rows.shape[1]
+        sent: list[ProductWord] = []
+        for i in self._open:
+            if i != self._alice:
+                dealer = dealer_for(i, self._alice, self._open)
+                dealt = agents[dealer].deal(i, self._alice, count)
+                to_alice = agents[i].mask_vector(self._alice, rows[i], unit, dealer, hers=False)
+                to_agent = hers.mask_vector(i, rows[self._alice], unit, dealer, hers=True)
+                words = agents[i].product_word(to_agent, dealt), hers.product_word(to_alice, None)
+                self.uploaded += sum(m.size for m in (dealt, to_alice, to_agent)) + sum(w.size for w in words)
+                sent.extend(words)
+        return server.exact_distances(sent, self._alice, unit)
 
     def sums(self, weights: Mapping[str, Weights], device: torch.device) -> dict[str, Tensor]:
         """Return the weighted sums that the server reads."""

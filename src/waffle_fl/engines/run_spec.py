@@ -21,6 +21,9 @@ Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its r
 Privacy: TypeAlias = Literal["off", "masked"]
 """Whether the server sees each update, or only distances and weighted sums."""
 
+MaskedDistances: TypeAlias = Literal["sketch", "dealer"]
+"""How private rounds compute distances: from secret sketches, or exactly with another agent as dealer."""
+
 Presence: TypeAlias = Literal["by-method", "always"]
 """When Alice takes part in a round: where the method's training depends on her, or always."""
 
@@ -47,6 +50,7 @@ class RoundSettings:
     alice_takes_part: Presence = "by-method"
     steps_per_round: int = parameter(0, at_least(0))
     privacy: Privacy = "off"
+    masked_distances: MaskedDistances = "sketch"
     sketch_size: int = parameter(4096, at_least(2))
     min_contributors: float = parameter(1.0, at_least(1))
 

@@ -18,6 +18,7 @@ from waffle_fl.engines.backend import Work, round_of
 from waffle_fl.engines.masked_checks import check_privacy
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.run_spec import (
+    MaskedDistances,
     Outcome,
     Presence,
     Privacy,
@@ -54,6 +55,7 @@ def simulate(
     alice_takes_part: Presence = "by-method",
     steps_per_round: int = 0,
     privacy: Privacy = "off",
+    masked_distances: MaskedDistances = "sketch",
     sketch_size: int = 4096,
     min_contributors: float = 1.0,
     workers: int = 0,
@@ -63,14 +65,14 @@ def simulate(
 
     `start` is the number of rounds that the runs' states have completed. `participation` is the share of the agents
     that take part in each round; Alice is one of them where the method's training depends on her, or always.
-    With `privacy="masked"` the server sees distances, from sketches of `sketch_size` numbers, and weighted sums of at
-    least `min_contributors` effective contributors (docs/privacy.md).
+    With `privacy="masked"` the server sees distances and weighted sums alone: `masked_distances`, `sketch_size` and
+    `min_contributors` are explained in docs/privacy.md.
     `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0. At most `workers` processes share the
     work on a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after
     another.
     """
     rounds_of_all = rounds, batch_size, epochs, augment, flips, guard, remainder
-    private = privacy, sketch_size, min_contributors
+    private = privacy, masked_distances, sketch_size, min_contributors
     settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round, *private)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")

@@ -228,6 +228,7 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.participation,
             s.alice_takes_part,
             s.privacy,
+            s.masked_distances,
             s.sketch_size,
             s.min_contributors,
             s.precision,

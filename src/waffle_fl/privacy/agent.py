@@ -12,23 +12,26 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy import contributors, ring, shamir, sketch
+from waffle_fl.privacy import contributors, exact_product, ring, shamir, sketch
 from waffle_fl.privacy.masks import derive, pair_mask, seal_seeds, self_mask, stream
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
     FEWEST,
     SALT_BYTES,
     Announcement,
+    DealerWord,
     Delivery,
     MaskedSketch,
     MaskedSums,
+    MaskedVector,
     Opening,
+    ProductWord,
     Revealed,
     RevealRequest,
     RoundId,
     transcript_of,
 )
-from waffle_fl.privacy.ring import Numbers, Words
+from waffle_fl.privacy.ring import LongWords, Numbers, Words
 
 NONCE_BYTES = 12
 
@@ -62,6 +65,7 @@ class MaskingAgent:
         )
         self._seeds = {other: derive(pair_secrets[other], "mask seed", at.context) for other in self._others()}
         self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, then one of its key
+        self._vectors: dict[int, tuple[LongWords, bytes]] = {}  # by partner: own update, key of the dealer
         self._taken: set[str] = set()
         self._transcript = b""
         self._announced: Announcement | None = None
@@ -99,16 +103,44 @@ class MaskingAgent:
     def sketch(self, partner: int, numbers: Numbers, unit: float, size: int) -> MaskedSketch:
         """Return the sketch of an update for one partner: Alice's for each other agent, the others' for Alice."""
         self._take(f"sketch for {partner}")
+        _check_length(numbers, unit)
         secret = derive(self._pairs[partner], "sketch", self._transcript)
         shorter = sketch.compress(numbers, size, derive(self.at.context, "count sketch"))
         rotated = sketch.rotate(shorter, derive(secret, "rotation"))
-        limit = ring.largest(ring.SKETCH_BITS) * unit / 2
-        if np.abs(rotated).max() > limit:
-            raise WaffleError(
-                f"expected numbers of a sketch up to {limit:g}, got a longer update: lower lr, or set clip"
-            )
         words = ring.encode(rotated, unit, ring.SKETCH_BITS)
         return MaskedSketch(self.agent, partner, words + stream(derive(secret, "pad"), len(words)))
+
+    def deal(self, agent: int, alice: int, count: int) -> DealerWord:
+        """Return what this agent sends as the dealer of a pair; it does not depend on any update."""
+        self._take(f"deal for {agent}")
+        own, hers = (self._dealt_key(self._pairs[party], agent) for party in (agent, alice))
+        return DealerWord(self.agent, agent, exact_product.dealer_word(own, hers, count))
+
+    def mask_vector(self, partner: int, numbers: Numbers, unit: float, dealer: int, hers: bool) -> MaskedVector:
+        """Return this agent's update for its partner; `hers` says that this agent is Alice."""
+        self._take(f"vector for {partner}")
+        _check_length(numbers, unit)
+        key = self._dealt_key(self._pairs[dealer], partner if hers else self.agent)
+        dealt = exact_product.alice_of(key, len(numbers)).mask if hers else exact_product.mask_of(key, len(numbers))
+        self._vectors[partner] = exact_product.encode(numbers, unit), key
+        return MaskedVector(self.agent, partner, self._vectors[partner][0] + dealt)
+
+    def product_word(self, received: MaskedVector, dealt: DealerWord | None) -> ProductWord:
+        """Return one word of a squared distance, for the partner whose vector was received; Alice needs no `dealt`."""
+        partner = received.agent
+        self._take(f"word for {partner}")
+        own, key = self._vectors[partner]
+        pair_key = derive(self._pairs[partner], "product", self._transcript)
+        if dealt is None:
+            words = exact_product.alice_word(own, received.words, exact_product.alice_of(key, len(own)), pair_key)
+        else:
+            party = exact_product.agent_of(key, len(own), dealt.words)
+            words = exact_product.agent_word(own, received.words, party, pair_key)
+        return ProductWord(self.agent, partner, words)
+
+    def _dealt_key(self, secret: bytes, agent: int) -> bytes:
+        """Return the key of what a dealer and its partner share for the distance of this agent from Alice."""
+        return derive(secret, f"dealt for {agent}", self._transcript)
 
     def contribute(self, announced: Announcement, parts: Mapping[str, Numbered]) -> MaskedSums:
         """Return this agent's weighted numbers, masked; refuse weights with too few effective contributors."""
@@ -182,3 +214,10 @@ class MaskingAgent:
 
     def _channel(self, other: int) -> ChaCha20Poly1305:
         return ChaCha20Poly1305(derive(self._pairs[other], "shares", self.at.context))
+
+
+def _check_length(numbers: Numbers, unit: float) -> None:
+    """Raise if a distance of this vector could not be read."""
+    limit = ring.LONGEST * unit
+    if not np.linalg.norm(numbers) <= limit:
+        raise WaffleError(f"expected an update of a length up to {limit:g}, got a longer one: lower lr, or set clip")

@@ -14,17 +14,15 @@ the dealer shares with both, so it sends one word.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from waffle_fl.privacy.masks import stream
-from waffle_fl.privacy.ring import Numbers
+from waffle_fl.privacy.ring import LongWords, Numbers
 
-LongWords: TypeAlias = NDArray[np.uint64]
-BITS = 24  # binary digits after the point, in units
-LONGEST = 2.0 ** (31 - BITS)  # units: vectors shorter than this have a squared distance below 2^64 steps
+BITS = 20  # binary digits after the point, in units: squared distances up to 4 LONGEST^2 are below 2^64 steps
 
 
 class Dealt(NamedTuple):
@@ -32,6 +30,12 @@ class Dealt(NamedTuple):
 
     mask: LongWords  # a or b
     share: LongWords  # (1,): s or t
+
+
+def dealer_for(agent: int, alice: int, group: Sequence[int]) -> int:
+    """Return the agent that deals for a pair: the next one in the group, so that all agents deal equally often."""
+    others = sorted(i for i in group if i not in (agent, alice))
+    return next((i for i in others if i > agent), others[0])
 
 
 def encode(numbers: Numbers, unit: float) -> LongWords:

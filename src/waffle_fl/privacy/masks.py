@@ -9,7 +9,7 @@ Every key is used for one stream, or for messages with random nonces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
@@ -33,9 +33,16 @@ def derive(secret: bytes, purpose: str, context: bytes = b"") -> bytes:
 
 def stream(key: bytes, count: int) -> Words:
     """Return uniform words that depend only on the key."""
-    words = bytearray(4 * count)
-    Cipher(algorithms.ChaCha20(key, NONCE), mode=None).encryptor().update_into(bytes(4 * count), words)
-    return np.frombuffer(words, dtype="<u4").astype(np.uint32, copy=False)
+    return next(blocks(key, [count]))
+
+
+def blocks(key: bytes, counts: Iterable[int]) -> Iterator[Words]:
+    """Yield consecutive parts of a stream; small ones stay in the CPU's cache."""
+    cipher = Cipher(algorithms.ChaCha20(key, NONCE), mode=None).encryptor()
+    for count in counts:
+        words = bytearray(4 * count)
+        cipher.update_into(bytes(4 * count), words)
+        yield np.frombuffer(words, dtype="<u4").astype(np.uint32, copy=False)
 
 
 def self_mask(secret: bytes, context: bytes, count: int) -> Words:

@@ -6,7 +6,8 @@
     4  MaskedSums    agent -> server   its weighted numbers, masked
     5  RevealRequest server -> agents  whose sums arrived; each agent sends shares: Revealed
 
-FedAvg and SCAFFOLD need no distances, so they have no step 2.
+FedAvg and SCAFFOLD need no distances, so they have no step 2. Exact distances have three messages instead: DealerWord
+dealer -> agent, MaskedVector agent <-> Alice, ProductWord agent -> server.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from waffle_fl.privacy.ring import Words
+from waffle_fl.privacy.ring import LongWords, Words
 
 SALT_BYTES = 16
 FEWEST = 4  # agents in a private round
@@ -68,6 +69,45 @@ class MaskedSketch:
     agent: int
     partner: int
     words: Words
+
+    @property
+    def size(self) -> int:
+        return self.words.nbytes
+
+
+@dataclass(frozen=True)
+class DealerWord:
+    """What the dealer of an agent's exact distance sends to it, masked for it."""
+
+    dealer: int
+    agent: int
+    words: LongWords
+
+    @property
+    def size(self) -> int:
+        return self.words.nbytes
+
+
+@dataclass(frozen=True)
+class MaskedVector:
+    """An agent's update for one partner, under a mask that the dealer has given it; relayed to the partner."""
+
+    agent: int
+    partner: int
+    words: LongWords
+
+    @property
+    def size(self) -> int:
+        return self.words.nbytes
+
+
+@dataclass(frozen=True)
+class ProductWord:
+    """One of the two words whose sum is the squared distance of an agent and Alice."""
+
+    agent: int
+    partner: int
+    words: LongWords
 
     @property
     def size(self) -> int:

@@ -4,7 +4,7 @@ A word counts steps of a power of two. The steps are relative to a unit, the siz
 two that all agents know:
 
     sums       2^-24 of a unit, so that a sum holds numbers below 128 units
-    sketches   2^-22 of a unit, so that a difference holds numbers below 512 units
+    sketches   2^-18 of a unit, for vectors no longer than 2,000 units
 
 Rounding is stochastic, so a sum is unbiased: with N agents its error per number has a standard deviation of at most
 sqrt(N) / 2 steps. For ten agents and LeNet-5 (61,706 numbers, unit 1) the error of the whole sum has the length 2.3e-5,
@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Words: TypeAlias = NDArray[np.uint32]
+LongWords: TypeAlias = NDArray[np.uint64]  # of the ring modulo 2^64: `exact_product`
 Numbers: TypeAlias = NDArray[np.float64]
 
-SUM_BITS, SKETCH_BITS = 24, 22  # binary digits after the point, in units
+SUM_BITS, SKETCH_BITS = 24, 18  # binary digits after the point, in units
+LONGEST = 2000.0  # units: longest vector that is compared; all numbers of a difference are then below 2^13 units
 WORD_BITS = 32
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from cryptography.exceptions import InvalidTag
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy import ring, shamir
+from waffle_fl.privacy import exact_product, ring, shamir
 from waffle_fl.privacy.masks import open_seeds, pair_mask, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
@@ -23,6 +23,7 @@ from waffle_fl.privacy.messages import (
     MaskedSketch,
     MaskedSums,
     Opening,
+    ProductWord,
     Revealed,
     RevealRequest,
     RoundId,
@@ -63,6 +64,12 @@ class MaskingServer:
                 difference = ring.decode(sent[agent, alice] - hers, unit, ring.SKETCH_BITS)
                 found[agent] = float(np.linalg.norm(difference))
         return found
+
+    def exact_distances(self, words: Iterable[ProductWord], alice: int, unit: float) -> dict[int, float]:
+        """Return the distances of the agents for which both words of the squared distance have arrived."""
+        sent = {(word.agent, word.partner): word.words for word in words}
+        pairs = {i: (sent[i, alice], sent[alice, i]) for i, partner in sent if partner == alice and (alice, i) in sent}
+        return {i: exact_product.distance(*pair, unit) for i, pair in pairs.items()}
 
     def announce(self, weights: Mapping[str, Mapping[int, float]]) -> Announcement:
         """Return the weights, which all agents receive."""

@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from waffle_fl.privacy.masks import stream
+from waffle_fl.privacy.masks import blocks, stream
 from waffle_fl.privacy.ring import Numbers
 
 Complex: TypeAlias = NDArray[Any]
+
+BLOCK = 1 << 14  # complex numbers that are drawn at once, so that they stay in the CPU's cache
 
 
 def compress(vector: Numbers, size: int, public_key: bytes) -> Numbers:
@@ -73,7 +75,12 @@ def _reflections(key: bytes, n: int) -> tuple[Complex, ...]:
 
 def _normal(key: bytes, count: int) -> Complex:
     """Return complex normal numbers in single precision. The matrix is unitary to 1e-8, whatever these numbers are."""
-    words = torch.from_numpy(stream(key, 2 * count).view(np.int32)).view(2, count).float()
-    radius = words[0].mul_(2.0**-32).add_(0.5 + 2.0**-25).clamp_(2.0**-33, 1.0).log_().neg_().sqrt_()
-    angle = words[1].mul_(np.pi * 2.0**-31)
-    return torch.complex(torch.cos(angle).mul_(radius), torch.sin(angle).mul_(radius)).numpy()
+    numbers = torch.empty(count, 2)
+    parts: tuple[torch.Tensor, ...] = torch.split(numbers, BLOCK)
+    for part, block in zip(parts, blocks(key, (2 * len(part) for part in parts)), strict=True):
+        words = torch.from_numpy(block.view(np.int32)).view(2, -1).float()
+        radius = words[0].mul_(2.0**-32).add_(0.5 + 2.0**-25).clamp_(2.0**-33, 1.0).log_().neg_().sqrt_()
+        angle = words[1].mul_(np.pi * 2.0**-31)
+        torch.mul(torch.cos(angle), radius, out=part[:, 0])
+        torch.mul(torch.sin(angle), radius, out=part[:, 1])
+    return torch.view_as_complex(numbers).numpy()

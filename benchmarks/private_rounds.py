@@ -1,0 +1,142 @@
+"""Cost and error of private rounds: python -m benchmarks.private_rounds > results/private-rounds.jsonl
+
+Three kinds of lines, or only those that the arguments name:
+
+cost     seconds per round and bytes per agent, beside the clear run, for LeNet-5 and several numbers of agents
+error    L1 error of WAFFLE's weights by the size of the sketch, for distances between q d_max and d_max
+runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from statistics import mean, median, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from waffle_fl.algorithms import Net, Round
+from waffle_fl.algorithms.contract import Seen
+from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.config import check_run
+from waffle_fl.engines.run_spec import RunSpec
+from waffle_fl.engines.simulate import simulate
+from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
+from waffle_fl.experiment.factories import simulation_options
+from waffle_fl.privacy.masks import derive
+from waffle_fl.privacy.sketch import compress
+
+KINDS = ("cost", "error", "runs")
+AGENTS = (4, 10, 30)
+WARM_UP = 2  # rounds whose time is not counted
+NUMBERS = 20_000  # of an update in `weight_error`
+SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
+HEART = {"data": "heart-disease", "target": "disease", "rounds": 40, "batch_size": 16, "lr": 0.02}
+RUNS: dict[str, dict[str, Any]] = {
+    **{
+        f"mnist {split}": {
+            "data": "mnist",
+            "split": split,
+            "samples_per_agent": 500,
+            "rounds": 20,
+            "permutation_seed": 1,
+        }
+        for split in ("A", "B", "C", "A*", "B*")
+    },
+    "heart-disease": HEART,
+}
+
+
+def trained(method: str, runtime: Runtime, **settings: Any) -> tuple[list[dict[str, Any]], int]:
+    """Return the measurements of a run's rounds, and the bytes of an update in the clear."""
+    config = check_run(method, settings, {})
+    s = config.settings
+    federation = federation_of(s, "", False)
+    model = model_of(s, federation, runtime, device_of("cpu"))
+    stream = simulate([RunSpec(config.algorithm(), federation, s.seed)], model, **simulation_options(s, runtime))
+    lines = [dict(outcomes[0].measured) for outcomes in stream]
+    return lines, 4 * (model.size + model.stats_size)
+
+
+def cost(method: str, agents: int, samples: int) -> dict[str, Any]:
+    """Measure one process on one core, which computes all agents and the server."""
+    options = {"data": "mnist", "agents": agents, "samples_per_agent": samples, "rounds": WARM_UP + 3}
+    rounds = {p: trained(method, Runtime(workers=1), **options, privacy=p) for p in ("off", "masked")}
+    seconds = {p: median(line["seconds"] for line in lines[WARM_UP:]) for p, (lines, _) in rounds.items()}
+    lines, clear = rounds["masked"]
+    return {
+        "kind": "cost",
+        "method": method,
+        "agents": agents,
+        "samples": samples,
+        "clear_seconds": round(seconds["off"], 3),
+        "masked_seconds": round(seconds["masked"], 3),
+        "clear_bytes": clear,
+        "masked_bytes": round(lines[0]["uploaded"] / agents),
+    }
+
+
+def weight_error(size: int, spread: float, tries: int = 3) -> dict[str, Any]:
+    """Return the mean L1 error of WAFFLE's weights over a run of 100 rounds, for ten agents and real count sketches."""
+    others = np.linspace(spread, 1, 9)
+    rng, errors = np.random.default_rng(0), []
+    server, _ = Waffle().init(Net(torch.zeros(1), torch.zeros(0)), 10)
+    known = torch.ones(10) > 0
+    for attempt in range(tries):
+        states = [server, server]
+        for r in range(1, 95):
+            rows = rng.normal(size=(9, NUMBERS))
+            rows *= (others / np.linalg.norm(rows, axis=1))[:, None]
+            key = derive(bytes(32), f"{attempt} {r}")
+            found = [others, [np.linalg.norm(compress(row, size, key)) for row in rows]]
+            now = Round(r, 100, torch.tensor(0), known, known, known.long(), known.long(), 32)
+            weights = []
+            for i, distances in enumerate(found):
+                seen = torch.tensor([0.0, *distances], dtype=torch.float64)
+                states[i], found_weights, _ = Waffle().weigh(states[i], Seen(seen), now)
+                weights.append(found_weights["dy"])
+            errors.append(float((weights[0] - weights[1]).abs().sum()))
+    return {"kind": "error", "sketch": size, "spread": spread, "error": round(mean(errors), 4)}
+
+
+def compared(name: str, method: str, settings: dict[str, Any], seeds: int = 3) -> dict[str, Any]:
+    """Compare masked and clear runs: accuracy of the last five rounds, and L1 distance of the weights."""
+    runtime, both = Runtime(), {}
+    for p in ("off", "masked"):
+        both[p] = [trained(method, runtime, **settings, seed=seed, privacy=p)[0] for seed in range(1, seeds + 1)]
+    scores = {p: [mean(line["accuracy"] for line in lines[-5:]) for lines in runs] for p, runs in both.items()}
+    pairs = [
+        (a["weights"], b["weights"]) for x, y in zip(*both.values(), strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    distances = [sum(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in pairs]
+    return {
+        "kind": "runs",
+        "data": name,
+        "method": method,
+        "clear": round(100 * mean(scores["off"]), 2),
+        "masked": round(100 * mean(scores["masked"]), 2),
+        "seeds_sd": round(100 * stdev(scores["off"]), 2),
+        "weights_mean": round(mean(distances), 4),
+        "weights_max": round(max(distances), 4),
+    }
+
+
+def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the record, of these kinds."""
+    if "cost" in kinds:
+        for method, agents in product(("waffle", "fedavg"), AGENTS):
+            yield cost(method, agents, 2500 if agents <= 10 else 500)
+    if "error" in kinds:
+        yield from (weight_error(size, spread) for spread, size in product(SPREADS, SIZES))
+    if "runs" in kinds:
+        yield from (compared(name, "waffle", settings) for name, settings in RUNS.items())
+
+
+if __name__ == "__main__":
+    for line in lines(sys.argv[1:] or KINDS):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
