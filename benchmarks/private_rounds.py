@@ -31,7 +31,7 @@ from waffle_fl.privacy.masks import derive
 from waffle_fl.privacy.sketch import compress
 
 KINDS = ("cost", "error", "runs")
-AGENTS = (4, 10, 30)
+AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
 WARM_UP = 2  # rounds whose time is not counted
 NUMBERS = 20_000  # of an update in `weight_error`
 SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
@@ -129,7 +129,7 @@ def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the lines of the record, of these kinds."""
     if "cost" in kinds:
         for method, agents in product(("waffle", "fedavg"), AGENTS):
-            yield cost(method, agents, 2500 if agents <= 10 else 500)
+            yield cost(method, agents, AGENTS[agents])
     if "error" in kinds:
         yield from (weight_error(size, spread) for spread, size in product(SPREADS, SIZES))
     if "runs" in kinds:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from conftest import refusal
 from private_support import entropy_of, secrets_of
 from waffle_fl.privacy import contributors, exact_product, ring, shamir
-from waffle_fl.privacy.keys import check_introduction, introduce, public_bytes
+from waffle_fl.privacy.keys import check_introduction, introduce, pair_secrets, public_bytes
 from waffle_fl.privacy.masks import derive, open_seeds, pair_mask, seal_seeds
 from waffle_fl.privacy.sketch import compress, rotate
 
@@ -128,6 +128,12 @@ def test_pairs_agree_on_their_secret() -> None:
     assert secrets[1][3] == secrets[3][1]
     assert len(found) == 6
     assert not found & {secrets_of("another job", 4)[0][j] for j in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("public", [bytes(32), b"short"])
+def test_keys_without_a_secret_are_rejected(public: bytes) -> None:
+    """A public key with which every secret would be the same, or that is no key, is rejected."""
+    assert "not an X25519 key" in refusal(pair_secrets, "job", 0, X25519PrivateKey.generate(), {1: public})
 
 
 def test_a_replaced_key_is_rejected() -> None:

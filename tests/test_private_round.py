@@ -14,6 +14,7 @@ from scipy import stats
 
 from conftest import refusal
 from private_support import PrivateRound, rows_of, secrets_of, words_of
+from waffle_fl.errors import WaffleError
 from waffle_fl.privacy import messages, ring, server
 from waffle_fl.privacy.agent import Numbered
 from waffle_fl.privacy.exact_product import dealer_for
@@ -195,7 +196,7 @@ def test_masks_are_bound_to_the_weights() -> None:
     one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
     one.open(LENGTH)
     announced = one.server.announce({"dy": WEIGHTS})
-    other = Announcement({"dy": {**WEIGHTS, 1: 0.9}})
+    other = Announcement({"dy": {**WEIGHTS, 1: 0.15}})
     one.masked = [
         one.sides[i].contribute(other if i == 1 else announced, {"dy": Numbered(rows[i], 1.0)}) for i in WEIGHTS
     ]
@@ -253,13 +254,37 @@ def test_an_agent_refuses_what_would_expose_a_sum() -> None:
         assert "refuse the round" in refusal(one.sides[3].reveal, request, announced)
     one = opened()
     announced = one.contribute(rows, WEIGHTS)
-    assert "effective" in refusal(one.sides[3].reveal, RevealRequest((1,), (0, 2, 4, 5, 6, 8)), announced)
+    assert "missing agents" in refusal(one.sides[3].reveal, RevealRequest((1, 2, 8), (0, 4, 5, 6)), announced)
+    few = PrivateRound(AGENTS, floors={3: 3.5})
+    few.open(LENGTH)
+    announced = few.contribute(rows, WEIGHTS)
+    assert "effective" in refusal(few.sides[3].reveal, RevealRequest((0, 1, 5, 6), (2, 4, 8)), announced)
     assert "4.00" not in refusal(opened({5: 5.0}).contribute, rows, WEIGHTS)
     assert "has no weight" in refusal(one.sides[3].contribute, announced, {"dy": Numbered(rows[3], 1.0)})
     large = opened()
     assert "lower lr" in refusal(large.contribute, 200 * np.ones((AGENTS, LENGTH)), WEIGHTS)
     assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, 64)
     assert "lower lr" in refusal(large.sides[1].mask_vector, ALICE, np.full(LENGTH, np.nan), 1.0, 2, False)
+
+
+@pytest.mark.parametrize(
+    "weights", [{0: 1.5, 1: 0.5}, {0: 0.9, 1: 0.9}, {0: float("nan"), 1: 0.5}, {0: -0.5, 1: 0.5}, {0: 0.5, 9: 0.5}]
+)
+def test_impossible_weights_are_refused(weights: dict[int, float]) -> None:
+    """Weights that are no shares, or of an agent that has not opened the round, are refused."""
+    one = PrivateRound(AGENTS)
+    one.open(LENGTH, absent=(9,))
+    for step in (one.sides[1].contribute, one.sides[2].contribute):
+        with pytest.raises(WaffleError, match=r"refuse the round|no weight"):
+            step(one.server.announce({"dy": weights}), {"dy": Numbered(np.zeros(LENGTH), 1.0)})
+
+
+def test_steps_have_an_order() -> None:
+    """Nothing that depends on an update is sent before the shares have arrived."""
+    side = PrivateRound(AGENTS).sides[1]
+    assert "first" in refusal(side.sketch, ALICE, np.zeros(LENGTH), 1.0, 64)
+    assert "first" in refusal(side.mask_vector, ALICE, np.zeros(LENGTH), 1.0, 2, False)
+    assert "first" in refusal(side.contribute, Announcement({"dy": WEIGHTS}), {})
 
 
 def test_each_step_is_taken_once() -> None:

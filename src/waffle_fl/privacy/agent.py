@@ -67,6 +67,7 @@ class MaskingAgent:
         self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, then one of its key
         self._vectors: dict[int, tuple[LongWords, bytes]] = {}  # by partner: own update, key of the dealer
         self._taken: set[str] = set()
+        self._opened: frozenset[int] = frozenset()
         self._transcript = b""
         self._announced: Announcement | None = None
 
@@ -93,7 +94,7 @@ class MaskingAgent:
             raise WaffleError("expected this agent's own salt among those of its group, got another: refuse the round")
         if len(delivery.salts) < max(FEWEST, shamir.threshold_for(len(self.group))):
             raise WaffleError(f"expected more agents in the round, got {len(delivery.salts)} of {len(self.group)}")
-        self._transcript = transcript_of(self.at, delivery.salts)
+        self._opened, self._transcript = frozenset(delivery.salts), transcript_of(self.at, delivery.salts)
         for sender in delivery.salts.keys() & delivery.shares.keys() - {self.agent}:
             try:
                 self._held[sender] = self._decrypt(delivery.shares[sender], sender)
@@ -145,6 +146,7 @@ class MaskingAgent:
     def contribute(self, announced: Announcement, parts: Mapping[str, Numbered]) -> MaskedSums:
         """Return this agent's weighted numbers, masked; refuse weights with too few effective contributors."""
         self._take("contribute")
+        self._check_weights(announced)
         if self.agent not in announced.contributors:
             raise WaffleError(f"agent {self.agent} has no weight in this round, so it sends nothing")
         self._check_floor(announced, announced.contributors)
@@ -166,11 +168,15 @@ class MaskingAgent:
         `announced` is known to an agent without a weight, too; a contributor refuses other weights than its own.
         """
         self._take("reveal")
+        self._check_weights(announced)
         both = set(request.arrived) & set(request.missing)
         if both or {*request.arrived, *request.missing} != set(announced.contributors):
             raise WaffleError("expected each contributor either among the arrived or the missing: refuse the round")
         if self._announced is not None and self._announced != announced:
             raise WaffleError("expected the weights that this agent has used, got others: refuse the round")
+        most = len(self.group) - shamir.threshold_for(len(self.group))
+        if len(request.missing) > most:
+            raise WaffleError(f"expected at most {most} missing agents, got {len(request.missing)}: refuse the round")
         self._check_floor(announced, request.arrived)
         size = shamir.SHARE_BYTES
         return Revealed(
@@ -185,6 +191,13 @@ class MaskingAgent:
             raise WaffleError(f"expected numbers of an update up to {limit:g}, got larger ones: lower lr, or set clip")
         return ring.encode(weight * part.numbers, part.unit, ring.SUM_BITS, part.draws)
 
+    def _check_weights(self, announced: Announcement) -> None:
+        """Refuse weights that are not shares of the agents that have opened the round."""
+        for table in announced.weights.values():
+            shares = all(0 <= weight <= 1 for weight in table.values()) and sum(table.values()) <= 1 + 1e-9
+            if not shares or not set(announced.contributors) <= self._opened:
+                raise WaffleError("expected weights from 0 to 1 of agents in the round, got others: refuse the round")
+
     def _check_floor(self, announced: Announcement, arrived: Sequence[int]) -> None:
         """Refuse a sum in which this agent could be recognised. Also a server that lies is held to the floor."""
         for table in announced.weights.values():
@@ -198,6 +211,8 @@ class MaskingAgent:
     def _take(self, step: str) -> None:
         if step in self._taken:
             raise WaffleError(f"expected each step of a private round once, got a second request to {step}")
+        if step not in ("open", "receive") and "receive" not in self._taken:
+            raise WaffleError(f"expected the shares of the other agents first, got a request to {step}")
         self._taken.add(step)
 
     def _others(self) -> list[int]:

@@ -54,7 +54,10 @@ def pair_secrets(job: str, agent: int, key: X25519PrivateKey, publics: Mapping[i
     for other, public in publics.items():
         if other != agent:
             ordered = own + public if agent < other else public + own
-            agreed = key.exchange(X25519PublicKey.from_public_bytes(public))
+            try:
+                agreed = key.exchange(X25519PublicKey.from_public_bytes(public))
+            except ValueError:
+                raise WaffleError(f"the public key of agent {other} for job {job} is not an X25519 key") from None
             found[other] = derive(agreed, "pair", job.encode() + b"\n" + ordered)
     return found
 
