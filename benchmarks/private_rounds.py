@@ -1,10 +1,11 @@
 """Cost and error of private rounds: python -m benchmarks.private_rounds > results/private-rounds.jsonl
 
-Three kinds of lines, or only those that the arguments name:
+Four kinds of lines, or only those that the arguments name:
 
 cost     seconds per round and bytes per agent, beside the clear run, for LeNet-5 and several numbers of agents
 error    L1 error of WAFFLE's weights by the size of the sketch, for distances between q d_max and d_max
 runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds
+attacks  accuracy under attack without and with the guard, in the clear and masked; the attackers follow the protocol
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from waffle_fl.algorithms import Net, Round
 from waffle_fl.algorithms.contract import Seen
 from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.attacks import tamper_of
 from waffle_fl.config import check_run
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
@@ -30,11 +32,14 @@ from waffle_fl.experiment.factories import simulation_options
 from waffle_fl.privacy.masks import derive
 from waffle_fl.privacy.sketch import compress
 
-KINDS = ("cost", "error", "runs")
+SERIAL = Runtime(workers=1)
+KINDS = ("cost", "error", "runs", "attacks")
 AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
 WARM_UP = 2  # rounds whose time is not counted
 NUMBERS = 20_000  # of an update in `weight_error`
 SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
+ATTACKS = ("sign-flip(3)", "free-rider", "mimic", "far(100)", "alie(1.5)")
+DIGITS = {"data": "digits", "split": "A", "rounds": 12, "attackers": 3}
 HEART = {"data": "heart-disease", "target": "disease", "rounds": 40, "batch_size": 16, "lr": 0.02}
 RUNS: dict[str, dict[str, Any]] = {
     **{
@@ -51,13 +56,15 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(method: str, runtime: Runtime, **settings: Any) -> tuple[list[dict[str, Any]], int]:
+def trained(method: str, runtime: Runtime = SERIAL, **settings: Any) -> tuple[list[dict[str, Any]], int]:
     """Return the measurements of a run's rounds, and the bytes of an update in the clear."""
     config = check_run(method, settings, {})
     s = config.settings
     federation = federation_of(s, "", False)
     model = model_of(s, federation, runtime, device_of("cpu"))
-    stream = simulate([RunSpec(config.algorithm(), federation, s.seed)], model, **simulation_options(s, runtime))
+    tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
+    spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
+    stream = simulate([spec], model, **simulation_options(s, runtime))
     lines = [dict(outcomes[0].measured) for outcomes in stream]
     return lines, 4 * (model.size + model.stats_size)
 
@@ -65,7 +72,7 @@ def trained(method: str, runtime: Runtime, **settings: Any) -> tuple[list[dict[s
 def cost(method: str, agents: int, samples: int) -> dict[str, Any]:
     """Measure one process on one core, which computes all agents and the server."""
     options = {"data": "mnist", "agents": agents, "samples_per_agent": samples, "rounds": WARM_UP + 3}
-    rounds = {p: trained(method, Runtime(workers=1), **options, privacy=p) for p in ("off", "masked")}
+    rounds = {p: trained(method, **options, privacy=p) for p in ("off", "masked")}
     seconds = {p: median(line["seconds"] for line in lines[WARM_UP:]) for p, (lines, _) in rounds.items()}
     lines, clear = rounds["masked"]
     return {
@@ -125,6 +132,46 @@ def compared(name: str, method: str, settings: dict[str, Any], seeds: int = 3) -
     }
 
 
+def attacked(method: str, attack: str) -> dict[str, Any]:
+    """Return the mean accuracy of the last three rounds on the digits with three of ten agents malicious."""
+    found = {}
+    for p, guard in product(("off", "masked"), ("off", "standard")):
+        lines, _ = trained(method, **DIGITS, attack=attack, privacy=p, guard=guard)
+        name = f"{'masked' if p == 'masked' else 'clear'}{'_guard' if guard == 'standard' else ''}"
+        found[name] = round(100 * mean(line["accuracy"] for line in lines[-3:]), 2)
+    return {"kind": "attacks", "method": method, "attack": attack, **found}
+
+
+def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
+    """Return the lines of a kind as the table in docs/privacy.md."""
+    found = [line for line in record if line["kind"] == kind]
+    if kind == "cost":
+        head = ["method", "agents", "samples", "s, clear", "s, masked", "KB, clear", "KB, masked", "ratio"]
+        rows = [
+            [
+                *(line[key] for key in ("method", "agents", "samples", "clear_seconds", "masked_seconds")),
+                *(f"{line[key] / 1000:.0f}" for key in ("clear_bytes", "masked_bytes")),
+                f"{line['masked_bytes'] / line['clear_bytes']:.2f}",
+            ]
+            for line in found
+        ]
+    elif kind == "error":
+        head = ["q", *(f"k = {size:,}" for size in SIZES)]
+        rows = [[q, *(f"{line['error']:.3f}" for line in found if line["spread"] == q)] for q in SPREADS]
+    elif kind == "attacks":
+        head = ["method", "attack", "no guard, clear", "no guard, masked", "guard, clear", "guard, masked"]
+        keys = ("method", "attack", "clear", "masked", "clear_guard", "masked_guard")
+        rows = [[line[key] for key in keys] for line in found]
+    else:
+        head = ["data", "clear", "masked", "sd of the seeds", "L1 distance of the weights, mean", "largest"]
+        keys = ("clear", "masked", "seeds_sd")
+        rows = [
+            [line["data"], *(f"{line[key]:.2f}" for key in keys), line["weights_mean"], line["weights_max"]]
+            for line in found
+        ]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+
+
 def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the lines of the record, of these kinds."""
     if "cost" in kinds:
@@ -134,6 +181,8 @@ def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from (weight_error(size, spread) for spread, size in product(SPREADS, SIZES))
     if "runs" in kinds:
         yield from (compared(name, "waffle", settings) for name, settings in RUNS.items())
+    if "attacks" in kinds:
+        yield from (attacked(method, attack) for method, attack in product(("fedavg", "waffle"), ATTACKS))
 
 
 if __name__ == "__main__":

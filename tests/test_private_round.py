@@ -175,7 +175,9 @@ def test_a_server_with_alice_reads_a_count_sketch_alone() -> None:
         one.open(count)
         sent.append(one.sides[1].sketch(ALICE, update, 1.0, size).words)
         hers = one.sides[ALICE].sketch(1, np.zeros(count), 1.0, size)
-    pad = stream(derive(derive(secrets_of("test", AGENTS)[ALICE][1], "sketch", one.sides[1]._transcript), "pad"), size)
+    pad = stream(
+        derive(derive(secrets_of("test", AGENTS)[ALICE][1], "sketch weights", one.sides[1]._transcript), "pad"), size
+    )
     np.testing.assert_array_equal(hers.words, pad)  # Alice can remove it
     assert np.abs(ring.decode(sent[0] - sent[1], 1.0, ring.SKETCH_BITS)).max() <= 2.0**-17
     read = ring.decode(sent[0] - pad, 1.0, ring.SKETCH_BITS)

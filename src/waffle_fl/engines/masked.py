@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from waffle_fl.algorithms import Net, Round
 from waffle_fl.algorithms.contract import Rows, Seen, Weights, lengths, row_of, sums_of
 from waffle_fl.engines.aggregation import Aggregated, Registered, admit, recorded
+from waffle_fl.engines.masked_guard import screened
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import where_rows
 from waffle_fl.guard import OK, TOO_LONG
@@ -46,6 +48,7 @@ class MaskedRounds:
             spec.seed,
             settings,
         )
+        self._own_checks = replace(settings, guard="off")  # those that an agent makes of its own update
         self._floors = [settings.min_contributors] * spec.federation.agents
 
     def aggregate(
@@ -61,7 +64,7 @@ class MaskedRounds:
     ) -> Aggregated:
         """A2.13-16 for one round, from distances and sums; every agent checks its own update before it sends any."""
         algorithm, everyone = self.algorithm, len(present)
-        up, now, codes = admit(algorithm, server, up, present, known, r, self.settings)
+        up, now, codes = admit(algorithm, server, up, present, known, r, self._own_checks)
         down: Any = algorithm.broadcast(server, everyone)
         method: Any = algorithm
         compared = method.compared_rows(down, before, up, now.steps)
@@ -69,7 +72,14 @@ class MaskedRounds:
         now, codes = self._only_what_fits(now, codes, summed, compared)
         exchange = Exchange(self, now, attempt, {name: _numpy(rows) for name, rows in summed.items()})
         usable = bool(now.received[known.alice])  # otherwise the round is repeated
-        seen = self._seen(exchange, compared, up, now, usable and not self._alone(server, now))
+        sends = usable and not self._alone(server, now)
+        distances = self._distances(exchange, compared if sends else {}, now)
+        if self.settings.guard != "off" and sends:
+            of_updates = distances if "dy" in compared else self._distances(exchange, {"dy": up.dy}, now, "guard")
+            directions = min(up.dy.shape[1], self.settings.sketch_size)
+            now, codes = screened(algorithm, server, before, up, of_updates, directions, now, codes)
+        reads_length = getattr(algorithm, "reads_length", False)
+        seen = Seen(distances, row_of(up.dy, known.alice).double().norm() if reads_length else None)
         server, weights, info = method.weigh(server, seen, now)
         weights = self._respected(weights, now)
         shares = weights["dy"].tolist()
@@ -130,20 +140,20 @@ class MaskedRounds:
         method: Any = self.algorithm
         return bool(method.weigh(server, equal, now)[1]["dy"][now.alice] == 1)
 
-    def _seen(self, exchange: Exchange, compared: Mapping[str, Rows], up: Any, now: Round, sent: bool) -> Seen:
-        """Return what the server learns before it weighs the agents; if nothing is sent, no distance."""
+    def _distances(
+        self, exchange: Exchange, compared: Mapping[str, Rows], now: Round, purpose: str = "weights"
+    ) -> Weights:
+        """Return the distance of each agent from Alice, as the server learns it."""
         distances = torch.zeros(len(now.received), dtype=torch.float64)
-        for name, rows in compared.items() if sent else ():
+        for name, rows in compared.items():
             unit, numbers = self.unit_of(name, now.r), _numpy(rows)
-            if self.settings.masked_distances == "dealer":
+            if self.settings.masked_distances == "dealer" and purpose == "weights":
                 found = exchange.exact_distances(numbers, unit)
             else:
-                found = exchange.distances(numbers, unit, self.settings.sketch_size)
+                found = exchange.distances(numbers, unit, self.settings.sketch_size, purpose)
             for agent, distance in found.items():
                 distances[agent] = distance
-        reads_length = getattr(self.algorithm, "reads_length", False)
-        length = row_of(up.dy, now.alice).double().norm() if reads_length else None
-        return Seen(distances.to(now.received.device), length)
+        return distances.to(now.received.device)
 
     def _respected(self, weights: Mapping[str, Weights], now: Round) -> Mapping[str, Weights]:
         """Return the weights without agents whose floor is not reached."""
@@ -179,14 +189,14 @@ class Exchange:
             agents[agent].receive(delivery)
         return server, agents
 
-    def distances(self, rows: Any, unit: float, size: int) -> dict[int, float]:
+    def distances(self, rows: Any, unit: float, size: int, purpose: str) -> dict[int, float]:
         """Return the distance of each agent from Alice, as the server reads it from sketches."""
         server, agents = self._sides
         sketches = []
         for i in self._open:
             if i != self._alice:
-                sketches.append(agents[i].sketch(self._alice, rows[i], unit, size))
-                sketches.append(agents[self._alice].sketch(i, rows[self._alice], unit, size))
+                sketches.append(agents[i].sketch(self._alice, rows[i], unit, size, purpose))
+                sketches.append(agents[self._alice].sketch(i, rows[self._alice], unit, size, purpose))
         self.uploaded += sum(sketch.size for sketch in sketches)
         return server.distances(sketches, self._alice, unit)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
 from waffle_fl.engines.participation import cohort_size
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
@@ -46,11 +47,10 @@ def _problem(spec: RunSpec, settings: RoundSettings) -> str:
     algorithm = spec.algorithm
     name = type(getattr(algorithm, "unwrapped", algorithm)).__name__
     if not isinstance(algorithm, AggregatesSums):
-        return f"the server of {name} needs each update by itself, not only distances and weighted sums"
+        able = ", ".join(known for known, kind in ALGORITHMS.items() if issubclass(kind, AggregatesSums))
+        return f"{name} does not aggregate from distances and weighted sums alone; these methods do: {able}"
     if option := algorithm.needs_updates():
         return f"the server of {name} needs each update by itself with {option}"
-    if settings.guard != "off":
-        return f"expected guard = off, because the guard checks each update by itself, got {settings.guard}"
     if spec.transport:
         return "expected no transport of updates as bytes"
     return ""

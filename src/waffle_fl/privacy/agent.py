@@ -101,11 +101,11 @@ class MaskingAgent:
             except InvalidTag:
                 continue
 
-    def sketch(self, partner: int, numbers: Numbers, unit: float, size: int) -> MaskedSketch:
+    def sketch(self, partner: int, numbers: Numbers, unit: float, size: int, purpose: str = "weights") -> MaskedSketch:
         """Return the sketch of an update for one partner: Alice's for each other agent, the others' for Alice."""
-        self._take(f"sketch for {partner}")
+        self._take(f"sketch {purpose} for {partner}")
         _check_length(numbers, unit)
-        secret = derive(self._pairs[partner], "sketch", self._transcript)
+        secret = derive(self._pairs[partner], f"sketch {purpose}", self._transcript)
         shorter = sketch.compress(numbers, size, derive(self.at.context, "count sketch"))
         rotated = sketch.rotate(shorter, derive(secret, "rotation"))
         words = ring.encode(rotated, unit, ring.SKETCH_BITS)
