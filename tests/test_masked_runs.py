@@ -110,6 +110,12 @@ def test_floors_are_respected() -> None:
     assert alone["weights"] == [1, 0, 0, 0, 0]
 
 
+def test_a_floor_that_weights_by_samples_do_not_reach_is_an_error() -> None:
+    """A method without Alice cannot let her train alone, so the run stops with the number that can be reached."""
+    method = FedAvg(STEP, weighting="samples")
+    assert "expected at most 4.31" in refusal(trained, method, min_contributors=4.9)
+
+
 def test_partial_participation_is_masked_among_the_cohort() -> None:
     """Only the agents of a round exchange masks, and Alice is one of them."""
     federation = make_federation((20,) * 8)

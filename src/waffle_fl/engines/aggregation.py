@@ -7,7 +7,7 @@ What it gains  1.2 x on the MNIST table, 4.7 x on the digits grid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ def admit(
 
 def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, alice: Tensor) -> dict[str, Tensor]:
     """Return what is recorded about an aggregation: the algorithm's `info`, Alice's weights, norms of the updates."""
-    measured = recorded(info, alice)
+    measured = recorded(info._asdict(), alice)
     if hasattr(algorithm, "relations"):
         measured["weights"] = row_of(algorithm.relations(server), alice)
     if hasattr(up, "dy"):
@@ -115,9 +115,9 @@ def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, alice: Te
     return measured
 
 
-def recorded(info: Any, alice: Tensor) -> dict[str, Tensor]:
-    """Return an algorithm's diagnostics as tensors on the device."""
-    return {k: torch.as_tensor(v, dtype=torch.float64, device=alice.device) for k, v in info._asdict().items()}
+def recorded(facts: Mapping[str, Any], alice: Tensor) -> dict[str, Tensor]:
+    """Return diagnostics as tensors on Alice's device."""
+    return {name: torch.as_tensor(fact, dtype=torch.float64, device=alice.device) for name, fact in facts.items()}
 
 
 def aggregate(

@@ -24,6 +24,7 @@ from waffle_fl.engines.aggregation import Aggregated, Registered, admit, recorde
 from waffle_fl.engines.masked_guard import screened
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import where_rows
+from waffle_fl.errors import WaffleError
 from waffle_fl.guard import OK, TOO_LONG
 from waffle_fl.privacy import ring
 from waffle_fl.privacy.agent import MaskingAgent, Numbered
@@ -35,7 +36,7 @@ from waffle_fl.privacy.server import MaskingServer
 from waffle_fl.privacy.shamir import Entropy
 from waffle_fl.randomness import derive, noise
 
-USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; updates: `unit_of_updates`
+USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; `MaskedRounds.unit_of` has that of updates
 
 
 class MaskedRounds:
@@ -74,27 +75,23 @@ class MaskedRounds:
         usable = bool(now.received[known.alice])  # otherwise the round is repeated
         sends = usable and not self._alone(server, now)
         distances = self._distances(exchange, compared if sends else {}, now)
-        if self.settings.guard != "off" and sends:
+        if sends and self.settings.guard != "off":
             of_updates = distances if "dy" in compared else self._distances(exchange, {"dy": up.dy}, now, "guard")
             directions = min(up.dy.shape[1], self.settings.sketch_size)
             now, codes = screened(algorithm, server, before, up, of_updates, directions, now, codes)
-        reads_length = getattr(algorithm, "reads_length", False)
-        seen = Seen(distances, row_of(up.dy, known.alice).double().norm() if reads_length else None)
-        server, weights, info = method.weigh(server, seen, now)
+        length = row_of(up.dy, known.alice).double().norm() if getattr(algorithm, "reads_length", False) else None
+        server, weights, info = method.weigh(server, Seen(distances, length), now)
         weights = self._respected(weights, now)
         shares = weights["dy"].tolist()
         if not usable or shares.count(0.0) >= everyone - 1:  # Alice trains on alone; nothing is sent
             sums = sums_of(weights, summed)
         else:
             sums = exchange.sums(weights, present.device)
-        server = method.combine(server, sums, now)
-        agents = where_rows(now.intact, agents, before)
+        server, agents = method.combine(server, sums, now), where_rows(now.intact, agents, before)
         net = algorithm.personal(server, agents, everyone)
         own = Net(row_of(net.params, known.alice), row_of(net.stats, known.alice))
         facts = {"contributors": effective(shares), "uploaded": float(exchange.uploaded)}
-        measured = recorded(info._replace(weights=weights["dy"]), known.alice) | {
-            name: torch.tensor(value, dtype=torch.float64, device=present.device) for name, value in facts.items()
-        }
+        measured = recorded({**info._asdict(), "weights": weights["dy"], **facts}, known.alice)
         return Aggregated(server, agents, own, {**measured, "received": now.received, "codes": codes})
 
     def unit_of(self, name: str, r: int) -> float:
@@ -160,6 +157,11 @@ class MaskedRounds:
         given = weights["dy"].tolist()
         alice = int(now.alice) if getattr(self.algorithm, "for_alice", False) else None
         allowed = respect_floors(given, self._floors, alice)
+        if any(given) and not any(allowed):
+            raise WaffleError(
+                f"min_contributors: expected at most {effective(given):.2f}, the effective number of agents in round "
+                f"{now.r}, got {self.settings.min_contributors:g}"
+            )
         if not any(w != 0 and a == 0 for w, a in zip(given, allowed, strict=True)):
             return weights
         return dict.fromkeys(weights, weights["dy"].new_tensor(allowed))
