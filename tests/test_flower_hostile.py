@@ -625,13 +625,6 @@ def test_small_updates_reveal_rows_and_trap_weights_are_refused(site: Path) -> N
     assert "error" not in surveyed_site(site, requested, "honest").answer(round=4)
 
 
-def test_a_site_does_not_send_updates_in_a_run_that_should_hide_them(site: Path) -> None:
-    """A request whose config says masked is refused: this version would send the update in the clear."""
-    (site / "data" / "north.csv").write_text("\n".join(["age,ward", *(f"{20 + i},{'AB'[i % 2]}" for i in range(60))]))
-    reply = surveyed_site(site, config(privacy="masked")).answer(round=1)
-    assert "cannot hide updates from the server" in reply["error"]
-
-
 @pytest.mark.parametrize("stage", ["counts", "columns", "train"])
 @pytest.mark.parametrize(
     ("settings", "aim"),

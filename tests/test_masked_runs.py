@@ -16,6 +16,7 @@ from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WeightErosio
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
 from waffle_fl.config import check_run
+from waffle_fl.deploy.policy import Policy
 from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
 from waffle_fl.experiment.factories import simulation_options
@@ -190,6 +191,13 @@ def test_settings_that_need_single_updates_are_refused() -> None:
         assert text in refusal(trained, algorithm, **options)
     transport = replace(spec_of(Waffle(STEP)), transport=lambda agent, r, reply: [reply])
     assert "transport" in refusal(simulate, [transport], shared_model(), rounds=1, privacy="masked")
+
+
+def test_a_site_does_not_send_updates_in_a_run_that_should_hide_them() -> None:
+    """A site of a deployment refuses a masked run: this version would send the update in the clear."""
+    config: Any = check_run("waffle", {"privacy": "masked"}, {})
+    site: Any = None  # whatever its rules are
+    assert "cannot hide updates from the server" in refusal(Policy.check_work, site, config, 100, 1000)
 
 
 def run(method: str, data: str, **settings: Any) -> list[dict[str, Any]]:
