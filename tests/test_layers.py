@@ -28,7 +28,7 @@ LAYERS = [
         "atomic_files",
         "versions",
     },
-    {"augment", "data", "manifest", "models", "round_log", "shifts", "tensorfile", "user_key"},
+    {"augment", "data", "manifest", "models", "privacy", "round_log", "shifts", "tensorfile", "user_key"},
     {"user_data", "partition"},
     {"federation", "update_encoding"},
     {"batches"},

@@ -13,6 +13,7 @@ from reference.partners import bound, partitions
 from waffle_fl.algorithms import SGD, Round, fedavg
 from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.cobo import CoBo, partners
+from waffle_fl.algorithms.contract import sums_of
 from waffle_fl.algorithms.ditto import Ditto
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedavg_ft import FedAvgFT
@@ -27,7 +28,7 @@ from waffle_fl.algorithms.local import Local
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedgraph import PFedGraph, graph, on_simplex
 from waffle_fl.algorithms.pfedme import PFedMe
-from waffle_fl.algorithms.scaffold import Scaffold, Up, received_control_variates
+from waffle_fl.algorithms.scaffold import Agents, Scaffold, Up, received_control_variates
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.algorithms.waffle_kin import WaffleKin
 from waffle_fl.algorithms.weight_erosion import WeightErosion
@@ -81,7 +82,9 @@ def test_waffle_with_equal_weights_is_scaffold() -> None:
             up, context = random_up(seed)
             a, _ = scaffold.aggregate(a, up, context)
             c_i = received_control_variates(b, up, context, waffle.sgd.lr, waffle.correction)
-            b = waffle.combine(b, up, c_i, torch.full((4,), 0.25, dtype=torch.float64))
+            rows = waffle.summed_rows(waffle.broadcast(b, 4), Agents(b.c_i), up, context.steps)
+            quarter = torch.full((4,), 0.25, dtype=torch.float64)
+            b = waffle.combine(b, sums_of(dict.fromkeys(rows, quarter), rows), context)._replace(c_i=c_i)
             assert all(close(x, y) for x, y in zip(a, b[:4], strict=True))
 
 

@@ -6,7 +6,7 @@ server also compares updates with Alice's; docs/robustness.md has each test, its
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,40 +58,57 @@ def _closeness(
     up: Any, alice: Tensor, norms: Weights, code: Tensor, present: Tensor, new_control_variates: Rows | None
 ) -> tuple[Any, Tensor]:
     """Reject short, copied or opposed updates and those with a long control variate; clip updates that are too long."""
-    sound = present & (code == OK)
-    others = sound & (torch.arange(len(norms), device=norms.device) != alice)
     hers, length = row_of(up.dy, alice).double(), row_of(norms, alice)
     along = torch.cat([part.double() @ hers for part in blocks(up.dy)])
     distances = (norms**2 + length**2 - 2 * along).clamp(min=0).sqrt()  # exact enough to compare with COPY
+    force = None if new_control_variates is None else lengths(new_control_variates)
+    compared = Compared(norms, distances, along / (norms * length).clamp(min=TINY), force, up.dy.shape[1])
+    code, scale = judged(compared, alice, code, present)
+    return up._replace(dy=up.dy * scale.to(up.dy.dtype)[:, None]), code
+
+
+class Compared(NamedTuple):
+    """What the tests of the guard read of each agent's update."""
+
+    norms: Weights
+    distances: Weights  # from Alice's update
+    agreement: Weights  # cosine with Alice's update
+    force: Weights | None  # norms of the control variates, if there are any
+    directions: int  # dimensions in which updates are compared
+    same: float = SAME  # largest difference of the cosines of equal updates
+
+
+def judged(compared: Compared, alice: Tensor, code: Tensor, present: Tensor) -> tuple[Tensor, Weights]:
+    """Return the reason codes after all tests, and the factor that shortens each update; 1 if it is not too long."""
+    norms, distances, agreement, force, directions, _ = compared
+    sound = present & (code == OK)
+    others = sound & (torch.arange(len(norms), device=norms.device) != alice)
+    length = row_of(norms, alice)
     short = norms < SHORTEST * _median(norms, sound)
     copied = distances < COPY * torch.minimum(length, _median(distances, others))
-    agreement = along / (norms * length).clamp(min=TINY)
-    copied = copied | _repeated(norms, agreement, others)
-    chance = min(CHANCE / up.dy.shape[1] ** 0.5, AGREEMENT)
+    copied = copied | _repeated(compared, others)
+    chance = min(CHANCE / directions**0.5, AGREEMENT)
     opposed = agreement <= (AGREEMENT * _median(agreement, others & ~short & ~copied)).clamp(min=chance)
     tests = [(short, TOO_SHORT), (copied, COPIED), (opposed, OPPOSED)]
-    if new_control_variates is not None:
-        force = lengths(new_control_variates)
+    if force is not None:
         tests.append((force > PULL * _median(force, sound), PULLING))
     for wrong, reason in tests:
         code = torch.where(others & wrong & (code == OK), reason, code)
     limit = LONGEST * length
-    if (
-        new_control_variates is not None
-    ):  # corrected updates have about equal lengths, so a short one of Alice's is chance
+    if force is not None:  # corrected updates have about equal lengths, so a short one of Alice's is chance
         limit = torch.maximum(limit, _median(norms, sound))
     long = others & (code == OK) & (norms > limit)
-    scale = torch.where(long, limit / norms.clamp(min=TINY), 1.0).to(up.dy.dtype)
-    return up._replace(dy=up.dy * scale[:, None]), torch.where(long, CLIPPED, code)
+    return torch.where(long, CLIPPED, code), torch.where(long, limit / norms.clamp(min=TINY), 1.0)
 
 
-def _repeated(norms: Weights, agreement: Weights, others: Tensor) -> Tensor:
+def _repeated(compared: Compared, others: Tensor) -> Tensor:
     """Return the agents that repeat the update of an earlier agent: equal length and equal angle to Alice's update.
 
     The first of equal updates is admitted; otherwise a copy of an honest update would exclude the agent it copies.
     """
+    norms, agreement = compared.norms, compared.agreement
     same = (norms[:, None] - norms).abs() <= SAME * norms
-    same = same & ((agreement[:, None] - agreement).abs() <= SAME) & others
+    same = same & ((agreement[:, None] - agreement).abs() <= compared.same) & others
     return same.tril(diagonal=-1).any(dim=1)
 
 

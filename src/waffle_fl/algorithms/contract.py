@@ -104,6 +104,13 @@ class Round(NamedTuple):
     asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
 
 
+class Seen(NamedTuple):
+    """What a server needs to know about the updates of a round before it weighs them."""
+
+    distances: Weights  # of each agent from Alice, in what the method compares; not read where nothing was received
+    length: Tensor | None = None  # of Alice's update, for methods with `reads_length`
+
+
 @dataclass(frozen=True)
 class About:
     """Description of a method for commands, tables and pages. Its summary is the first line of the class docstring."""
@@ -380,9 +387,19 @@ def row_of(rows: Rows, agent: Tensor) -> Vector:
 
 def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
     """Return x + eta_g * sum_i weights_i dy_i."""
-    return (x.double() + eta_g * weighted_sum(weights, dy)).to(x.dtype)
+    return shifted(x, weighted_sum(weights, dy), eta_g)
+
+
+def shifted(x: Vector, total: Vector, eta_g: float = 1.0) -> Vector:
+    """Return x + eta_g * total, computed in float64."""
+    return (x.double() + eta_g * total).to(x.dtype)
 
 
 def averaged(stats: Vector, weights: Weights, rows: Rows) -> Vector:
     """Return the mean of normalisation statistics, with the weights of the updates."""
     return weighted_sum(weights, rows).to(stats.dtype) if len(stats) else stats
+
+
+def sums_of(weights: Mapping[str, Weights], rows: Mapping[str, Rows]) -> dict[str, Vector]:
+    """Return the weighted sum of each part in float64."""
+    return {name: weighted_sum(weights[name], part) for name, part in rows.items()}

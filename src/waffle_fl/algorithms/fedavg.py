@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
@@ -17,12 +18,14 @@ from waffle_fl.algorithms.contract import (
     Optimiser,
     Round,
     Rows,
+    Seen,
     Vector,
     Weights,
-    apply_update,
     averaged,
     broadcast_to,
     normalised,
+    shifted,
+    sums_of,
     uniform,
 )
 from waffle_fl.algorithms.robust_aggregation import Rule, parse
@@ -90,9 +93,12 @@ def aggregate(
         stats = averaged(server.stats, normalised(weights, now.received), up.stats)
         return Server((server.x.double() + dy).to(server.x.dtype), stats), Info(weights)
     weights = shares(weighting, now.received, now.samples)
-    x = apply_update(server.x, weights, up.dy)
-    stats = averaged(server.stats, weights, up.stats)
-    return Server(x, stats), Info(weights)
+    return combine(server, sums_of({"dy": weights, "stats": weights}, up._asdict())), Info(weights)
+
+
+def combine(server: Server, sums: Mapping[str, Vector]) -> Server:
+    """Return the model moved by the weighted mean update, with the mean of the normalisation statistics."""
+    return Server(shifted(server.x, sums["dy"]), sums["stats"].to(server.stats.dtype))
 
 
 @final
@@ -141,6 +147,22 @@ class FedAvg:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         return aggregate(server, up, now, self.weighting, parse(self.aggregation))
+
+    def needs_updates(self) -> str:
+        return "" if self.aggregation == "mean" else f"aggregation = {self.aggregation}"
+
+    def compared_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        return {}
+
+    def summed_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        return up._asdict()
+
+    def weigh(self, server: Server, seen: Seen, now: Round) -> tuple[Server, dict[str, Weights], Info]:
+        weights = shares(self.weighting, now.received, now.samples)
+        return server, {"dy": weights, "stats": weights}, Info(weights)
+
+    def combine(self, server: Server, sums: Mapping[str, Vector], now: Round) -> Server:
+        return combine(server, sums)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return broadcast_to(Net(server.x, server.stats), count)

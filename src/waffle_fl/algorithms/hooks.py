@@ -5,11 +5,12 @@ Each protocol is one hook. Hooks are row-local like `begin` and `step`, unless t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import Algorithm, Grad, Net, Rows, State
+from waffle_fl.algorithms.contract import Algorithm, Grad, Net, Round, Rows, Seen, State, Vector, Weights
 from waffle_fl.models.layers import Layers
 
 
@@ -144,6 +145,36 @@ class ExpectsCohort(Protocol):
         ...
 
 
+@runtime_checkable
+class AggregatesSums(Protocol):
+    """Aggregates from distances and weighted sums, so that `privacy = "masked"` can hide single updates.
+
+    `compared_rows` and `summed_rows` are row-local and run at the agents; `agents` is their state before the round.
+    The parts of a sum are named: `dy` for updates, `stats` for normalisation statistics. A class that needs the length
+    of Alice's update sets `reads_length = True`.
+    """
+
+    def needs_updates(self) -> str:
+        """Return the hyperparameter with which the server needs single updates, or an empty string."""
+        ...
+
+    def compared_rows(self, down: State, agents: State, up: State, steps: Tensor) -> dict[str, Rows]:
+        """Return the rows whose distances from Alice's row the server needs, under their name; empty if none."""
+        ...
+
+    def summed_rows(self, down: State, agents: State, up: State, steps: Tensor) -> dict[str, Rows]:
+        """Return the rows of which the server needs weighted sums, by name."""
+        ...
+
+    def weigh(self, server: State, seen: Seen, now: Round) -> tuple[State, dict[str, Weights], State]:
+        """Return the server's state, the weights in each sum, and diagnostics for the record."""
+        ...
+
+    def combine(self, server: State, sums: Mapping[str, Vector], now: Round) -> State:
+        """Return the server's state after the round, given the weighted sums."""
+        ...
+
+
 HOOKS = {
     "helper": HasHelper,
     "scored_on": HasCandidates,
@@ -159,4 +190,9 @@ HOOKS = {
     "check_agents": ChecksAgents,
     "asks_all": AsksAll,
     "expect": ExpectsCohort,
+    "needs_updates": AggregatesSums,
+    "compared_rows": AggregatesSums,
+    "summed_rows": AggregatesSums,
+    "weigh": AggregatesSums,
+    "combine": AggregatesSums,
 }

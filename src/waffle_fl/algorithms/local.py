@@ -61,6 +61,7 @@ class Local:
         order=0,
     )
     for_alice: ClassVar[bool] = True
+    sends_nothing: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0), search=CLIP)

@@ -8,13 +8,14 @@ The wrapped method sees it as `sgd.lr`: (N, 1) in functions of the agents, a sca
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms.contract import Algorithm, Grad, Net, Round, Rows, State
+from waffle_fl.algorithms.contract import Algorithm, Grad, Net, Round, Rows, Seen, State, Vector, Weights
 from waffle_fl.algorithms.wrapper import Wrapper, extended, inner_state
 
 T = TypeVar("T")
@@ -56,11 +57,31 @@ class LrDecay(Wrapper):
 
     def aggregate(self, server: State, up: State, now: Round) -> tuple[State, State]:
         after, info = self._at(server.round_lr).aggregate(inner_state(server), up, now)
-        next_lr = torch.full_like(server.round_lr, self.sgd.lr * self.sgd.lr_decay**now.r)
-        return extended(after, round_lr=next_lr), info
+        return self._next_round(server, after, now), info
+
+    def _next_round(self, server: State, after: State, now: Round) -> State:
+        """Return the wrapped method's state after the round with the learning rate of the next one."""
+        return extended(after, round_lr=torch.full_like(server.round_lr, self.sgd.lr * self.sgd.lr_decay**now.r))
 
     def personal(self, server: State, agents: State, count: int) -> Net:
         return self.inner.personal(inner_state(server), agents, count)
+
+    def _compared_rows(self, down: State, agents: State, up: State, steps: Tensor) -> dict[str, Rows]:
+        method: Any = self._at(down.round_lr[:, None])
+        return method.compared_rows(inner_state(down), agents, up, steps)  # type: ignore[no-any-return]
+
+    def _summed_rows(self, down: State, agents: State, up: State, steps: Tensor) -> dict[str, Rows]:
+        method: Any = self._at(down.round_lr[:, None])
+        return method.summed_rows(inner_state(down), agents, up, steps)  # type: ignore[no-any-return]
+
+    def _weigh(self, server: State, seen: Seen, now: Round) -> tuple[State, dict[str, Weights], State]:
+        method: Any = self._at(server.round_lr)
+        after, weights, info = method.weigh(inner_state(server), seen, now)
+        return extended(after, round_lr=server.round_lr), weights, info
+
+    def _combine(self, server: State, sums: Mapping[str, Vector], now: Round) -> State:
+        method: Any = self._at(server.round_lr)
+        return self._next_round(server, method.combine(inner_state(server), sums, now), now)
 
     def _helper(self) -> LrDecay:
         return LrDecay(self.inner.helper())  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ cannot report a false control variate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol, final
 
@@ -23,11 +24,12 @@ from waffle_fl.algorithms.contract import (
     Optimiser,
     Round,
     Rows,
+    Seen,
     Vector,
     Weights,
-    apply_update,
-    averaged,
     broadcast_to,
+    shifted,
+    sums_of,
     weighted_sum,
 )
 from waffle_fl.constraints import above, at_least, between, check_fields, parameter
@@ -169,18 +171,36 @@ class Scaffold:
         return finish(self.sgd, self.correction, down, agents, local)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        weights = fedavg.shares(self.weighting, now.received, now.samples)
         c_i = received_control_variates(server, up, now, self.sgd.lr, self.correction)
-        every = now.samples > 0
-        if now.suspect is None:
-            c = server.c + weighted_sum(fedavg.shares(self.weighting, every, now.samples), c_i - server.c_i).to(
-                server.c.dtype
-            )  # the mean of all c_i
-        else:  # otherwise the c_i of a suspect would bias all agents permanently
-            trusted = fedavg.shares(self.weighting, every & ~now.suspect, now.samples)
-            c = weighted_sum(trusted, c_i).to(server.c.dtype)
-        x = apply_update(server.x, weights, up.dy, self.eta_g)
-        return Server(x, averaged(server.stats, weights, up.stats), c, c_i), Info(weights)
+        weights = self._weights(now)
+        after = self.combine(server, sums_of(weights, {**up._asdict(), "dc": c_i - server.c_i}), now)
+        if now.suspect is not None:  # otherwise the c_i of a suspect would bias all agents permanently
+            trusted = fedavg.shares(self.weighting, (now.samples > 0) & ~now.suspect, now.samples)
+            after = after._replace(c=weighted_sum(trusted, c_i).to(server.c.dtype))
+        return after._replace(c_i=c_i), Info(weights["dy"])
+
+    def needs_updates(self) -> str:
+        return ""
+
+    def compared_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        return {}
+
+    def summed_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        c_i = control_variate(agents.c_i, down.c, up.dy, steps, self.sgd.lr, self.correction)
+        return {**up._asdict(), "dc": c_i - agents.c_i}
+
+    def weigh(self, server: Server, seen: Seen, now: Round) -> tuple[Server, dict[str, Weights], Info]:
+        weights = self._weights(now)
+        return server, weights, Info(weights["dy"])
+
+    def _weights(self, now: Round) -> dict[str, Weights]:
+        received = fedavg.shares(self.weighting, now.received, now.samples)
+        of_all = fedavg.shares(self.weighting, now.samples > 0, now.samples)  # c is the mean of all c_i
+        return {"dy": received, "stats": received, "dc": of_all}
+
+    def combine(self, server: Server, sums: Mapping[str, Vector], now: Round) -> Server:
+        x, stats = shifted(server.x, sums["dy"], self.eta_g), sums["stats"].to(server.stats.dtype)
+        return server._replace(x=x, stats=stats, c=server.c + sums["dc"].to(server.c.dtype))
 
     def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)

@@ -7,12 +7,13 @@ what WAFFLE changes at the server, printed in red in the paper.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from waffle_fl.algorithms import adaptive_degree, scaffold
 from waffle_fl.algorithms.contract import (
@@ -27,18 +28,18 @@ from waffle_fl.algorithms.contract import (
     Optimiser,
     Round,
     Rows,
+    Seen,
     Vector,
     Weights,
     angular_distance,
-    apply_update,
-    averaged,
     broadcast_to,
     lengths,
     normalised,
     one_hot,
     row_of,
+    shifted,
+    sums_of,
     unless_absent,
-    weighted_sum,
 )
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
 from waffle_fl.algorithms.schedules import ADAPTIVE, DEGREE, Schedule, evaluate
@@ -91,9 +92,22 @@ def calc_weights(
     distance: Callable[[Rows, Vector], Weights] = lengths,
 ) -> tuple[Weights, Weights, Weights]:
     """A1: weight each agent by how close its update is to Alice's. Returns (alpha_bar, alpha, d)."""
-    is_alice = torch.arange(len(dy), device=dy.device) == now.alice
-    others = now.received & ~is_alice
     d = distance(dy, row_of(dy, now.alice))  # A1.2
+    return weigh_distances(d, past, now, omega, psi, denominator, local_at_end)
+
+
+def weigh_distances(
+    d: Weights,
+    past: Rows,
+    now: Round,
+    omega: Degree,
+    psi: Degree,
+    denominator: Literal["max", "range"] = "max",
+    local_at_end: bool = True,
+) -> tuple[Weights, Weights, Weights]:
+    """A1.3-10: weight each agent by its distance from Alice. Returns (alpha_bar, alpha, d)."""
+    is_alice = torch.arange(len(d), device=d.device) == now.alice
+    others = now.received & ~is_alice
     d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
     d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
     d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
@@ -106,7 +120,7 @@ def calc_weights(
     limit = 0.0 if denominator == "max" else (1 - omega) / (2 - _at_most_1(omega))
     ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
     alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
-    alice_only = one_hot(now.alice, len(dy))
+    alice_only = one_hot(now.alice, len(d))
     if local_at_end and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
         alpha = alice_only  # A1.8
     alpha = normalised(alpha, alice_only)  # A1.9
@@ -179,36 +193,52 @@ class Waffle:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         c_i = scaffold.received_control_variates(server, up, now, self.sgd.lr, self.correction)
-        statistics = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
         if ADAPTIVE in (self.omega, self.psi):
-            statistics = adaptive_degree.observe(statistics, c_i, now)
-        omega, psi = self._degree("omega", now, statistics), self._degree("psi", now, statistics)
-        local_at_end = self.psi != ADAPTIVE  # with an adaptive psi no round number decides when Alice trains alone
-        options = (self.denominator, local_at_end)
+            before = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
+            server = server._replace(**adaptive_degree.observe(before, c_i, now)._asdict())
         # Differs from the paper if requested: the correction hides how an agent differs from the others.
         rows = up.dy if self.compared == "updates" else self.new_control_variates(server, up, now.steps)
         distance = angular_distance if self.compared == "directions" else lengths
-        alpha_bar, alpha, d = calc_weights(rows, server.past, now, omega, psi, *options, distance)  # A2.13
+        server, weights, info = self.weigh(server, Seen(distance(rows, row_of(rows, now.alice))), now)
+        sums = sums_of(weights, {**up._asdict(), **self._control_rows(server.c_i, c_i)})
+        return self.combine(server, sums, now)._replace(c_i=c_i), info
+
+    def needs_updates(self) -> str:
+        return next((f"{name} = {ADAPTIVE}" for name in ("omega", "psi") if getattr(self, name) == ADAPTIVE), "")
+
+    def compared_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        if self.compared == "updates":
+            return {"dy": up.dy}
+        c_i = scaffold.control_variate(agents.c_i, down.c, up.dy, steps, self.sgd.lr, self.correction)
+        return {"c": c_i} if self.compared == "gradients" else {"direction": F.normalize(c_i.double(), eps=TINY)}
+
+    def summed_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        c_i = scaffold.control_variate(agents.c_i, down.c, up.dy, steps, self.sgd.lr, self.correction)
+        return {**up._asdict(), **self._control_rows(agents.c_i, c_i)}
+
+    def weigh(self, server: Server, seen: Seen, now: Round) -> tuple[Server, dict[str, Weights], Info]:
+        omega, psi = self._degree("omega", now, server), self._degree("psi", now, server)
+        local_at_end = self.psi != ADAPTIVE  # with an adaptive psi no round number decides when Alice trains alone
+        options = (self.denominator, local_at_end)
+        alpha_bar, alpha, d = weigh_distances(seen.distances, server.past, now, omega, psi, *options)  # A2.13
         past = torch.stack([server.past[1], unless_absent(now, alpha, torch.full_like(alpha, NO_PART))])  # A2.14
-        server = server._replace(past=past, **statistics._asdict())
-        return self.combine(server, up, c_i, alpha_bar), Info(alpha_bar, alpha, d, omega, psi)
+        weights = dict.fromkeys(("dy", "stats", "c" if self.control == "anchored" else "dc"), alpha_bar)
+        return server._replace(past=past), weights, Info(alpha_bar, alpha, d, omega, psi)
 
-    def combine(self, server: Server, up: Up, c_i: Rows, alpha_bar: Weights) -> Server:
+    def combine(self, server: Server, sums: Mapping[str, Vector], now: Round) -> Server:
         """A2.15-16: apply the weighted updates to the model and the control variate."""
-        x = apply_update(server.x, alpha_bar, up.dy, self.eta_g)  # A2.15-16
-        if self.control == "anchored":
-            # Differs from the paper: c is the weighted mean itself, so it cannot drift.
-            c = weighted_sum(alpha_bar, c_i)
-        else:
-            c = server.c.double() + weighted_sum(alpha_bar, c_i - server.c_i)  # A2.15-16
-        stats = averaged(server.stats, alpha_bar, up.stats)
-        return server._replace(x=x, stats=stats, c=c.to(server.c.dtype), c_i=c_i)
+        # Differs from the paper if anchored: c is the weighted mean itself, so it cannot drift.
+        c = sums["c"] if self.control == "anchored" else server.c.double() + sums["dc"]
+        x, stats = shifted(server.x, sums["dy"], self.eta_g), sums["stats"].to(server.stats.dtype)
+        return server._replace(x=x, stats=stats, c=c.to(server.c.dtype))
 
-    def _degree(
-        self, name: Literal["omega", "psi"], now: Round, statistics: adaptive_degree.GradientStatistics
-    ) -> Degree:
+    def _control_rows(self, before: Rows, after: Rows) -> dict[str, Rows]:
+        """Return what c is computed from: the new control variates, or their changes."""
+        return {"c": after} if self.control == "anchored" else {"dc": after - before}
+
+    def _degree(self, name: Literal["omega", "psi"], now: Round, server: Server) -> Degree:
         schedule = getattr(self, name)
-        return statistics.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
+        return server.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
 
     def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
         return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)

@@ -5,6 +5,7 @@ alpha_i <- max(0, alpha_i - (1 + p_s floor((r-1) b / |S_i|)) p_d |g_i - g_A| / |
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, final
 
@@ -20,15 +21,15 @@ from waffle_fl.algorithms.contract import (
     Optimiser,
     Round,
     Rows,
+    Seen,
     Vector,
     Weights,
-    apply_update,
-    averaged,
     broadcast_to,
     lengths,
     normalised,
     one_hot,
     row_of,
+    sums_of,
 )
 from waffle_fl.algorithms.fedavg import Agents, Down, Local, Up
 from waffle_fl.constraints import at_least, check_fields, parameter
@@ -46,11 +47,9 @@ class Info(NamedTuple):
     distances: Weights  # relative to Alice's update
 
 
-def relative_distances(dy: Rows, alice: Tensor) -> Weights:
+def relative(distances: Weights, length: Tensor) -> Weights:
     """Return |g_i - g_A| / |g_A| (the learning rate cancels); 0 if Alice's update is 0, so that no weight changes."""
-    alice_dy = row_of(dy, alice)
-    scale = alice_dy.double().norm()
-    return torch.where(scale > 0, lengths(dy, alice_dy) / torch.where(scale > 0, scale, 1.0), 0.0)
+    return torch.where(length > 0, distances / torch.where(length > 0, length, 1.0), 0.0)
 
 
 @final
@@ -67,6 +66,7 @@ class WeightErosion:
         order=30,
     )
     for_alice: ClassVar[bool] = True
+    reads_length: ClassVar[bool] = True
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: Optimiser = field(default_factory=SGD)
@@ -105,15 +105,32 @@ class WeightErosion:
         return fedavg.FedAvg(self.sgd, self.clip)
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        d = relative_distances(up.dy, now.alice)
+        hers = row_of(up.dy, now.alice)
+        server, weights, info = self.weigh(server, Seen(lengths(up.dy, hers), hers.double().norm()), now)
+        return self.combine(server, sums_of(weights, up._asdict()), now), info
+
+    def needs_updates(self) -> str:
+        return ""
+
+    def compared_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        return {"dy": up.dy}
+
+    def summed_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
+        return up._asdict()
+
+    def weigh(self, server: Server, seen: Seen, now: Round) -> tuple[Server, dict[str, Weights], Info]:
+        assert seen.length is not None
+        d = relative(seen.distances, seen.length)
         size = now.samples if self.counted == "samples" else now.steps
         reuses = (((now.r - 1) * now.batch_size) // size.clamp(min=1)).double()
         p_d = self.p_d * self.p_d_rounds / now.of if self.p_d_rounds else self.p_d
         eroded = (server.alpha - (1 + self.p_s * reuses) * p_d * d).clamp(min=0)
         alpha = torch.where(now.received, eroded, server.alpha)  # an agent without a received update keeps its weight
         weights = normalised(torch.where(now.received, alpha, 0.0), one_hot(now.alice, len(alpha)))
-        x = apply_update(server.x, weights, up.dy)
-        return Server(x, averaged(server.stats, weights, up.stats), alpha), Info(weights, alpha, d)
+        return server._replace(alpha=alpha), {"dy": weights, "stats": weights}, Info(weights, alpha, d)
+
+    def combine(self, server: Server, sums: Mapping[str, Vector], now: Round) -> Server:
+        return Server(*fedavg.combine(fedavg.Server(server.x, server.stats), sums), server.alpha)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return broadcast_to(Net(server.x, server.stats), count)

@@ -159,6 +159,14 @@ class Settings:
     """Augment training images: random shifts by up to an eighth of the image and random reflections, in every step."""
     flips: bool = True
     """With augment: reflect half of the images from left to right. Turn it off for digits and text."""
+    privacy: Literal["off", "masked"] = "off"
+    """What the server sees: every update, or distances and weighted sums alone. See docs/privacy.md."""
+    masked_distances: Literal["sketch", "dealer"] = "sketch"
+    """With privacy = masked: distances from secret sketches, or exact ones with another agent as dealer."""
+    sketch_size: int = parameter(4096, at_least(2))
+    """With privacy = masked: numbers of a sketch, from which distances are computed. More are more accurate."""
+    min_contributors: float = parameter(1.0, at_least(1))
+    """With privacy = masked: smallest effective number of agents in a weighted sum; Alice trains alone below it."""
     guard: Literal["off", "standard"] = "off"
     """Server-side checks of each update, in addition to the check that it is finite."""
     attack: str = parameter(attacks.NONE, readable(attacks.parse, "an attack such as sign-flip"))

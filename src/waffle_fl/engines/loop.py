@@ -18,6 +18,7 @@ from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
+from waffle_fl.engines.masked_checks import masked_rounds_of
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, scored_net
@@ -30,7 +31,7 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
     algorithm, federation, agents_count = spec.algorithm, spec.federation, spec.federation.agents
     training = AgentTraining(algorithm, model, spec, settings)
     everyone, evaluator = registered(federation, settings, model.device), Evaluator(model)
-    cohorts = cohorts_of(spec, settings)
+    cohorts, masked = cohorts_of(spec, settings), masked_rounds_of(spec, settings)
     state = spec.state or initial_state(spec, model)  # A2.1
     for r in range(start + 1, settings.rounds + 1):  # A2.2
         known = asking(everyone, cohort := cohorts(r))  # all agents, or a sample of them
@@ -44,15 +45,21 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
             agents, up = (stack(rows) for rows in zip(*trained, strict=True))
             agents, up = for_all_agents(cohort, before, agents, up, known)
             arrived = receive(spec, model, up, r, known)
-            up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
-            server, info = algorithm.aggregate(server, up, now)  # A2.13-16
-            agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
+            if masked:
+                done = masked.aggregate(r, attempt, server, before, agents, arrived.up, arrived.present, known)
+                server, agents, _, measured = done
+            else:
+                up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
+                server, info = algorithm.aggregate(server, up, now)  # A2.13-16
+                agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
+                measured = {
+                    **diagnostics(algorithm, server, up, info, known.alice),
+                    "received": now.received,
+                    "codes": codes,
+                }
             after = State(server, agents)
             (scores,) = evaluate_runs(evaluator, [spec], [scored_net(spec, after, model)], r / settings.rounds)
-            measured = {**scores, **diagnostics(algorithm, server, up, info, known.alice)}
-            (numbers,) = to_numbers(
-                [{**measured, "received": now.received, "codes": codes, "refused": arrived.refused}]
-            )
+            (numbers,) = to_numbers([{**scores, **measured, "refused": arrived.refused}])
             outcome = outcome_of(index, spec, numbers, after, state, r, attempt)
             if not outcome.error:
                 break

@@ -18,6 +18,12 @@ Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> update
 Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
 
 
+Privacy: TypeAlias = Literal["off", "masked"]
+"""Whether the server sees each update, or only distances and weighted sums."""
+
+MaskedDistances: TypeAlias = Literal["sketch", "dealer"]
+"""How private rounds compute distances: from secret sketches, or exactly with another agent as dealer."""
+
 Presence: TypeAlias = Literal["by-method", "always"]
 """When Alice takes part in a round: where the method's training depends on her, or always."""
 
@@ -43,6 +49,10 @@ class RoundSettings:
     participation: float = parameter(1.0, share())
     alice_takes_part: Presence = "by-method"
     steps_per_round: int = parameter(0, at_least(0))
+    privacy: Privacy = "off"
+    masked_distances: MaskedDistances = "sketch"
+    sketch_size: int = parameter(4096, at_least(2))
+    min_contributors: float = parameter(1.0, at_least(1))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -99,6 +109,8 @@ class Measured(TypedDict, total=False):
     psi: float
     norms: list[float]  # norm of each agent's update
     participants: list[str]  # the agents that took part, if not all
+    contributors: float  # masked rounds: effective number of agents in the sum
+    uploaded: float  # masked rounds: bytes that all agents have sent
     screened: dict[str, str]  # agents whose update was rejected or clipped, and why
     refused: list[list[str]]  # messages that could not be read: agent, reason
     attackers_weight: float  # sum of the attackers' weights

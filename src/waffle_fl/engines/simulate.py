@@ -15,10 +15,13 @@ from waffle_fl.batches import Remainder, batch_sizes
 from waffle_fl.engines import loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
+from waffle_fl.engines.masked_checks import check_privacy
 from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
 from waffle_fl.engines.run_spec import (
+    MaskedDistances,
     Outcome,
     Presence,
+    Privacy,
     RoundSettings,
     RunSpec,
     State,
@@ -51,6 +54,10 @@ def simulate(
     participation: float = 1.0,
     alice_takes_part: Presence = "by-method",
     steps_per_round: int = 0,
+    privacy: Privacy = "off",
+    masked_distances: MaskedDistances = "sketch",
+    sketch_size: int = 4096,
+    min_contributors: float = 1.0,
     workers: int = 0,
     engine: Engine = "fast",
 ) -> Iterator[list[Outcome]]:
@@ -58,12 +65,15 @@ def simulate(
 
     `start` is the number of rounds that the runs' states have completed. `participation` is the share of the agents
     that take part in each round; Alice is one of them where the method's training depends on her, or always.
+    With `privacy="masked"` the server sees distances and weighted sums alone: `masked_distances`, `sketch_size` and
+    `min_contributors` are explained in docs/privacy.md.
     `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0. At most `workers` processes share the
     work on a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after
     another.
     """
     rounds_of_all = rounds, batch_size, epochs, augment, flips, guard, remainder
-    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round)
+    private = privacy, masked_distances, sketch_size, min_contributors
+    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round, *private)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
     if type(workers) is not int or workers < 0:
@@ -77,6 +87,7 @@ def simulate(
     check_model(specs, model, batch_size, remainder)
     for spec in specs:
         check_agents(spec.algorithm, spec.federation.agents)
+        check_privacy(spec, settings)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
     groups = shared_training.groups_of(specs) if not settings.needs_alice else [[i] for i in range(len(specs))]

@@ -20,6 +20,7 @@ from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.helper_agents import TwoTrainings
+from waffle_fl.engines.masked_checks import masked_rounds_of
 from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
 from waffle_fl.engines.row_training import RowTraining, Selection
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State, all_nets
@@ -37,6 +38,7 @@ class StackedBackend:
         self._graphs = Graphs(model)
         self._evaluator = Evaluator(model, cores)
         self._trainings: dict[Any, RowTraining | TwoTrainings] = {}
+        self._masked = [masked_rounds_of(spec, settings) for spec in specs]
 
     def close(self) -> None:
         """Stop all worker processes and threads; they start again when needed."""
@@ -113,7 +115,10 @@ class StackedBackend:
         done: dict[int, Aggregated] = {}
         for algorithm, group in self._by_kind(work.runs):
             several = [inputs[i] for i in group]
-            if aggregation.applies(self.model):
+            masked = [rounds for i in group if (rounds := self._masked[i])]
+            if masked:
+                found = [m.aggregate(work.r, work.attempt, *one) for m, one in zip(masked, several, strict=True)]
+            elif aggregation.applies(self.model):
                 found = aggregate_together(algorithm, work.r, self.settings, several)
             else:
                 found = [aggregate(algorithm, work.r, self.settings, *one) for one in several]

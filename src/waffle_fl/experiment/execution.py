@@ -19,6 +19,7 @@ from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
+from waffle_fl.engines.masked_checks import check_privacy
 from waffle_fl.engines.run_spec import RunSpec, fitted, initial_state, on_device, own_net
 from waffle_fl.engines.shared_training import carriers
 from waffle_fl.engines.simulate import check_model, simulate
@@ -136,6 +137,7 @@ def _open(
             "final_model: expected last without validation data, got selected: set validation, such as 0.2"
         )
     check_agents(spec.algorithm, federation.agents)
+    check_privacy(spec, round_settings(s))
     check_schedules(config)
     check_scored(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
@@ -225,6 +227,10 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.guard,
             s.participation,
             s.alice_takes_part,
+            s.privacy,
+            s.masked_distances,
+            s.sketch_size,
+            s.min_contributors,
             s.precision,
         )
         f = active.spec.federation

@@ -1,0 +1,227 @@
+"""Cost and error of private rounds: python -m benchmarks.private_rounds > results/private-rounds.jsonl
+
+Four kinds of lines, or only those that the arguments name:
+
+cost     seconds per round and bytes per agent, beside the clear run, for LeNet-5 and several numbers of agents
+error    L1 error of WAFFLE's weights by the size of the sketch, for distances between q d_max and d_max
+runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds
+attacks  accuracy under attack without and with the guard, in the clear and masked; the attackers follow the protocol
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from statistics import mean, median, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from waffle_fl.algorithms import Net, Round
+from waffle_fl.algorithms.contract import Seen
+from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.attacks import tamper_of
+from waffle_fl.config import check_run
+from waffle_fl.engines.aggregation import registered
+from waffle_fl.engines.run_spec import RunSpec
+from waffle_fl.engines.simulate import simulate
+from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
+from waffle_fl.experiment.factories import round_settings, simulation_options
+from waffle_fl.privacy.masks import derive
+from waffle_fl.privacy.sketch import compress
+
+SERIAL = Runtime(workers=1)
+KINDS = ("cost", "error", "runs", "attacks")
+AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
+WARM_UP = 2  # rounds whose time is not counted
+NUMBERS = 20_000  # of an update in `weight_error`
+SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
+ATTACKS = ("sign-flip(3)", "free-rider", "mimic", "far(100)", "alie(1.5)")
+DIGITS = {"data": "digits", "split": "A", "rounds": 12, "attackers": 3}
+HEART = {"data": "heart-disease", "target": "disease", "rounds": 40, "batch_size": 16, "lr": 0.02}
+RUNS: dict[str, dict[str, Any]] = {
+    **{
+        f"mnist {split}": {
+            "data": "mnist",
+            "split": split,
+            "samples_per_agent": 500,
+            "rounds": 20,
+            "permutation_seed": 1,
+        }
+        for split in ("A", "B", "C", "A*", "B*")
+    },
+    "heart-disease": HEART,
+}
+
+
+def trained(method: str, runtime: Runtime = SERIAL, **settings: Any) -> tuple[list[dict[str, Any]], int]:
+    """Return the measurements of a run's rounds, and the bytes of an update in the clear."""
+    config = check_run(method, settings, {})
+    s = config.settings
+    federation = federation_of(s, "", False)
+    model = model_of(s, federation, runtime, device_of("cpu"))
+    tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
+    spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
+    stream = simulate([spec], model, **simulation_options(s, runtime))
+    lines = [dict(outcomes[0].measured) for outcomes in stream]
+    return lines, 4 * (model.size + model.stats_size)
+
+
+def cost(method: str, agents: int, samples: int) -> dict[str, Any]:
+    """Measure one process on one core, which computes all agents and the server."""
+    options = {"data": "mnist", "agents": agents, "samples_per_agent": samples, "rounds": WARM_UP + 3}
+    rounds = {p: trained(method, **options, privacy=p) for p in ("off", "masked")}
+    seconds = {p: median(line["seconds"] for line in lines[WARM_UP:]) for p, (lines, _) in rounds.items()}
+    lines, clear = rounds["masked"]
+    return {
+        "kind": "cost",
+        "method": method,
+        "agents": agents,
+        "samples": samples,
+        "clear_seconds": round(seconds["off"], 3),
+        "masked_seconds": round(seconds["masked"], 3),
+        "clear_bytes": clear,
+        "masked_bytes": round(lines[0]["uploaded"] / agents),
+    }
+
+
+def weight_error(size: int, spread: float, tries: int = 3) -> dict[str, Any]:
+    """Return the mean L1 error of WAFFLE's weights over a run of 100 rounds, for ten agents and real count sketches."""
+    others = np.linspace(spread, 1, 9)
+    rng, errors = np.random.default_rng(0), []
+    server, _ = Waffle().init(Net(torch.zeros(1), torch.zeros(0)), 10)
+    known = torch.ones(10) > 0
+    for attempt in range(tries):
+        states = [server, server]
+        for r in range(1, 95):
+            rows = rng.normal(size=(9, NUMBERS))
+            rows *= (others / np.linalg.norm(rows, axis=1))[:, None]
+            key = derive(bytes(32), f"{attempt} {r}")
+            found = [others, [np.linalg.norm(compress(row, size, key)) for row in rows]]
+            now = Round(r, 100, torch.tensor(0), known, known, known.long(), known.long(), 32)
+            weights = []
+            for i, distances in enumerate(found):
+                seen = torch.tensor([0.0, *distances], dtype=torch.float64)
+                states[i], found_weights, _ = Waffle().weigh(states[i], Seen(seen), now)
+                weights.append(found_weights["dy"])
+            errors.append(float((weights[0] - weights[1]).abs().sum()))
+    return {"kind": "error", "sketch": size, "spread": spread, "error": round(mean(errors), 4)}
+
+
+def error_on_equal_updates(settings: dict[str, Any]) -> dict[str, float]:
+    """Return the L1 error of the weights from sketches of 4,096 sums, for the updates of a clear run of WAFFLE.
+
+    Two runs differ in all later updates once their weights differ; this is the error of the sketches alone.
+    """
+    config = check_run("waffle", settings, {})
+    s = config.settings
+    federation = federation_of(s, "", False)
+    model = model_of(s, federation, SERIAL, device_of("cpu"))
+    known = registered(federation, round_settings(s), model.device)
+    everyone, alice = known.samples > 0, federation.alice
+    sent: list[Any] = []
+
+    def keep(up: Any, r: int) -> Any:
+        sent.append(up.dy.double().numpy())
+        return up
+
+    spec = RunSpec(config.algorithm(), federation, s.seed, tamper=keep)
+    method: Any = spec.algorithm
+    past, errors, spreads = None, [], []
+    for outcomes in simulate([spec], model, **simulation_options(s, SERIAL)):
+        rows, r = sent[-1], outcomes[0].round
+        server = outcomes[0].state.server
+        now = Round(r, s.rounds, known.alice, everyone, everyone, known.samples, known.steps, s.batch_size)
+        key = derive(bytes(32), str(r))
+        distances = [np.linalg.norm(compress(row - rows[alice], 4096, key)) for row in rows]
+        before = server._replace(past=torch.full_like(server.past, 1 / len(rows)) if past is None else past)
+        after, weights, _ = method.weigh(before, Seen(torch.tensor(distances)), now)
+        past = after.past
+        exact = torch.tensor(outcomes[0].measured["weights"], dtype=torch.float64)
+        errors.append(float((weights["dy"] - exact).abs().sum()))
+        others = np.delete(np.linalg.norm(rows - rows[alice], axis=1), alice)
+        spreads.append(float(others.min() / others.max()))
+    return {"error_mean": round(mean(errors), 4), "error_max": round(max(errors), 4), "q": round(mean(spreads), 2)}
+
+
+def compared(name: str, method: str, settings: dict[str, Any], seeds: int = 3) -> dict[str, Any]:
+    """Compare masked and clear runs: accuracy of the last five rounds, and the error of the weights."""
+    runtime, both = Runtime(), {}
+    for p in ("off", "masked"):
+        both[p] = [trained(method, runtime, **settings, seed=seed, privacy=p)[0] for seed in range(1, seeds + 1)]
+    scores = {p: [mean(line["accuracy"] for line in lines[-5:]) for lines in runs] for p, runs in both.items()}
+    return {
+        "kind": "runs",
+        "data": name,
+        "method": method,
+        "clear": round(100 * mean(scores["off"]), 2),
+        "masked": round(100 * mean(scores["masked"]), 2),
+        "seeds_sd": round(100 * stdev(scores["off"]), 2),
+        **error_on_equal_updates({**settings, "seed": 1}),
+    }
+
+
+def attacked(method: str, attack: str) -> dict[str, Any]:
+    """Return the mean accuracy of the last three rounds on the digits with three of ten agents malicious."""
+    found = {}
+    for p, guard in product(("off", "masked"), ("off", "standard")):
+        lines, _ = trained(method, **DIGITS, attack=attack, privacy=p, guard=guard)
+        name = f"{'masked' if p == 'masked' else 'clear'}{'_guard' if guard == 'standard' else ''}"
+        found[name] = round(100 * mean(line["accuracy"] for line in lines[-3:]), 2)
+    return {"kind": "attacks", "method": method, "attack": attack, **found}
+
+
+def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
+    """Return the lines of a kind as the table in docs/privacy.md."""
+    found = [line for line in record if line["kind"] == kind]
+    if kind == "cost":
+        head = ["method", "agents", "samples", "s, clear", "s, masked", "KB, clear", "KB, masked", "ratio"]
+        rows = [
+            [
+                *(line[key] for key in ("method", "agents", "samples", "clear_seconds", "masked_seconds")),
+                *(f"{line[key] / 1000:.0f}" for key in ("clear_bytes", "masked_bytes")),
+                f"{line['masked_bytes'] / line['clear_bytes']:.2f}",
+            ]
+            for line in found
+        ]
+    elif kind == "error":
+        head = ["q", *(f"k = {size:,}" for size in SIZES)]
+        rows = [[q, *(f"{line['error']:.3f}" for line in found if line["spread"] == q)] for q in SPREADS]
+    elif kind == "attacks":
+        head = ["method", "attack", "no guard, clear", "no guard, masked", "guard, clear", "guard, masked"]
+        keys = ("method", "attack", "clear", "masked", "clear_guard", "masked_guard")
+        rows = [[line[key] for key in keys] for line in found]
+    else:
+        head = ["data", "clear", "masked", "sd of the seeds", "q", "L1 error of the weights, mean", "largest"]
+        keys = ("clear", "masked", "seeds_sd")
+        rows = [
+            [
+                line["data"],
+                *(f"{line[key]:.2f}" for key in keys),
+                *(line[key] for key in ("q", "error_mean", "error_max")),
+            ]
+            for line in found
+        ]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the record, of these kinds."""
+    if "cost" in kinds:
+        for method, agents in product(("waffle", "fedavg"), AGENTS):
+            yield cost(method, agents, AGENTS[agents])
+    if "error" in kinds:
+        yield from (weight_error(size, spread) for spread, size in product(SPREADS, SIZES))
+    if "runs" in kinds:
+        yield from (compared(name, "waffle", settings) for name, settings in RUNS.items())
+    if "attacks" in kinds:
+        yield from (attacked(method, attack) for method, attack in product(("fedavg", "waffle"), ATTACKS))
+
+
+if __name__ == "__main__":
+    for line in lines(sys.argv[1:] or KINDS):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()

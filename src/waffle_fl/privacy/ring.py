@@ -1,0 +1,54 @@
+"""Numbers as words of the ring of integers modulo 2^32: masks that are added to words cancel exactly.
+
+A word counts steps of a power of two. The steps are relative to a unit, the size of usual numbers, which is a power of
+two that all agents know:
+
+    sums       2^-24 of a unit, so that a sum holds numbers below 128 units
+    sketches   2^-18 of a unit, for vectors no longer than 2,000 units
+
+Rounding is stochastic, so a sum is unbiased: with N agents its error per number has a standard deviation of at most
+sqrt(N) / 2 steps. For ten agents and LeNet-5 (61,706 numbers, unit 1) the error of the whole sum has the length 2.3e-5,
+for updates whose length is near 1. A ring of 2^64 would halve nothing else and double the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words: TypeAlias = NDArray[np.uint32]
+LongWords: TypeAlias = NDArray[np.uint64]  # of the ring modulo 2^64: `exact_product`
+Numbers: TypeAlias = NDArray[np.float64]
+
+SUM_BITS, SKETCH_BITS = 24, 18  # binary digits after the point, in units
+LONGEST = 2000.0  # units: longest vector that is compared; all numbers of a difference are then below 2^13 units
+WORD_BITS = 32
+
+
+def unit_for(size: float) -> float:
+    """Return the smallest power of two that is at least `size`."""
+    return float(2.0 ** math.ceil(math.log2(size)))
+
+
+def largest(bits: int) -> float:
+    """Return the number of units below which a sum must stay; a sixty-fourth is left for rounding."""
+    return 2.0 ** (WORD_BITS - 1 - bits) * (63 / 64)
+
+
+def holds(numbers: Numbers, unit: float, bits: int) -> bool:
+    """Return whether all numbers are finite and small enough for a sum; weights sum to at most 1."""
+    return bool(np.abs(numbers).max(initial=0.0) <= largest(bits) * unit)
+
+
+def encode(numbers: Numbers, unit: float, bits: int, draws: Numbers | float = 0.5) -> Words:
+    """Return numbers as words; `draws` in [0, 1) round stochastically, 0.5 rounds to the nearest step."""
+    steps = np.floor(numbers * (2.0**bits / unit) + draws)
+    return steps.astype(np.int64).astype(np.uint32)
+
+
+def decode(words: Words, unit: float, bits: int) -> Numbers:
+    """Return the numbers of words, of which the upper half are negative."""
+    return words.view(np.int32).astype(np.float64) * (unit * 2.0**-bits)

@@ -1,0 +1,330 @@
+"""A private round: sums are exact with any dropouts, and the server learns distances and a sum, nothing else."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import typing
+from collections.abc import Collection
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from conftest import refusal
+from private_support import PrivateRound, rows_of, secrets_of, words_of
+from waffle_fl.errors import WaffleError
+from waffle_fl.privacy import messages, ring, server
+from waffle_fl.privacy.agent import Numbered
+from waffle_fl.privacy.exact_product import dealer_for
+from waffle_fl.privacy.masks import derive, pair_mask, self_mask, stream
+from waffle_fl.privacy.messages import Announcement, MaskedSums, RevealRequest, RoundId, transcript_of
+from waffle_fl.privacy.sketch import compress
+
+AGENTS, ALICE, LENGTH = 10, 0, 50
+WEIGHTS = {0: 0.4, 1: 0.2, 2: 0.1, 4: 0.1, 5: 0.05, 6: 0.05, 8: 0.1}  # agents 3, 7, 9 have no weight
+
+
+def assert_uniform(data: bytes) -> None:
+    """Chi-square of the 256 byte values; a uniform source fails once in a million."""
+    counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=256)
+    assert len(data) > 256 * 20
+    assert 1e-6 < stats.chisquare(counts).pvalue < 1 - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("absent", "silent", "gone"),
+    [((), (), ()), ((3,), (), ()), ((), (1, 8), ()), ((), (), (0, 2, 9)), ((7,), (4,), (5,)), ((), (1,), (1, 3, 4))],
+)
+def test_sums_are_exact_with_dropouts(absent: Collection[int], silent: Collection[int], gone: Collection[int]) -> None:
+    """Agents may drop out before the round, before they send their sum, or after it: the rest is exact."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    one.open(LENGTH, absent)
+    announced = one.contribute(rows, WEIGHTS, silent)
+    found = one.unmask(announced, gone)
+    np.testing.assert_array_equal(found, words_of(rows, WEIGHTS, set(WEIGHTS) - set(silent)))
+    assert one.server.liars == []
+
+
+def test_below_the_threshold_nothing_is_read() -> None:
+    """With four of ten agents gone a round is rejected, at its start and at its end."""
+    one = PrivateRound(AGENTS)
+    assert "expected 7 agents" in refusal(one.open, LENGTH, (1, 2, 3, 4))
+    one = PrivateRound(AGENTS)
+    one.open(LENGTH)
+    announced = one.contribute(rows_of(AGENTS, LENGTH), WEIGHTS)
+    assert "nothing can be read" in refusal(one.unmask, announced, (1, 2, 3, 4))
+    assert "at least 4 agents" in refusal(PrivateRound, 3)
+
+
+def received_bytes(one: PrivateRound) -> bytes:
+    """Everything of a round that depends on secrets, as the server has received it."""
+    sealed = [o.salt + o.sealed_seeds + b"".join(o.shares.values()) for o in one.openings]
+    digests = [b"".join([*o.self_digests.values(), *o.key_digests.values()]) for o in one.openings]
+    return b"".join(sealed + digests + [m.words.tobytes() for m in one.masked])
+
+
+@pytest.mark.parametrize("row", [np.zeros(2000), np.full(2000, 0.01), rows_of(1, 2000)[0]])
+def test_the_server_receives_uniform_bytes(row: np.ndarray) -> None:
+    """All messages are uniform bytes, whatever the updates are."""
+    one = PrivateRound(AGENTS)
+    one.open(2000)
+    one.contribute(np.tile(row, (AGENTS, 1)), dict.fromkeys(range(AGENTS), 0.1))
+    sketches = [side.sketch(ALICE, row, 1.0, 2000) for side in one.sides[1:]]
+    sketches += [one.sides[ALICE].sketch(j, row, 1.0, 2000) for j in range(1, AGENTS)]
+    assert_uniform(received_bytes(one))
+    for message in (*one.masked, *sketches):
+        assert_uniform(message.words.tobytes())
+
+
+def test_the_same_update_twice_gives_unrelated_messages() -> None:
+    """Neither the messages of two rounds nor their differences show that an update was repeated."""
+    row, found = rows_of(1, 4000)[0], []
+    for at in (RoundId("test", 1), RoundId("test", 2), RoundId("test", 1, attempt=1)):
+        one = PrivateRound(AGENTS, at)
+        one.open(4000)
+        one.contribute(np.tile(row, (AGENTS, 1)), dict.fromkeys(range(AGENTS), 0.1))
+        found.append((one.masked[1].words, one.sides[1].sketch(ALICE, row, 1.0, 4000).words))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert_uniform((a - b).tobytes())
+
+
+def test_distances_are_all_that_sketches_tell() -> None:
+    """The server reads the distances, exactly for short updates; the difference itself is rotated at random."""
+    rows = rows_of(AGENTS, LENGTH)
+    for size, error in ((LENGTH, 1e-5), (40, 0.5)):
+        one = PrivateRound(AGENTS)
+        hub = one.open(LENGTH)
+        sketches = [side.sketch(ALICE, rows[side.agent], 1.0, size) for side in one.sides[1:]]
+        sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, size) for j in range(1, AGENTS)]
+        found = hub.distances(sketches, ALICE, 1.0)
+        true = np.linalg.norm(rows - rows[ALICE], axis=1)
+        assert [found[j] for j in range(1, AGENTS)] == pytest.approx(true[1:].tolist(), rel=error)
+        difference = ring.decode(sketches[0].words - sketches[AGENTS - 1].words, 1.0, ring.SKETCH_BITS)
+        assert abs(np.corrcoef(difference[:40], (rows[1] - rows[ALICE])[:40])[0, 1]) < 0.5
+
+
+def test_exact_distances_need_both_words() -> None:
+    """With a third agent as dealer the server reads exact distances, and the vectors that it relays are uniform."""
+    rows, one = rows_of(AGENTS, 3000), PrivateRound(AGENTS)
+    hub, hers, words = one.open(3000), one.sides[ALICE], []
+    for i in range(1, AGENTS):
+        dealer = dealer_for(i, ALICE, range(AGENTS))
+        assert dealer not in (i, ALICE)
+        dealt = one.sides[dealer].deal(i, ALICE, 3000)
+        to_alice = one.sides[i].mask_vector(ALICE, rows[i], 1.0, dealer, hers=False)
+        to_agent = hers.mask_vector(i, rows[ALICE], 1.0, dealer, hers=True)
+        for masked in (to_alice, to_agent):
+            assert_uniform(masked.words.tobytes())
+        words += [one.sides[i].product_word(to_agent, dealt), hers.product_word(to_alice, None)]
+    true = np.linalg.norm(rows - rows[ALICE], axis=1)
+    found = hub.exact_distances(words, ALICE, 1.0)
+    assert [found[i] for i in range(1, AGENTS)] == pytest.approx(true[1:].tolist(), rel=2e-6)
+    assert set(hub.exact_distances(words[1:], ALICE, 1.0)) == set(range(2, AGENTS))
+    assert "once" in refusal(one.sides[2].deal, 1, ALICE, 3000)
+
+
+def test_a_missing_sketch_is_a_missing_agent() -> None:
+    """An agent whose sketch, or Alice's sketch for it, has not arrived has no distance."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    hub = one.open(LENGTH)
+    sketches = [one.sides[j].sketch(ALICE, rows[j], 1.0, 64) for j in (1, 2)]
+    sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, 64) for j in (2, 3)]
+    assert set(hub.distances(sketches, ALICE, 1.0)) == {2}
+
+
+def test_a_server_with_one_site_reads_the_sum_of_the_others_alone() -> None:
+    """With the secrets of agent 4 the server removes its masks; each other sum stays uniform, their total is known."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, 4000)
+    hub = one.open(4000)
+    weights = dict.fromkeys(range(AGENTS), 0.1)
+    announced = one.contribute(rows, weights)
+    total = one.unmask(announced)
+    transcript = transcript_of(one.at, {o.agent: o.salt for o in one.openings})
+    context, count = announced.binding(transcript), 4000 + messages.CHECK_WORDS
+    spy, left = secrets_of("test", AGENTS)[4], {}
+    for masked in one.masked:
+        if masked.agent != 4:
+            digests = one.openings[masked.agent].self_digests
+            secret = hub._secret(digests, {r.holder: r.self_shares[masked.agent] for r in one.revealed}, masked.agent)
+            seed = derive(spy[masked.agent], "mask seed", one.at.context)
+            words = masked.words - self_mask(secret, context, count)
+            left[masked.agent] = words - pair_mask(seed, masked.agent, 4, context, count)
+            assert_uniform(left[masked.agent].tobytes())
+    for pair in ((1, 2), (7, 8)):
+        assert_uniform((left[pair[0]] + left[pair[1]]).tobytes())
+    others = np.sum([*left.values()], axis=0, dtype=np.uint32)[:4000]
+    expected = words_of(rows, weights, set(range(AGENTS)) - {4})
+    np.testing.assert_array_equal(ring.decode(others, 1.0, 24), expected)
+    np.testing.assert_allclose(total - expected, 0.1 * rows[4], atol=2.0**-24)
+
+
+def test_a_server_with_alice_reads_a_count_sketch_alone() -> None:
+    """With Alice's secrets the server reads k sums of each update: two updates with equal sums give one message."""
+    size, count = 64, 500
+    key = derive(RoundId("test", 1).context, "count sketch")
+    map_of = np.stack([compress(unit, size, key) for unit in np.eye(count)])  # (count, size)
+    row = rows_of(1, count)[0]
+    hidden = np.linalg.svd(map_of.T)[2][size + 1]  # a direction that the sums do not see
+    assert np.abs(hidden @ map_of).max() < 1e-12
+    sent = []
+    for update in (row, row + hidden):
+        one = PrivateRound(AGENTS)
+        one.open(count)
+        sent.append(one.sides[1].sketch(ALICE, update, 1.0, size).words)
+        hers = one.sides[ALICE].sketch(1, np.zeros(count), 1.0, size)
+    pad = stream(
+        derive(derive(secrets_of("test", AGENTS)[ALICE][1], "sketch weights", one.sides[1]._transcript), "pad"), size
+    )
+    np.testing.assert_array_equal(hers.words, pad)  # Alice can remove it
+    assert np.abs(ring.decode(sent[0] - sent[1], 1.0, ring.SKETCH_BITS)).max() <= 2.0**-17
+    read = ring.decode(sent[0] - pad, 1.0, ring.SKETCH_BITS)
+    assert np.linalg.norm(read) == pytest.approx(np.linalg.norm(row @ map_of), rel=1e-5)
+
+
+def test_a_false_sum_is_recognised() -> None:
+    """A sum with another mask leaves nothing to read, and the round is rejected."""
+    one = PrivateRound(AGENTS)
+    one.open(LENGTH)
+    announced = one.contribute(rows_of(AGENTS, LENGTH), WEIGHTS)
+    one.masked[2] = MaskedSums(one.masked[2].agent, stream(bytes(32), LENGTH + messages.CHECK_WORDS))
+    assert "do not cancel" in refusal(one.unmask, announced)
+
+
+def test_masks_are_bound_to_the_weights() -> None:
+    """A server that sends other weights to one agent gets sums that it cannot read."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    one.open(LENGTH)
+    announced = one.server.announce({"dy": WEIGHTS})
+    other = Announcement({"dy": {**WEIGHTS, 1: 0.15}})
+    one.masked = [
+        one.sides[i].contribute(other if i == 1 else announced, {"dy": Numbered(rows[i], 1.0)}) for i in WEIGHTS
+    ]
+    request = one.server.request(one.masked)
+    assert "refuse the round" in refusal(one.sides[1].reveal, request, announced)
+    one.revealed = [side.reveal(request, announced) for side in one.sides if side.agent != 1]
+    assert "do not cancel" in refusal(one.server.sums, one.revealed)
+
+
+def test_false_shares_are_ignored_and_named() -> None:
+    """Shares that differ from their digest are not used, and their holder is known."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    one.open(LENGTH)
+    announced = one.contribute(rows, WEIGHTS, silent=(8,))
+    one.unmask(announced, gone=(0,))
+    liar = one.revealed[2]
+    one.revealed[2] = dataclasses.replace(liar, self_shares=dict.fromkeys(liar.self_shares, bytes(32)))
+    found = one.server.sums(one.revealed)["dy"]
+    np.testing.assert_array_equal(found, words_of(rows, WEIGHTS, set(WEIGHTS) - {8}))
+    assert one.server.liars == [liar.holder]
+
+
+def test_a_sum_that_arrives_late_stays_masked() -> None:
+    """An agent reported missing loses its pair masks; its late sum is still uniform."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, 4000)
+    hub = one.open(4000)
+    announced = one.contribute(rows, WEIGHTS)
+    late = next(masked for masked in one.masked if masked.agent == 2)
+    one.masked.remove(late)
+    one.unmask(announced)
+    seeds = hub._seeds_of(2, one.revealed)
+    context = announced.binding(transcript_of(one.at, {o.agent: o.salt for o in one.openings}))
+    words = late.words.copy()
+    for other in WEIGHTS:
+        if other != 2:
+            words -= pair_mask(seeds[other], 2, other, context, len(words))
+    assert_uniform(words.tobytes())
+    for side in one.sides:
+        assert "once" in refusal(side.reveal, RevealRequest(tuple(WEIGHTS), ()), announced)
+
+
+def test_an_agent_refuses_what_would_expose_a_sum() -> None:
+    """Both secrets of one agent, agents without a place, one survivor alone, or fewer contributors than its floor."""
+    rows = rows_of(AGENTS, LENGTH)
+
+    def opened(floors: dict[int, float] | None = None) -> PrivateRound:
+        one = PrivateRound(AGENTS, floors=floors or {})
+        one.open(LENGTH)
+        return one
+
+    everyone = tuple(WEIGHTS)
+    for request in (RevealRequest(everyone, (2,)), RevealRequest(everyone[:-1], ()), RevealRequest((9,), everyone)):
+        one = opened()
+        announced = one.contribute(rows, WEIGHTS)
+        assert "refuse the round" in refusal(one.sides[3].reveal, request, announced)
+    one = opened()
+    announced = one.contribute(rows, WEIGHTS)
+    assert "missing agents" in refusal(one.sides[3].reveal, RevealRequest((1, 2, 8), (0, 4, 5, 6)), announced)
+    few = PrivateRound(AGENTS, floors={3: 3.5})
+    few.open(LENGTH)
+    announced = few.contribute(rows, WEIGHTS)
+    assert "effective" in refusal(few.sides[3].reveal, RevealRequest((0, 1, 5, 6), (2, 4, 8)), announced)
+    assert "4.00" not in refusal(opened({5: 5.0}).contribute, rows, WEIGHTS)
+    assert "has no weight" in refusal(one.sides[3].contribute, announced, {"dy": Numbered(rows[3], 1.0)})
+    large = opened()
+    assert "lower lr" in refusal(large.contribute, 200 * np.ones((AGENTS, LENGTH)), WEIGHTS)
+    assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, 64)
+    assert "lower lr" in refusal(large.sides[1].mask_vector, ALICE, np.full(LENGTH, np.nan), 1.0, 2, False)
+
+
+@pytest.mark.parametrize(
+    "weights", [{0: 1.5, 1: 0.5}, {0: 0.9, 1: 0.9}, {0: float("nan"), 1: 0.5}, {0: -0.5, 1: 0.5}, {0: 0.5, 9: 0.5}]
+)
+def test_impossible_weights_are_refused(weights: dict[int, float]) -> None:
+    """Weights that are no shares, or of an agent that has not opened the round, are refused."""
+    one = PrivateRound(AGENTS)
+    one.open(LENGTH, absent=(9,))
+    for step in (one.sides[1].contribute, one.sides[2].contribute):
+        with pytest.raises(WaffleError, match=r"refuse the round|no weight"):
+            step(one.server.announce({"dy": weights}), {"dy": Numbered(np.zeros(LENGTH), 1.0)})
+
+
+def test_steps_have_an_order() -> None:
+    """Nothing that depends on an update is sent before the shares have arrived."""
+    side = PrivateRound(AGENTS).sides[1]
+    assert "first" in refusal(side.sketch, ALICE, np.zeros(LENGTH), 1.0, 64)
+    assert "first" in refusal(side.mask_vector, ALICE, np.zeros(LENGTH), 1.0, 2, False)
+    assert "first" in refusal(side.contribute, Announcement({"dy": WEIGHTS}), {})
+
+
+def test_each_step_is_taken_once() -> None:
+    """An agent answers no second request of a round, which could compare two sums."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    one.open(LENGTH)
+    one.contribute(rows, WEIGHTS)
+    again = one.server.announce({"dy": {0: 0.5, 1: 0.5}})
+    assert "once" in refusal(one.sides[1].contribute, again, {"dy": Numbered(rows[1], 1.0)})
+    assert "once" in refusal(one.sides[1].open)
+    one.sides[1].sketch(ALICE, rows[1], 1.0, 64)
+    assert "once" in refusal(one.sides[1].sketch, ALICE, rows[2], 1.0, 64)
+
+
+def test_a_delivery_without_the_own_salt_is_refused() -> None:
+    """The server cannot bring an agent into a round that it has not opened."""
+    one = PrivateRound(AGENTS)
+    openings = [side.open() for side in one.sides]
+    hub = server.MaskingServer(range(AGENTS), one.at, {"dy": (LENGTH, 1.0)})
+    deliveries = hub.deliver([*openings[:-1], PrivateRound(AGENTS, seed=9).sides[-1].open()])
+    assert "own salt" in refusal(one.sides[-1].receive, deliveries[AGENTS - 1])
+
+
+def test_the_server_holds_no_keys() -> None:
+    """Messages hold bytes, numbers and words; `messages` and `server` import neither agents nor key pairs."""
+    for module in (messages, server):
+        names = {
+            node.module for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)
+        }
+        assert not names & {"waffle_fl.privacy.agent", "waffle_fl.privacy.keys"}
+    kinds = [kind for kind in vars(messages).values() if dataclasses.is_dataclass(kind)]
+    plain = {int, float, str, bytes, np.ndarray, np.uint32, np.uint64, typing.Any}
+    for kind in kinds:
+        for hint in typing.get_type_hints(kind).values():
+            assert leaves(hint) <= plain | {tuple}, (kind, hint)
+
+
+def leaves(hint: typing.Any) -> set[typing.Any]:
+    """Return the types at the ends of a type hint."""
+    inside = [part for part in typing.get_args(hint) if part is not Ellipsis]
+    return set().union(*map(leaves, inside)) if inside else {typing.get_origin(hint) or hint}
