@@ -121,6 +121,7 @@ class QuietServer(ThreadingHTTPServer):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "*")
+    gc.disable()  # keeps all objects of the test in the youngest generation
     state = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -144,7 +145,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            gc.collect()  # close leftovers of failed requests here, so that no later test warns about them
+            gc.collect(0)  # close leftovers of failed requests here, so that no later test warns about them
+        gc.enable()
 
 
 def digest(content: bytes) -> str:
