@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paper import drift
 from waffle_fl.algorithms import SGD, Net, Round, scaffold
-from waffle_fl.algorithms.contract import Grad, Rows, State, Vector, Weights
+from waffle_fl.algorithms.contract import Grad, Rows, State, Vector, Weights, sums_of
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.engines.tree import where_rows
@@ -133,7 +133,8 @@ def play(
         else:
             info = weights if weights.ndim == 1 else weights[r - 1]
             c_i = scaffold.received_control_variates(server, up, now, algorithm.sgd.lr, algorithm.correction)
-            server = algorithm.combine(server, up, c_i, info)
+            rows = {**up._asdict(), "c": c_i, "dc": c_i - server.c_i}
+            server = algorithm.combine(server, sums_of(dict.fromkeys(rows, info), rows), now)._replace(c_i=c_i)
         yield server, up, info
 
 

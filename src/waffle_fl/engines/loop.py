@@ -45,18 +45,15 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
             agents, up = (stack(rows) for rows in zip(*trained, strict=True))
             agents, up = for_all_agents(cohort, before, agents, up, known)
             arrived = receive(spec, model, up, r, known)
-            if masked:
+            if masked:  # the server sees distances and weighted sums, no single update
                 done = masked.aggregate(r, attempt, server, before, agents, arrived.up, arrived.present, known)
                 server, agents, _, measured = done
             else:
                 up, now, codes = admit(algorithm, server, arrived.up, arrived.present, known, r, settings)
                 server, info = algorithm.aggregate(server, up, now)  # A2.13-16
                 agents = where_rows(now.intact, agents, before)  # an agent that was not admitted keeps its state
-                measured = {
-                    **diagnostics(algorithm, server, up, info, known.alice),
-                    "received": now.received,
-                    "codes": codes,
-                }
+                measured = diagnostics(algorithm, server, up, info, known.alice)
+                measured = {**measured, "received": now.received, "codes": codes}
             after = State(server, agents)
             (scores,) = evaluate_runs(evaluator, [spec], [scored_net(spec, after, model)], r / settings.rounds)
             (numbers,) = to_numbers([{**scores, **measured, "refused": arrived.refused}])
@@ -84,9 +81,7 @@ class AgentTraining:
         algorithm, row = self.algorithm, slice(i, i + 1)
         down = self.losses.into(down, agents, row, r)  # for methods that choose among models
         local = algorithm.begin(down, agents)  # A2.5
-        if hasattr(algorithm, "rehearse") and hasattr(
-            algorithm, "rehearsed"
-        ):  # for methods that adapt their starting point
+        if hasattr(algorithm, "rehearse") and hasattr(algorithm, "rehearsed"):  # it adapts its starting point
             rehearsed = math.ceil(algorithm.rehearsed * self.batches.per_epoch[i])
             for grad in self._gradients(row, r, attempt, min(rehearsed, self.batches.steps[i])):
                 local = algorithm.rehearse(local, grad)
