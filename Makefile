@@ -80,7 +80,7 @@ $(PEERS_READY): benchmarks/peers/requirements.txt
 # torch-cpu.txt and uv.toml. One file works for Python 3.11 and later, on Linux and macOS.
 lock: $(READY)
 	$(LOCK) $(UPGRADE) pyproject.toml --extra dev --extra byzfl --output-file requirements/dev.txt
-	$(LOCK) pyproject.toml --extra flower --extra parquet --constraint requirements/dev.txt \
+	$(LOCK) pyproject.toml --extra flower --extra parquet --extra private --constraint requirements/dev.txt \
 	  --output-file requirements/deploy.txt
 
 # The packages that a deployment installs, as CycloneDX.

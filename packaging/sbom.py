@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = (ROOT / "requirements" / "deploy.txt", ROOT / "requirements" / "torch-cpu.txt")
-EXTRAS = ("flower", "parquet")  # as for deploy.txt in the Makefile
+EXTRAS = ("flower", "parquet", "private")  # as for deploy.txt in the Makefile
 SPEC = "1.6"
 
 

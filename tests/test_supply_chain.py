@@ -114,9 +114,9 @@ def test_no_lock_file_names_an_index() -> None:
 
 
 def test_a_deployment_is_locked_completely() -> None:
-    """The closure of waffle-fl[flower,parquet] is locked and installed at the locked versions."""
+    """The closure of waffle-fl[flower,parquet,private] is locked and installed at the locked versions."""
     pins = locked("deploy.txt") | locked("torch-cpu.txt")
-    found = closure("waffle-fl", frozenset({"flower", "parquet"}))
+    found = closure("waffle-fl", frozenset({"flower", "parquet", "private"}))
     assert {"flwr", "cryptography", "torch", "numpy", "grpcio", "pyarrow"} <= set(found)
     assert not set(found) - set(pins), "run make lock"
     differing = {
