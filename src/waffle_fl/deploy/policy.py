@@ -72,7 +72,7 @@ class Policy:
         A method's integer hyperparameters multiply steps or memory: inner steps, clusters, models sent.
         """
         s = config.settings
-        if s.privacy not in ("off", "dp"):
+        if s.privacy != "off":
             raise Refused(f"this version cannot hide updates from the server (privacy = {s.privacy}): use a simulation")
         steps = s.steps(samples)
         options = config.to_json()["options"].values()
