@@ -92,7 +92,7 @@ def test_engines_agree_on_a_fixed_number_of_steps(algorithm: Algorithm) -> None:
     *_, (fast,) = simulate([spec], model, **shape)
     *_, (loop,) = simulate([spec], model, engine="loop", **shape)
     assert fast.measured["loss"] == pytest.approx(loop.measured["loss"], abs=1e-12)
-    site = SiteTrainer(algorithm, federation.only(1), model, 1, 8, 1, False, steps_per_round=7)
+    site = SiteTrainer(algorithm, federation.only(1), model, 1, RoundSettings(1, 8, steps_per_round=7))
     assert site.steps == 7
     assert registered(federation, RoundSettings(3, 8, steps_per_round=7), model.device).steps.tolist() == [7, 7, 7]
 

@@ -101,7 +101,7 @@ def check_resumes_and_site(algorithm: Any) -> None:
     state = state_of(unpack(pack(saved, {}), saved)[1], initial_state(spec, model))
     (resumed,) = simulate([replace(spec, state=state)], model, start=1, **settings)  # type: ignore[arg-type]
     assert same_bits(resumed[0], whole[1])
-    site = SiteTrainer(algorithm, federation.only(ALICE), model, SEED, BATCH, 1, False)
+    site = SiteTrainer(algorithm, federation.only(ALICE), model, SEED, RoundSettings(1, BATCH))
     row = slice(ALICE, ALICE + 1)
     sent = [rows_of(method.broadcast(one.state.server, AGENTS), row) for one in whole]
     after, _ = site.train(sent[0], rows_of(whole[0].state.agents, row), 2, 0)

@@ -211,19 +211,19 @@ def test_methods_that_use_samples_otherwise_are_refused(method: str) -> None:
     model = network()
     spec = fitted(RunSpec(ALGORITHMS[method](), federation(), 1), model)
     with pytest.raises(WaffleError, match=r"^privacy = dp: \w+ also uses .*, which the noise does not cover$"):
-        check_noise(spec, RoundSettings(1, **DP), model)
+        check_noise(spec.algorithm, model, spec.federation, RoundSettings(1, **DP))
 
 
 def test_what_noise_cannot_cover_is_refused() -> None:
     """Batch statistics, a delta that allows to publish a row, and too little noise are refused."""
-    spec, s = RunSpec(FedAvg(), federation(), 1), RoundSettings(1, **DP)
+    method, some, s = FedAvg(), federation(), RoundSettings(1, **DP)
     normed = FlatModel(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2)))
     with pytest.raises(WaffleError, match="batch normalisation mixes the samples"):
-        check_noise(spec, s, normed)
+        check_noise(method, normed, some, s)
     with pytest.raises(WaffleError, match="delta: expected below 1 / 40"):
-        check_noise(spec, RoundSettings(1, **{**DP, "delta": 0.03}), network())
+        check_noise(method, network(), some, RoundSettings(1, **{**DP, "delta": 0.03}))
     with pytest.raises(WaffleError, match=r"noise_multipliers: .* with which a0 would spend"):
-        check_noise(spec, RoundSettings(5, **{**DP, "epsilon": 1.0}), network())
+        check_noise(method, network(), some, RoundSettings(5, **{**DP, "epsilon": 1.0}))
     release = release_of(RoundSettings(5, **{**DP, "epsilon": 1.0, "noise_multipliers": ()}), ROWS, 0)
     assert 0.99 < epsilon_of([release], 1e-3) <= 1
 

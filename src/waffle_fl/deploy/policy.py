@@ -40,6 +40,8 @@ class Policy:
     max_mb: int
     metrics: tuple[str, ...]
     model_may_leave: bool
+    epsilon: float = 0.0
+    delta: float = 1e-5
 
     def admit(self, config: Any, size: int) -> None:
         """Refuse runs that the rules exclude. Called before the config is parsed, because parsing may import code."""
@@ -72,8 +74,10 @@ class Policy:
         A method's integer hyperparameters multiply steps or memory: inner steps, clusters, models sent.
         """
         s = config.settings
-        if s.privacy != "off":
+        if s.privacy not in ("off", "dp"):
             raise Refused(f"this version cannot hide updates from the server (privacy = {s.privacy}): use a simulation")
+        if self.epsilon and s.privacy == "off":
+            raise Refused("this site has a privacy budget: it takes part in runs with privacy = dp only")
         steps = s.steps(samples)
         options = config.to_json()["options"].values()
         repeats = math.prod(max(1, number) for number in options if type(number) is int)

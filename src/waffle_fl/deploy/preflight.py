@@ -74,7 +74,7 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError("newcomers works in simulations only: remove it; a site that joins later starts a new run")
     if s.scored != "alice":
         raise WaffleError(f"scored works in simulations only, got {s.scored!r}: every site scores its own model")
-    if s.privacy != "off":
+    if s.privacy not in ("off", "dp"):
         raise WaffleError(f"privacy works in simulations only, got {s.privacy!r}: the sites would send their updates")
     if s.attack != NONE:
         raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")

@@ -35,7 +35,9 @@ from waffle_fl.engines.flower.server_run import (
 )
 from waffle_fl.engines.flower.transport import MessageFactory, Transport
 from waffle_fl.engines.mixed_outputs import tensors_in
+from waffle_fl.engines.noise_checks import check_noise_covers
 from waffle_fl.engines.participation import Cohorts
+from waffle_fl.engines.private_gradients import privacy_of
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.experiment import model_name, round_settings
 from waffle_fl.federation import index_of
@@ -222,6 +224,7 @@ class JobRunner:
             precision=s.precision,
         )
         algorithm = for_model(config.algorithm(), model.layers)
+        check_noise_covers(algorithm, model, max(samples), round_settings(s))
         presence = s.rounds, s.participation, round_settings(s).needs_alice
         plan = RunPlan(
             run=self.job.run,
@@ -257,6 +260,7 @@ class JobRunner:
         return Entry(server_run, run, config, members, min(self.settings.quorum, able), time.monotonic())
 
     def _provenance(self, config: RunConfig, facts: Survey, model: FlatModel, alice: int) -> dict[str, Any]:
+        s = round_settings(config.settings)
         digests = "".join(facts.digests[site] for site in self.sites)
         return provenance(
             "cpu",
@@ -277,6 +281,7 @@ class JobRunner:
                 "run": self.job.run,
                 "tls": not self.settings.insecure,
             },
+            **privacy_of([facts.samples[site] for site in self.sites], range(len(self.sites)), s),
             notes=[],
         )
 

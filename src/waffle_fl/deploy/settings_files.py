@@ -74,6 +74,8 @@ max_steps = 1000000   # maximum steps per round: epochs x batches x the method's
 max_mb = 1024   # maximum size of a message, and of the models that the method trains
 metrics = [{metrics}]   # metrics on held-out data that may leave
 model_may_leave = false   # whether a personal model of this site (local, apfl, ditto) may be sent to the server
+epsilon = 0.0   # privacy budget of a training row over all runs; when it is spent no update leaves; 0: as each run says
+delta = 1e-5   # probability with which epsilon may be exceeded; below 1 / training rows
 """
 
 
@@ -129,6 +131,8 @@ class SiteSettings:
     max_steps: int = 1_000_000
     max_mb: int = 1024
     model_may_leave: bool = False
+    epsilon: float = 0.0
+    delta: float = 1e-5
     schema: int = 1
 
     @property
@@ -254,6 +258,8 @@ def read_site(folder: Path) -> SiteSettings:
     )
     problems += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
     problems += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
+    problems += [] if found.epsilon >= 0 else ["epsilon: expected at least 0"]
+    problems += [] if 0 < found.delta < 1 else ["delta: expected a number between 0 and 1"]
     _refuse(folder / SITE_FILE, problems)
     return found
 

@@ -23,11 +23,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from torch import Tensor
 
 from waffle_fl import manifest
-from waffle_fl.algorithms import Net
+from waffle_fl.algorithms import Net, for_model
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.config import RunConfig, Settings, check_name
 from waffle_fl.deploy.exposure import exposed_shares, usual_shares
 from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.privacy_budget import PrivacyBudget, Spent
 from waffle_fl.deploy.settings_files import data_of, make_private, read_site
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
 from waffle_fl.deploy.site_arrays import FEWEST
@@ -39,10 +40,12 @@ from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.mixed_outputs import models_in, tensors_in
+from waffle_fl.engines.noise_checks import check_noise
 from waffle_fl.errors import WaffleError
-from waffle_fl.experiment import Runtime, model_name, model_of
+from waffle_fl.experiment import Runtime, model_name, model_of, round_settings
 from waffle_fl.experiment.active_run import predictions
 from waffle_fl.metrics import measure
+from waffle_fl.randomness import Draw, noise
 from waffle_fl.records import provenance, read_json, write_json
 from waffle_fl.tensorfile import MAX_HEADER, digest, pack, parse_header, unpack
 from waffle_fl.update_encoding import LONGEST_REASON, Header, seal
@@ -156,6 +159,7 @@ class Site:
                 asked=handler.questions,
                 said=reply,
                 **({"update": _describe_update(update)} if update is not None else {}),
+                **({"released": handler.released} if handler.released else {}),
             )
             answers[task.course] = reply
             payloads |= {task.course: update} if update is not None else {}
@@ -196,6 +200,7 @@ class RequestHandler:
     ) -> None:
         self.site, self.run, self.agent, self.config, self.fields = site, run, agent, config, fields
         self.task, self.questions = task, questions
+        self.released: dict[str, Any] | None = None  # what the reply costs of the privacy budget
 
     @cached_property
     def trainer(self) -> SiteTrainer:
@@ -210,8 +215,11 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
-        shape = (s.batch_size, s.epochs, s.augment, s.flips, s.remainder, s.steps_per_round)
-        return SiteTrainer(self.config.algorithm(), federation, model, s.seed, *shape)
+        try:
+            check_noise(for_model(self.config.algorithm(), model.layers), model, federation, round_settings(s))
+        except WaffleError as error:
+            raise Refused(str(error)) from None
+        return SiteTrainer(self.config.algorithm(), federation, model, s.seed, round_settings(s))
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Train and evaluate as requested, within the site's rules; return (reply, update or model)."""
@@ -224,7 +232,12 @@ class RequestHandler:
             self._count_question("update", (down, agents), task.round, task.attempt)
         net = self._model_to_score(down, agents) if task.examine or task.final else None
         reply: dict[str, Any] = {}
-        update = self._train(down, agents) if task.round else None
+        update = None
+        if task.round:
+            try:
+                update = self._train(down, agents)
+            except Spent as spent:
+                reply["spent"] = str(spent)
         if net and task.examine:
             reply["score"] = self._evaluate(net)
         if net and task.final:
@@ -271,7 +284,7 @@ class RequestHandler:
     def _train(self, down: Any, agents: Any) -> bytes:
         task = self.task
         self._check_exposed(down, agents)
-        after, up = self.trainer.train(down, agents, task.round, task.attempt)
+        after, up = self.trainer.train(down, agents, task.round, task.attempt, self._draws())
         up = self.site.policy.let_update_out(up)
         if after._fields:
             if task.restored:
@@ -279,6 +292,16 @@ class RequestHandler:
             self.site.store.save(self.run, task.course, Version(task.round, task.attempt), task.base, after)
         header = Header(f"{self.run}/{task.course}/{task.attempt}", task.round, self.trainer.model.fingerprint())
         return seal(up, 0, header, self.trainer.steps)
+
+    def _draws(self) -> Draw:
+        """Return the random numbers of noise and samples, after charging the update to the site's privacy budget."""
+        s, site = self.config.settings, self.site
+        if not round_settings(s).adds_noise:
+            return noise
+        budget = PrivacyBudget.at(site.folder, site.ledger, site.policy, self.config, self.run, self.task.course)
+        question = f"{self.questions['update']}/{self.fields['digest']}"  # other data must not get the same noise
+        self.released = budget.charge(question, len(self.trainer.federation.train[0]), self.agent)
+        return budget.draws_for(question)
 
     def _check_exposed(self, down: Any, agents: Any) -> None:
         """Refuse to train if the agent's model, or any model in the broadcast, singles out rows."""

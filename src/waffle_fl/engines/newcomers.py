@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from waffle_fl.algorithms import Algorithm, Net
@@ -51,7 +52,7 @@ def join_after_training(
 
 
 def _trainer(algorithm: Algorithm, seed: int, model: FlatModel, s: RoundSettings, newcomer: Federation) -> SiteTrainer:
-    return SiteTrainer(algorithm, newcomer, model, seed, s.batch_size, s.epochs, s.augment, s.flips, s.remainder)
+    return SiteTrainer(algorithm, newcomer, model, seed, replace(s, steps_per_round=0, privacy="off"))
 
 
 def _start(server: Any, model: FlatModel, seed: int) -> Net:

@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
+from waffle_fl.algorithms import Algorithm
 from waffle_fl.engines.private_gradients import gradients_per_step, releases_of
-from waffle_fl.engines.run_spec import RoundSettings, RunSpec
+from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
+from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
-from waffle_fl.privacy.accounting import cached_epsilon
+from waffle_fl.privacy.accounting import Release, cached_epsilon
 
 SLACK = 1e-3  # given multipliers may be rounded
 
 
-def check_noise(spec: RunSpec, settings: RoundSettings, model: FlatModel) -> None:
-    """Raise a WaffleError if noise would not make what the agents of a run send private."""
+def check_noise(algorithm: Algorithm, model: FlatModel, federation: Federation, settings: RoundSettings) -> None:
+    """Raise a WaffleError if noise would not make what these agents send private."""
     if not settings.adds_noise:
         return
-    gradients_per_step(spec.algorithm, model)
-    most = int(spec.federation.samples.max())
+    check_noise_covers(algorithm, model, int(federation.samples.max()), settings)
+    if settings.noise_multipliers and importlib.util.find_spec("dp_accounting"):
+        _check_given(releases_of(federation, settings), settings)
+
+
+def check_noise_covers(algorithm: Algorithm, model: FlatModel, most_samples: int, settings: RoundSettings) -> None:
+    """Raise a WaffleError if the method or the network cannot be made private by noise, or delta is too large."""
+    if not settings.adds_noise:
+        return
+    gradients_per_step(algorithm, model)
     problem = ""
     if model.normalises:
         problem = "batch normalisation mixes the samples of a batch: choose a network without it, such as cnn-gn"
     elif model.passes.seeded:
         problem = "the network's forward pass draws random numbers or depends on values of other samples"
-    elif settings.delta * most >= 1:
-        problem = f"delta: expected below 1 / {most}, the most samples of an agent, got {settings.delta:g}"
+    elif settings.delta * most_samples >= 1:
+        problem = f"delta: expected below 1 / {most_samples}, the most samples of an agent, got {settings.delta:g}"
     elif not settings.noise_multipliers and not importlib.util.find_spec("dp_accounting"):
         problem = (
             "needs the package dp-accounting (pip install 'waffle-fl[private]') to compute noise, or noise_multipliers"
         )
     if problem:
         raise WaffleError(f"privacy = {settings.privacy}: {problem}")
-    if settings.noise_multipliers and importlib.util.find_spec("dp_accounting"):
-        _check_given(spec, settings)
 
 
-def _check_given(spec: RunSpec, settings: RoundSettings) -> None:
+def _check_given(releases: Mapping[str, Release], settings: RoundSettings) -> None:
     """Raise if noise multipliers of the settings are too small for epsilon."""
-    for name, release in releases_of(spec.federation, settings).items():
+    for name, release in releases.items():
         cost = cached_epsilon(release, settings.delta) if release.steps else 0.0
         if cost > (1 + SLACK) * settings.epsilon:
             raise WaffleError(

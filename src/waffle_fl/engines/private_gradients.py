@@ -59,11 +59,12 @@ def release_of(s: RoundSettings, samples: int, agent: int) -> Release:
     return Release(rate, noise_multiplier(s.epsilon, s.delta, rate, steps), steps)
 
 
-def privacy_of(federation: Federation, s: RoundSettings) -> dict[str, Any]:
+def privacy_of(samples: Sequence[int], ids: Sequence[int], s: RoundSettings) -> dict[str, Any]:
     """Return the guarantee of a run for its provenance; empty without one. Lists have one entry per agent."""
     if not s.adds_noise:
         return {}
-    rates, multipliers, steps = zip(*releases_of(federation, s).values(), strict=True)
+    found = [release_of(s, count, agent) for count, agent in zip(samples, ids, strict=True)]
+    rates, multipliers, steps = zip(*found, strict=True)
     agents = {"rates": list(rates), "noise_multipliers": list(multipliers), "steps": list(steps)}
     return {"privacy": {"epsilon": s.epsilon, "delta": s.delta, "sample_clip": s.sample_clip, **agents}}
 

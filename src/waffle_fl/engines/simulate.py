@@ -95,7 +95,7 @@ def simulate(
     for spec in specs:
         check_agents(spec.algorithm, spec.federation.agents)
         check_privacy(spec, settings)
-        check_noise(spec, settings, model)
+        check_noise(spec.algorithm, model, spec.federation, settings)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
     groups = shared_training.groups_of(specs) if settings.shares_training else [[i] for i in range(len(specs))]

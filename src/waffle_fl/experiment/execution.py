@@ -140,7 +140,7 @@ def _open(
         )
     check_agents(spec.algorithm, federation.agents)
     check_privacy(spec, round_settings(s))
-    check_noise(spec, round_settings(s), model)
+    check_noise(spec.algorithm, model, spec.federation, round_settings(s))
     check_schedules(config)
     check_scored(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
@@ -160,7 +160,7 @@ def _open(
         model=model_name(s, all_agents.shape),
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single"},
-        **privacy_of(federation, round_settings(s)),
+        **privacy_of(all_agents.samples.tolist(), all_agents.ids, round_settings(s)),
         notes=notes,
         **(
             {"attackers": [all_agents.names[i] for i in attackers_of(all_agents, s.attackers)]}

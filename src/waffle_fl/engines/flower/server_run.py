@@ -84,6 +84,7 @@ class ServerRun:
     resend: set[int] = field(default_factory=set)  # agents that reported the loss since the last `advance`
     notes: list[tuple[int, str]] = field(default_factory=list)
     stuck: str = ""  # why the run cannot continue, whichever agents reply
+    spent: bool = False  # Alice's privacy budget is spent: the run ends with the latest round
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -103,11 +104,11 @@ class ServerRun:
 
     @property
     def training(self) -> bool:
-        return self.latest.round < self.plan.rounds
+        return self.latest.round < self.plan.rounds and not self.spent
 
     @property
     def finished(self) -> bool:
-        return self.pending is None and self.state.round == self.plan.rounds and self.final_reply is not None
+        return self.pending is None and not self.training and self.final_reply is not None
 
     @property
     def cohort(self) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ class ServerRun:
             latest.round + 1 if trains else 0,
             self.attempt,
             examine=agent == plan.alice and self.pending is not None and self.score is None,
-            final=latest.round == plan.rounds,
+            final=not self.training,
             restored=agent in self.lost,
         )
         down = rows_of(plan.algorithm.broadcast(self._server(), len(plan.names)), slice(agent, agent + 1))
@@ -161,7 +162,10 @@ class ServerRun:
         else:
             if agent == self.plan.alice and self.pending and isinstance(fields.get("score"), Mapping):
                 self.score = dict(fields["score"])
-            if not self.training and agent == self.plan.alice:
+            if fields.get("spent"):
+                self.notes.append((agent, one_line(fields["spent"])))
+                self.spent = self.spent or agent == self.plan.alice
+            elif not self.training and agent == self.plan.alice:
                 self.final_reply = fields.get("metrics"), payload
             elif payload is not None:
                 self.collector.deliver(agent, payload)

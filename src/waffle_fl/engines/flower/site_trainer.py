@@ -6,17 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
-from waffle_fl.batches import Batches, Remainder
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.engines.outcomes import to_numbers
+from waffle_fl.engines.private_gradients import batches_of
 from waffle_fl.engines.row_training import RowTraining
-from waffle_fl.engines.run_spec import prepared
+from waffle_fl.engines.run_spec import RoundSettings, prepared
 from waffle_fl.engines.tree import tree_map
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
+from waffle_fl.poisson_batches import PoissonBatches
+from waffle_fl.randomness import Draw, noise
 
 
 class SiteTrainer:
@@ -28,18 +30,12 @@ class SiteTrainer:
         federation: Federation,
         model: FlatModel,
         seed: int,
-        batch_size: int,
-        epochs: int,
-        augment: bool,
-        flips: bool = True,
-        remainder: Remainder = "spread",
-        steps_per_round: int = 0,
+        settings: RoundSettings,
     ) -> None:
         self.model = prepared(model, federation)
         self.algorithm = for_model(algorithm, self.model.layers)
         self.federation = federation.to(model.device, model.dtype)
-        shape = (batch_size, epochs, model.dtype, augment, flips)
-        batches = Batches([self.federation], [seed], *shape, remainder=remainder, steps_per_round=steps_per_round)
+        batches = self._batches = batches_of(self.algorithm, self.model, [self.federation], [seed], settings)
         self.steps = batches.steps[0]
         losses = CandidateLosses(self.algorithm, model, [self.federation], [seed])
         self._training = RowTraining(self.algorithm, model, batches, Graphs(model), [1], 1, losses)
@@ -53,8 +49,10 @@ class SiteTrainer:
         """The initial broadcast: a template with the names, shapes and types of all later ones."""
         return self.algorithm.broadcast(self.algorithm.init(self._net, 1)[0], 1)
 
-    def train(self, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
-        """A2.5-12: return (the agent's new state, its update)."""
+    def train(self, down: Any, agents: Any, r: int, attempt: int, draw: Draw = noise) -> tuple[Any, Any]:
+        """A2.5-12: return (the agent's new state, its update); `draw` draws noise and samples, which must be secret."""
+        if isinstance(self._batches, PoissonBatches):
+            self._batches.draw = draw
         with one_thread(), products(self.model.precision):
             ((after, up),) = self._training.round([(down, agents)], r, attempt, rounds_left=1)
         return after, up
