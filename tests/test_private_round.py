@@ -72,8 +72,8 @@ def test_the_server_receives_uniform_bytes(row: np.ndarray) -> None:
     one = PrivateRound(AGENTS)
     one.open(2000)
     one.contribute(np.tile(row, (AGENTS, 1)), dict.fromkeys(range(AGENTS), 0.1))
-    sketches = [side.sketch(ALICE, row, 1.0, hers=False) for side in one.sides[1:]]
-    sketches += [one.sides[ALICE].sketch(j, row, 1.0, hers=True) for j in range(1, AGENTS)]
+    sketches = [side.sketch(ALICE, row, 1.0, ALICE) for side in one.sides[1:]]
+    sketches += [one.sides[ALICE].sketch(j, row, 1.0, ALICE) for j in range(1, AGENTS)]
     assert_uniform(received_bytes(one))
     for content in (*(m.words.tobytes() for m in one.masked), *(s.content for s in sketches)):
         assert_uniform(content)
@@ -86,7 +86,7 @@ def test_the_same_update_twice_gives_unrelated_messages() -> None:
         one = PrivateRound(AGENTS, at)
         one.open(4000)
         one.contribute(np.tile(row, (AGENTS, 1)), dict.fromkeys(range(AGENTS), 0.1))
-        found.append((one.masked[1].words, ring.unpacked(one.sides[1].sketch(ALICE, row, 1.0, hers=False).content)))
+        found.append((one.masked[1].words, ring.unpacked(one.sides[1].sketch(ALICE, row, 1.0, ALICE).content)))
     for other in found[1:]:
         assert_uniform((found[0][0] - other[0]).tobytes())
         assert_uniform(ring.packed(found[0][1] - other[1]))
@@ -98,8 +98,8 @@ def test_distances_are_all_that_sketches_tell() -> None:
     for size, error in ((4000, 1e-3), (40, 0.5)):
         one, short = PrivateRound(AGENTS), [compress(row, size, key) for row in rows]
         hub = one.open(4000)
-        sketches = [side.sketch(ALICE, short[side.agent], 1.0, hers=False) for side in one.sides[1:]]
-        sketches += [one.sides[ALICE].sketch(j, short[ALICE], 1.0, hers=True) for j in range(1, AGENTS)]
+        sketches = [side.sketch(ALICE, short[side.agent], 1.0, ALICE) for side in one.sides[1:]]
+        sketches += [one.sides[ALICE].sketch(j, short[ALICE], 1.0, ALICE) for j in range(1, AGENTS)]
         found = hub.distances(sketches, ALICE, 1.0)
         true = np.linalg.norm(rows - rows[ALICE], axis=1)
         assert [found[j] for j in range(1, AGENTS)] == pytest.approx(true[1:].tolist(), rel=error)
@@ -129,12 +129,21 @@ def test_exact_distances_need_both_words() -> None:
     assert "once" in refusal(one.sides[2].deal, 1, ALICE, 3000)
 
 
+def test_two_agents_that_both_act_as_alice_use_other_masks() -> None:
+    """A server that names each of two agents Alice towards itself cannot subtract their updates."""
+    one, row = PrivateRound(AGENTS), rows_of(1, 4000)[0]
+    one.open(4000)
+    sent = [ring.unpacked(one.sides[i].sketch(j, row, 1.0, i).content) for i, j in ((1, 2), (2, 1))]
+    assert_uniform(ring.packed(sent[0] - sent[1]))
+    assert "refuse the round" in refusal(one.sides[1].sketch, 3, row, 1.0, ALICE)
+
+
 def test_a_missing_sketch_is_a_missing_agent() -> None:
     """An agent whose sketch, or Alice's sketch for it, has not arrived has no distance."""
     one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
     hub = one.open(LENGTH)
-    sketches = [one.sides[j].sketch(ALICE, rows[j], 1.0, hers=False) for j in (1, 2)]
-    sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, hers=True) for j in (2, 3)]
+    sketches = [one.sides[j].sketch(ALICE, rows[j], 1.0, ALICE) for j in (1, 2)]
+    sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, ALICE) for j in (2, 3)]
     assert set(hub.distances(sketches, ALICE, 1.0)) == {2}
 
 
@@ -181,8 +190,8 @@ def test_a_server_with_one_of_a_pair_reads_the_other_s_count_sketch_alone(hers: 
     for update in (row, row + hidden):
         one = PrivateRound(AGENTS)
         one.open(count)
-        sent.append(ring.unpacked(one.sides[me].sketch(other, compress(update, size, key), 1.0, hers).content))
-    secret = derive(secrets_of("test", AGENTS)[other][me], "sketch weights", one.sides[me]._transcript)
+        sent.append(ring.unpacked(one.sides[me].sketch(other, compress(update, size, key), 1.0, ALICE).content))
+    secret = derive(secrets_of("test", AGENTS)[other][me], f"sketch weights for {ALICE}", one.sides[me]._transcript)
     masks = words_of_sketch(np.zeros(size), 1.0, secret, hers)  # both of a pair can remove them
     read = [((words - masks)[:-1] << np.uint64(16)).view(np.int64) / 2.0**31 for words in sent]
     assert np.abs(read[0] - read[1]).max() <= 2.0**-14
@@ -272,7 +281,7 @@ def test_an_agent_refuses_what_would_expose_a_sum() -> None:
     assert "has no weight" in refusal(one.sides[3].contribute, announced, {"dy": Numbered(rows[3], 1.0)})
     large = opened()
     assert "lower lr" in refusal(large.contribute, 200 * np.ones((AGENTS, LENGTH)), WEIGHTS)
-    assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, False)
+    assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, ALICE)
     assert "lower lr" in refusal(large.sides[1].mask_vector, ALICE, np.full(LENGTH, np.nan), 1.0, 2, False)
 
 
@@ -291,7 +300,7 @@ def test_impossible_weights_are_refused(weights: dict[int, float]) -> None:
 def test_steps_have_an_order() -> None:
     """Nothing that depends on an update is sent before the shares have arrived."""
     side = PrivateRound(AGENTS).sides[1]
-    assert "first" in refusal(side.sketch, ALICE, np.zeros(LENGTH), 1.0, False)
+    assert "first" in refusal(side.sketch, ALICE, np.zeros(LENGTH), 1.0, ALICE)
     assert "first" in refusal(side.mask_vector, ALICE, np.zeros(LENGTH), 1.0, 2, False)
     assert "first" in refusal(side.contribute, Announcement({"dy": WEIGHTS}), {})
 
@@ -304,8 +313,8 @@ def test_each_step_is_taken_once() -> None:
     again = one.server.announce({"dy": {0: 0.5, 1: 0.5}})
     assert "once" in refusal(one.sides[1].contribute, again, {"dy": Numbered(rows[1], 1.0)})
     assert "once" in refusal(one.sides[1].open)
-    one.sides[1].sketch(ALICE, rows[1], 1.0, hers=False)
-    assert "once" in refusal(one.sides[1].sketch, ALICE, rows[2], 1.0, False)
+    one.sides[1].sketch(ALICE, rows[1], 1.0, ALICE)
+    assert "once" in refusal(one.sides[1].sketch, ALICE, rows[2], 1.0, ALICE)
 
 
 def test_a_delivery_without_the_own_salt_is_refused() -> None:

@@ -171,7 +171,7 @@ class RoundAgent:
         self._side.receive(request.delivery)
         found: dict[str, tuple[MaskedSketch, ...]] = {}
         for purpose in request.purposes:
-            one = *self.own.sketched[purpose], self._is_alice, purpose
+            one = *self.own.sketched[purpose], self._alice, purpose
             found[purpose] = tuple(self._side.sketch(partner, *one) for partner in request.partners)
         return SketchReply(found)
 

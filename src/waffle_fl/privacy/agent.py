@@ -101,12 +101,15 @@ class MaskingAgent:
             except InvalidTag:
                 continue
 
-    def sketch(self, partner: int, numbers: Numbers, unit: float, hers: bool, purpose: str = "weights") -> MaskedSketch:
-        """Return the masked sketch of an update for one partner; `hers` says that this agent is Alice."""
+    def sketch(self, partner: int, numbers: Numbers, unit: float, alice: int, purpose: str = "weights") -> MaskedSketch:
+        """Return the masked sketch of an update for one partner. Two agents that both act as Alice use other masks."""
         self._take(f"sketch {purpose} for {partner}")
         _check_length(numbers, unit)
-        secret = derive(self._pairs[partner], f"sketch {purpose}", self._transcript)
-        return MaskedSketch(self.agent, partner, ring.packed(sketch.words_of(numbers, unit, secret, hers)))
+        if alice not in (self.agent, partner):
+            raise WaffleError("expected Alice among the two compared agents: refuse the round")
+        secret = derive(self._pairs[partner], f"sketch {purpose} for {alice}", self._transcript)
+        words = sketch.words_of(numbers, unit, secret, hers=self.agent == alice)
+        return MaskedSketch(self.agent, partner, ring.packed(words))
 
     def deal(self, agent: int, alice: int, count: int) -> DealerWord:
         """Return what this agent sends as the dealer of a pair; it does not depend on any update."""
