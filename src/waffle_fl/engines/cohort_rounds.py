@@ -23,7 +23,7 @@ from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cohort_sums import Cohort
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
-from waffle_fl.engines.outcomes import ATTEMPTS, diverged, to_numbers
+from waffle_fl.engines.outcomes import diverged, to_numbers
 from waffle_fl.engines.participation import cohorts_of
 from waffle_fl.engines.row_store import StoredAgents, initial_rows
 from waffle_fl.engines.row_training import RowTraining
@@ -117,14 +117,14 @@ def run(
     try:
         for r in range(start + 1, settings.rounds + 1):  # A2.2
             began, cohort = time.perf_counter(), rounds.cohorts(r)
-            for attempt in range(ATTEMPTS):
+            for attempt in range(settings.attempts):
                 trained = rounds.compute(state, r, attempt)
                 (numbers,) = to_numbers([trained.measured])
                 line, finite = _line(r, numbers, [names[i] for i in cohort], names[alice])
                 if finite:
                     break
             else:
-                yield Outcome(index, r, line, state, attempt, diverged(r, names[alice]))
+                yield Outcome(index, r, line, state, attempt, diverged(r, names[alice], attempt + 1))
                 return
             state = rounds.written(state.agents, r, trained)
             line["seconds"] = round(time.perf_counter() - began, 6)

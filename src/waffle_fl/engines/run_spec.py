@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
-from waffle_fl.constraints import at_least, check_fields, parameter, share
+from waffle_fl.constraints import above, at_least, check_fields, each_above, fraction, parameter, share
 from waffle_fl.engines.row_store import RowStore, fresh, initial_rows
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
@@ -19,14 +19,17 @@ Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> update
 Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
 
 
-Privacy: TypeAlias = Literal["off", "masked"]
-"""Whether the server sees each update, or only distances and weighted sums."""
+Privacy: TypeAlias = Literal["off", "masked", "dp", "masked+dp"]
+"""Whether the server sees each update, or only distances and weighted sums; and whether updates are noised."""
 
 MaskedDistances: TypeAlias = Literal["sketch", "dealer"]
 """How private rounds compute distances: from secret sketches, or exactly with another agent as dealer."""
 
 Presence: TypeAlias = Literal["by-method", "always"]
 """When Alice takes part in a round: where the method's training depends on her, or always."""
+
+
+ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
 
 
 class State(NamedTuple):
@@ -54,9 +57,33 @@ class RoundSettings:
     masked_distances: MaskedDistances = "sketch"
     sketch_size: int = parameter(4096, at_least(2))
     min_contributors: float = parameter(1.0, at_least(1))
+    epsilon: float = parameter(8.0, above(0))
+    delta: float = parameter(1e-5, fraction(positive=True))
+    sample_clip: float = parameter(1.0, above(0))
+    noise_multipliers: tuple[float, ...] = parameter((), each_above(0))
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def masks(self) -> bool:
+        """Whether the server sees distances and weighted sums only."""
+        return self.privacy in ("masked", "masked+dp")
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether gradients are clipped per sample and noised."""
+        return self.privacy in ("dp", "masked+dp")
+
+    @property
+    def attempts(self) -> int:
+        """How often a round is tried when Alice's own update is not finite; each try would spend privacy budget."""
+        return 1 if self.adds_noise else ATTEMPTS
+
+    @property
+    def shares_training(self) -> bool:
+        """Whether a training may serve several runs: noise depends on the method, and checks on Alice."""
+        return not (self.needs_alice or self.adds_noise)
 
     @property
     def needs_alice(self) -> bool:
