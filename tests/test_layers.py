@@ -31,7 +31,7 @@ LAYERS = [
     {"augment", "data", "manifest", "models", "privacy", "round_log", "shifts", "tensorfile", "user_key"},
     {"user_data", "partition"},
     {"federation", "update_encoding"},
-    {"batches"},
+    {"batches", "poisson_batches"},
     {"algorithms", "attacks", "guard"},
     {"config", "engines", "folder_federation"},
     {"records"},

@@ -62,6 +62,8 @@ class BatchPlan(NamedTuple):
     relabel: Tensor  # (rows, classes); with concept drift (rows, 2 classes), the later concepts last
     keys: Tensor  # (rows,), the seeds of this round's dropout
     drifted: Tensor  # (rows, steps, batch): whether the sample has its later label; empty without concept drift
+    noise_keys: Tensor  # (rows,), the seeds of this round's noise
+    noise: Tensor  # (rows, 2): deviation of the noise, expected batch size; (rows, 0) without differential privacy
 
 
 class Batches:
@@ -141,7 +143,7 @@ class Batches:
         if self._drift_times is not None:
             drifted = (self._drift_times[rows].gather(1, order) < r / self._rounds).view(within.shape)
         keys = self._keys("dropout", rows, r, attempt)
-        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, drifted)
+        return BatchPlan(samples, weight, active, count, self._relabel[rows], keys, drifted, keys, weight[:, :0, 0])
 
     def _edges(self, batch: Tensor, batches: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Where the mini-batches of these numbers begin and end among a row's shuffled samples: see `batch_sizes`."""

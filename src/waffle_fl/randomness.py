@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit integer
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
-_LAST = torch.iinfo(torch.int64).max
+LARGEST = torch.iinfo(torch.int64).max
+
+Draw: TypeAlias = Callable[[Tensor, int], Tensor]  # as `noise`: (keys, length) -> (rows, length) 63-bit integers
 
 
 def derive(seed: int, *words: str | int) -> int:
@@ -38,7 +42,7 @@ def shuffle(keys: Tensor, lengths: Tensor, longest: int) -> Tensor:
     """Row i starts with a random permutation of range(lengths[i]); the rest is padding."""
     draws = noise(keys, longest)
     padding = torch.arange(longest, device=keys.device) >= lengths[:, None]
-    return draws.masked_fill(padding, _LAST).argsort(dim=1, stable=True)
+    return draws.masked_fill(padding, LARGEST).argsort(dim=1, stable=True)
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
@@ -46,7 +50,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def normal(keys: Tensor, length: int) -> Tensor:
+def normal(keys: Tensor, length: int, draw: Draw = noise) -> Tensor:
     """Row i holds `length` standard normal draws that depend only on keys[i] (Box-Muller)."""
-    radius, angle = (noise(keys, 2 * length).double() / _LAST).clamp(min=1e-300).chunk(2, dim=1)
+    radius, angle = (draw(keys, 2 * length).double() / LARGEST).clamp(min=1e-300).chunk(2, dim=1)
     return (-2 * radius.log()).sqrt() * (2 * torch.pi * angle).cos()

@@ -20,6 +20,7 @@ from waffle_fl.batches import Remainder, steps_of
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
     Parameter,
+    above,
     at_least,
     between,
     check_fields,
@@ -159,14 +160,22 @@ class Settings:
     """Augment training images: random shifts by up to an eighth of the image and random reflections, in every step."""
     flips: bool = True
     """With augment: reflect half of the images from left to right. Turn it off for digits and text."""
-    privacy: Literal["off", "masked"] = "off"
-    """What the server sees: every update, or distances and weighted sums alone. See docs/privacy.md."""
+    privacy: Literal["off", "masked", "dp", "masked+dp"] = "off"
+    """masked: the server sees distances and weighted sums alone. dp: gradients are noised. See docs/privacy.md."""
     masked_distances: Literal["sketch", "dealer"] = "sketch"
     """With privacy = masked: distances from secret sketches, or exact ones with another agent as dealer."""
     sketch_size: int = parameter(4096, at_least(2))
     """With privacy = masked: numbers of a sketch, from which distances are computed. More are more accurate."""
     min_contributors: float = parameter(1.0, at_least(1))
     """With privacy = masked: smallest effective number of agents in a weighted sum; Alice trains alone below it."""
+    epsilon: float = parameter(8.0, above(0))
+    """With privacy = dp: what a whole run may reveal about one sample of an agent. Smaller is more private."""
+    delta: float = parameter(1e-5, fraction(positive=True))
+    """With privacy = dp: probability with which epsilon may be exceeded; below 1 / the samples of any agent."""
+    sample_clip: float = parameter(1.0, above(0))
+    """With privacy = dp: largest norm of the gradient of one sample."""
+    noise_multipliers: tuple[float, ...] = parameter((), each_above(0))
+    """With privacy = dp: noise multipliers of the agents. Empty: computed from epsilon. A shorter list is repeated."""
     guard: Literal["off", "standard"] = "off"
     """Server-side checks of each update, in addition to the check that it is finite."""
     attack: str = parameter(attacks.NONE, readable(attacks.parse, "an attack such as sign-flip"))
@@ -182,6 +191,13 @@ class Settings:
     def steps(self, samples: int) -> int:
         """Return K_i: the mini-batches of one round at an agent with this many samples."""
         return steps_of(samples, self.batch_size, self.epochs, self.remainder, self.steps_per_round)
+
+    @property
+    def guarantee(self) -> str:
+        """The differential privacy of a run in words; empty without."""
+        if self.privacy not in ("dp", "masked+dp"):
+            return ""
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g} for each training sample of an agent"
 
     @property
     def is_own(self) -> bool:

@@ -236,6 +236,7 @@ class JobRunner:
             guard=s.guard,
             handle=s.alice,
             cohorts=Cohorts(algorithm, samples, members, members.index(alice), s.seed, *presence),
+            attempts=round_settings(s).attempts,
             scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
         )
         run = stack.enter_context(

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from waffle_fl.algorithms import Algorithm, Grad, training_key
+from waffle_fl.algorithms import Algorithm, training_key
 from waffle_fl.batches import Batches, BatchPlan
+from waffle_fl.engines.private_gradients import step_grad
 from waffle_fl.engines.tree import where_rows
 from waffle_fl.models import FlatModel
 
@@ -35,8 +36,7 @@ def one_step(
     together: bool,
 ) -> Any:
     """A2.7-8; unless all rows go `together`, rows that have completed their steps keep their state."""
-    grad = Grad.on(model, batches.batch(plan, t, size), t, plan.steps)
-    stepped = algorithm.step(local, grad)
+    stepped = algorithm.step(local, step_grad(model, batches, plan, t, size))
     return stepped if together else where_rows(plan.active.index_select(1, t)[:, 0], stepped, local)
 
 

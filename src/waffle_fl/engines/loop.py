@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from waffle_fl.algorithms import Algorithm, Grad
-from waffle_fl.batches import Batches
 from waffle_fl.engines.aggregation import admit, diagnostics, receive, registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.masked_checks import masked_rounds_of
-from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.outcomes import outcome_of, to_numbers
 from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
+from waffle_fl.engines.private_gradients import batches_of, step_grad
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, RunSpec, State, initial_state, scored_net
 from waffle_fl.engines.tree import rows_of, stack, where_rows
 from waffle_fl.models import FlatModel
@@ -35,7 +35,7 @@ def run(spec: RunSpec, model: FlatModel, settings: RoundSettings, start: int = 0
     state = spec.state or initial_state(spec, model)  # A2.1
     for r in range(start + 1, settings.rounds + 1):  # A2.2
         known = asking(everyone, cohort := cohorts(r))  # all agents, or a sample of them
-        for attempt in range(ATTEMPTS):
+        for attempt in range(settings.attempts):
             server, before = expecting(algorithm, state.server, cohort, known), state.agents
             down = algorithm.broadcast(server, agents_count)  # A2.3
             trained = [
@@ -72,8 +72,7 @@ class AgentTraining:
     def __init__(self, algorithm: Algorithm, model: FlatModel, spec: RunSpec, s: RoundSettings) -> None:
         self.algorithm, self.model = algorithm, model
         federations, seeds = [spec.federation], [spec.seed]
-        shape = (s.batch_size, s.epochs, model.dtype, s.augment, s.flips, s.rounds)
-        self.batches = Batches(federations, seeds, *shape, remainder=s.remainder, steps_per_round=s.steps_per_round)
+        self.batches = batches_of(algorithm, model, federations, seeds, s)
         self.losses = CandidateLosses(algorithm, model, federations, seeds, s.rounds)
 
     def round(self, i: int, down: Any, agents: Any, r: int, attempt: int) -> tuple[Any, Any]:
@@ -96,5 +95,4 @@ class AgentTraining:
         plan, sizes = self.batches.plan(r, attempt, row), self.batches.sizes(row, padded=False)
         for t in range(steps):
             at = torch.tensor([t], device=self.model.device)
-            batch = self.batches.batch(plan, at, sizes[t])
-            yield Grad.on(self.model, batch, at, plan.steps, plain=True)
+            yield step_grad(self.model, self.batches, plan, at, sizes[t], plain=True)

@@ -19,7 +19,7 @@ FEWEST = 4  # agents in a private round: the threshold of shares is then below t
 
 def masked_rounds_of(spec: RunSpec, settings: RoundSettings) -> MaskedRounds | None:
     """Return the private rounds of a run, or None if its server may see the updates or there are none."""
-    if settings.privacy == "off" or _sends_nothing(spec):
+    if not settings.masks or _sends_nothing(spec):
         return None
     from waffle_fl.engines.masked import MaskedRounds
 
@@ -28,7 +28,7 @@ def masked_rounds_of(spec: RunSpec, settings: RoundSettings) -> MaskedRounds | N
 
 def check_privacy(spec: RunSpec, settings: RoundSettings) -> None:
     """Raise a WaffleError if a run that should be private cannot be."""
-    if settings.privacy == "off" or _sends_nothing(spec):
+    if not settings.masks or _sends_nothing(spec):
         return
     problem, able = _problem(spec, settings), int((spec.federation.samples > 0).sum())
     size = cohort_size(able, settings.participation)

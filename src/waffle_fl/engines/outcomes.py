@@ -14,8 +14,6 @@ from waffle_fl.engines.run_spec import Measured, Outcome, RunSpec, State
 from waffle_fl.errors import Diverged
 from waffle_fl.guard import NOT_ASKED
 
-ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
-
 
 def outcome_of(
     index: int, spec: RunSpec, measured: dict[str, Any], after: State, before: State, r: int, attempt: int
@@ -39,13 +37,14 @@ def outcome_of(
     line = cast(Measured, {"round": r, **measured})
     if (received[alice] or codes[alice] == NOT_ASKED) and measured["loss"] is not None:
         return Outcome(index, r, line, after, attempt)
-    return Outcome(index, r, line, before, attempt, diverged(r, names[alice]))
+    return Outcome(index, r, line, before, attempt, diverged(r, names[alice], attempt + 1))
 
 
-def diverged(r: int, alice: str) -> Diverged:
+def diverged(r: int, alice: str, attempts: int) -> Diverged:
     """Return the error of a run whose Alice sent no finite update."""
     return Diverged(
-        f"round {r}: the training of Alice ({alice}) diverged (no finite update in {ATTEMPTS} attempts): "
+        f"round {r}: the training of Alice ({alice}) diverged (no finite update in {attempts} "
+        f"attempt{'s' * (attempts > 1)}): "
         "lower lr, or set clip; earlier rounds are kept"
     )
 

@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from waffle_fl.algorithms import Algorithm, Grad
+from waffle_fl.algorithms import Algorithm
 from waffle_fl.batches import Batches, RowNumbers, select
 from waffle_fl.engines import cuda_graphs
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs, one_step
+from waffle_fl.engines.private_gradients import step_grad
 from waffle_fl.engines.tree import rows_of, stack, stack_into, tree_map, where_rows
 from waffle_fl.engines.workers import WorkerPolicy, Workers, shared
 from waffle_fl.models import FlatModel
@@ -109,7 +110,7 @@ class RowTraining:
         counts = [min(math.ceil(share * epoch), steps) for epoch, steps in epochs]
         last = torch.tensor(counts, device=self.model.device)
         for t, size in zip(torch.arange(max(counts), device=self.model.device)[:, None], sizes, strict=False):
-            grad = Grad.on(self.model, self.batches.batch(plan, t, size), t, plan.steps)
+            grad = step_grad(self.model, self.batches, plan, t, size)
             local = where_rows(t < last, rehearse(local, grad), local)
         return local
 

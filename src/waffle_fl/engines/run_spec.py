@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
-from waffle_fl.constraints import at_least, check_fields, parameter, share
+from waffle_fl.constraints import above, at_least, check_fields, each_above, fraction, parameter, share
+from waffle_fl.engines.row_store import RowStore, fresh, initial_rows
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
@@ -18,14 +19,17 @@ Tamper = Callable[[Any, int], Any]  # (updates of a federation, round) -> update
 Transport = Callable[[int, int, bytes], Iterable[bytes]]  # (agent, round, its reply) -> replies that arrive from it
 
 
-Privacy: TypeAlias = Literal["off", "masked"]
-"""Whether the server sees each update, or only distances and weighted sums."""
+Privacy: TypeAlias = Literal["off", "masked", "dp", "masked+dp"]
+"""Whether the server sees each update, or only distances and weighted sums; and whether updates are noised."""
 
 MaskedDistances: TypeAlias = Literal["sketch", "dealer"]
 """How private rounds compute distances: from secret sketches, or exactly with another agent as dealer."""
 
 Presence: TypeAlias = Literal["by-method", "always"]
 """When Alice takes part in a round: where the method's training depends on her, or always."""
+
+
+ATTEMPTS = 3  # how often a round is tried when Alice's own update is not finite
 
 
 class State(NamedTuple):
@@ -53,9 +57,33 @@ class RoundSettings:
     masked_distances: MaskedDistances = "sketch"
     sketch_size: int = parameter(4096, at_least(2))
     min_contributors: float = parameter(1.0, at_least(1))
+    epsilon: float = parameter(8.0, above(0))
+    delta: float = parameter(1e-5, fraction(positive=True))
+    sample_clip: float = parameter(1.0, above(0))
+    noise_multipliers: tuple[float, ...] = parameter((), each_above(0))
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def masks(self) -> bool:
+        """Whether the server sees distances and weighted sums only."""
+        return self.privacy in ("masked", "masked+dp")
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether gradients are clipped per sample and noised."""
+        return self.privacy in ("dp", "masked+dp")
+
+    @property
+    def attempts(self) -> int:
+        """How often a round is tried when Alice's own update is not finite; each try would spend privacy budget."""
+        return 1 if self.adds_noise else ATTEMPTS
+
+    @property
+    def shares_training(self) -> bool:
+        """Whether a training may serve several runs: noise depends on the method, and checks on Alice."""
+        return not (self.needs_alice or self.adds_noise)
 
     @property
     def needs_alice(self) -> bool:
@@ -77,6 +105,7 @@ class RunSpec:
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
     requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
     everyone: bool = False  # score each agent's model on its own held-out data, not only Alice's
+    store: RowStore | None = None  # where the agents' states are kept; None: in memory
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
@@ -102,7 +131,7 @@ class Measured(TypedDict, total=False):
     validation_rmse: float | None
     validation_loss: float | None
     backdoor: float  # share of stamped samples that are classified as the backdoor attack intends
-    weights: list[float]  # each agent's weight in Alice's model
+    weights: list[float]  # each agent's weight in Alice's model; with states on disk, each participant's
     alpha: list[float]  # WAFFLE: this round's own weights, before smoothing
     distances: list[float]  # WAFFLE: d_i of Algorithm 1
     omega: float  # WAFFLE: degree of personalisation
@@ -142,6 +171,11 @@ def fitted(spec: RunSpec, model: FlatModel) -> RunSpec:
 
 def own_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
     """Return Alice's model in this state."""
+    if spec.store:
+        algorithm, agents = fitted(spec, model).algorithm, spec.federation.agents
+        _, initial = initial_rows(algorithm, model.init(spec.seed), agents)
+        own = spec.store.read(state.agents, [spec.federation.alice], initial)
+        return Net(*(field[0] for field in algorithm.personal(state.server, own, 1)))
     alice, net = spec.federation.alice, all_nets(spec, state, model)
     return Net(net.params[alice], net.stats[alice])
 
@@ -164,5 +198,8 @@ def on_device(specs: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:
 
 def initial_state(spec: RunSpec, model: FlatModel) -> State:
     """A2.1: one random model for all agents."""
+    if spec.store:
+        server, _ = initial_rows(fitted(spec, model).algorithm, model.init(spec.seed), spec.federation.agents)
+        return State(server, fresh(spec.federation.agents))
     server, agents = fitted(spec, model).algorithm.init(model.init(spec.seed), spec.federation.agents)
     return State(server, agents)

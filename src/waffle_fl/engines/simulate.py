@@ -12,11 +12,12 @@ from typing import Literal, TypeAlias, get_args
 from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.batches import Remainder, batch_sizes
-from waffle_fl.engines import loop, run_workers, shared_training
+from waffle_fl.engines import cohort_rounds, loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
 from waffle_fl.engines.masked_checks import check_privacy
-from waffle_fl.engines.outcomes import ATTEMPTS, outcome_of, to_numbers
+from waffle_fl.engines.noise_checks import check_noise
+from waffle_fl.engines.outcomes import outcome_of, to_numbers
 from waffle_fl.engines.run_spec import (
     MaskedDistances,
     Outcome,
@@ -58,6 +59,10 @@ def simulate(
     masked_distances: MaskedDistances = "sketch",
     sketch_size: int = 4096,
     min_contributors: float = 1.0,
+    epsilon: float = 8.0,
+    delta: float = 1e-5,
+    sample_clip: float = 1.0,
+    noise_multipliers: tuple[float, ...] = (),
     workers: int = 0,
     engine: Engine = "fast",
 ) -> Iterator[list[Outcome]]:
@@ -66,14 +71,16 @@ def simulate(
     `start` is the number of rounds that the runs' states have completed. `participation` is the share of the agents
     that take part in each round; Alice is one of them where the method's training depends on her, or always.
     With `privacy="masked"` the server sees distances and weighted sums alone: `masked_distances`, `sketch_size` and
-    `min_contributors` are explained in docs/privacy.md.
+    `min_contributors` are explained in docs/privacy.md. With `privacy="dp"` gradients are clipped per sample and noised
+    so that a whole run costs each agent's samples at most `epsilon` at `delta`; `privacy="masked+dp"` does both.
     `steps_per_round` mini-batches replace the `epochs` of a round unless it is 0. At most `workers` processes share the
     work on a CPU; 0 means one per core. `engine="loop"` computes every round as the paper prints it, one agent after
     another.
     """
     rounds_of_all = rounds, batch_size, epochs, augment, flips, guard, remainder
-    private = privacy, masked_distances, sketch_size, min_contributors
-    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round, *private)
+    masks = privacy, masked_distances, sketch_size, min_contributors
+    noise = epsilon, delta, sample_clip, noise_multipliers
+    settings = RoundSettings(*rounds_of_all, participation, alice_takes_part, steps_per_round, *masks, *noise)
     if type(start) is not int or not 0 <= start <= rounds:
         raise WaffleError(f"start: expected an integer from 0 to rounds ({rounds}), got {start!r}")
     if type(workers) is not int or workers < 0:
@@ -88,9 +95,12 @@ def simulate(
     for spec in specs:
         check_agents(spec.algorithm, spec.federation.agents)
         check_privacy(spec, settings)
+        check_noise(spec, settings, model)
+    if any(spec.store for spec in specs):
+        return _with_stores(specs, model, settings, start, workers, engine)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
-    groups = shared_training.groups_of(specs) if not settings.needs_alice else [[i] for i in range(len(specs))]
+    groups = shared_training.groups_of(specs) if settings.shares_training else [[i] for i in range(len(specs))]
     check_stack([specs[first] for first, *_ in groups])
     specs, rounds_of = on_device(specs, model), partial(_rounds, model, settings, workers)
     if len(groups) == len(specs):
@@ -120,11 +130,30 @@ def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int, rem
                 )
 
 
+def _with_stores(
+    specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int, workers: int, engine: Engine
+) -> Iterator[list[Outcome]]:
+    """Return the rounds of runs whose states are on disk, one run after another in each round."""
+    if not all(spec.store for spec in specs):
+        raise WaffleError("specs: expected a store in every RunSpec or in none, got both")
+    for spec in specs:
+        cohort_rounds.check_store(spec, settings, model, engine)
+    cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
+    specs = on_device(specs, model)
+    runs = [cohort_rounds.run(spec, model, settings, cores, start, i) for i, spec in enumerate(specs)]
+    return _together(runs, settings.rounds - start, model.precision)
+
+
 def _loop(specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
-    """Yield the rounds of all runs, computed by the readable engine."""
+    """Return the rounds of all runs, computed by the readable engine."""
     runs = [loop.run(spec, model, settings, start, i) for i, spec in enumerate(specs)]
-    for _ in range(start, settings.rounds):
-        with one_thread(), products(model.precision):
+    return _together(runs, settings.rounds - start, model.precision)
+
+
+def _together(runs: Sequence[Iterator[Outcome]], rounds: int, precision: str) -> Iterator[list[Outcome]]:
+    """Yield the rounds of all runs, each computed by itself, until all have ended."""
+    for _ in range(rounds):
+        with one_thread(), products(precision):
             outcomes = [outcome for run in runs if (outcome := next(run, None))]
         if not outcomes:
             return
@@ -149,7 +178,7 @@ def _rounds(
         for r in range(start + 1, settings.rounds + 1):  # A2.2
             done: dict[int, Outcome] = {}
             pending = tuple(states)
-            for attempt in range(ATTEMPTS):
+            for attempt in range(settings.attempts):
                 with one_thread(), products(model.precision):
                     computed = compute(Work(pending, tuple(states[i] for i in pending), r, attempt))
                     measured = to_numbers([run.measured for run in computed])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from waffle_fl.algorithms import Algorithm
-from waffle_fl.batches import Batches
 from waffle_fl.engines import aggregation, helper_agents
 from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_together, receive, registered
 from waffle_fl.engines.backend import Trained, Work
@@ -22,6 +21,7 @@ from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.helper_agents import TwoTrainings
 from waffle_fl.engines.masked_checks import masked_rounds_of
 from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_all_agents
+from waffle_fl.engines.private_gradients import batches_of
 from waffle_fl.engines.row_training import RowTraining, Selection
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State, all_nets
 from waffle_fl.engines.tree import pick_rows
@@ -84,8 +84,7 @@ class StackedBackend:
         def training(
             algorithm: Algorithm, agents: Sequence[Sequence[int]], selection: Selection | None = None
         ) -> RowTraining:
-            shape = (s.batch_size, s.epochs, self.model.dtype, s.augment, s.flips, s.rounds)
-            batches = Batches(federations, seeds, *shape, agents, s.remainder, s.steps_per_round)
+            batches = batches_of(algorithm, self.model, federations, seeds, s, agents)
             losses = CandidateLosses(algorithm, self.model, federations, seeds, s.rounds)
             rows = list(map(len, cohorts if selection else agents))
             return RowTraining(algorithm, self.model, batches, self._graphs, rows, cores, losses, selection)
@@ -93,7 +92,7 @@ class StackedBackend:
         sizes = [federation.agents for federation in federations]
         if [*map(len, cohorts)] != sizes:  # helpers would vary in number, so every agent of a cohort trains its model
             return training(specs[0].algorithm, [range(size) for size in sizes], self._selection(work.runs, sizes))
-        if helper_agents.applies(specs):
+        if helper_agents.applies(specs) and not s.adds_noise:  # a helper has other noise
             return TwoTrainings(specs[0].algorithm, self.model, sizes, helper_agents.helping(specs), training)
         return training(specs[0].algorithm, [range(size) for size in sizes])
 

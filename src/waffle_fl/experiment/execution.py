@@ -20,6 +20,8 @@ from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.masked_checks import check_privacy
+from waffle_fl.engines.noise_checks import check_noise
+from waffle_fl.engines.private_gradients import privacy_of
 from waffle_fl.engines.run_spec import RunSpec, fitted, initial_state, on_device, own_net
 from waffle_fl.engines.shared_training import carriers
 from waffle_fl.engines.simulate import check_model, simulate
@@ -138,6 +140,7 @@ def _open(
         )
     check_agents(spec.algorithm, federation.agents)
     check_privacy(spec, round_settings(s))
+    check_noise(spec, round_settings(s), model)
     check_schedules(config)
     check_scored(config)
     notes = advice(config, federation, getattr(spec.algorithm, "parts", None))
@@ -157,6 +160,7 @@ def _open(
         model=model_name(s, all_agents.shape),
         parameters=model.size,
         engine={"rows": "stacked" if model.stacked else "single"},
+        **privacy_of(federation, round_settings(s)),
         notes=notes,
         **(
             {"attackers": [all_agents.names[i] for i in attackers_of(all_agents, s.attackers)]}
@@ -231,6 +235,10 @@ def _groups(active_runs: Sequence[ActiveRun], stack: int) -> list[list[ActiveRun
             s.masked_distances,
             s.sketch_size,
             s.min_contributors,
+            s.epsilon,
+            s.delta,
+            s.sample_clip,
+            s.noise_multipliers,
             s.precision,
         )
         f = active.spec.federation
@@ -244,7 +252,7 @@ def _carried(active_runs: Sequence[ActiveRun]) -> dict[int, int]:
     """Map each run that needs no training of its own to the run with the same settings and round that carries it."""
     alike: dict[Any, list[int]] = {}
     for i, active in enumerate(active_runs):
-        if not round_settings(active.config.settings).needs_alice:  # otherwise training cannot be shared
+        if round_settings(active.config.settings).shares_training:
             alike.setdefault((active.config.settings, active.start), []).append(i)
     found = ((indices, carriers([active_runs[i].spec for i in indices])) for indices in alike.values())
     return {indices[k]: indices[carrier] for indices, pairs in found for k, carrier in pairs.items()}

@@ -31,6 +31,7 @@ def card(trained: Trained, digests: Mapping[str, str]) -> dict[str, Any]:
         "metrics": {**run.result.get("metrics", {}), "test_samples": made.get("test_samples")},
         "rounds": run.result["rounds"],
         "contributors": contributors(run),
+        "privacy": run.provenance.get("privacy"),
         "data": {
             "digest": binding.get("data"),
             **{key: made[f"data_{key}"] for key in ("verified", "note") if f"data_{key}" in made},
@@ -109,6 +110,17 @@ def _intended_use(trained: Trained) -> str:
     )
 
 
+def _privacy_limit(guarantee: str) -> str:
+    if not guarantee:
+        return (
+            "It was trained without a formal privacy guarantee: do not publish it if its training data is confidential."
+        )
+    return (
+        f"Differential privacy: {guarantee}. It does not cover statistics of the preprocessing, validation and test "
+        "samples, hyperparameters chosen on this data, or other models trained on it."
+    )
+
+
 def _limits(trained: Trained) -> list[str]:
     run, alice = trained.run, alice_of(trained.run)
     tested = int(run.provenance.get("test_samples") or 0)
@@ -119,7 +131,7 @@ def _limits(trained: Trained) -> list[str]:
         f"The model is that of the {'last round' if last else 'round with the best validation score'}; it was not "
         "selected on test samples.",
         "A contributor's weight shows how much its updates were used for this model, not the quality of its data.",
-        "It was trained without a formal privacy guarantee: do not publish it if its training data is confidential.",
+        _privacy_limit(run.config.settings.guarantee),
     ]
     if trained.classes:
         limits.append("It always predicts one of its classes, also for a sample that belongs to none of them.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from waffle_fl.errors import WaffleError
+from waffle_fl.models import sample_gradients
 from waffle_fl.models.batch import Batch, Loss, Net, cross_entropy, output_is_loss, squared_error
 from waffle_fl.models.building import (
     Precision,
@@ -243,6 +244,21 @@ class FlatModel:
         batches = [Batch(*(part[i % len(batch.x)] for part in batch)) for i in range(len(params))]
         rows = [self.passes.plain(*row) for row in zip(params, stats, batches, strict=True)]
         return Net(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
+
+    def clipped_sums(self, params: Tensor, stats: Tensor, batch: Batch, clip: float, plain: bool = False) -> Tensor:
+        """Return, per row, the sum of its samples' gradients, each clipped to a norm of at most `clip`.
+
+        With several models per row, `params` holds one block of rows after another, as in `grad`.
+        """
+        models = len(params) // len(batch.x)
+        if models > 1:
+            batch = Batch(*(part.repeat(models, *[1] * (part.ndim - 1)) for part in batch))
+        self._prepare_from(batch)
+        if plain or not self.stacked or self._never_stack:
+            sums = sample_gradients.plain_sums if plain else sample_gradients.sums_of_rows
+            return sums(self.passes, params, stats, batch, clip)
+        gradient = self.passes.folded if self._uses_folded else self.passes.vmapped
+        return sample_gradients.sums_of_stack(gradient, params, batch, clip)
 
     @torch.no_grad()
     def training_features(self, params: Tensor, stats: Tensor, batch: Batch, plain: bool = False) -> Tensor:

@@ -108,7 +108,8 @@ def _verified(found: bool | None) -> str:
 def facts_of(*runs: FinishedRun) -> dict[str, str]:
     """Return software, data and training settings of the runs for the foot of a page; differing values are joined."""
     found = [_facts(run) for run in runs]
-    return {name: "; ".join(dict.fromkeys(facts[name] for facts in found)) for name in found[0]}
+    names = dict.fromkeys(name for facts in found for name in facts)
+    return {name: "; ".join(dict.fromkeys(facts.get(name, "none") for facts in found)) for name in names}
 
 
 def _facts(run: FinishedRun) -> dict[str, str]:
@@ -120,6 +121,7 @@ def _facts(run: FinishedRun) -> dict[str, str]:
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
         "model": f"{_model(run)}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
+        **({"differential privacy": s.guarantee} if s.guarantee else {}),
     }
 
 

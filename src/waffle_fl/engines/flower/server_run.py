@@ -21,9 +21,9 @@ from waffle_fl.algorithms.kept_momentum import VELOCITY
 from waffle_fl.engines.aggregation import Registered, aggregate, participants_of, screened_of
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.flower.messages import OVERHEAD, SCORES, Request, Version
-from waffle_fl.engines.outcomes import ATTEMPTS, diverged, to_numbers
+from waffle_fl.engines.outcomes import diverged, to_numbers
 from waffle_fl.engines.participation import Cohorts, asking, expecting
-from waffle_fl.engines.run_spec import RoundSettings
+from waffle_fl.engines.run_spec import ATTEMPTS, RoundSettings
 from waffle_fl.engines.tree import rows_of, tree_map
 from waffle_fl.errors import Diverged
 from waffle_fl.guard import NOT_ASKED, OK, Guard
@@ -66,6 +66,7 @@ class RunPlan:
     handle: str  # Alice's name in the config
     scores: tuple[str, ...] = SCORES  # scores that are recorded per round
     cohorts: Cohorts | None = None  # the agents that take part in each round; None: all
+    attempts: int = ATTEMPTS  # how often a round is tried
 
 
 @dataclass
@@ -248,12 +249,12 @@ class ServerRun:
         return True
 
     def _retry(self) -> Diverged | None:
-        """Retry the round after the last recorded one with new batches; after ATTEMPTS tries the run has diverged."""
+        """Retry the round after the last recorded one with new batches; after `attempts` tries the run has diverged."""
         self.pending, self.score, self.attempt = None, None, self.attempt + 1
-        if self.attempt < ATTEMPTS:
+        if self.attempt < self.plan.attempts:
             self._open_round()
             return None
-        return diverged(self.state.round + 1, self.plan.names[self.plan.alice])
+        return diverged(self.state.round + 1, self.plan.names[self.plan.alice], self.plan.attempts)
 
     def _copies(self, start: Any) -> Any:
         """The agents' states, or None if the server has no copy of them.
